@@ -23,6 +23,7 @@ PREAMBLE = b"\n\x01dtrain-stream-1\n"
 MAX_HEADER_BYTES = 8 << 20  # the environment of a worker is the largest thing in a header
 MAX_PAYLOAD_BYTES = 1 << 20
 INPUT_BYTES = 1 << 16  # of a rank's standard input that are sent and not taken yet
+CHANNEL_BYTES = 256 << 10  # see ChannelData
 MAX_NOISE_BYTES = 1 << 20  # what a login shell may print before the preamble
 RESILIENT = 3  # of restart_policy: the process can meet others in any composition
 HEARTBEAT_S = 1.0
@@ -222,6 +223,38 @@ class Collect(Command):
 
     number: int
     limit_s: float
+    ranks: list[int] = field(default_factory=list)  # only these, if any are named
+    native: bool = False  # with the frames of C and C++, by py-spy
+
+
+@dataclass(frozen=True)
+class OpenDebugger(Command):
+    """Have a debugger opened in a worker's main thread: DebuggerOpened once it is, DebuggerClosed at its end.
+
+    Between them ChannelData goes both ways. See agent/debugging/.
+    """
+
+    channel: int  # its number in the run
+    attempt: int
+    rank: int
+    debugger: str  # pdb or debugpy
+
+
+@dataclass(frozen=True)
+class CloseDebugger(Command):
+    """Have the worker go on without the debugger, whether it is open yet or not; there is no answer."""
+
+    channel: int
+
+
+@dataclass(frozen=True)
+class RestClocks(Command):
+    """Take no silence of a worker for a stall from now on, since a debugger is open in a rank of the run; or do again.
+
+    See agent/debugging/debugged.py.
+    """
+
+    resting: bool
 
 
 @dataclass(frozen=True)
@@ -416,11 +449,26 @@ class Evidence(Report):
     tree_cpu_s: float = 0.0  # of it and its children
     at_disk: bool = False  # one of them is in state D
     traced: bool = False  # by a debugger
+    native: str = ""  # the stacks with the frames of C and C++, where that was asked for
+    no_native: str = ""  # why they could not be had
 
 
 @dataclass(frozen=True)
 class Collected(Report):
     number: int
+
+
+@dataclass(frozen=True)
+class DebuggerOpened(Report):
+    channel: int
+
+
+@dataclass(frozen=True)
+class DebuggerClosed(Report):
+    """The worker runs without that debugger; `reason` says why, where nobody asked for it."""
+
+    channel: int
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -463,6 +511,22 @@ class Answer(Report):
 
 
 # Both ways
+
+
+@dataclass(frozen=True)
+class ChannelData(Command, Report):
+    """Bytes from or for a debugger. No more than CHANNEL_BYTES are on the way before the other end has taken some."""
+
+    channel: int
+    data: bytes = field(default=b"", repr=False)
+
+
+@dataclass(frozen=True)
+class ChannelTaken(Command, Report):
+    """So many bytes of the other direction have been passed on."""
+
+    channel: int
+    count: int
 
 
 @dataclass(frozen=True)

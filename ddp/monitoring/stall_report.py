@@ -30,6 +30,7 @@ import torch.distributed as dist
 from ddp.comm.shm.rounds import Lost
 from ddp.errors import ArgumentError, CollectiveError, DdpError
 from ddp.monitoring import timeline
+from ddp.monitoring.debuggers import debugged_until
 from ddp.monitoring.stall_channel import StoreThread, store_thread_of_world
 from ddp.monitoring.stall_text import Heard, Position, Scene, describe_stall, find_missing, printable
 from ddp.monitoring.user_code import line_of_frame, line_of_traceback
@@ -175,6 +176,9 @@ class StallReport:
                 if monotonic() < start + poll_s / 2:  # that was no timeout
                     raise
                 if monotonic() >= deadline:
+                    deadline = max(deadline, debugged_until() + self.timeout_s)
+                    if monotonic() < deadline:
+                        continue
                     scene, heard = self._ask(what, "")
                     longest = began + self._longest_s
                     if monotonic() < longest and _is_at_files(heard, self._key):

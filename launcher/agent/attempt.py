@@ -257,6 +257,10 @@ class Attempt:
             for worker in self.running:
                 worker.tell_generation(self._generation, self._when, self._composed(worker.rank))
 
+    def is_script(self, rank: int) -> bool:
+        """Whether a worker is started through bootstrap.py."""
+        return bool(self._orders[rank].through)
+
     def _composed(self, rank: int) -> dict[str, str]:
         """The variables of a worker that change with the composition, as they are now."""
         env = self._orders[rank].env

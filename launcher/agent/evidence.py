@@ -2,7 +2,8 @@
 
 A Python worker writes its stacks itself when it gets STACK_SIGNAL (see bootstrap.py), which disturbs it for about a
 millisecond and needs neither rights nor the interpreter's lock. For one that does not answer (stopped, stuck in the
-kernel, or with no such handler) py-spy is asked where it is installed, then the kernel.
+kernel, or with no such handler) py-spy is asked where it is installed, then the kernel. Where native frames are wanted,
+py-spy is asked for those of each worker besides.
 """
 
 from __future__ import annotations
@@ -34,8 +35,13 @@ ANSWER_S = 1.0  # an answer to the signal is waited for so long, or half of the 
 QUIET_S = 0.1  # a stack whose file has not grown for so long is whole; most are known to be by their last line
 MAX_BYTES = 64 << 10
 SPAWNS_PER_STEP = 4  # each takes 2 ms or so
+NATIVE_AT_ONCE = 4  # each takes a core for seconds, and some 100 MB: it reads the symbols of all libraries
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _TICKS = os.sysconf("SC_CLK_TCK")
+_NATIVE_THREAD = re.compile(rb"^Thread ", re.MULTILINE)
+_NO_PTRACE = (
+    "ptrace is not permitted there: sysctl kernel.yama.ptrace_scope=0 as root, or in a container --cap-add SYS_PTRACE"
+)
 # The last line of a worker's main thread, started by exec or forked.
 _LAST_LINE = re.compile(
     rf'^  File "({re.escape(str(BOOTSTRAP))}|{re.escape(str(PROGRAM))})", line \d+ in <module>\n\Z'.encode(),
@@ -78,8 +84,9 @@ class EvidenceRound:
         subjects = [
             Subject(attempt.number, worker.rank, worker.pid, worker.files.stack, *attempt.signs.of(worker, now))
             for worker in running
+            if worker.rank in order.ranks or not order.ranks
         ]
-        self._collection = Collection(order.number, subjects, order.limit_s)
+        self._collection = Collection(order.number, subjects, order.limit_s, native=order.native)
 
     def step(self) -> None:
         if self._collection is None:
@@ -111,13 +118,15 @@ class Collection:
     `reaped` says otherwise.
     """
 
-    def __init__(self, number: int, subjects: Sequence[Subject], limit_s: float) -> None:
+    def __init__(self, number: int, subjects: Sequence[Subject], limit_s: float, *, native: bool = False) -> None:
         now = time.monotonic()
         self.number = number
         self.pause_s = 0.005
         self._end = now + limit_s
         self._answers_until = now + min(limit_s / 2, ANSWER_S)
-        self._looks = [look for look in (_Look.at(number, subject) for subject in subjects) if look is not None]
+        self._looks = [
+            look for look in (_Look.at(number, each, native=native) for each in subjects) if look is not None
+        ]
         for look in self._looks:  # after all are read: the signal would wake them
             look.ask()
 
@@ -125,11 +134,15 @@ class Collection:
         """Return an Evidence for each worker that was alive, or None if there is something to wait for."""
         now = time.monotonic()
         spawns = SPAWNS_PER_STEP
+        native = NATIVE_AT_ONCE - sum(look.is_spied_natively for look in self._looks)
         for look in self._looks:
             look.read(now)
             if look.asked and now >= self._answers_until:
                 look.give_up_answer()
-            if look.wants_py_spy and spawns and now < self._end:
+            if look.wants_native and native > 0 and not look.is_waiting_for_stack and now < self._end:
+                native -= 1
+                look.spy(native=True)
+            elif look.wants_py_spy and spawns and now < self._end:
                 spawns -= 1
                 look.spy()
         if any(look.is_waiting for look in self._looks) and now < self._end:
@@ -151,7 +164,7 @@ class Collection:
 class _Look:
     """One worker: first it is asked, then py-spy, then the kernel."""
 
-    def __init__(self, subject: Subject, found: Evidence, *, answers: bool) -> None:
+    def __init__(self, subject: Subject, found: Evidence, *, answers: bool, native: bool) -> None:
         self._subject = subject
         self._found = found
         self._answers = answers
@@ -162,10 +175,14 @@ class _Look:
         self._output = -1  # what that writes to
         self.asked = False
         self.wants_py_spy = False
+        self.wants_native = native  # frames
+        self.is_spied_natively = False
         self._stack = b""
+        self._native = b""
+        self._no_native = "py-spy has not answered in time" if native else ""
 
     @classmethod
-    def at(cls, number: int, subject: Subject) -> _Look | None:
+    def at(cls, number: int, subject: Subject, *, native: bool) -> _Look | None:
         """Read what the kernel says; None if the worker has ended."""
         stat = _read(subject.pid, "stat")
         fields = stat.rpartition(b")")[2].split()
@@ -192,11 +209,15 @@ class _Look:
             traced=is_traced(subject.pid),
         )
         # One that is stopped would answer when it goes on again, which is too late.
-        return cls(subject, found, answers=state not in ("T", "t") and _handles(subject))
+        return cls(subject, found, answers=state not in ("T", "t") and _handles(subject), native=native)
 
     @property
     def is_waiting(self) -> bool:
-        return self.asked or self.wants_py_spy or self._spy != 0
+        return self.is_waiting_for_stack or self.wants_native or self.is_spied_natively
+
+    @property
+    def is_waiting_for_stack(self) -> bool:
+        return self.asked or self.wants_py_spy or (self._spy != 0 and not self.is_spied_natively)
 
     def ask(self) -> None:
         if self._answers:
@@ -224,22 +245,33 @@ class _Look:
         self.asked = False
         self.wants_py_spy = not self._stack and not self._is_gone
 
-    def spy(self) -> None:
+    def spy(self, *, native: bool = False) -> None:
         """Start py-spy, if it is there."""
-        self.wants_py_spy = False
+        if native:
+            self.wants_native = False
+        else:
+            self.wants_py_spy = False
         program = find_py_spy()
         if self._is_gone or program is None:
+            self._no_native = "py-spy is not installed there: pip install py-spy" if program is None else ""
             return
         path = f"{self._subject.stack_file}.py-spy"
         # Not stopping the process: one that is to be looked at is never changed. It has stood there for a while.
-        argv = [program, "dump", "--pid", str(self._subject.pid), "--nonblocking", "--full-filenames"]
+        # Native frames cannot be read so: who asks for those has it stopped for as long as that takes.
+        how = "--native" if native else "--nonblocking"
+        argv = [program, "dump", "--pid", str(self._subject.pid), how, "--full-filenames"]
         # Without it, where the disk is full or no process can be started, there is still what the kernel says.
         with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
-            self._output = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            os.unlink(path)
+            if self._output < 0:
+                self._output = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+                os.unlink(path)
+            os.ftruncate(self._output, 0)
+            os.lseek(self._output, 0, os.SEEK_SET)
             nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
             opened.callback(os.close, nowhere)
-            self._spy = spawn(argv, os.environ, cwd="/", stdout=self._output, stderr=nowhere)
+            errors = self._output if native else nowhere
+            self._spy = spawn(argv, os.environ, cwd="/", stdout=self._output, stderr=errors)
+            self.is_spied_natively = native
 
     def reaped(self, pid: int) -> None:
         if pid == self._subject.pid:
@@ -247,19 +279,38 @@ class _Look:
             if self.asked:
                 self.asked = False
                 self._stack = _read_end(self._subject.stack_file, self._began_at)
-            self.wants_py_spy = False
+            self.wants_py_spy = self.wants_native = False
         elif pid == self._spy:
             self._spy = 0
-            self._stack = os.pread(self._output, MAX_BYTES, 0)
+            said = os.pread(self._output, MAX_BYTES, 0)
+            if self.is_spied_natively:
+                self.is_spied_natively = False
+                self._take_native(said)
+            else:
+                self._stack = said
+
+    def _take_native(self, said: bytes) -> None:
+        if _NATIVE_THREAD.search(said):
+            self._native, self._no_native = said, ""
+        elif b"ermission" in said:
+            self._no_native = _NO_PTRACE
+        else:
+            words = said.decode("utf-8", "replace").split("\n")
+            self._no_native = f"py-spy cannot read them: {next(filter(None, map(str.strip, words)), 'it said nothing')}"
 
     def result(self) -> Evidence:
         stack = self._stack
         if not stack and not self._is_gone and self._found.state == "D":
             stack = _read(self._subject.pid, "stack")  # for root only
-        return replace(self._found, stack=stack.decode("utf-8", "replace"))
+        return replace(
+            self._found,
+            stack=(stack or self._native).decode("utf-8", "replace"),
+            native=self._native.decode("utf-8", "replace"),
+            no_native=self._no_native,
+        )
 
     def close(self) -> None:
-        self.asked = self.wants_py_spy = False
+        self.asked = self.wants_py_spy = self.wants_native = self.is_spied_natively = False
         if self._spy:
             os.kill(self._spy, signal.SIGKILL)  # reaped by the agent, as any child
             self._spy = 0

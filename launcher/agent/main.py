@@ -26,6 +26,8 @@ from launcher.agent.cleanup.killed_runs import find_killed_runs, leave_identity
 from launcher.agent.cleanup.lease import ENDS_WITHIN_S, Lease, Limits
 from launcher.agent.cleanup.leftovers import AgentIdentity, LeftoverSweep
 from launcher.agent.cleanup.run_tag import RunTag, make_folder, mark_unless_nested
+from launcher.agent.debugging.channels import DebuggerChannels
+from launcher.agent.debugging.rest import Rest
 from launcher.agent.evidence import EvidenceRound
 from launcher.agent.host_facts import find_facts, likely_workers
 from launcher.agent.kept_copy import KeptCopy
@@ -45,6 +47,9 @@ from launcher.protocol import (
     PREAMBLE,
     PROTOCOL,
     Bye,
+    ChannelData,
+    ChannelTaken,
+    CloseDebugger,
     Collect,
     Decoder,
     EndAttempt,
@@ -56,10 +61,12 @@ from launcher.protocol import (
     LoseHost,
     Message,
     NextGeneration,
+    OpenDebugger,
     OpenStore,
     Prepare,
     ReservePorts,
     RestartWorker,
+    RestClocks,
     SharePrefixes,
     SignalWorkers,
     StartWorker,
@@ -148,6 +155,8 @@ class Agent:
         self._leftovers: LeftoverSweep | None = None  # what goes on...
         self._suspension: processes.Suspension | None = None
         self._evidence_round = EvidenceRound(self._writer)
+        self._debuggers = DebuggerChannels(self._writer, self._selector)
+        self._rest = Rest()
         self._attempt_end: AttemptEnd | None = None
         self._ending_attempt: int | None = None  # to be answered with Swept when that is done
         self._reason: str | None = None  # set once the agent is to exit then: why, if no Stop has come
@@ -201,6 +210,7 @@ class Agent:
         now = time.monotonic()
         pauses = [self._next_heartbeat - now, self._lease.end - now, self._fork_server.pause_s(now)]
         pauses += [work.pause_s for work in (self._leftovers, self._suspension, self._evidence_round) if work]
+        pauses.append(self._debuggers.pause_s)
         if self._attempt_end is not None and self._leftovers is None:
             pauses += [self._attempt_end.pause_s(now), self._kept_copy.pause_s(now)]
         elif self._attempt is not None and self._suspension is None:
@@ -223,6 +233,7 @@ class Agent:
         if self._suspension is not None:
             self._suspension.step()
         self._evidence_round.step()
+        self._debuggers.step()
         self._fork_server.step(now)
         if self._attempt is not None:
             self._attempt.report()
@@ -236,7 +247,7 @@ class Agent:
     def _beat(self, now: float) -> None:
         self._next_heartbeat = now + (HEARTBEAT_S if self._prepared is None else self._prepared.heartbeat_s)
         if self._attempt is not None:
-            self._attempt.look(counts=self._suspension is None)
+            self._attempt.look(counts=self._suspension is None and not self._rest.now)
         if not self._writer:  # otherwise the controller does not read, and what is unsent says that we live
             attempt = self._attempt
             self._writer.send(Heartbeat(now) if attempt is None else attempt.heartbeat(now))
@@ -269,6 +280,7 @@ class Agent:
             if last_words is not None:
                 self._attempt.store_ended(last_words)
             self._attempt.ended(wait_statuses)
+        self._debuggers.reaped(wait_statuses)
 
     def _read_controller(self) -> None:
         try:
@@ -316,6 +328,14 @@ class Agent:
                 self._suspend(message.suspended)
             case Collect():
                 self._evidence_round.begin(message, attempt if self._attempt_end is None else None)
+            case OpenDebugger():
+                self._debuggers.open(message, attempt if self._attempt_end is None else None)
+            case ChannelData() | ChannelTaken():
+                self._debuggers.pass_on(message)
+            case CloseDebugger():
+                self._debuggers.close(message)
+            case RestClocks():
+                self._rest.take(message.resting)
             case EndAttempt():
                 self._end_attempt(message)
             case Stop():
@@ -355,6 +375,7 @@ class Agent:
         try:
             self._folder = make_folder(self._run_tag.value)
             leave_identity(self._folder, self._identity)
+            self._rest.begin(self._folder)
             self._kept_copy.open(self._folder)
         except OSError as error:
             problems.append(f"cannot make a temporary folder there ({error.strerror}); see TMPDIR")
@@ -449,6 +470,7 @@ class Agent:
 
     def _end(self, signum: int) -> None:
         self._evidence_round.stop()
+        self._debuggers.stop("the attempt ends")
         if self._attempt is not None:
             self._attempt.worker_restarts.stop()
         if self._attempt_end is not None:

@@ -305,6 +305,39 @@ def wait(run_id: str) -> None:
     sys.exit(wait_for_run(run_id, say=_complain))
 
 
+@cli.command(short_help="Show where the ranks of a run are.")
+@_RUN
+@click.option("--rank", metavar="R,R", help="Only these ranks, with all their threads.")
+@click.option(
+    "--native", is_flag=True, help="With the frames of C and C++, by py-spy, which stops each rank meanwhile."
+)
+@_JSON
+def stacks(run_id: str, rank: str | None, native: bool, as_json: bool) -> None:
+    """Show the Python stacks of all ranks of RUN, those in one place together. The run goes on."""
+    from launcher.cli.runs.stacks import show_stacks
+    from launcher.output.filter import parse_ranks
+
+    ranks = parse_ranks(rank, "--rank") or ()
+    sys.exit(show_stacks(run_id, ranks, native=native, as_json=as_json, say=_complain))
+
+
+@cli.command(short_help="Open a debugger in a rank of a run that goes on.")
+@_RUN
+@click.option("--rank", type=click.IntRange(min=0), required=True, help="The rank.")
+@click.option("--debugpy", is_flag=True, help="For an editor: debugpy, which the rank's Python must have.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="With --debugpy: where the editor connects to.")
+def debug(run_id: str, rank: int, debugpy: bool, port: int) -> None:
+    """Open pdb where a rank of RUN is now. To quit it, Ctrl-C, or the end of this command let the rank go on.
+
+    Other ranks wait for it: meanwhile dtrain takes nobody's silence for a stall. Timeouts that are torch's own go on.
+    """
+    from launcher.cli.runs.debug import debug_rank
+
+    if port and not debugpy:
+        raise UsageError("--port is for --debugpy; pdb speaks in this terminal")
+    sys.exit(debug_rank(run_id, rank, port=port if debugpy else None, say=_complain))
+
+
 @cli.command(context_settings=_PASS_ON, short_help="Start the same command again, in the same folder.")
 @click.option("--any-commit", is_flag=True, help="Whatever commit is checked out there now.")
 @_RUN

@@ -9,13 +9,15 @@ from __future__ import annotations
 import os
 import queue
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from launcher.controller.askers import Askers
 from launcher.controller.link import LET_GO_S, Link, close_links
 from launcher.controller.standard_input import StandardInput
 from launcher.errors import DtrainError
@@ -23,12 +25,16 @@ from launcher.hosts.host import Host
 from launcher.hosts.sources import discover
 from launcher.job.events import (
     AgentMessage,
+    Answer,
+    AskerLeft,
     Close,
+    CloseAsker,
     Command,
     Discovered,
     Event,
     Notice,
     Open,
+    PassOn,
     ReaderBlocked,
     SaveEvidence,
     Send,
@@ -36,6 +42,7 @@ from launcher.job.events import (
     Slept,
     SuspendSelf,
     Tick,
+    TookInput,
 )
 from launcher.job.job import Job
 from launcher.job.outcome import Outcome
@@ -96,6 +103,7 @@ class Controller:
         self._input = None if spec.stdin is None else StandardInput(spec.stdin, output, self.wake)
         self._job = Job(spec, time.monotonic(), run_key=os.urandom(RUN_KEY_BYTES).hex())
         self._connector = Connector(spec, listener=listener, tell=tell_user)
+        self._askers = Askers(self._events.put)
         self._links: dict[str, Link] = {}  # the newest of each host
         self._older: list[Link] = []  # those before, as long as they are not released
 
@@ -122,6 +130,7 @@ class Controller:
                 over.set()
                 if discovery is not None:
                     discovery.join(1.0)
+                self._askers.close()
                 close_links([*self._older, *self._links.values()])
                 self._connector.close()
 
@@ -132,6 +141,13 @@ class Controller:
     def wake(self) -> None:
         """Have the loop go round once. From any thread."""
         self._events.put(Tick())
+
+    def take_asker(self, connection: socket.socket, request: Mapping[str, Any]) -> None:
+        """Answer a command that asks for stacks or a debugger, and close its connection at the end. From any thread.
+
+        Raises ValueError for a request that is none.
+        """
+        self._askers.begin(connection, request)
 
     def _loop(self) -> Outcome:
         next_look = time.monotonic()
@@ -177,6 +193,8 @@ class Controller:
                 self._input.taken(event.host, event.message)
         elif isinstance(event, Signalled) and event.signum in STOP_SIGNALS:
             self._output.hurry()
+        elif isinstance(event, AskerLeft):
+            self._askers.left(event.asker)
 
     def _discover(self, command: str, over: threading.Event) -> None:
         """Ask the user's script again and again which hosts there are; in a thread of its own."""
@@ -218,6 +236,8 @@ class Controller:
                 self._tell_user(command.text)
             elif isinstance(command, SaveEvidence):
                 self._keep(command)
+            elif isinstance(command, Answer | PassOn | TookInput | CloseAsker):
+                self._askers.carry_out(command)
             else:
                 assert isinstance(command, SuspendSelf)
                 self._suspend()

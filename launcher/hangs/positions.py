@@ -12,7 +12,16 @@ from pathlib import Path
 
 from launcher.protocol import Evidence
 
-__all__ = ["Group", "RankPosition", "groups", "main_thread", "odd_ranks", "rank_position", "state_in_words"]
+__all__ = [
+    "Group",
+    "RankPosition",
+    "groups",
+    "main_thread",
+    "odd_ranks",
+    "rank_position",
+    "scripts_frames",
+    "state_in_words",
+]
 
 
 @dataclass(frozen=True)
@@ -121,6 +130,7 @@ def state_in_words(evidence: Evidence) -> str:
 
 _ROOT = Path(__file__).parents[2]
 _DDP = f"{_ROOT}/ddp/"
+_BOOTSTRAP = f"{_ROOT}/launcher/agent/workers/"
 _NOT_OWN = ("<", f"{_ROOT}/launcher/", _DDP)
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib(64)?/python\d[^/]*/")
 _FOLDER = rf"(?:.*/(?:(?:site|dist)-packages|lib(?:64)?/python\d[^/]*)|{re.escape(str(_ROOT))})"  # of modules
@@ -156,6 +166,14 @@ def main_thread(stack: str) -> list[Frame]:
     if lines is None:
         lines = threads[-1][1] if threads and is_whole and not any(name for name, _ in threads) else []
     return [frame for line in lines if (frame := _frame(line)) is not None]
+
+
+def scripts_frames(frames: Sequence[Frame]) -> list[Frame]:
+    """Return the frames without those from which dtrain has called the script."""
+    kept = list(frames)
+    while kept and (kept[-1].file.startswith((_BOOTSTRAP, "<")) or kept[-1].file == "???"):
+        kept.pop()
+    return kept or list(frames)
 
 
 def _frame(line: str) -> Frame | None:

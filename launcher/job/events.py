@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from collections.abc import Mapping
+from typing import Any, TypeAlias
 
 from launcher.frozen import dataclass
 from launcher.hosts.host import Host
@@ -11,21 +12,31 @@ from launcher.protocol import Evidence, Report
 
 __all__ = [
     "AgentMessage",
+    "Answer",
+    "Asked",
+    "AskerLeft",
+    "AskerSent",
+    "AskerTook",
     "Close",
+    "CloseAsker",
     "Command",
     "Connected",
+    "DebuggerQuestion",
     "Discovered",
     "Event",
     "Lost",
     "Notice",
     "Open",
+    "PassOn",
     "ReaderBlocked",
     "SaveEvidence",
     "Send",
     "Signalled",
     "Slept",
+    "StacksQuestion",
     "SuspendSelf",
     "Tick",
+    "TookInput",
 ]
 
 
@@ -92,7 +103,57 @@ class Tick:
     """Time has passed."""
 
 
-Event: TypeAlias = Connected | AgentMessage | Lost | ReaderBlocked | Discovered | Slept | Signalled | Tick
+@dataclass(frozen=True)
+class StacksQuestion:
+    """Where all ranks stand, or only `ranks`; `native`: with the frames of C and C++."""
+
+    ranks: tuple[int, ...] = ()
+    native: bool = False
+
+
+@dataclass(frozen=True)
+class DebuggerQuestion:
+    """To be a debugger of a rank: what the asker sends goes there, and back."""
+
+    rank: int
+    debugger: str
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A command of this user wants something of the run; `asker` is its number here and below."""
+
+    asker: int
+    question: StacksQuestion | DebuggerQuestion
+
+
+@dataclass(frozen=True)
+class AskerSent:
+    """A command sends something to the debugger that it is."""
+
+    asker: int
+    data: bytes
+
+
+@dataclass(frozen=True)
+class AskerTook:
+    """A command has taken so many of the bytes that were passed on to it."""
+
+    asker: int
+    count: int
+
+
+@dataclass(frozen=True)
+class AskerLeft:
+    """A command has ended, or was lost."""
+
+    asker: int
+
+
+Event: TypeAlias = (
+    Connected | AgentMessage | Lost | ReaderBlocked | Discovered | Slept | Signalled | Tick
+    | Asked | AskerSent | AskerTook | AskerLeft
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -140,4 +201,37 @@ class SuspendSelf:
     """Stop this process as Ctrl-Z does, once everything sent is written."""
 
 
-Command: TypeAlias = Open | Send | Close | Notice | SaveEvidence | SuspendSelf
+@dataclass(frozen=True)
+class Answer:
+    """Tell a command something, as JSON; dataclasses in it become objects."""
+
+    asker: int
+    value: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class PassOn:
+    """Give a command bytes of its debugger; AskerTook says when it has them."""
+
+    asker: int
+    data: bytes
+
+
+@dataclass(frozen=True)
+class TookInput:
+    """So many bytes that a command has sent are on their way no more: it may send as many again."""
+
+    asker: int
+    count: int
+
+
+@dataclass(frozen=True)
+class CloseAsker:
+    """End the connection of a command once it has all that was for it."""
+
+    asker: int
+
+
+Command: TypeAlias = (
+    Open | Send | Close | Notice | SaveEvidence | SuspendSelf | Answer | PassOn | TookInput | CloseAsker
+)

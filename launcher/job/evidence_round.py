@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from launcher.job.attempt import AttemptState
-from launcher.job.events import Command, SaveEvidence, Send
+from launcher.job.events import Answer, CloseAsker, Command, SaveEvidence, Send, StacksQuestion
 from launcher.job.timers import Timer, Timers
 from launcher.protocol import Collect, Collected, Evidence
 
 __all__ = ["COLLECT_S", "EvidenceRounds"]
 
 COLLECT_S = 2.0
+NATIVE_S = 30.0  # py-spy reads the symbols of all libraries of each rank, one after another
 
 
 @dataclass
@@ -24,6 +25,9 @@ class _Round:
     waiting: set[str]
     asked: bool
     is_look: bool
+    limit_s: float
+    question: StacksQuestion | None
+    askers: tuple[int, ...]
     found: dict[int, Evidence] = field(default_factory=dict)
 
 
@@ -45,13 +49,27 @@ class EvidenceRounds:
         """Whether a look for ranks that hang is under way: any other round takes its place."""
         return self._current is not None and self._current.is_look
 
-    def begin(self, hosts: Sequence[str], now: float, *, asked: bool = False, is_look: bool = False) -> list[Command]:
-        """Ask these hosts; `asked`: somebody wants to see it; `is_look`: it may be for nothing."""
+    def begin(
+        self, hosts: Sequence[str], now: float, *, asked: bool = False, is_look: bool = False,
+        question: StacksQuestion | None = None, askers: tuple[int, ...] = (),
+    ) -> list[Command]:  # fmt: skip
+        """Ask these hosts; `asked`: somebody wants to see it; `is_look`: it may be for nothing.
+
+        `question` is that of the commands which get the answer, `askers`.
+        """
         assert not self.under_way
         self._number += 1
-        self._current = _Round(self._number, set(hosts), asked, is_look)
-        self._timers.set(Timer.EVIDENCE, now + COLLECT_S)
-        return [Send(name, Collect(number=self._number, limit_s=0.75 * COLLECT_S)) for name in hosts]
+        ranks, native = ([*question.ranks], question.native) if question is not None else ([], False)
+        limit_s = NATIVE_S if native else COLLECT_S
+        self._current = _Round(self._number, set(hosts), asked, is_look, limit_s, question, askers)
+        self._timers.set(Timer.EVIDENCE, now + limit_s)
+        order = Collect(number=self._number, limit_s=0.75 * limit_s, ranks=ranks, native=native)
+        return [Send(name, order) for name in hosts]
+
+    def leave(self, asker: int) -> None:
+        """Forget a command that waits for the end of the round."""
+        if self._current is not None:
+            self._current.askers = tuple(each for each in self._current.askers if each != asker)
 
     def take(self, host: str, message: Evidence | Collected) -> None:
         if self._current is None or message.number != self._current.number:
@@ -84,9 +102,27 @@ class EvidenceRounds:
         if current is None or attempt is None or current.is_look:
             return []
         self.unanswered = current.waiting
+        if current.question is not None:
+            return _answer(current, current.question, attempt)
         if not current.found:
             return []
         found = tuple(evidence for _, evidence in sorted(current.found.items()))
         if not current.asked:
             attempt.evidence = found
         return [SaveEvidence(attempt.number, current.number, found, current.asked)]
+
+
+def _answer(current: _Round, question: StacksQuestion, attempt: AttemptState) -> list[Command]:
+    """Give those who have asked what was found, and whose answer is missing."""
+    missing: dict[str, list[int]] = {}
+    for rank in sorted(question.ranks or attempt.ranks):
+        if rank not in current.found and rank in attempt.ranks and rank not in attempt.ended:
+            missing.setdefault(attempt.host_of(rank), []).append(rank)
+    value = {
+        "attempt": attempt.number,
+        "limit_s": current.limit_s,
+        "evidence": [evidence for _, evidence in sorted(current.found.items())],
+        "hosts": {str(rank): attempt.host_of(rank) for rank in current.found if rank in attempt.ranks},
+        "missing": missing,
+    }
+    return [command for asker in current.askers for command in (Answer(asker, value), CloseAsker(asker))]

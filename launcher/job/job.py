@@ -12,6 +12,10 @@ from launcher.errors import HostError, StoreError
 from launcher.job.attempt import AttemptState
 from launcher.job.events import (
     AgentMessage,
+    Asked,
+    AskerLeft,
+    AskerSent,
+    AskerTook,
     Command,
     Connected,
     Discovered,
@@ -21,11 +25,13 @@ from launcher.job.events import (
     Send,
     Signalled,
     Slept,
+    StacksQuestion,
     SuspendSelf,
     Tick,
 )
 from launcher.job.failure import FailureKind, failure_of, what_happened
 from launcher.job.host_state import HostPhase, HostState
+from launcher.job.inspection.stacks import refuse
 from launcher.job.lifecycle import ROOT_WAIT_S, Lifecycle
 from launcher.job.outcome import Outcome, fails_by_itself
 from launcher.job.progress_messages import Phase, progress, some
@@ -33,7 +39,11 @@ from launcher.job.timers import NEVER, Timer
 from launcher.placement.job_spec import JobSpec
 from launcher.protocol import (
     Bye,
+    ChannelData,
+    ChannelTaken,
     Collected,
+    DebuggerClosed,
+    DebuggerOpened,
     Evidence,
     Exited,
     Facts,
@@ -123,7 +133,22 @@ class Job:
                 return self._signalled(event.signum, now)
             case Tick():
                 return self._ticked(now)
+            case Asked():
+                return self._asked(event)
+            case AskerSent() | AskerTook():
+                return self._run.debuggers.take(event)
+            case AskerLeft():
+                self._run.stacks.leave(event.asker)
+                return self._run.debuggers.leave(event.asker)
         return []
+
+    def _asked(self, asked: Asked) -> list[Command]:
+        if isinstance(asked.question, StacksQuestion):
+            self._run.stacks.ask(asked)  # `advance` begins the round
+            return []
+        if self.attempt is None or self.phase is not Phase.RUNNING:
+            return refuse(asked.asker, f"no rank can be debugged now: {self.progress}")
+        return self._run.debuggers.ask(asked, self.attempt, self.fleet)
 
     def _said(self, state: HostState, message: Report, now: float) -> list[Command]:
         """Take what a host says of itself, and of the attempt if it takes part."""
@@ -144,6 +169,8 @@ class Job:
             case Collected() | Evidence():
                 self._run.evidence.take(state.name, message)
                 return []
+            case DebuggerOpened() | DebuggerClosed() | ChannelData() | ChannelTaken():
+                return self._run.debuggers.said(state.name, message)
         if getattr(message, "attempt", None) != attempt.number:
             return []
         match message:
@@ -162,7 +189,8 @@ class Job:
             case Failing():
                 return self._failing(attempt, state, message, now)
             case Exited():
-                return self._exited(attempt, state, message, now)
+                told = self._run.debuggers.exited(message.rank, _how_ended(state.name, message))
+                return [*told, *self._exited(attempt, state, message, now)]
             case Swept():
                 return self._swept(attempt, state, message)
         return []
@@ -187,6 +215,7 @@ class Job:
             reason = state.reason
         commands = self.fleet.lost(state, reason, now)
         self._after_link(state, now)
+        commands += self._run.debuggers.lost(state.name, reason)
         had_workers = state.name in self.fleet.busy
         at = state.heard if silent else now
         return commands + self._gone(state, had_workers, reason, at, now, silent=silent, was_coming=was_coming)
@@ -197,6 +226,7 @@ class Job:
         had_workers = state.name in self.fleet.busy
         commands = self.fleet.said_bye(state, bye, reason)
         self._after_link(state, now)
+        commands += self._run.debuggers.lost(state.name, reason)
         if expected:
             return commands
         provoked_at = self.attempt.provoked_at.get(state.name) if self.attempt is not None else None
@@ -362,6 +392,7 @@ class Job:
         attempt = self._run.current
         if (
             self._run.compositions.lost
+            or self._run.debuggers.any_open
             or not attempt.all_started
             or self._run.restarts.under_way
             or not self._timers.over(Timer.STALL, now)
@@ -393,3 +424,10 @@ class Job:
             return self._run.stop(now, error=HostError(some(late), reason))
         states = [self.fleet.states[name] for name in late]
         return [command for state in states if state.connected for command in self._lost(state, reason, now)]
+
+
+def _how_ended(host: str, exited: Exited) -> str:
+    """Say of a rank that was debugged how it ended."""
+    if exited.status == 0:
+        return f"rank {exited.rank} has ended, with exit code 0"
+    return what_happened(failure_of(host, exited, 0.0, attempt=exited.attempt))

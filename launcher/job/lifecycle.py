@@ -23,6 +23,8 @@ from launcher.job.failure import Failure, FailureKind, first_cause
 from launcher.job.fleet import Fleet
 from launcher.job.gathering import Gathering, Readiness, misfits
 from launcher.job.host_state import HostPhase, HostState
+from launcher.job.inspection.debuggers import Debuggers
+from launcher.job.inspection.stacks import StackQuestions
 from launcher.job.orders import open_store, reserve_ports, start_workers
 from launcher.job.outcome import Outcome, build_outcome, fails_by_itself
 from launcher.job.progress_messages import Phase, attempt_begins, attempt_ended, progress
@@ -52,6 +54,8 @@ class Lifecycle:
         self.fleet = Fleet(spec.hosts, timers, timeout_s=spec.heartbeat_timeout_s, join_s=spec.start_timeout_s, now=now)
         self.gathering = Gathering(spec, self.fleet, timers, now)
         self.evidence = EvidenceRounds(timers)
+        self.stacks = StackQuestions(self.evidence)
+        self.debuggers = Debuggers()
         self.hangs = Hangs(spec.hang)
         self.chaos = Chaos(spec.chaos, timers, now)
         self.restarts = Restarts(spec, timers)
@@ -88,11 +92,21 @@ class Lifecycle:
             commands = self._looked(now) if self.evidence.looks else self.evidence.end(self.attempt)
         if self.phase is Phase.RUNNING:
             commands += self._go_on(now)
+        commands += self._inspect(now)
         if self.stopping is not None:  # perhaps since just now, and with nobody to wait for
             commands += self.stopping.advance(now)
             if self.stopping.done and self.phase is Phase.STOPPING:
                 self._end(now)
         return commands
+
+    def _inspect(self, now: float) -> list[Command]:
+        """Begin what commands have asked for, or tell them why not."""
+        if self.attempt is None or self.phase is not Phase.RUNNING:
+            doing = progress(self.phase, self.fleet, self.attempt)
+            commands = self.stacks.refuse_all(f"no worker can be looked at now: {doing}")
+        else:
+            commands = self.stacks.due(self.attempt, self.fleet, now)
+        return commands if self.attempt is None else [*commands, *self.debuggers.due(self.attempt, self.fleet, now)]
 
     def _go_on(self, now: float) -> list[Command]:
         """Begin the generations that are due, and start workers again."""
@@ -300,7 +314,7 @@ class Lifecycle:
         if self.phase is not Phase.RUNNING or attempt is None or not attempt.all_started:
             return []
         waits = self.compositions.lost or self.restarts.under_way or self.generations.missing
-        is_busy = waits or self.evidence.under_way or self.evidence.looks
+        is_busy = waits or self.evidence.under_way or self.evidence.looks or self.debuggers.any_open
         if is_busy or not self.hangs.wants_look(now):
             return []
         return self.evidence.begin(self.fleet.workers_of(attempt.members), now, is_look=True)
@@ -309,7 +323,7 @@ class Lifecycle:
         """Act on ranks that hang, if the look that is over shows any."""
         number, found = self.evidence.end_look()
         blame = self.hangs.blame(found, now)
-        if self.phase is not Phase.RUNNING or blame is None:
+        if self.phase is not Phase.RUNNING or blame is None or self.debuggers.any_open:
             return []
         if blame.hung:
             return self.hangs.take(self.current, blame, number)

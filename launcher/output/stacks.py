@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from launcher.hangs.positions import Group, groups, odd_ranks, state_in_words
+from launcher.hangs.positions import Group, groups, main_thread, odd_ranks, scripts_frames, state_in_words
 from launcher.output.text import ranges
 from launcher.protocol import Evidence
 
-__all__ = ["odd_one_out", "one_line", "write_out"]
+__all__ = ["odd_one_out", "one_line", "one_line_of", "write_groups", "write_out"]
 
 
 def one_line(group: Group) -> str:
@@ -26,18 +26,51 @@ def one_line(group: Group) -> str:
     return f"{who} {'are' if many else 'is'} at {group.where}{call}{inside}{note}"
 
 
+def one_line_of(evidence: Evidence) -> str:
+    """Say where one rank is."""
+    (group,) = groups([evidence])
+    return one_line(group)
+
+
 def write_out(evidence: Sequence[Evidence]) -> str:
     """Return everything that is known of all ranks, as it is kept in the run's folder."""
     summary = [one_line(group) for group in groups(evidence)]
     if odd := odd_one_out(evidence):
         summary.append(odd)
     parts = ["\n".join(summary) or "no rank could be asked"]
-    for each in sorted(evidence, key=lambda each: each.rank):
-        used = f"{_size(each.rss_bytes)} resident, {each.cpu_s:.1f} s of CPU"
-        header = f"rank {each.rank} (pid {each.pid}): {state_in_words(each)}, {used}"
-        stack = each.stack.rstrip() or "its stack could not be read: it is not a Python program, or it did not answer"
-        parts.append(f"{header}\n{stack}")
+    parts += [_whole(each) for each in sorted(evidence, key=lambda each: each.rank)]
     return "\n\n".join(parts) + "\n"
+
+
+def write_groups(evidence: Sequence[Evidence], *, whole: bool) -> str:
+    """Return where the ranks are, by groups, each with the main thread of its first rank; `whole`: as `write_out`."""
+    if whole or not evidence:
+        return write_out(evidence)
+    by_rank = {each.rank: each for each in evidence}
+    parts = []
+    for group in groups(evidence):
+        first = by_rank[group.ranks[0]]
+        frames = [f"  {frame}" for frame in scripts_frames(main_thread(first.stack))] or [
+            "  its stack could not be read"
+        ]
+        lines = _native(first).splitlines() or frames
+        of = [f"  of rank {first.rank}, {state_in_words(first)}:"] if len(group.ranks) > 1 else []
+        parts.append("\n".join([one_line(group), *of, *lines]))
+    if odd := odd_one_out(evidence):
+        parts.append(odd)
+    return "\n\n".join(parts) + "\n"
+
+
+def _whole(each: Evidence) -> str:
+    used = f"{_size(each.rss_bytes)} resident, {each.cpu_s:.1f} s of CPU"
+    header = f"rank {each.rank} (pid {each.pid}): {state_in_words(each)}, {used}"
+    stack = each.stack.rstrip() or "its stack could not be read: it is not a Python program, or it did not answer"
+    missing = [f"no native frames: {each.no_native}"] if each.no_native else []
+    return "\n".join([header, _native(each) or stack, *missing])
+
+
+def _native(each: Evidence) -> str:
+    return each.native.rstrip()
 
 
 def odd_one_out(evidence: Sequence[Evidence]) -> str:

@@ -1,8 +1,9 @@
 """How a run is asked and told things while it goes on: one JSON request and one answer on its Unix socket.
 
 A thread of the controller's process lists the run, then answers. Requests: {"ask": "status"}, {"ask": "stop"},
-{"ask": "kill"}, and {"ask": "wait"}, which is answered by the end of the connection once the run has ended. Only
-processes of this user are heard.
+{"ask": "kill"}, and {"ask": "wait"}, which is answered by the end of the connection once the run has ended. What
+begins with one of LONG is answered by the controller's loop, which takes the connection over (controller/askers.py).
+Only processes of this user are heard.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from launcher.runs.registry import Entry, Registration, connect
 
 __all__ = ["Control", "ask", "wait_for_end"]
 
+LONG = ("stacks", "debug")
+
 ANSWER_S = 5.0
 MOST_BYTES = 1 << 16
 RETRY_S = 0.1  # where no connection can be accepted: there may be no descriptor
@@ -34,10 +37,13 @@ class Control:
     """`register` lists the run; `answer` is called in a thread, with what is asked for, but for "wait"."""
 
     def __init__(
-        self, register: Callable[[], Registration], answer: Callable[[str], Answer], complain: Callable[[str], None]
-    ) -> None:
+        self, register: Callable[[], Registration], answer: Callable[[str], Answer], complain: Callable[[str], None],
+        pass_on: Callable[[socket.socket, Mapping[str, Any]], None],
+    ) -> None:  # fmt: skip
+        """`pass_on` takes the connections of LONG requests over."""
         self._register = register
         self._answer = answer
+        self._pass_on = pass_on
         self._complain = complain
         self._registration: Registration | None = None
         self._waiting: list[socket.socket] = []
@@ -118,6 +124,9 @@ class Control:
         what = request.get("ask") if isinstance(request, dict) else None
         if what == "wait":
             self._waiting.append(connection)
+            return True
+        if what in LONG:
+            self._pass_on(connection, request)
             return True
         connection.send(json.dumps(self._answer(str(what))).encode())
         return False

@@ -93,6 +93,7 @@ class Session:
             answer,
             # A home that cannot be written is nothing new to a run in the foreground of a container.
             self._output.say if detached else lambda _: None,
+            controller.take_asker,
         )
         self._control.start()
 

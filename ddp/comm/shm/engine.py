@@ -25,6 +25,7 @@ import torch
 from ddp.comm.shm.collectives import Steps
 from ddp.comm.shm.messages import Messages, Receive, Send
 from ddp.comm.shm.rounds import Lost, Rounds, not_done, refused
+from ddp.monitoring.debuggers import debugged_until
 
 __all__ = ["Engine", "Operation", "close_all", "end_with_process"]
 
@@ -312,7 +313,8 @@ class Engine:
             if self._queue:
                 self.rounds.what = self._queue[0].what
                 limit_s = self._queue[0].timeout_s
-                self.rounds.look_for_lost(self.rounds.absent, limit_s if now - self._moved >= limit_s else None)
+                is_late = now - self._moved >= limit_s and now - debugged_until() >= limit_s
+                self.rounds.look_for_lost(self.rounds.absent, limit_s if is_late else None)
             if self._carried:
                 self.rounds.what = next(iter(self._carried.values())).what
                 self.rounds.look_for_lost(self._messages.absent, None)
@@ -324,7 +326,8 @@ class Engine:
     def _look_for_late(self, now: float) -> None:
         for message, operation in self._carried.items():
             limit_s = operation.timeout_s
-            if operation.waited and now - max(operation.waited, self._messages.moved(message)) >= limit_s:
+            since = max(operation.waited or now, self._messages.moved(message))
+            if operation.waited and now - since >= limit_s and now - debugged_until() >= limit_s:
                 self.rounds.what = operation.what
                 if message.rank >= 0:
                     raise self.rounds.error(f"rank {message.rank} did not come within {limit_s:g} s")

@@ -4,7 +4,8 @@ Started by the agent as `python -u .../workers/bootstrap.py script|module TARGET
 FUNCTION_FILE RESULT_FILE`. Imports nothing of the
 launcher, so that the script finds a clean process: its own `__main__`, sys.argv, sys.path and tracebacks. Besides that
 it writes the error files for an exception that nobody caught, has a crash print where it happened, wakes the
-rendezvous store when torch is about to be imported, and ends the process where a process group of torch is left open.
+rendezvous store when torch is about to be imported, lets the agent open a debugger, and ends the process where a
+process group of torch is left open.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ if TYPE_CHECKING:  # typing itself takes 5 ms to import, in every worker
     from typing import Any, NoReturn
 
 STACK_SIGNAL = 51  # the same in evidence.py, which says why
+DEBUGGER_SIGNAL = 52  # the same in debugging/channels.py
 LEAVE_S = 60.0  # for collectives that are under way when the script ends
 _OUTPUT_FAILED = 120  # what Python ends with when standard output cannot be written
 
@@ -39,6 +41,7 @@ def main() -> None:
     sys.argv = [target, *args]
     sys.orig_argv[:] = [executable, *(["-m"] if kind == "module" else []), target, *args]
     _print_stacks()
+    _take_debuggers()
     if os.environ.get("RANK") == "0":
         sys.meta_path.insert(0, _WakeStore())
     try:
@@ -80,6 +83,39 @@ def _print_stacks() -> None:
         faulthandler.register(STACK_SIGNAL, file=file, all_threads=True, chain=False)
     except (OSError, ValueError, RuntimeError) as error:  # the script runs as well without
         print(f"dtrain: stacks of this worker cannot be requested: {error}", file=sys.stderr)
+
+
+def _take_debuggers() -> None:
+    """Have the agent's signal open a debugger in the main thread: see debugging/in_worker.py.
+
+    Unlike the other signal it interrupts system calls: what waits in Python comes back to it at once.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    import _signal
+
+    def open_debugger(_: int, frame: types.FrameType | None) -> None:
+        if os.getpid() == _pid:
+            in_worker().open_debugger(path + ".debugger", frame)
+
+    def in_worker() -> Any:
+        if not _debugging:
+            from importlib.util import module_from_spec, spec_from_file_location
+
+            folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+            spec = spec_from_file_location("dtrain debugger", os.path.join(folder, "debugging", "in_worker.py"))
+            assert spec is not None
+            assert spec.loader is not None
+            module = module_from_spec(spec)
+            spec.loader.exec_module(module)
+            _debugging.append(module)
+        return _debugging[0]
+
+    try:
+        _signal.signal(DEBUGGER_SIGNAL, open_debugger)
+    except (OSError, ValueError) as error:  # the script runs as well without
+        print(f"dtrain: no debugger can be opened in this worker: {error}", file=sys.stderr)
 
 
 def _script(path: str) -> Callable[[], object]:
@@ -139,6 +175,7 @@ def _new_main() -> types.ModuleType:
 
 
 _own_files = {__file__}  # whose frames are in no traceback
+_debugging: list[types.ModuleType] = []  # the code of debuggers, once there was one
 _keep: list[types.ModuleType] = []  # this module must outlive its place in sys.modules
 
 

@@ -27,6 +27,8 @@ Beside what its order says, a worker has these variables:
     DTRAIN_COPY_NOTE         where that worker may say how the copy is saved if it ends before that is done: a JSON
                              object with `pid`, its own, and `argv`, a command that gets the copy as its standard input;
                              [] if it is done
+    DTRAIN_DEBUGGER_FILE     says when a debugger was last open in any rank of the run: `open`, or a time of this host's
+                             monotonic clock, in seconds; not there if none was
 """
 
 from __future__ import annotations
@@ -47,8 +49,9 @@ from launcher.agent.cleanup.run_tag import RunTag
 from launcher.machine import processes
 from launcher.protocol import MAX_PAYLOAD_BYTES, Exited, Failing
 
-__all__ = ["BOOTSTRAP", "Files", "GenerationPipe", "Worker", "spawn"]
+__all__ = ["BOOTSTRAP", "DEBUGGER_FILE", "Files", "GenerationPipe", "Worker", "spawn"]
 
+DEBUGGER_FILE = "debugger"
 BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
 
 _PROGRESS = struct.Struct("<QQQQQ")  # in this order, and why: ddp/monitoring/progress.py
@@ -132,6 +135,7 @@ class Files:
             "DTRAIN_PROGRESS_FILE": str(self.progress),
             "DTRAIN_GENERATION_PIPE": str(self.generations),
             "DTRAIN_GENERATION_FILE": str(self.generation),
+            "DTRAIN_DEBUGGER_FILE": os.path.join(folder, DEBUGGER_FILE),
         }
 
     def write_generation(self, number: int, when: str, variables: Mapping[str, str]) -> None:

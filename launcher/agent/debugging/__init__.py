@@ -1,0 +1,1 @@
+"""Debuggers in workers that run: the agent's side, and what runs in the worker."""

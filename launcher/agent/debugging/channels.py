@@ -1,0 +1,328 @@
+"""The agent's side of debuggers: what a worker and a command beyond the controller say to each other passes through.
+
+For each, the agent offers a Unix socket in its own folder and signals the worker, whose handler connects
+(in_worker.py); a Python program that was not prepared for that is asked by sys.remote_exec, from Python 3.14 on. Only
+that process is accepted. When either end goes, or the attempt ends, the worker is let go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import socket
+import struct
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from launcher.agent.attempt import Attempt
+from launcher.agent.stream_writer import StreamWriter
+from launcher.agent.workers.worker import Worker
+from launcher.protocol import (
+    CHANNEL_BYTES,
+    ChannelData,
+    ChannelTaken,
+    CloseDebugger,
+    DebuggerClosed,
+    DebuggerOpened,
+    OpenDebugger,
+)
+
+__all__ = ["DEBUGGER_SIGNAL", "DebuggerChannels"]
+
+DEBUGGER_SIGNAL = 52  # not one of others: evidence.py names those
+READY_S = 10.0  # for the handler of a process that has just been started
+LOOK_S = 0.05
+_IN_WORKER = Path(__file__).with_name("in_worker.py")
+_PEER = struct.Struct("3i")  # pid, uid, gid
+_READ_BYTES = 64 << 10
+_IS_EXITING = 0x4  # PF_EXITING of the kernel, in /proc/PID/stat
+
+
+class DebuggerChannels:
+    """Of the workers of this host. `step` is to be called whenever something happened, and after `pause_s`."""
+
+    def __init__(self, writer: StreamWriter, selector: selectors.BaseSelector) -> None:
+        self._writer = writer
+        self._selector = selector
+        self._channels: dict[int, _Channel] = {}
+
+    @property
+    def pause_s(self) -> float:
+        return LOOK_S if any(each.wants_signal for each in self._channels.values()) else float("inf")
+
+    def open(self, order: OpenDebugger, attempt: Attempt | None) -> None:
+        """Offer a debugger to a worker."""
+        worker = None if attempt is None or attempt.number != order.attempt else attempt.workers.get(order.rank)
+        if attempt is None or worker is None or worker.status is not None:
+            self._refuse(order.channel, f"rank {order.rank} does not run there any more")
+            return
+        if any(each.worker is worker for each in self._channels.values()):
+            self._refuse(order.channel, f"rank {order.rank} has a debugger already")
+            return
+        try:
+            channel = _Channel(order, worker, self._selector, self._writer, is_prepared=attempt.is_script(order.rank))
+        except OSError as error:
+            self._refuse(order.channel, f"no debugger can be offered there: {error.strerror}")
+            return
+        self._channels[order.channel] = channel
+        self.step()
+
+    def pass_on(self, message: ChannelData | ChannelTaken) -> None:
+        if (channel := self._channels.get(message.channel)) is None:
+            return
+        if isinstance(message, ChannelData):
+            channel.write(message.data)
+        else:
+            channel.taken(message.count)
+        self.step()
+
+    def close(self, message: CloseDebugger) -> None:
+        """Let a worker go on without its debugger; nobody waits for an answer."""
+        if (channel := self._channels.pop(message.channel, None)) is not None:
+            channel.close()
+
+    def stop(self, reason: str) -> None:
+        """Let all workers go on without debuggers."""
+        for number, channel in self._channels.items():
+            channel.close()
+            self._refuse(number, reason)
+        self._channels = {}
+
+    def step(self) -> None:
+        for number, channel in [*self._channels.items()]:
+            channel.step()
+            if channel.closed_because is not None:
+                del self._channels[number]
+                channel.close()
+                self._refuse(number, channel.closed_because)
+
+    def reaped(self, pids: Iterable[int]) -> None:
+        """Take note of children that were reaped."""
+        ended = {*pids}
+        for number, channel in [*self._channels.items()]:
+            if channel.worker.pid in ended:
+                del self._channels[number]
+                channel.is_gone = True
+                channel.close()
+                self._refuse(number, f"the process of rank {channel.worker.rank} has ended")
+
+    def _refuse(self, number: int, reason: str) -> None:
+        self._writer.send(DebuggerClosed(channel=number, reason=reason))
+
+
+class _Channel:
+    """One debugger. `closed_because` is set once it is over, empty if the worker has closed it."""
+
+    def __init__(
+        self, order: OpenDebugger, worker: Worker, selector: selectors.BaseSelector, writer: StreamWriter, *,
+        is_prepared: bool,
+    ) -> None:  # fmt: skip
+        """Raises OSError."""
+        self.worker = worker
+        self.closed_because: str | None = None
+        self.wants_signal = True
+        self.is_gone = False  # the worker: its pid may be another's
+        self._order = order
+        self._selector = selector
+        self._writer = writer
+        self._is_prepared = is_prepared
+        self._signal_until = time.monotonic() + READY_S
+        self._path = Path(f"{worker.files.error}.debugger")
+        self._unsent = bytearray(json.dumps({"debugger": order.debugger}).encode() + b"\n")
+        self._own_bytes = len(self._unsent)  # of those that are sent next, what no command has sent
+        self._on_way = 0  # bytes that the command has not taken
+        self._watched = 0  # events
+        self._connection: socket.socket | None = None
+        self._script: Path | None = None
+        self._listening: socket.socket | None = _bind(self._path)
+        selector.register(self._listening, selectors.EVENT_READ, self._accept)
+
+    def step(self) -> None:
+        if self.wants_signal and self.closed_because is None:
+            self._ask()
+
+    def write(self, data: bytes) -> None:
+        self._unsent += data
+        self._send()
+
+    def taken(self, number: int) -> None:
+        self._on_way -= number
+        self._watch()
+
+    def close(self) -> None:
+        """Release everything. A worker that runs on to a breakpoint is told that nobody waits there."""
+        if self._listening is not None:
+            self._selector.unregister(self._listening)
+            self._listening.close()
+            self._listening = None
+        for path in (self._path, self._script):
+            if path is not None:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+        if self._connection is not None:
+            connection, self._connection = self._connection, None
+            if self._watched:
+                self._selector.unregister(connection)
+            connection.close()
+            if not self.is_gone and self.worker.status is None and _handles(self.worker.pid):
+                os.kill(self.worker.pid, DEBUGGER_SIGNAL)
+
+    def _ask(self) -> None:
+        """Have the worker connect, once it can."""
+        pid, rank = self.worker.pid, self.worker.rank
+        if self._is_prepared and _handles(pid):
+            self.wants_signal = False
+            os.kill(pid, DEBUGGER_SIGNAL)
+        elif not self._is_prepared:
+            self.wants_signal = False
+            self.closed_because = self._execute_there(pid)
+        elif time.monotonic() > self._signal_until:
+            self.closed_because = (
+                f"rank {rank} takes no debugger: it has given signal {DEBUGGER_SIGNAL} another meaning"
+            )
+
+    def _execute_there(self, pid: int) -> str | None:
+        """Ask a process that was not prepared; return why it cannot be asked."""
+        remote_exec = getattr(sys, "remote_exec", None)
+        if remote_exec is None:
+            return (
+                f"rank {self.worker.rank} is a program that dtrain did not start as a Python script; "
+                "for such a one a debugger needs Python 3.14. See where it is: dtrain stacks --native"
+            )
+        self._script = Path(f"{self._path}.py")
+        self._script.write_text(_CODE.format(in_worker=str(_IN_WORKER), path=str(self._path)))
+        try:
+            remote_exec(pid, str(self._script))
+        except (OSError, RuntimeError) as error:
+            version = ".".join(map(str, sys.version_info[:2]))
+            return f"rank {self.worker.rank} takes no debugger, if it is Python {version} at all: {error}"
+        return None
+
+    def _accept(self) -> None:
+        assert self._listening is not None
+        try:
+            connection, _ = self._listening.accept()
+        except OSError:  # it has gone again
+            return
+        pid, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+        if (pid, uid) != (self.worker.pid, os.geteuid()):
+            connection.close()
+            return
+        self._selector.unregister(self._listening)
+        self._listening.close()
+        self._listening = None
+        connection.setblocking(False)
+        self._connection = connection
+        self._writer.send(DebuggerOpened(channel=self._order.channel))
+        self._send()
+
+    def _ready(self) -> None:
+        self._send()
+        if self._connection is None or self._on_way >= CHANNEL_BYTES:
+            return
+        try:
+            data = self._connection.recv(min(_READ_BYTES, CHANNEL_BYTES - self._on_way))
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if data:
+            self._on_way += len(data)
+            self._writer.send(ChannelData(channel=self._order.channel, data=data))
+            self._watch()
+        else:
+            self._ended()
+
+    def _ended(self) -> None:
+        """Take the end of what the worker says; that of a process which ends is told when it is reaped."""
+        assert self._connection is not None
+        self._selector.unregister(self._connection)
+        self._watched = 0
+        self._connection.close()
+        self._connection = None
+        if not _is_exiting(self.worker.pid):
+            self.closed_because = ""
+
+    def _send(self) -> None:
+        if self._connection is None:
+            return
+        sent = 0
+        try:
+            while self._unsent:
+                written = self._connection.send(self._unsent)
+                del self._unsent[:written]
+                own = min(written, self._own_bytes)
+                self._own_bytes -= own
+                sent += written - own
+        except BlockingIOError:
+            pass
+        except OSError:  # its end is read
+            self._unsent.clear()
+        if sent:
+            self._writer.send(ChannelTaken(channel=self._order.channel, count=sent))
+        self._watch()
+
+    def _watch(self) -> None:
+        if self._connection is None:
+            return
+        wanted = selectors.EVENT_READ if self._on_way < CHANNEL_BYTES else 0
+        wanted |= selectors.EVENT_WRITE if self._unsent else 0
+        if wanted != self._watched:
+            if self._watched:
+                self._selector.unregister(self._connection)
+            if wanted:
+                self._selector.register(self._connection, wanted, self._ready)
+            self._watched = wanted
+
+
+_CODE = """\
+import importlib.util, sys
+if "dtrain debugger" not in sys.modules:
+    spec = importlib.util.spec_from_file_location("dtrain debugger", {in_worker!r})
+    sys.modules["dtrain debugger"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules["dtrain debugger"])
+sys.modules["dtrain debugger"].open_debugger({path!r}, sys._getframe(1))
+"""
+
+
+def _bind(path: Path) -> socket.socket:
+    """Return a socket that listens at a path, however long that is. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listening.bind(f"/proc/self/fd/{folder}/{path.name}")
+        listening.listen(1)
+        listening.setblocking(False)
+    except OSError:
+        listening.close()
+        raise
+    finally:
+        os.close(folder)
+    return listening
+
+
+def _handles(pid: int) -> bool:
+    """Say whether a process has a handler for the signal: it would end one that has none."""
+    for line in _read(pid, "status").splitlines():
+        if line.startswith(b"SigCgt:"):
+            return bool(int(line.split()[1], 16) >> (DEBUGGER_SIGNAL - 1) & 1)
+    return False
+
+
+def _is_exiting(pid: int) -> bool:
+    fields = _read(pid, "stat").rpartition(b")")[2].split()
+    return not fields or fields[0] in (b"Z", b"X") or bool(int(fields[6]) & _IS_EXITING)
+
+
+def _read(pid: int, name: str) -> bytes:
+    try:
+        with open(f"/proc/{pid}/{name}", "rb", buffering=0) as file:
+            return file.read(_READ_BYTES) or b""
+    except OSError:  # ended meanwhile
+        return b""

@@ -1,0 +1,308 @@
+"""What a debugger does in the rank that it looks into: connects to the agent, and speaks with the command beyond it.
+
+Loaded from its file, in the script's process: by the handler of bootstrap.py, or by sys.remote_exec. So it imports
+nothing of the launcher, and nothing that goes wrong here may end the process: whatever happens to the debugger, the
+command or the way between them, the script goes on.
+
+The agent first says in a line of JSON which debugger it is to be. Of pdb the answers are lines too: {"text": ...} is
+shown, {"prompt": ...} asks for a line, {"end": ...} says that the script goes on without the debugger. Those of debugpy
+begin with {"ready": true}; from then on its own protocol is spoken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pdb
+import socket
+import struct
+import sys
+import threading
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import types
+    from typing import Any
+
+_PEER = struct.Struct("3i")  # pid, uid, gid
+_PIECE = 16 << 10  # characters of a text in one line of JSON
+_LINE_BYTES = 64 << 10
+_CONNECT_S = 10.0
+_GOES_ON = "goes on without the debugger"
+_AGENT_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+_current: _Debugger | None = None
+
+
+def open_debugger(path: str, frame: types.FrameType | None) -> None:
+    """Open the debugger that the agent offers at a Unix socket, in the main thread, which is interrupted at `frame`.
+
+    If nobody offers one, nothing happens; but one that is open and has lost its connection is closed.
+    """
+    if _current is not None:
+        _current.close_if_lost()
+        return
+    connection = _connect(path)
+    if connection is None or frame is None:
+        return
+    try:
+        channel = _Lines(connection)
+        said = json.loads(channel.read_line() or "{}")
+        if said.get("debugger") == "debugpy":
+            _begin_debugpy(channel)
+        elif said:
+            _Debugger(channel).begin(frame)
+    except Exception as error:  # of the debugger; what the script's own signal handlers raise is the script's
+        with contextlib.suppress(OSError):
+            channel.say(end=f"the debugger could not be opened: {type(error).__name__}: {error}")
+        channel.close()
+
+
+def _connect(path: str) -> socket.socket | None:
+    """Connect to the agent; None if it offers nothing, or is another user's."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        folder = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            connection.settimeout(_CONNECT_S)
+            connection.connect(f"/proc/self/fd/{folder}/{os.path.basename(path)}")  # a path may be too long
+        finally:
+            os.close(folder)
+        _, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+        if uid == os.geteuid():
+            connection.settimeout(None)
+            return connection
+    except OSError:
+        pass
+    connection.close()
+    return None
+
+
+class _Lines:
+    """The way to the command, as a file for pdb. A lost connection is an end of input, never an error."""
+
+    encoding = "utf-8"
+    errors = "backslashreplace"
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.is_lost = False
+        self.was_interrupted = False
+        self._unsent = ""
+        self._unread = b""
+
+    def write(self, text: str) -> int:
+        self._unsent += text
+        while len(self._unsent) > _PIECE or "\n" in self._unsent:  # the rest may be a prompt
+            end = min(self._unsent.rfind("\n") + 1 or _PIECE, _PIECE)
+            piece, self._unsent = self._unsent[:end], self._unsent[end:]
+            self.say(text=piece)
+        return len(text)
+
+    def flush(self) -> None:
+        """Do nothing: what is no whole line yet is shown as the prompt of the next one that is read."""
+
+    def isatty(self) -> bool:
+        return False
+
+    def say(self, **what: str | bool) -> None:
+        if not self.is_lost:
+            try:
+                self._uninterrupted(lambda: self.connection.sendall(json.dumps(what).encode() + b"\n"))
+            except OSError:
+                self.is_lost = True
+
+    def readline(self) -> str:
+        prompt, self._unsent = self._unsent, ""
+        self.say(prompt=prompt)
+        return self.read_line()
+
+    def read_line(self) -> str:
+        while not self.is_lost and b"\n" not in self._unread:
+            try:
+                data = self._uninterrupted(lambda: self.connection.recv(_LINE_BYTES))
+            except OSError:
+                data = b""
+            self._unread += data
+            self.is_lost = not data
+        line, newline, self._unread = self._unread.partition(b"\n")
+        return (line + newline).decode("utf-8", "replace") if newline else ""
+
+    def _uninterrupted(self, call: Any) -> Any:
+        """Call; a SIGINT takes effect when the debugger is left, or else pdb would take it for its own."""
+        while True:
+            try:
+                return call()
+            except KeyboardInterrupt:
+                self.was_interrupted = True
+
+    def close(self) -> None:
+        self.is_lost = True
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)  # children that were forked meanwhile have it open too
+        self.connection.close()
+
+
+class _Debugger(pdb.Pdb):
+    """pdb, whose end is never that of the script: to quit is to leave, as is `continue` without breakpoints."""
+
+    def __init__(self, channel: _Lines) -> None:
+        super().__init__(stdin=channel, stdout=channel, nosigint=True, readrc=False)  # type: ignore[arg-type]
+        self._channel = channel
+        self._before = (sys.gettrace(), [])  # type: tuple[Any, list[tuple[types.FrameType, Any]]]
+        self._is_over = False
+        rank = os.environ.get("RANK", "?")
+        self._who = f"rank {rank}"
+        self.prompt = f"(Pdb rank {rank}) "
+
+    def begin(self, frame: types.FrameType) -> None:
+        """Show the prompt where the script is now; what is typed says whether it is traced from here on."""
+        global _current
+        _current = self
+        try:
+            self.reset()
+            each: types.FrameType | None = frame
+            while each is not None and not (each.f_code.co_filename.startswith(_AGENT_FOLDER) and each is not frame):
+                self._before[1].append((each, each.f_trace))
+                each.f_trace = self.trace_dispatch
+                self.botframe = each
+                each = each.f_back
+            self.interaction(frame, None)
+        except BaseException:  # of a signal handler of the script
+            self._leave("")
+            raise
+        if not self._is_over:
+            sys.settrace(self.trace_dispatch)
+
+    def interaction(self, *args: Any) -> None:
+        super().interaction(*args)
+        if self._channel.is_lost or (self.stoplineno == -1 and not self.breaks):
+            self._leave(f"{self._who} {_GOES_ON}")
+        if self._channel.was_interrupted:
+            self._channel.was_interrupted = False
+            raise KeyboardInterrupt
+
+    def stop_here(self, frame: types.FrameType) -> bool:
+        return not frame.f_code.co_filename.startswith(_AGENT_FOLDER) and super().stop_here(frame)
+
+    def do_quit(self, arg: str) -> bool:
+        """q(uit)
+
+        Leave the debugger. The script goes on: to end the run, type dtrain stop.
+        """
+        self.clear_all_breaks()
+        self.set_continue()
+        return True
+
+    do_q = do_exit = do_quit
+
+    def do_EOF(self, arg: str) -> bool:
+        """EOF
+
+        As quit: the script goes on.
+        """
+        return self.do_quit(arg)
+
+    def do_run(self, arg: str) -> None:
+        """run, restart
+
+        Not here: type dtrain stop and dtrain rerun.
+        """
+        self.message("a rank is not started again from here; type dtrain stop and dtrain rerun in a shell")
+
+    do_restart = do_run
+
+    def do_interact(self, arg: str) -> None:
+        """interact
+
+        Not here: it would read the script's standard input. Type !STATEMENT.
+        """
+        self.message("it would read the script's standard input; type !STATEMENT instead")
+
+    def set_quit(self) -> None:
+        """Leave: BdbQuit would end the script."""
+        self.do_quit("")
+
+    def close_if_lost(self) -> None:
+        """Leave if the other end has gone: the script may run for long until it comes to a breakpoint."""
+        try:
+            is_gone = self._channel.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:
+            is_gone = False
+        except OSError:
+            is_gone = True
+        if is_gone:
+            self._channel.is_lost = True
+            self._leave("")
+
+    def _leave(self, why: str) -> None:
+        global _current
+        if self._is_over:
+            return
+        self._is_over = True
+        _current = None
+        self.clear_all_breaks()
+        tracer, frames = self._before
+        sys.settrace(tracer)
+        for frame, trace in frames:
+            frame.f_trace = trace
+        frames.clear()
+        self.set_continue_quietly()
+        if why:
+            self._channel.say(end=why)
+        self._channel.close()
+
+    def set_continue_quietly(self) -> None:
+        """Stop nowhere any more, where this is called while the script is traced."""
+        self._set_stopinfo(self.botframe, None, -1)  # type: ignore[attr-defined]  # as bdb.set_continue does
+
+
+def _begin_debugpy(channel: _Lines) -> None:
+    try:
+        import debugpy  # type: ignore[import-not-found]
+    except ImportError:
+        channel.say(end=f"debugpy is not installed for {sys.executable}: {sys.executable} -m pip install debugpy")
+        channel.close()
+        return
+    # pydevd connects to a TCP port only. It is open for this one connection, which must come from this process.
+    with socket.create_server(("127.0.0.1", 0), backlog=1) as listening:
+        listening.settimeout(_CONNECT_S)
+        accepted: list[socket.socket] = []
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                while not accepted:
+                    theirs, _ = listening.accept()
+                    accepted.append(theirs) if _is_of_this_process(theirs) else theirs.close()
+
+        thread = threading.Thread(target=accept, daemon=True)
+        thread.start()
+        debugpy.connect(listening.getsockname())
+        thread.join(_CONNECT_S)
+    if not accepted:
+        raise ConnectionError("debugpy has not connected to this process")
+    channel.say(ready=True)
+    for source, target in ((channel.connection, accepted[0]), (accepted[0], channel.connection)):
+        threading.Thread(target=_pass_on, args=(source, target), daemon=True).start()
+
+
+def _is_of_this_process(accepted: socket.socket) -> bool:
+    """Whether the other end of a loopback connection is a socket of this process: others' connections are refused."""
+    peer = accepted.getpeername()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            other = socket.socket(fileno=os.dup(int(name)))
+            with other:
+                if other.family == socket.AF_INET and other.getsockname() == peer:
+                    return True
+    return False
+
+
+def _pass_on(source: socket.socket, target: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(_LINE_BYTES):
+            target.sendall(data)
+    for each in (source, target):
+        with contextlib.suppress(OSError):
+            each.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,91 @@
+"""`dtrain stacks`: where the ranks of a run are."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from launcher.decode import decode_value
+from launcher.errors import RunError
+from launcher.hangs.positions import rank_position
+from launcher.output.stacks import write_groups
+from launcher.output.text import ranges
+from launcher.protocol import Evidence
+from launcher.runs.questions import question
+from launcher.runs.registry import Entry, choose, entries
+
+__all__ = ["Found", "ask_stacks", "show_stacks"]
+
+LIMIT_S = 70.0  # for an answer: two rounds with native frames, one of them another command's, and some more
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """`missing` are the ranks that have not answered within `limit_s`, by host."""
+
+    attempt: int
+    evidence: tuple[Evidence, ...]
+    hosts: Mapping[str, str]
+    missing: Mapping[str, Sequence[int]]
+    limit_s: float
+
+
+def show_stacks(word: str, ranks: Collection[int], *, native: bool, as_json: bool, say: Callable[[str], None]) -> int:
+    """Print the stacks of all ranks by groups, or those of `ranks` whole; return 1 if a rank has not answered."""
+    entry = choose(word, entries())
+    found = ask_stacks(entry, ranks, native=native)
+    if as_json:
+        print(json.dumps(_as_json(entry, found), indent=2))
+    else:
+        sys.stdout.write(write_groups(found.evidence, whole=bool(ranks)))
+    for host, missing in found.missing.items():
+        who = f"{'rank' if len(missing) == 1 else 'ranks'} {ranges(missing)}"
+        say(f"{who} on {host} did not answer within {found.limit_s:g} s")
+    return 1 if found.missing else 0
+
+
+def ask_stacks(entry: Entry, ranks: Collection[int] = (), *, native: bool = False) -> Found:
+    """Ask where the ranks of a run are, or only `ranks`. Blocks for some seconds. Raises RunError."""
+    with question(entry, {"ask": "stacks", "ranks": [*ranks], "native": native}) as asked:
+        try:
+            answer = asked.receive(LIMIT_S)
+        except TimeoutError as error:
+            raise RunError(
+                f"run {entry.run_id} does not answer; if its process, pid {entry.pid}, is stopped, it does so "
+                f"once it goes on: kill -CONT {entry.pid}"
+            ) from error
+    if not isinstance(answer, dict):
+        raise RunError(f"run {entry.run_id} has ended meanwhile; see dtrain history")
+    if "error" in answer:
+        raise RunError(f"run {entry.run_id}: {answer['error']}")
+    evidence = tuple(decode_value(Evidence, each) for each in answer["evidence"])
+    return Found(answer["attempt"], evidence, answer["hosts"], answer["missing"], answer["limit_s"])
+
+
+def _as_json(entry: Entry, found: Found) -> Mapping[str, Any]:
+    ranks = []
+    for each in found.evidence:
+        position = rank_position(each)
+        ranks.append(
+            {
+                "rank": each.rank,
+                "host": found.hosts.get(str(each.rank)),
+                "pid": each.pid,
+                "where": position.where or None,
+                "call": position.call or None,
+                "inside": position.inside or None,
+                "state": each.state,
+                "waits_in": each.waits_in or None,
+                "rss_bytes": each.rss_bytes,
+                "cpu_s": each.cpu_s,
+                "steps": each.steps,
+                "silent_s": round(each.silent_s, 3),
+                "stack": each.stack,
+                "native": each.native or None,
+                "no_native": each.no_native or None,
+            }
+        )
+    return {"run_id": entry.run_id, "attempt": found.attempt, "ranks": ranks, "missing": found.missing}

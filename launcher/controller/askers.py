@@ -1,0 +1,170 @@
+"""The connections of commands that ask something of the run while it goes on, each read and written by two threads.
+
+The control socket (runs/control.py) accepts them. What they want becomes an event of the controller's loop, whose
+answers are queued here: a command that reads slowly holds nobody up. Packets to a command begin with one byte: `j`, and
+JSON (part of it: `.`), or `d`, and bytes of its debugger. Packets from it are bytes for its debugger.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from itertools import count
+from typing import Any
+
+from launcher.job.events import (
+    Answer,
+    Asked,
+    AskerLeft,
+    AskerSent,
+    AskerTook,
+    CloseAsker,
+    DebuggerQuestion,
+    Event,
+    PassOn,
+    StacksQuestion,
+    TookInput,
+)
+from launcher.protocol import CHANNEL_BYTES
+
+__all__ = ["Askers"]
+
+PACKET_BYTES = 32 << 10
+END_S = 2.0  # for all of them to have the last words
+_DEBUGGERS = ("pdb", "debugpy")
+
+
+class Askers:
+    """`put` hands an event to the loop. `begin` is called by any thread, all else by the loop's."""
+
+    def __init__(self, put: Callable[[Event], None]) -> None:
+        self._put = put
+        self._numbers = count(1)
+        self._lock = threading.Lock()
+        self._connections: dict[int, _Asker] = {}
+        self._closed = False
+
+    def begin(self, connection: socket.socket, request: Mapping[str, Any]) -> None:
+        """Take over the connection of a command, and close it at the end. Raises ValueError for a bad request."""
+        question = _question(request)
+        with self._lock:
+            if self._closed:
+                connection.close()
+                return
+            number = next(self._numbers)
+            asker = self._connections[number] = _Asker(number, connection, self._put)
+        self._put(Asked(number, question))  # before anything that it sends
+        asker.start()
+
+    def carry_out(self, command: Answer | PassOn | TookInput | CloseAsker) -> None:
+        with self._lock:
+            if isinstance(command, CloseAsker):
+                asker = self._connections.pop(command.asker, None)
+            else:
+                asker = self._connections.get(command.asker)
+        if asker is not None:
+            asker.take(command)
+
+    def left(self, number: int) -> None:
+        """Forget a command that has gone."""
+        with self._lock:
+            asker = self._connections.pop(number, None)
+        if asker is not None:
+            asker.take(CloseAsker(number))
+
+    def close(self) -> None:
+        """Close all connections. Blocks for a moment."""
+        with self._lock:
+            self._closed = True
+            askers, self._connections = self._connections, {}
+        for number, asker in askers.items():
+            asker.take(CloseAsker(number))
+        for asker in askers.values():
+            asker.writer.join(END_S)
+
+
+class _Asker:
+    def __init__(self, number: int, connection: socket.socket, put: Callable[[Event], None]) -> None:
+        self._number = number
+        self._connection = connection
+        self._put = put
+        self._outgoing: queue.SimpleQueue[Answer | PassOn | None] = queue.SimpleQueue()
+        self._may_send = threading.Semaphore(CHANNEL_BYTES // PACKET_BYTES)
+        self._unacknowledged = 0  # bytes that the debugger has taken of the oldest packets; the loop's alone
+        self._sizes: queue.SimpleQueue[int] = queue.SimpleQueue()  # of the packets that are on their way
+        self._oldest = 0
+        self.writer = threading.Thread(target=self._write, name=f"answer {number}", daemon=True)
+        self._reader = threading.Thread(target=self._read, name=f"hear {number}", daemon=True)
+
+    def start(self) -> None:
+        try:
+            self.writer.start()
+            self._reader.start()
+        except RuntimeError:  # no more threads can be had
+            self._outgoing.put(None)
+            if not self.writer.is_alive():
+                self._connection.close()
+            self._put(AskerLeft(self._number))
+
+    def take(self, command: Answer | PassOn | TookInput | CloseAsker) -> None:
+        if isinstance(command, TookInput):
+            self._took_input(command.count)
+        else:
+            self._outgoing.put(None if isinstance(command, CloseAsker) else command)
+
+    def _took_input(self, number: int) -> None:
+        """Let as many packets be read as have been passed on whole."""
+        self._unacknowledged += number
+        while self._unacknowledged > 0:
+            self._oldest = self._oldest or self._sizes.get()
+            if self._unacknowledged < self._oldest:
+                return
+            self._unacknowledged -= self._oldest
+            self._oldest = 0
+            self._may_send.release()
+
+    # In the reader's thread
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError):  # it is closed at this end
+            self._connection.settimeout(None)
+            while data := self._connection.recv(PACKET_BYTES):
+                self._sizes.put(len(data))
+                self._put(AskerSent(self._number, data))
+                self._may_send.acquire()
+        self._put(AskerLeft(self._number))
+
+    # In the writer's thread
+
+    def _write(self) -> None:
+        try:
+            while (command := self._outgoing.get()) is not None:
+                if isinstance(command, PassOn):
+                    for start in range(0, len(command.data), PACKET_BYTES):
+                        self._connection.send(b"d" + command.data[start : start + PACKET_BYTES])
+                    self._put(AskerTook(self._number, len(command.data)))
+                    continue
+                text = json.dumps(command.value, default=vars).encode()
+                for start in range(0, len(text), PACKET_BYTES):
+                    part = text[start : start + PACKET_BYTES]
+                    self._connection.send((b"." if start + PACKET_BYTES < len(text) else b"j") + part)
+        except OSError:  # it has gone, which the reader says, or takes nothing
+            self._put(AskerLeft(self._number))
+        self._may_send.release()
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)  # ends the reader
+        self._connection.close()
+
+
+def _question(request: Mapping[str, Any]) -> StacksQuestion | DebuggerQuestion:
+    if request["ask"] == "stacks":
+        ranks, native = request.get("ranks", []), request.get("native", False)
+        if isinstance(ranks, list) and all(type(rank) is int for rank in ranks) and isinstance(native, bool):
+            return StacksQuestion(tuple(sorted(set(ranks))), native)
+    elif type(request.get("rank")) is int and request.get("debugger") in _DEBUGGERS:
+        return DebuggerQuestion(request["rank"], request["debugger"])
+    raise ValueError("it is no question")

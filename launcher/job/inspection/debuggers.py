@@ -1,0 +1,130 @@
+"""The debuggers that commands have in ranks: one a rank. While one is open, no silence is taken for a stall. Pure.
+
+A debugger is open from the moment that the rank has taken it. Before that the rank may hang in truth, and its clocks
+run. Bytes of both directions are only passed on: who sends them knows how many may be on the way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from launcher.job.attempt import AttemptState
+from launcher.job.events import (
+    Answer,
+    Asked,
+    AskerSent,
+    AskerTook,
+    CloseAsker,
+    Command,
+    DebuggerQuestion,
+    PassOn,
+    Send,
+    TookInput,
+)
+from launcher.job.fleet import Fleet
+from launcher.job.inspection.stacks import refuse, why_not_rank
+from launcher.protocol import (
+    ChannelData,
+    ChannelTaken,
+    CloseDebugger,
+    DebuggerClosed,
+    DebuggerOpened,
+    OpenDebugger,
+    RestClocks,
+)
+
+__all__ = ["Debuggers"]
+
+
+@dataclass(frozen=True)
+class _Debugger:
+    attempt: int
+    rank: int
+    host: str
+    is_open: bool = False
+
+
+class Debuggers:
+    """By the number of the command that asked, which is that of the channel too."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, _Debugger] = {}
+        self._resting: set[str] = set()  # hosts that were told so
+
+    @property
+    def any_open(self) -> bool:
+        return any(each.is_open for each in self._found.values())
+
+    def ask(self, asked: Asked, attempt: AttemptState, fleet: Fleet) -> list[Command]:
+        question, asker = asked.question, asked.asker
+        assert isinstance(question, DebuggerQuestion)
+        rank = question.rank
+        if why_not := why_not_rank(attempt, rank):
+            return refuse(asker, why_not)
+        if any(each.rank == rank for each in self._found.values()):
+            return refuse(asker, f"rank {rank} is debugged already, by another command; a rank has one debugger")
+        host = attempt.host_of(rank)
+        if not fleet.workers_of([host]):
+            return refuse(asker, f"the host of rank {rank}, {host}, is not connected")
+        self._found[asker] = _Debugger(attempt.number, rank, host)
+        order = OpenDebugger(channel=asker, attempt=attempt.number, rank=rank, debugger=question.debugger)
+        return [Answer(asker, {"asked": True, "host": host}), Send(host, order)]
+
+    def take(self, event: AskerSent | AskerTook) -> list[Command]:
+        """Pass on what a command has sent, or that it has taken something."""
+        debugger = self._found.get(event.asker)
+        if debugger is None:
+            return []
+        if isinstance(event, AskerSent):
+            return [Send(debugger.host, ChannelData(channel=event.asker, data=event.data))]
+        return [Send(debugger.host, ChannelTaken(channel=event.asker, count=event.count))]
+
+    def leave(self, asker: int) -> list[Command]:
+        """Close the debugger of a command that has gone; the rank goes on."""
+        debugger = self._found.pop(asker, None)
+        return [] if debugger is None else [Send(debugger.host, CloseDebugger(channel=asker))]
+
+    def said(self, host: str, message: DebuggerOpened | DebuggerClosed | ChannelData | ChannelTaken) -> list[Command]:
+        """Take what the agent of a rank says of its debugger."""
+        debugger = self._found.get(asker := message.channel)
+        if debugger is None or debugger.host != host:
+            return []
+        match message:
+            case DebuggerOpened():
+                self._found[asker] = replace(debugger, is_open=True)
+                return []
+            case ChannelData():
+                return [PassOn(asker, message.data)]
+            case ChannelTaken():
+                return [TookInput(asker, message.count)]
+        return self._end(asker, message.reason)
+
+    def exited(self, rank: int, how: str) -> list[Command]:
+        """Take the end of a rank; `how` is for a person."""
+        return [c for asker, each in [*self._found.items()] if each.rank == rank for c in self._end(asker, how)]
+
+    def lost(self, host: str, reason: str) -> list[Command]:
+        """Take the loss of a host."""
+        self._resting.discard(host)
+        why = f"host {host} is lost: {reason}"
+        return [c for asker, each in [*self._found.items()] if each.host == host for c in self._end(asker, why)]
+
+    def due(self, attempt: AttemptState, fleet: Fleet, now: float) -> list[Command]:
+        """End those of an attempt that is over, and tell the hosts whether the clocks of stalls rest."""
+        commands = [
+            command
+            for asker, each in [*self._found.items()]
+            if each.attempt != attempt.number
+            for command in self._end(asker, f"attempt {each.attempt} has ended")
+        ]
+        hosts = set(fleet.workers_of(attempt.members)) if self.any_open else set()
+        if self._resting and not hosts:
+            attempt.made_progress(now)
+        changed = hosts ^ self._resting
+        commands += [Send(host, RestClocks(resting=host in hosts)) for host in sorted(changed)]
+        self._resting = hosts
+        return commands
+
+    def _end(self, asker: int, reason: str) -> list[Command]:
+        del self._found[asker]
+        return [Answer(asker, {"ended": reason}), CloseAsker(asker)]

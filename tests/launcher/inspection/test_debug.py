@@ -1,0 +1,317 @@
+"""`dtrain debug`: pdb in a rank that runs. Whatever becomes of the debugger, the rank goes on."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from testbed.processes import Result, run_dtrain, started_dtrain, wait_until
+from testbed.sshd import SshHosts
+from testbed.terminal import Terminal, dtrain_on_terminal
+
+PROMPT = "(Pdb rank {}) "
+
+
+def detached(*words: str | Path, workers: int = 2) -> None:
+    result = run_dtrain("run", "--detach", "--run-id", "r", *words)
+    assert result.returncode == 0, result
+    wait_until(lambda: len([*Path().glob("tick*")]) == workers, "the ranks are there")
+
+
+def end(exit_code: int = 0) -> None:
+    Path("go").touch()
+    assert run_dtrain("wait", "r").returncode == exit_code
+
+
+def tick(rank: int) -> int:
+    return int(Path(f"tick{rank}").read_text() or 0)
+
+
+def debug(rank: int, typed: str) -> Result:
+    return run_dtrain("debug", "r", "--rank", str(rank), stdin=typed)
+
+
+def assert_goes_on(rank: int) -> None:
+    before = tick(rank)
+    wait_until(lambda: tick(rank) > before + 1, "the rank goes on", timeout=30)
+
+
+class Debugger:
+    """`dtrain debug` on a terminal; `say` types a line and waits for the next prompt."""
+
+    def __init__(self, terminal: Terminal, rank: int) -> None:
+        self.terminal = terminal
+        self._prompt = PROMPT.format(rank)
+
+    def wait_prompt(self) -> str:
+        self.terminal.read_until(self._prompt)
+        shown, self.terminal.shown = self.terminal.shown, ""
+        return shown
+
+    def say(self, line: str) -> str:
+        self.terminal.type(f"{line}\n")
+        return self.wait_prompt()
+
+
+def value(debugger: Debugger, expression: str) -> int:
+    """Return a number that the rank has; the line that was typed is shown as well."""
+    _, number, _ = debugger.say(f"p {expression}").split("\r\n")
+    return int(number)
+
+
+@pytest.fixture(params=["exec", "fork"])
+def start_method(request: pytest.FixtureRequest, folder: Path) -> list[str]:
+    """Options by which workers are started by exec, or forked from a process with packages imported."""
+    method: str = request.param
+    (folder / "script.py").write_text("import psutil\n" + (folder / "script.py").read_text())
+    return ["--start-method", method]
+
+
+def test_variables_are_seen_and_changed_and_lines_are_stepped_through(start_method: list[str], folder: Path) -> None:
+    detached(*start_method, "--nproc-per-node", "2", "script.py")
+    with dtrain_on_terminal("debug", "r", "--rank", "1", cwd=folder) as terminal:
+        debugger = Debugger(terminal, 1)
+        opened = debugger.wait_prompt()
+        assert "rank 1 on " in opened
+        assert "torch's own timeouts go on" in opened
+        assert f"{folder}/script.py(" in opened
+        assert_goes_on(0)
+        debugger.say("b tick")
+        assert "tick()" in debugger.say("c")
+        stopped = tick(1)
+        assert f"{stopped + 1}" in debugger.say("p n")
+        assert "bootstrap.py" not in debugger.say("w")
+        while "-> tick(n)" not in debugger.say("n"):
+            pass
+        assert tick(1) == stopped + 1
+        debugger.say("!n = 5000000")
+        terminal.type("q\n")
+        assert terminal.wait() == 0
+        assert "rank 1 goes on without the debugger" in terminal.shown
+    wait_until(lambda: tick(1) >= 5000000, "it has gone on with what was set")
+    end()
+
+
+def test_a_breakpoint_is_come_to_again_and_again_until_it_is_cleared(folder: Path) -> None:
+    detached("--nproc-per-node", "2", "script.py")
+    with dtrain_on_terminal("debug", "r", "--rank", "0", cwd=folder) as terminal:
+        debugger = Debugger(terminal, 0)
+        debugger.wait_prompt()
+        debugger.say("b tick")
+        numbers = []
+        for _ in range(3):
+            assert "tick()" in debugger.say("c")
+            numbers.append(value(debugger, "n"))
+        assert numbers == [*range(numbers[0], numbers[0] + 3)]
+        assert "count()" in debugger.say("r") + debugger.say("n") + debugger.say("n")
+        debugger.say("cl 1")
+        terminal.type("c\n")
+        assert terminal.wait() == 0
+    assert_goes_on(0)
+    end()
+
+
+@pytest.mark.parametrize("keys", ["q\n", "exit\n", "\x04", "\x03", "c\n"])
+def test_each_way_to_leave_lets_the_rank_go_on(keys: str, folder: Path) -> None:
+    detached("--nproc-per-node", "1", "script.py", workers=1)
+    with dtrain_on_terminal("debug", "r", "--rank", "0", cwd=folder) as terminal:
+        debugger = Debugger(terminal, 0)
+        debugger.wait_prompt()
+        terminal.type(keys)
+        assert terminal.wait() == 0
+        assert "rank 0 goes on without the debugger" in terminal.shown
+    assert_goes_on(0)
+    again = debug(0, "p 'again'\nq\n")
+    assert again.returncode == 0, again
+    assert "'again'" in again.stdout
+    end()
+
+
+@pytest.mark.parametrize("at", ["the prompt", "a breakpoint's way"])
+def test_a_killed_command_lets_the_rank_go_on(at: str, folder: Path) -> None:
+    detached("--nproc-per-node", "1", "script.py", workers=1)
+    with dtrain_on_terminal("debug", "r", "--rank", "0", cwd=folder) as terminal:
+        debugger = Debugger(terminal, 0)
+        debugger.wait_prompt()
+        if at != "the prompt":
+            debugger.say("b tick, n < 0")  # traced, and never there
+            terminal.type("c\n")
+            assert_goes_on(0)
+        terminal.process.kill()
+    assert_goes_on(0)
+    wait_until(lambda: "'free'" in debug(0, "p 'free'\nq\n").stdout, "another may come")
+    end()
+
+
+def test_the_end_of_the_rank_is_told(folder: Path) -> None:
+    detached("--nproc-per-node", "2", "script.py")
+    with dtrain_on_terminal("debug", "r", "--rank", "1", cwd=folder) as terminal:
+        debugger = Debugger(terminal, 1)
+        debugger.wait_prompt()
+        pid = value(debugger, "__import__('os').getpid()")
+        os.kill(pid, signal.SIGKILL)
+        assert terminal.wait() == 1
+        assert "rank 1 on " in terminal.shown
+        assert "was killed by SIGKILL" in terminal.shown
+    end(128 + signal.SIGKILL)
+
+
+def test_the_end_of_the_run_is_told_and_is_not_held_up(folder: Path) -> None:
+    detached("--nproc-per-node", "2", "script.py")
+    with dtrain_on_terminal("debug", "r", "--rank", "1", cwd=folder) as terminal:
+        debugger = Debugger(terminal, 1)
+        debugger.wait_prompt()
+        assert run_dtrain("stop", "r").returncode == 0
+        assert terminal.wait() == 1
+        assert "the attempt ends" in terminal.shown or "rank 1 on" in terminal.shown
+    assert run_dtrain("wait", "r").returncode == 128 + signal.SIGTERM
+
+
+def test_a_rank_has_one_debugger_and_others_may_have_theirs(folder: Path) -> None:
+    detached("--nproc-per-node", "2", "script.py")
+    with dtrain_on_terminal("debug", "r", "--rank", "1", cwd=folder) as terminal:
+        Debugger(terminal, 1).wait_prompt()
+        refused = debug(1, "")
+        assert (refused.returncode, refused.stdout) == (1, ""), refused
+        assert "rank 1 is debugged already" in refused.stderr
+        other = debug(0, "p 1 + 1\nq\n")
+        assert (other.returncode, "2\n" in other.stdout) == (0, True), other
+        terminal.type("q\n")
+        assert terminal.wait() == 0
+    missing = debug(9, "")
+    assert (missing.returncode, "there is no rank 9" in missing.stderr) == (1, True), missing
+    end()
+
+
+def test_a_program_that_is_no_python_script_has_no_debugger(folder: Path) -> None:
+    result = run_dtrain("run", "--detach", "--run-id", "r", "--no-python", "sleep", "600")
+    assert result.returncode == 0, result
+    refused = debug(0, "")
+    assert refused.returncode == 1, refused
+    assert "dtrain did not start as a Python script" in refused.stderr or "takes no debugger" in refused.stderr
+    assert run_dtrain("stop", "r").returncode == 0
+
+
+def test_a_script_that_uses_the_signal_itself_keeps_it(folder: Path) -> None:
+    (folder / "own.py").write_text("import signal\nsignal.signal(52, signal.SIG_DFL)\n" + Path("script.py").read_text())
+    detached("own.py", workers=1)
+    refused = debug(0, "")
+    assert refused.returncode == 1, refused
+    assert "rank 0 takes no debugger: it has given signal 52 another meaning" in refused.stderr
+    assert_goes_on(0)
+    end()
+
+
+def test_what_goes_wrong_at_the_prompt_is_not_the_script_s(folder: Path) -> None:
+    detached("script.py", workers=1)
+    typed = ["!import sys; sys.exit(3)", "p nothing", "interact", "run", "!raise KeyboardInterrupt", "p 'x' * 300000"]
+    result = debug(0, "\n".join(typed) + "\n")
+    assert result.returncode == 0, result
+    assert "SystemExit: 3" in result.stdout
+    assert "NameError" in result.stdout
+    assert "x" * 300000 in result.stdout
+    assert_goes_on(0)
+    end()
+
+
+COLLECTIVE = """
+import pathlib, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+pathlib.Path(f"tick{rank}").write_text("1")
+if rank == 0:
+    while not pathlib.Path("come").exists():
+        time.sleep(0.05)
+dist.all_reduce(torch.ones(4))
+while not pathlib.Path("go").exists():
+    time.sleep(0.05)
+"""
+
+
+def test_a_rank_in_a_collective_opens_when_it_comes_back(folder: Path) -> None:
+    (folder / "script.py").write_text(COLLECTIVE)
+    detached("--nproc-per-node", "2", "script.py")
+    with dtrain_on_terminal("debug", "r", "--rank", "1", cwd=folder) as terminal:
+        terminal.read_until("the debugger opens when it comes back to Python")
+        assert f"rank 1 is at {folder}/script.py:10 in <module>, inside all_reduce" in terminal.shown
+        assert PROMPT.format(1) not in terminal.shown
+        terminal.type("\x03")
+        assert terminal.wait() == 0
+    with dtrain_on_terminal("debug", "r", "--rank", "1", cwd=folder) as terminal:
+        terminal.read_until("the debugger opens when it comes back to Python")
+        (folder / "come").touch()
+        Debugger(terminal, 1).wait_prompt()
+        terminal.type("q\n")
+        assert terminal.wait() == 0
+    end()
+
+
+# All wait for rank 1 in backward, and give up after a second.
+TRAINING = """
+import os, pathlib, time
+import torch, ddp
+ddp.init()
+rank = int(os.environ["RANK"])
+model = ddp.DistributedDataParallel(torch.nn.Linear(2, 2), stall_timeout_s=1)
+n = 0
+while True:
+    n += 1
+    there = torch.tensor([float(pathlib.Path("go").exists())])
+    torch.distributed.broadcast(there, 0)
+    model(torch.ones(1, 2)).sum().backward()
+    pathlib.Path(f"tick{rank}").write_text(str(n))
+    if there.item():
+        break
+    time.sleep(0.02)
+"""
+HELD_S = 12.0  # several times each of the limits
+
+
+@pytest.mark.parametrize("where", [["--nproc-per-node", "2"], ["--simulate", "--nnodes", "2", "--nproc-per-node", "1"]])
+def test_a_debugger_may_be_held_for_longer_than_every_timeout(where: list[str], folder: Path) -> None:
+    (folder / "script.py").write_text(TRAINING)
+    limits = ["--stall-timeout-s", "3", "--hang", "2s", "--heartbeat-timeout-s", "3"]
+    detached(*limits, *where, "script.py")
+    with dtrain_on_terminal("debug", "r", "--rank", "1", cwd=folder) as terminal:
+        debugger = Debugger(terminal, 1)
+        debugger.wait_prompt()
+        held = time.monotonic()
+        while time.monotonic() < held + HELD_S:
+            debugger.say("p n")
+            time.sleep(0.2)
+        stopped = tick(0)
+        assert tick(1) <= stopped <= tick(1) + 1
+        terminal.type("q\n")
+        assert terminal.wait() == 0
+    for rank in (0, 1):
+        assert_goes_on(rank)
+    end()
+    assert "hang" not in (folder / "runs/r/console.log").read_text()
+
+
+def test_without_a_debugger_the_same_limits_end_the_run(folder: Path) -> None:
+    (folder / "script.py").write_text(TRAINING)
+    detached("--stall-timeout-s", "3", "--nproc-per-node", "2", "script.py")
+    pid = json.loads(run_dtrain("stacks", "r", "--json").stdout)["ranks"][1]["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    assert run_dtrain("wait", "r").returncode != 0
+
+
+def test_a_rank_of_an_ssh_host_is_debugged_in_a_run_in_the_foreground(ssh_hosts: SshHosts, folder: Path) -> None:
+    where = ["--hosts", "node1,node2", "--ssh-config", str(ssh_hosts.ssh_config), "--nproc-per-node", "1"]
+    with started_dtrain("run", "--run-id", "r", *where, "script.py") as run:
+        wait_until(lambda: len([*folder.glob("tick*")]) == 2, "the ranks are there")
+        with dtrain_on_terminal("debug", "r", "--rank", "1", cwd=folder) as terminal:
+            debugger = Debugger(terminal, 1)
+            assert "rank 1 on node2 of run r" in debugger.wait_prompt()
+            assert "'1'" in debugger.say("p __import__('os').environ['RANK']")
+            terminal.type("q\n")
+            assert terminal.wait() == 0
+        assert_goes_on(1)
+        (folder / "go").touch()
+        out, _ = run.communicate(timeout=60)
+        assert run.returncode == 0
+        assert b"Pdb" not in out

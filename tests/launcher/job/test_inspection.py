@@ -1,0 +1,217 @@
+"""Commands that ask where ranks are, or that debug one: who is answered, with what, and whose clocks rest meanwhile."""
+
+from typing import Any
+
+import pytest
+from testbed.job_drive import Drive, messages, told
+
+from launcher.hangs.watch import HangPolicy
+from launcher.job.events import (
+    Answer,
+    Asked,
+    AskerLeft,
+    AskerSent,
+    AskerTook,
+    CloseAsker,
+    Command,
+    DebuggerQuestion,
+    PassOn,
+    StacksQuestion,
+    TookInput,
+)
+from launcher.job.evidence_round import COLLECT_S, NATIVE_S
+from launcher.job.job import Phase
+from launcher.protocol import (
+    ChannelData,
+    ChannelTaken,
+    CloseDebugger,
+    Collect,
+    Collected,
+    DebuggerClosed,
+    DebuggerOpened,
+    Evidence,
+    Heartbeat,
+    KillWorker,
+    OpenDebugger,
+    RestClocks,
+    Stop,
+)
+
+
+def running(**options: Any) -> Drive:
+    drive = Drive("a", "b", **options)
+    drive.run()
+    return drive
+
+
+def answers(commands: list[Command]) -> dict[int, Any]:
+    """What each command is told last; that is the end of its connection."""
+    found = {c.asker: c.value for c in commands if isinstance(c, Answer)}
+    assert [c.asker for c in commands if isinstance(c, CloseAsker)] == [*found]
+    return found
+
+
+def stacks(drive: Drive, asker: int, *ranks: int, native: bool = False) -> list[Command]:
+    return drive.event(Asked(asker, StacksQuestion(ranks, native)))
+
+
+def evidence(drive: Drive, rank: int) -> Evidence:
+    number = messages(drive.commands, Collect)[-1].number
+    return Evidence(number, drive.number, rank, 100 + rank, "S", "", 1, 0.0, "")
+
+
+def collected(drive: Drive, host: str, *ranks: int) -> list[Command]:
+    number = messages(drive.commands, Collect)[-1].number
+    return drive.say(host, *(evidence(drive, rank) for rank in ranks), Collected(number))
+
+
+def test_two_who_ask_for_the_same_meanwhile_share_the_next_round() -> None:
+    drive = running()
+    assert told(stacks(drive, 1), Collect) == ["a", "b"]
+    assert stacks(drive, 2) == []
+    assert stacks(drive, 3) == []
+    collected(drive, "a", 0, 1)
+    commands = collected(drive, "b", 2, 3)
+    assert told(commands, Collect) == ["a", "b"], "those who came later see what is later"
+    assert [each.rank for each in answers(commands)[1]["evidence"]] == [0, 1, 2, 3]
+    assert answers(commands)[1]["missing"] == {}
+    collected(drive, "a", 0, 1)
+    assert answers(collected(drive, "b", 2, 3)).keys() == {2, 3}
+    assert drive.job.phase is Phase.RUNNING
+
+
+def test_a_host_that_does_not_answer_is_named_once_its_time_is_up() -> None:
+    drive = running()
+    stacks(drive, 1)
+    collected(drive, "a", 0, 1)
+    assert answers(drive.wait(COLLECT_S - 0.1, heard="ab")) == {}
+    answer = answers(drive.wait(0.2, heard="ab"))[1]
+    assert (answer["missing"], [each.rank for each in answer["evidence"]]) == ({"b": [2, 3]}, [0, 1])
+
+
+def test_only_the_hosts_of_the_ranks_are_asked_and_native_frames_have_more_time() -> None:
+    drive = running()
+    commands = stacks(drive, 1, 3, native=True)
+    (order,) = messages(commands, Collect)
+    assert (told(commands, Collect), order.ranks, order.native) == (["b"], [3], True)
+    assert order.limit_s < NATIVE_S
+    assert answers(collected(drive, "b", 3))[1]["missing"] == {}
+    assert answers(stacks(drive, 2, 9))[2] == {"error": "there is no rank 9; the run has ranks 0 to 3"}
+
+
+def test_a_failure_ends_the_round_and_who_asks_then_is_told() -> None:
+    drive = running()
+    stacks(drive, 1, native=True)
+    drive.say("a", evidence(drive, 0))
+    commands = drive.say("b", drive.exited("b", 2, 1))
+    answer = answers(commands)[1]
+    assert [each.rank for each in answer["evidence"]] == [0]
+    assert answer["missing"] == {"a": [1], "b": [3]}, "rank 2 has ended"
+    assert told(commands, Collect) == ["a", "b"], "for the report"
+    (error,) = answers(stacks(drive, 2)).values()
+    assert error["error"].startswith("no worker can be looked at now: a worker failed")
+
+
+def test_one_who_has_left_gets_no_answer() -> None:
+    drive = running()
+    stacks(drive, 1)
+    drive.event(AskerLeft(1))
+    collected(drive, "a", 0, 1)
+    assert answers(collected(drive, "b", 2, 3)) == {}
+
+
+def test_nobody_can_be_looked_at_before_there_are_workers() -> None:
+    drive = Drive("a")
+    for question in (StacksQuestion(), DebuggerQuestion(0, "pdb")):
+        (answer,) = answers(drive.event(Asked(1, question))).values()
+        assert "0 of 1" in answer["error"] or "waiting for a" in answer["error"]
+
+
+def debug(drive: Drive, asker: int = 1, rank: int = 3) -> list[Command]:
+    return drive.event(Asked(asker, DebuggerQuestion(rank, "pdb")))
+
+
+def opened(**options: Any) -> Drive:
+    drive = running(**options)
+    debug(drive)
+    drive.say("b", DebuggerOpened(1))
+    return drive
+
+
+def test_what_both_ends_of_a_debugger_say_is_passed_on() -> None:
+    drive = running()
+    commands = debug(drive)
+    (order,) = messages(commands, OpenDebugger)
+    assert (told(commands, OpenDebugger), order.channel, order.rank, order.debugger) == (["b"], 1, 3, "pdb")
+    drive.say("b", DebuggerOpened(1))
+    assert drive.say("b", ChannelData(1, b"prompt")) == [PassOn(1, b"prompt")]
+    assert messages(drive.event(AskerTook(1, 6)), ChannelTaken) == [ChannelTaken(1, 6)]
+    assert messages(drive.event(AskerSent(1, b"next")), ChannelData) == [ChannelData(1, b"next")]
+    assert drive.say("b", ChannelTaken(1, 4)) == [TookInput(1, 4)]
+    assert drive.say("a", ChannelData(1, b"of another host")) == []
+    commands = drive.event(AskerLeft(1))
+    assert told(commands, CloseDebugger) == ["b"]
+    assert drive.event(AskerSent(1, b"late")) == []
+
+
+def test_a_rank_has_one_debugger_and_another_rank_another() -> None:
+    drive = opened()
+    assert "debugged already" in answers(debug(drive, 2))[2]["error"]
+    assert told(debug(drive, 3, rank=0), OpenDebugger) == ["a"]
+    assert answers(drive.say("b", DebuggerClosed(1, "")))[1] == {"ended": ""}
+    assert told(debug(drive, 4), OpenDebugger) == ["b"]
+
+
+def test_the_end_of_the_rank_or_of_its_host_ends_the_debugger() -> None:
+    drive = opened()
+    (answer,) = answers(drive.say("b", drive.exited("b", 3, -9))).values()
+    assert answer == {"ended": "rank 3 on b was killed by SIGKILL after 1.0 s"}
+    drive = opened()
+    (answer,) = answers(drive.lose("b")).values()
+    assert answer == {"ended": "host b is lost: the connection broke"}
+
+
+def test_all_clocks_of_stalls_rest_while_a_debugger_is_open() -> None:
+    drive = running(stall_timeout_s=60.0, hang=HangPolicy(acts=True))
+    commands = debug(drive)
+    assert told(commands, RestClocks) == [], "it may hang in truth"
+    commands = drive.say("b", DebuggerOpened(1))
+    assert sorted(told(commands, RestClocks)) == ["a", "b"]
+    commands = drive.wait(1000.0, heard="ab")
+    for host in "ab":
+        commands += drive.say(host, Heartbeat(drive.time(host), steps=50, silent_s=900.0, stopped=[2, 3]))
+    assert told(commands, Stop) + told(commands, Collect) + told(commands, KillWorker) == []
+    drive.wait(1.0, heard="ab")
+    commands = drive.event(AskerLeft(1))
+    assert [each.resting for each in messages(commands, RestClocks)] == [False, False]
+    assert told(drive.wait(59.0, heard="ab"), Collect) == [], "the time begins anew"
+    assert told(drive.wait(2.0, heard="ab"), Collect) == ["a", "b"]
+    assert drive.job.phase is Phase.EVIDENCE_ROUND
+
+
+def test_a_look_that_was_under_way_blames_nobody_once_a_debugger_is_open() -> None:
+    drive = running(hang=HangPolicy(acts=True))
+    debug(drive)
+    beat = {"steps": 50, "longest_s": [0.5, 0.0, 0.0]}
+    drive.say("a", Heartbeat(drive.time("a"), **beat))
+    assert told(drive.say("b", Heartbeat(drive.time("b"), stopped=[3], **beat)), Collect) == ["a", "b"]
+    drive.say("b", DebuggerOpened(1))
+    number = messages(drive.commands, Collect)[-1].number
+    for rank in range(4):
+        state = "T" if rank == 3 else "S"
+        drive.say(drive.host_of(rank), Evidence(number, 0, rank, 100 + rank, state, "", 1, 0.0, "", steps=25))
+    drive.say("a", Collected(number))
+    assert told(drive.say("b", Collected(number)), KillWorker) == []
+
+
+@pytest.mark.parametrize("resting", [True, False])
+def test_a_new_attempt_has_no_debugger_of_the_last(resting: bool) -> None:
+    drive = opened(max_restarts=1) if resting else running(max_restarts=1)
+    if not resting:
+        debug(drive)
+    commands = drive.fail(0)
+    drive.swept()
+    drive.begin()
+    ended = [c.value for c in drive.commands if isinstance(c, Answer) and "ended" in c.value]
+    assert ended == [{"ended": "attempt 0 has ended"}], commands
+    assert [each.resting for each in messages(drive.commands, RestClocks)] == ([True, True, False, False] * resting)
