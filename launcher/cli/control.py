@@ -162,6 +162,7 @@ def control(request: Request, options: Options, limits: Limits, verbosity: Verbo
                     take=caller.take,
                 )
                 session.listen(controller)
+                known = len(early)
                 outcome = controller.run(early)
                 if listener is not None:
                     line = report(outcome, folder=None, tail=lambda *_: []).partition("\n")[0]
@@ -180,7 +181,7 @@ def control(request: Request, options: Options, limits: Limits, verbosity: Verbo
             from launcher.runs.on_end import run_on_end
 
             run_on_end(options.on_end, outcome, state, kept, say=verbosity.say, out=caller.out, err=caller.err)
-    return Ended(outcome, text, tuple(controller.caught))
+    return Ended(outcome, text, (*controller.caught, *early[known:]))
 
 
 def _has_no_input() -> bool:

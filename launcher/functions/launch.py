@@ -124,7 +124,7 @@ def _results(ended: Ended, returns: Returns) -> list[Any]:
                 f"{problem}; the modules that it uses must be here as well",
                 exit_code=1, host=returns.hosts[process], rank=process, type="ResultError", message=problem,
             ) from error  # fmt: skip
-        if said is not None:
+        if said is not None and said.ok:
             by_rank[said.rank] = said.value
             world_size = max(world_size, said.world_size)
     return [by_rank.get(rank) for rank in range(world_size or ended.outcome.world_size)]

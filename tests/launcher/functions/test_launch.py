@@ -1,8 +1,10 @@
 """launcher.launch(): a function of a Python program in all workers, and what it returned, or how it failed."""
 
+import contextlib
 import io
 import json
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -18,6 +20,7 @@ from testbed.processes import run_dtrain, run_program, started, wait_until
 from testbed.sshd import SshHosts
 
 from launcher import launch
+from launcher.agent.workers import call_function
 from launcher.errors import HostError, LaunchError, UsageError, WorkerError
 
 
@@ -151,6 +154,19 @@ def test_a_result_that_cannot_travel_names_the_rank() -> None:
         launch(_OnlyThere)
 
 
+def test_a_result_that_is_too_large_leaves_no_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_function, "MAX_RESULT_BYTES", 3 << 20)
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for number, fits in ((3 << 20, False), (2 << 20, True)):
+        (folder / "function").write_bytes(pickle.dumps({}) + pickle.dumps((bytes, (number,))))
+        with contextlib.nullcontext() if fits else pytest.raises(call_function.ResultError, match="rank 3 is larger"):
+            call_function.call_function("bytes", "function", "returned")
+        assert {path.name for path in folder.iterdir()} == {"function", *(["returned"] if fits else [])}
+    assert pickle.loads(Path("returned").read_bytes()) == (True, bytes(2 << 20), 3, 4)
+
+
 def test_what_cannot_be_pickled_or_is_wrong_is_an_error_before_a_host_is_reached(folder: Path) -> None:
     far = {"hosts": "no-such-host.invalid:1"}
     with pytest.raises(UsageError, match=r"and its arguments cannot be pickled: TypeError: cannot pickle"):
@@ -202,7 +218,11 @@ def test_a_process_that_is_not_to_return_ends_with_nothing_or_fails() -> None:
 
 
 def test_output_goes_to_what_sys_stdout_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    notebook, red = io.StringIO(), io.StringIO()
+    class Notebook(io.StringIO):
+        def fileno(self) -> int:  # of the terminal where the notebook was started
+            return 1
+
+    notebook, red = Notebook(), io.StringIO()
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", notebook)
         patch.setattr(sys, "stderr", red)
