@@ -81,7 +81,10 @@ def groups(evidence: Sequence[Evidence]) -> list[Group]:
 _COMMUNICATION = re.compile(
     "reduce|gather|scatter|broadcast|barrier|all_to_all|send|recv|wait|synchronize"
     "|init_process_group|new_group|destroy_process_group|rendezvous|_exchange"
+    # Of ddp: an idle parameter server, ranks that meet again, and what waits for collectives on a device.
+    "|^receive$|^meet$|settle"
 )
+_WAITING_PARTS = ("/torch/distributed/", "/torch/cuda/", "/torch/accelerator/", "/torch/xpu/")
 
 
 def odd_ranks(evidence: Sequence[Evidence]) -> tuple[int, ...]:
@@ -100,7 +103,7 @@ def odd_ranks(evidence: Sequence[Evidence]) -> tuple[int, ...]:
 
 def _communicates(frames: Sequence[Frame]) -> bool:
     return any(
-        ("/torch/distributed/" in frame.file or "/torch/cuda/" in frame.file or frame.file.startswith(_DDP))
+        (frame.file.startswith(_DDP) or any(part in frame.file for part in _WAITING_PARTS))
         and _COMMUNICATION.search(frame.function)
         for frame in frames
     )

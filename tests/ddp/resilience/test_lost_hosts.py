@@ -148,3 +148,21 @@ def test_all_start_again_where_a_fit_loses_a_host(ssh_hosts: SshHosts, tmp_path:
     assert "attempt 1 begins on 1 host, without node2" in stderr, stderr
     assert "generation" not in stderr, "no rank was asked to go on in a smaller world"
     assert seen.said("result") == {"120"}
+
+
+def test_all_start_again_where_a_host_joins_a_fit(ssh_hosts: SshHosts, tmp_path: Path) -> None:
+    script = tmp_path / "fit.py"
+    script.write_text(FIT)
+    argv = [*options(ssh_hosts, "--hosts", "node1,node2", "--nnodes", "1:2", "--grow")[:-1], str(script)]
+    with started_dtrain(*argv, cwd=tmp_path, env={"DTRAIN_BACKEND": "gloo"}) as process:
+        seen = TrainingSeen(process)
+        seen.wait(lambda: len(seen.sized(2)) > 10)
+        ssh_hosts.stop(2)
+        seen.wait(lambda: len(seen.sized(1)) > 5)
+        ssh_hosts.start(2)
+        stderr = seen.end_well()
+    assert "attempt 1 begins on 1 host, without node2" in stderr, stderr
+    assert "attempt 2 begins on 2 hosts, with node2" in stderr, stderr
+    assert "generation" not in stderr, "no rank was asked to meet it"
+    assert {at.pid for at in seen.sized(2)}.isdisjoint({at.pid for at in seen.sized(1)})
+    assert seen.said("result") == {"120"}

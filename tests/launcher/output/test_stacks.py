@@ -225,6 +225,13 @@ def test_written_out_is_everything_by_rank() -> None:
     assert write_out([]) == "no rank could be asked\n"
 
 
+PS = DDP / "strategies/parameter_server"
+SERVER_WAITS = (
+    (str(PS / "transport/server_endpoint.py"), 105, "receive"),
+    (str(PS / "server.py"), 137, "_receive_all"),
+    (str(PS / "server.py"), 112, "serve"),
+    MAIN,
+)
 ODD = {
     "one loads": ([IN_ALL_REDUCE, LOADING, IN_ALL_REDUCE], (1,)),
     "one is in another collective": ([IN_ALL_REDUCE, stack((ALL_REDUCE[0], 9, "barrier"), MAIN), IN_ALL_REDUCE], ()),
@@ -232,6 +239,21 @@ ODD = {
     "torch's wrapper waits in backward": ([IN_BACKWARD, IN_BACKWARD, LOADING], (2,)),
     "one computes a gradient": ([IN_ALL_REDUCE, IN_ALL_REDUCE, IN_BACKWARD], (2,)),
     "our wrapper waits": ([stack((str(DDP / "reducer.py"), 9, "_wait"), BACKWARD, STEP)] * 2 + [LOADING], (2,)),
+    "most wait for a device": (
+        [
+            stack((f"{TORCH}/cuda/__init__.py", 9, "synchronize"), STEP),
+            stack((f"{TORCH}/accelerator/__init__.py", 9, "synchronize"), STEP),
+            stack((str(DDP / "generation/device_collectives.py"), 9, "settle"), STEP),
+            LOADING,
+        ],
+        (3,),
+    ),
+    "most meet again": ([stack((str(DDP / "generation/meeting.py"), 9, "meet"), STEP)] * 2 + [LOADING], (2,)),
+    "a server has nothing to do, since a worker hangs": (
+        [stack((str(PS / "client.py"), 9, "_wait"), STEP), LOADING, stack(*SERVER_WAITS)],
+        (1,),
+    ),
+    "a server hangs": ([stack((str(PS / "client.py"), 9, "_wait"), STEP)] * 2 + [stack(*SERVER_WAITS[1:])], (2,)),
     "half of them": ([IN_ALL_REDUCE, LOADING], (1,)),
     "nobody": ([LOADING, LOADING, LOADING], ()),
     "all": ([IN_ALL_REDUCE] * 3, ()),

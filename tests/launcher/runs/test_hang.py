@@ -281,6 +281,50 @@ def test_a_stopped_rank_is_named_at_once_and_by_default_left_alone(tmp_path: Pat
         assert process.returncode == 137
 
 
+SERVED = """\
+import os, sys, time
+import torch, ddp
+from ddp.strategies.parameter_server.server import Server
+
+def sleeps_at(times):
+    calls = []
+    def here(*args, **kwargs):
+        calls.append(0)
+        if len(calls) == times and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            time.sleep(600)
+    return here
+
+strategy = ddp.strategy("parameter_server")
+hangs_here = sleeps_at(30)
+net = torch.nn.Linear(6, 3)
+if strategy.role != "worker" and sys.argv[1] == "server":
+    really = Server._handle
+    Server._handle = lambda self, *args: (hangs_here(), really(self, *args))[1]
+model, optimizer = strategy.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+for step in range(60):
+    optimizer.zero_grad()
+    model(torch.ones(2, 6)).sum().backward()
+    if sys.argv[1] == "worker" and strategy.replica == 1:
+        hangs_here()
+    optimizer.step()
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize(("who", "rank"), [("server", 2), ("worker", 1)])
+def test_a_parameter_server_that_hangs_or_has_nothing_to_do_is_told_apart(tmp_path: Path, who: str, rank: int) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SERVED)
+    options = ("--nproc-per-node", "2", "--ps", "1", "--max-restarts", "1", "--hang", "2s", "--grace-s", "1")
+    result = run_dtrain("run", *options, script, who, cwd=tmp_path)
+    line = SERVED[: SERVED.index("time.sleep(600)")].count("\n") + 1
+    assert re.search(
+        rf"rank {rank} on \S+ \(pid \d+\) hangs: .* at {script}:{line} in here, while 2 other ranks wait for it",
+        result.stderr,
+    ), result.stderr
+    assert result.returncode == 0, result.stderr
+
+
 SILENT = (
     HEADER
     + """\
