@@ -28,6 +28,14 @@ from testbed.warm import WarmProcess
 LABS = pytest.StashKey[list[Lab]]()  # that run
 L = TypeVar("L", bound=Lab)
 LEFT_BEHIND_S = 20.0
+# Whose tests take half a minute each: these come first, or one of them would be the last to end.
+LONG = (
+    "tests/ddp/resilience/test_cut_hosts.py",
+    "tests/ddp/resilience/test_lost_hosts.py",
+    "tests/launcher/runs/test_faults_on_purpose.py",
+    "tests/launcher/runs/test_hang.py",
+    "tests/test_examples.py",
+)
 
 # A developer's own settings, or the job that the tests themselves run in, must not reach the runs under test.
 FOREIGN_PREFIXES = ("DTRAIN_", "SLURM_", "OMPI_", "PMIX_", "TORCHELASTIC_")
@@ -67,6 +75,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if is_quick(item)]
     if not EXHAUSTIVE and not any("::" in each for each in config.args):
         _leave_out_slow(config, items)
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
     for item in items:
         if not {"ssh_hosts", "network_hosts"}.isdisjoint(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.sshd)
