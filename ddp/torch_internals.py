@@ -35,8 +35,8 @@ R = TypeVar("R")
 
 def _lacking(name: str) -> UnsupportedError:
     return UnsupportedError(
-        f"torch {torch.__version__} has no {name}, which this needs: install a torch that was tested (ddp/README.md "
-        "has a table), or a newer dtrain"
+        f"torch {torch.__version__} has no {name}, which this needs: install a torch that was tested (there is a "
+        "table in ddp/README.md of dtrain's repository), or a newer dtrain"
     )
 
 

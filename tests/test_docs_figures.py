@@ -62,6 +62,14 @@ def test_new_figures_take_the_place_of_those_with_the_same_names(tmp_path: Path)
     assert "8.25" in _texts((tmp_path / "recovery.svg").read_text())
 
 
+def test_the_commands_have_the_options_that_they_are_typed_with() -> None:
+    commands = re.findall(r"python (scripts/bench/\w+\.py)([^|\n]*)", _readme())
+    assert {Path(script).name for script, _ in commands} >= {path.name for path in BENCH.glob("*.py")} - {"gpu.py"}
+    for script, words in commands:
+        source = (BENCH.parents[1] / script).read_text()
+        assert not [option for option in re.findall(r"--[\w-]+", words) if f'"{option}"' not in source], (script, words)
+
+
 def _readme() -> str:
     return (BENCH / "README.md").read_text()
 

@@ -59,11 +59,11 @@ class Checkpoint:
     Checkpoints are `step-NNNNNNNNNN.pt`. Each is one file with a checksum, readable by
     `torch.load(path, weights_only=True)` without this package: a dict with "step", "world_size", "model" and so on,
     "random" for the random number generators of each rank, and "values". Older ones are removed once a new one
-    is durable. What was cut short, damaged or written by somebody else is never counted and never removed.
+    is durable. What was cut short, damaged or written by another program is never counted and never removed.
 
     `folder` belongs to one run and one Checkpoint at a time, from its first `save` until `wait`, or until it is deleted
     or its process ends, however that ends: another one that saves there is refused, with the name of the first. A later
-    attempt of the same run takes the folder over. Everybody may `load`. On several hosts, put it on a file system that
+    attempt of the same run takes the folder over. Any run may `load`. On several hosts, put it on a file system that
     they share, because a checkpoint on a host that is lost is lost with it. (Where that has no locks across hosts, two
     owners on different hosts are noticed only once both have saved; then one is refused.)
 

@@ -1,4 +1,4 @@
-"""One script, one dial: `ddp.strategy(name)` trains the same loop with all-reduce, parameter servers or by other ways.
+"""One loop for several ways to train: `ddp.strategy(name)` chooses all-reduce, parameter servers and others.
 
     strategy = ddp.strategy("all_reduce")  # or what DTRAIN_STRATEGY says
     model, optimizer = strategy.prepare(model, optimizer)
