@@ -171,7 +171,7 @@ def _control_alone(
         limits=limits,
         detachment=detachment,
     )
-    recording = Recording(folder, spec.run_id, output.say)
+    recording = Recording(folder, spec.run_id, say=output.say, failed=output.cannot_write)
     try:
         with contextlib.ExitStack() as stack:
             stack.callback(recording.close)
