@@ -139,7 +139,7 @@ def control(request: Request, options: Options, limits: Limits, verbosity: Verbo
             limits=limits,
             detachment=caller.detachment,
         )
-        recording = Recording(folder, spec.run_id, output.say)
+        recording = Recording(folder, spec.run_id, say=output.say, failed=output.cannot_write)
         try:
             with contextlib.ExitStack() as stack:
                 stack.callback(recording.close)
