@@ -300,7 +300,7 @@ def current_generation() -> int | None:
 
 def lacks_error_handling() -> bool:
     """Whether there are no generations only since TORCH_NCCL_ASYNC_ERROR_HANDLING is not 0, on this rank."""
-    if _membership is None or not can_replace() or not dist.is_initialized():
+    if _membership is None or not can_replace() or not dist.is_initialized() or dist.get_world_size() == 1:
         return False
     return current_generation() is None and _words(_membership.backend) == NCCL_BESIDE_GLOO
 

@@ -57,6 +57,7 @@ class RankPage:
             stride += _room(tensor)
         self._stride = stride
         self._own = own
+        self._without_graph = torch.no_grad()  # making one takes as long as entering it
         length = _RECORDS * stride
         descriptor = os.open(os.environ[_VARIABLE], os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -131,7 +132,7 @@ class RankPage:
         self._random.keep(record)
         has_buffers = self._look_for_buffers()
         now = [*(get() for get in self._get_states), *(self._buffers if has_buffers else ())]
-        with torch.no_grad():
+        with self._without_graph:
             foreach_copy(self._kept[record][: len(now)], now)
         own = b"" if self._own is None else self._own()
         if len(own) > _OWN_BYTES:
@@ -139,7 +140,8 @@ class RankPage:
                 f"what this rank has by itself, such as sums for metrics, takes {len(own)} bytes, and {_OWN_BYTES} can "
                 "come back after a failure: take fewer metrics, or Trainer(resilient=False)"
             )
-        self._memory[start + _OWN_AT : start + _OWN_AT + len(own)] = own
+        if own:
+            self._memory[start + _OWN_AT : start + _OWN_AT + len(own)] = own
         _HEAD.pack_into(self._memory, start, step + 1, len(own), not has_buffers)
 
 

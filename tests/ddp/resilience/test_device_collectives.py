@@ -155,3 +155,18 @@ def test_nccl_can_be_ended_where_torch_leaves_that_to_others(
 ) -> None:
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", handling)
     assert can_be_ended(words) is can
+
+
+def test_on_cuda_without_that_the_user_is_told_and_the_function_just_runs(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import ddp\nfrom ddp import world\nddp.init()\n"
+        "world._membership.backend = 'cpu:gloo,cuda:nccl'  # as if there were a GPU\n"
+        "@ddp.resilient\ndef train(state):\n    print('result', world.current_generation(), flush=True)\n"
+        "train(ddp.State())\n"
+    )
+    result = run_script(script, tmp_path, backend="gloo")
+    assert result.returncode == 0, result
+    assert said(result, "result") == {0: "None", 1: "None"}
+    assert "a failure in train() will end the attempt: on CUDA" in result.stderr
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING=0" in result.stderr

@@ -174,3 +174,35 @@ def test_no_descriptor_stays_open_after_an_attempt(agent: AgentProcess) -> None:
         agent.end_attempt(attempt)
     wait_until(lambda: len(os.listdir(f"/proc/{agent.pid}/fd")) <= before, "all are closed")
     agent.stop()
+
+
+# Makes a step every 50 ms, and none for 8 s once it is told of a generation.
+WAITS = """\
+import os, struct, threading, time
+pipe = os.open(os.environ["DTRAIN_GENERATION_PIPE"], os.O_RDONLY)
+told = threading.Event()
+threading.Thread(target=lambda: os.read(pipe, 8) and told.set(), daemon=True).start()
+with open(os.environ["DTRAIN_PROGRESS_FILE"], "r+b", buffering=0) as file:
+    for step in range(1, 100000):
+        file.seek(0)
+        file.write(struct.pack("<Q", step))
+        if step == 20:
+            os.write(1, b"trains\\n")
+        if told.is_set():
+            told.clear()
+            time.sleep(8)
+            os.write(1, b"again\\n")
+        told.wait(0.05)
+"""
+
+
+def test_a_wait_for_others_is_no_measure_of_a_step(agent: AgentProcess) -> None:
+    agent.start(WAITS)
+    agent.expect_output(b"trains\n")
+    agent.expect(Heartbeat)
+    agent.tell(NextGeneration(attempt=0, number=1))
+    agent.expect_output(b"again\n")
+    steps = agent.expect(Heartbeat).steps
+    while (beat := agent.expect(Heartbeat)).steps < steps + 20:
+        pass
+    assert max(beat.longest_s) < 7, beat.longest_s

@@ -1334,8 +1334,8 @@ class World:
         self.disturbed(0.0)
         lost = [root for root in self.roots if (root.kind, root.host) == (FailureKind.HOST_LOST, cause.host)]
         assert lost or self.silent_reason(cause), f"{cause.host} was not lost: {self.roots}"
-        for root in lost:
-            root.alone = True
+        for root in self.roots:  # also what failed there by itself, of which nobody heard in time
+            root.alone |= root in lost or (root.host == cause.host and root.attempt == cause.attempt)
 
     def check_left_out(self, outcome: Outcome) -> None:
         """A run that went on to its end without some processes: those failed by themselves, all others did not."""
