@@ -196,7 +196,7 @@ def _stopped() -> list[psutil.Process]:
 
 
 # A rank hangs that is silent for ten times longer than ever before: on a busy machine that may be a minute.
-LONG_S = 250.0
+LONG_S = 200.0
 
 # ---- --hang ----------------------------------------------------------------------------------------------------
 
