@@ -14,6 +14,8 @@ import pytest
 from testbed.processes import run_program
 from testbed.require import require
 
+import ddp
+
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "scripts" / "docs"
 MODULES = [
@@ -51,8 +53,8 @@ def test_the_reference_is_made_without_a_warning(tmp_path: Path) -> None:
     result = run_program(DOCS, "--here", tmp_path / "reference", cwd=tmp_path, env=variables, timeout=200)
     assert result.returncode == 0, result
     page = (tmp_path / "reference" / "ddp.html").read_text()
-    modules = {name for name, value in _public(importlib.import_module("ddp")) if inspect.ismodule(value)}
-    for name, _ in _public(importlib.import_module("ddp")):
+    modules = {name for name, value in _public(ddp) if inspect.ismodule(value)}
+    for name, _ in _public(ddp):
         assert (tmp_path / "reference" / "ddp" / f"{name}.html").exists() if name in modules else f'id="{name}"' in page
 
 

@@ -2,32 +2,32 @@
 
 import ast
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from testbed.processes import run_program
+from testbed.processes import run_dtrain
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "ddp" / "README.md").read_text()
 BLOCK = re.compile(r"(?:<!-- (\S+) -->\n)?```python\n(.*?)```", re.DOTALL)
 RUN = """
-import sys
-for number, block in enumerate(sys.stdin.read().split("\\f"), 1):
+from pathlib import Path
+for number, block in enumerate(Path("blocks").read_text().split("\\f"), 1):
     exec(compile(block, f"block {number} of those that import ddp", "exec"), {"__name__": "__main__"})
     print("ran", number)
 """
 
 
-def test_its_python_runs_alone(tmp_path: Path) -> None:
+def test_its_python_runs_on_two_ranks(tmp_path: Path) -> None:
     blocks = [code for program, code in BLOCK.findall(README) if not program]
     assert all("import ddp" in block for block in blocks)
-    result = run_program(
-        sys.executable, "-c", RUN, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, stdin="\f".join(blocks)
-    )
+    blocks.sort(key=lambda block: "@ddp.resilient" not in block)  # it refuses models of others
+    (tmp_path / "blocks").write_text("\f".join(blocks))
+    (tmp_path / "run.py").write_text(RUN)
+    result = run_dtrain("run", "--nproc-per-node", "2", "run.py", cwd=tmp_path, timeout=250)
     assert result.returncode == 0, result
-    assert f"ran {len(blocks)}\n" in result.stdout
-    assert "ran 8\n" in result.stdout, "there are examples of most sections"
+    assert result.stdout.count(f"ran {len(blocks)}\n") == 2, result
+    assert len(blocks) >= 8, "there are examples of most sections"
 
 
 def test_the_lines_that_resume_are_those_of_tested_programs() -> None:

@@ -110,6 +110,9 @@ class ModelCheckpoint(Callback):
 
     The files are those of `ddp.Checkpoint`; see there for what a folder on several hosts must be. The main replica
     writes; under a strategy whose replicas have no process group, it alone also reads.
+
+    Raises ArgumentError for a negative number. `fit` raises DdpError if there are files but none is whole, or if one
+    cannot be written.
     """
 
     runs_last = True  # what the others noted is in the file

@@ -217,7 +217,9 @@ class Strategy(ABC):
     ) -> ReplicaLoader:
         """Return an iterable of this replica's share of each batch of `global_batch_size` samples.
 
-        See `ReplicaLoader`; `loading` are arguments of torch's DataLoader, such as `num_workers`.
+        See `ReplicaLoader`; `loading` are arguments of torch's DataLoader, such as `num_workers`. Raises ArgumentError
+        for a data set without a length, for fewer samples in a batch than replicas, and for arguments such as
+        `batch_size`, which the strategy decides.
         """
         return self._new_loader(
             dataset,
@@ -253,6 +255,9 @@ class Strategy(ABC):
 
         Its gradient is that times the number of replicas, because strategies average the gradients of the replicas:
         after `backward()` and averaging stands the gradient of the global mean.
+
+        Communicates nothing. Raises ArgumentError for a single number, for weights of another shape, and for a global
+        batch of fewer samples than this replica's.
         """
         if per_sample_loss.dim() == 0:
             raise ArgumentError(
