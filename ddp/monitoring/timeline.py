@@ -28,12 +28,13 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from time import monotonic
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ddp.torch_internals import call_after_backward
+from ddp.torch_internals import call_after_backward, not_traced
 
 __all__ = [
     "PHASES",
@@ -82,8 +83,6 @@ class _Recorder:
         self._has_optimizer = False
         self._is_detailed = True
         self._detailed_at = 0.0
-        register_optimizer_step_pre_hook(lambda optimizer, *_: self.optimizer_begins(id(optimizer)))
-        register_optimizer_step_post_hook(lambda optimizer, *_: self.optimizer_ended(id(optimizer)))
 
     def forward(self) -> None:
         if self._is_in_span or threading.get_ident() != self._thread:
@@ -227,6 +226,7 @@ def _opened() -> _Recorder | None:
         if (ring := _map()) is not None:
             _recorder = _Recorder(ring)
             atexit.register(_at_exit)
+            _watch_optimizers()
     return _recorder
 
 
@@ -245,6 +245,24 @@ def _map() -> mmap.mmap | None:
     if len(ring) < _HEADER_BYTES + _RECORD.size or len(ring) % 8 or memoryview(ring).cast("Q")[0]:
         return None  # the last: another process of this worker was first
     return ring
+
+
+@cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+
+
+@not_traced
+def _before_step(optimizer: object, *_: object) -> None:
+    if _recorder is not None:
+        _recorder.optimizer_begins(id(optimizer))
+
+
+@not_traced
+def _after_step(optimizer: object, *_: object) -> None:
+    if _recorder is not None:
+        _recorder.optimizer_ended(id(optimizer))
 
 
 def _at_exit() -> None:

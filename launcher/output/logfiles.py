@@ -1,7 +1,8 @@
 """The files of a run: `<log-dir>/<run-id>/attempt_<n>/<rank>/{stdout.log,stderr.log,error.json}` and, beside the ranks,
 `evidence-<number>.txt`: where every rank was at one time.
 
-Also `run.json`, the manifest (runs/record.py), and in each attempt `times.log`.
+Also `run.json`, the manifest (runs/record.py), and in each attempt `times.log`. `timeline.jsonl` has a writer of its
+own (timeline/file.py).
 
 Bytes are kept as they came. A folder that cannot be written or a full disk costs the files, never the run.
 """

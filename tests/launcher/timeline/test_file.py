@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from testbed.processes import wait_until
 
 from launcher.errors import RunError
 from launcher.timeline.file import TIMELINE, TimelineFile, read_lines
@@ -31,6 +32,16 @@ def test_lines_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert (head["run_id"], head["version"]) == ("r", 1)
     assert [*found] == lines
     assert (tmp_path / "run" / TIMELINE).stat().st_mode & 0o777 == 0o600
+
+
+def test_the_file_of_a_run_that_goes_on_can_be_read(tmp_path: Path) -> None:
+    file = TimelineFile(tmp_path, "r", print)
+    file.begin()
+    file.add("event", "notice", 1.0, "x")
+    wait_until(lambda: (tmp_path / TIMELINE).exists() and len([*read_lines(tmp_path)[1]]) == 1, "the line is there")
+    file.add("event", "notice", 2.0, "y")
+    wait_until(lambda: len([*read_lines(tmp_path)[1]]) == 2, "the next one, too")
+    file.close()
 
 
 def test_a_run_that_is_started_again_goes_on_with_the_same_axis(tmp_path: Path) -> None:
