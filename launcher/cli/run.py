@@ -163,7 +163,7 @@ def _control_alone(
 ) -> int:
     spec, node_role = request.spec, request.node_role
     if _has_no_input():
-        spec = replace(spec, stdin=None)
+        spec = replace(spec, stdin_rank=None)
     if node_role is not None:
         os.environ.update(node_role.agent_environment)
     early: list[int] = []  # an exception in the middle of an import could be lost

@@ -83,7 +83,7 @@ class Controller:
         self.evidence_file: Path | None = None  # of the newest failure
         self._tell_user = tell_user
         self._watch = watch  # the job, after each event
-        self._input = None if spec.stdin is None else StandardInput(spec.stdin, output, self.wake)
+        self._input = None if spec.stdin_rank is None else StandardInput(spec.stdin_rank, output, self.wake)
         self._job = Job(spec, time.monotonic(), run_key=os.urandom(RUN_KEY_BYTES).hex())
         self._connector = Connector(spec, listener=listener, tell=tell_user)
         self._links: dict[str, Link] = {}  # the newest of each host
