@@ -98,7 +98,7 @@ def control(request: Request, options: Options, limits: Limits, verbosity: Verbo
     """
     spec, node_role = request.spec, request.node_role
     if caller.is_program or _has_no_input():
-        spec = replace(spec, stdin=None)
+        spec = replace(spec, stdin_rank=None)
     if node_role is not None:
         os.environ.update(node_role.agent_environment)
     with _early_interrupts("SIGINT" in spec.signals) as early:

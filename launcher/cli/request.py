@@ -159,7 +159,7 @@ def _spec(
         nproc=nproc,
         workdir=_workdir(options.workdir),
         python=options.python or sys.executable,
-        stdin=_stdin(options, hosts),
+        stdin_rank=_stdin(options, hosts),
         export=tuple(parse_exports(options.export, dict(os.environ), remote=travels).items()),
         log_dir=Path(options.log_dir) if options.log_dir else JobSpec.log_dir,
         run_id=options.run_id or new_run_id(),

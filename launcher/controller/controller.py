@@ -100,7 +100,7 @@ class Controller:
         self._tell_user = tell_user
         self._recording = recording
         self._watch = watch  # the job, after each event
-        self._input = None if spec.stdin is None else StandardInput(spec.stdin, output, self.wake)
+        self._input = None if spec.stdin_rank is None else StandardInput(spec.stdin_rank, output, self.wake)
         self._job = Job(spec, time.monotonic(), run_key=os.urandom(RUN_KEY_BYTES).hex())
         self._connector = Connector(spec, listener=listener, tell=tell_user)
         self._askers = Askers(self._events.put)

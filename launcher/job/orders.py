@@ -170,7 +170,7 @@ def start_workers(
             gpu=worker.gpus[0] if worker.gpus else "",
             local_world_size=worker.local_world_size,
             wait_s=wait_s,
-            has_input=worker.rank == spec.stdin,
+            has_input=worker.rank == spec.stdin_rank,
         )
         yield Send(worker.host, start)
 

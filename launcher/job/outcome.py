@@ -110,7 +110,7 @@ def build_outcome(
         duration_s=now - began,
         forked=0 if attempt is None else attempt.forked,
         by_exec=() if attempt is None else tuple(attempt.by_exec),
-        stdin_rank=spec.stdin,
+        stdin_rank=spec.stdin_rank,
         warm=tuple(fleet.byes.items()),
     )
 

@@ -133,7 +133,7 @@ class JobSpec:
     first_attempt: int = 0  # how often the job was started before
     requeue: bool = False  # after USR1, the run ends as soon as a checkpoint is saved
     ssh: SshOptions = SshOptions()
-    stdin: int | None = None  # the rank that reads this command's standard input
+    stdin_rank: int | None = None  # which reads this command's standard input
 
     @property
     def min_hosts(self) -> int:
