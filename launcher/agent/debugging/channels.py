@@ -194,8 +194,8 @@ class _Channel:
                 "for such a one a debugger needs Python 3.14. See where it is: dtrain stacks --native"
             )
         self._script = Path(f"{self._path}.py")
-        self._script.write_text(_CODE.format(in_worker=str(_IN_WORKER), path=str(self._path)))
         try:
+            self._script.write_text(_CODE.format(in_worker=str(_IN_WORKER), path=str(self._path)))
             remote_exec(pid, str(self._script))
         except (OSError, RuntimeError) as error:
             version = ".".join(map(str, sys.version_info[:2]))

@@ -186,6 +186,14 @@ class _Debugger(pdb.Pdb):
     def stop_here(self, frame: types.FrameType) -> bool:
         return not frame.f_code.co_filename.startswith(_AGENT_FOLDER) and super().stop_here(frame)
 
+    def default(self, line: str) -> None:
+        """Execute a statement in the frame that is looked at, whose variables it may set."""
+        super().default(line)
+        if sys.version_info < (3, 13):  # where they are a copy, which only a trace function's own frame gets back
+            import ctypes
+
+            ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(self.curframe), ctypes.c_int(0))
+
     def do_quit(self, arg: str) -> bool:
         """q(uit)
 
@@ -266,25 +274,40 @@ def _begin_debugpy(channel: _Lines) -> None:
         channel.close()
         return
     # pydevd connects to a TCP port only. It is open for this one connection, which must come from this process.
-    with socket.create_server(("127.0.0.1", 0), backlog=1) as listening:
-        listening.settimeout(_CONNECT_S)
-        accepted: list[socket.socket] = []
+    listening = socket.create_server(("127.0.0.1", 0), backlog=1)
+    listening.settimeout(_CONNECT_S)
+    _start_untraced(_serve_debugpy, channel, listening)
+    debugpy.connect(listening.getsockname())  # returns once an editor has come and is ready, or the channel is lost
 
-        def accept() -> None:
-            with contextlib.suppress(OSError):
-                while not accepted:
-                    theirs, _ = listening.accept()
-                    accepted.append(theirs) if _is_of_this_process(theirs) else theirs.close()
 
-        thread = threading.Thread(target=accept, daemon=True)
-        thread.start()
-        debugpy.connect(listening.getsockname())
-        thread.join(_CONNECT_S)
-    if not accepted:
-        raise ConnectionError("debugpy has not connected to this process")
-    channel.say(ready=True)
-    for source, target in ((channel.connection, accepted[0]), (accepted[0], channel.connection)):
-        threading.Thread(target=_pass_on, args=(source, target), daemon=True).start()
+def _start_untraced(target: Any, *args: Any) -> None:
+    """Start a thread that pydevd leaves alone: to suspend those that carry its words would be the end of them."""
+    thread = threading.Thread(target=target, args=args, daemon=True)
+    thread.pydev_do_not_trace = thread.is_pydev_daemon_thread = True  # type: ignore[attr-defined]
+    thread.start()
+
+
+def _serve_debugpy(channel: _Lines, listening: socket.socket) -> None:
+    """Pass on what debugpy and the editor say; at the end let the script go on without them."""
+    theirs: socket.socket | None = None
+    with contextlib.suppress(OSError), listening:
+        while theirs is None:
+            theirs, _ = listening.accept()
+            if not _is_of_this_process(theirs):
+                theirs.close()
+                theirs = None
+    if theirs is not None:
+        channel.say(ready=True)
+        editor = channel.connection
+        _start_untraced(_pass_on, theirs, editor)
+        _pass_on(editor, theirs)
+    channel.close()
+    import pydevd  # type: ignore[import-not-found]  # which debugpy has put into sys.path
+
+    if (debugger := pydevd.get_global_debugger()) is not None:
+        debugger.ready_to_run = True  # or the main thread would wait for the editor for ever
+    with contextlib.suppress(Exception):  # it may have ended by itself
+        pydevd.stoptrace()
 
 
 def _is_of_this_process(accepted: socket.socket) -> bool:

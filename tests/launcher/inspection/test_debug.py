@@ -76,16 +76,17 @@ def test_variables_are_seen_and_changed_and_lines_are_stepped_through(start_meth
         opened = debugger.wait_prompt()
         assert "rank 1 on " in opened
         assert "torch's own timeouts go on" in opened
-        assert f"{folder}/script.py(" in opened
         assert_goes_on(0)
+        while "count()" not in opened:
+            opened = debugger.say("up")
+        debugger.say("!n = 1000000")
         debugger.say("b tick")
         assert "tick()" in debugger.say("c")
-        stopped = tick(1)
-        assert f"{stopped + 1}" in debugger.say("p n")
+        assert value(debugger, "n") - 1000000 in (0, 1), "as the script was before tick or in it"
         assert "bootstrap.py" not in debugger.say("w")
         while "-> tick(n)" not in debugger.say("n"):
             pass
-        assert tick(1) == stopped + 1
+        assert tick(1) - 1000000 in (0, 1)
         debugger.say("!n = 5000000")
         terminal.type("q\n")
         assert terminal.wait() == 0
