@@ -68,6 +68,8 @@ class StandardInput:
             self._unwritten += message.data
             self._is_end |= message.is_end
             self._note(asks=False)
+            if self._worker is not None:  # else its old prompt could be taken for a new one
+                self._worker.end_lines()
             self._write()
 
     def end(self, worker: Worker) -> None:

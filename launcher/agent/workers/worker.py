@@ -240,6 +240,10 @@ class Worker:
         before = "" if newline else self._begun.get(stream, "")
         self._begun[stream] = "bar" if b"\r" in rest or before == "bar" else "prompt" if rest else before
 
+    def end_lines(self) -> None:
+        """Take note that somebody has answered what it had written."""
+        self._begun.clear()
+
     @property
     def has_unfinished_line(self) -> bool:
         """Whether it has begun a line that is no progress bar."""
