@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from launcher.agent.cleanup.run_tag import RunTag, clear_folder
+from launcher.agent.host_use import HostUseWatch
 from launcher.agent.kept_copy import KeptCopy
 from launcher.agent.signs_of_life import SignsOfLife
 from launcher.agent.store import RendezvousStore, StoreProcess
@@ -76,6 +77,7 @@ class Attempt:
         self.prefixes: dict[str, str] = {}  # with which the values of some of the workers' variables begin
         self.worker_restarts = WorkerRestarts(run_tag, grace_s=prepared.grace_s)
         self.signs = SignsOfLife()
+        self._use = HostUseWatch(number)
         self._reports_steps = prepared.reports_steps
         self._unstepped: list[Worker] = []  # of which the first step is to be reported
         self._heartbeat_s = prepared.heartbeat_s
@@ -144,6 +146,13 @@ class Attempt:
             stopped=signs.stopped,
             resilient=self.is_resilient,
         )
+
+    def send_use(self, now: float) -> None:
+        """Send what memory and GPUs are used for, if it is time to."""
+        orders = self._orders.values()
+        gpus = {order.rank: order.gpu for order in orders if order.gpu and "CUDA_VISIBLE_DEVICES" in order.env}
+        if self.running and (use := self._use.look(self.running, gpus, now)) is not None:
+            self._writer.send(use)
 
     @property
     def pause_s(self) -> float:
@@ -414,6 +423,7 @@ class Attempt:
             self._release(worker)
         for state in self._states.values():
             state.close()
+        self._use.close()
         self.workers, self._states = {}, {}
         self._memory = None
         clear_folder(self._folder, self.number)

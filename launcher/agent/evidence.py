@@ -24,7 +24,7 @@ from launcher.agent.workers.worker import BOOTSTRAP, spawn
 from launcher.frozen import dataclass, replace
 from launcher.protocol import Collect, Collected, Evidence
 
-__all__ = ["STACK_SIGNAL", "Collection", "EvidenceRound", "Subject", "find_py_spy"]
+__all__ = ["STACK_SIGNAL", "Collection", "EvidenceRound", "Subject", "descendants", "find_py_spy"]
 
 # Real-time signals of others: glibc 32-33, musl 34, .NET 34, PAPI 36, HPCToolkit 37, LTTng 44-48, the JVM 62, valgrind
 # the last. A signal that nobody handles ends a process, so it is never sent where /proc does not show our handler.
@@ -172,7 +172,7 @@ class _Look:
         if not fields or fields[0] in (b"Z", b"X"):
             return None
         state = fields[0].decode()
-        tree = [stat, *(_read(pid, "stat") for pid in _descendants(subject.pid))]
+        tree = [stat, *(_read(pid, "stat") for pid in descendants(subject.pid))]
         waits_in = _read(subject.pid, "wchan").decode("ascii", "replace")
         found = Evidence(
             number=number,
@@ -268,13 +268,13 @@ class _Look:
             self._output = -1
 
 
-def _descendants(pid: int) -> list[int]:
+def descendants(pid: int) -> list[int]:
     """Return the pids of a process's children, and of theirs; none where the kernel does not list them."""
     found: list[int] = []
     with contextlib.suppress(OSError):  # ended meanwhile
         for thread in os.listdir(f"/proc/{pid}/task"):
             found += map(int, _read(pid, f"task/{thread}/children").split())
-    return found + [other for child in found for other in _descendants(child)]
+    return found + [other for child in found for other in descendants(child)]
 
 
 def _cpu_s(stat: bytes) -> float:

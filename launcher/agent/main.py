@@ -237,6 +237,8 @@ class Agent:
         if not self._writer:  # otherwise the controller does not read, and what is unsent says that we live
             attempt = self._attempt
             self._writer.send(Heartbeat(now) if attempt is None else attempt.heartbeat(now))
+            if attempt is not None and self._attempt_end is None:
+                attempt.send_use(now)
 
     def _kill_at(self, signum: int) -> float:
         """Return when workers that get this signal now are killed."""

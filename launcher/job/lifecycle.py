@@ -66,7 +66,12 @@ class Lifecycle:
         self.signum: int | None = None  # the signal that ends the run
         self._error: DtrainError | None = None  # why no worker was started
         self._no_restart_reason = ""
-        self._began = now
+        self.began = now
+
+    @property
+    def lacks_workers(self) -> bool:
+        """Whether a worker or host has failed for which the others wait, or its place is taken."""
+        return bool(self.compositions.lost or self.restarts.under_way or self.generations.missing)
 
     @property
     def current(self) -> AttemptState:
@@ -298,8 +303,7 @@ class Lifecycle:
         attempt = self.attempt
         if self.phase is not Phase.RUNNING or attempt is None or not attempt.all_started:
             return []
-        waits = self.compositions.lost or self.restarts.under_way or self.generations.missing
-        is_busy = waits or self.evidence.under_way or self.evidence.looks
+        is_busy = self.lacks_workers or self.evidence.under_way or self.evidence.looks
         if is_busy or not self.hangs.wants_look(now):
             return []
         return self.evidence.begin(self.fleet.workers_of(attempt.members), now, is_look=True)
@@ -397,6 +401,6 @@ class Lifecycle:
             worker_restarts=self.restarts.count,
             faults=self.chaos.costs,
             preempted=self.preempted,
-            began=self._began,
+            began=self.began,
             now=now,
         )
