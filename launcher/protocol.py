@@ -24,6 +24,7 @@ MAX_PAYLOAD_BYTES = 1 << 20
 MAX_NOISE_BYTES = 1 << 20  # what a login shell may print before the preamble
 RESILIENT = 3  # of restart_policy: the process can meet others in any composition
 HEARTBEAT_S = 1.0
+STEP_TIMES = 10  # of one worker, between two heartbeats
 HEARTBEATS = 10  # at least so many in the heartbeat timeout
 MACHINE_HEARTBEATS = 100  # a second, of all the agents on one machine: else they would be most of what many do
 # What an agent gets through its environment from who starts it, where that is not the controller.
@@ -85,6 +86,7 @@ class Prepare(Command):
     start_method: str = "auto"  # auto, fork or exec
     heartbeat_s: float = HEARTBEAT_S  # the pause between heartbeats
     reports_steps: bool = False  # Stepped is sent
+    step_times: int = STEP_TIMES  # of a worker, in a Timings at most
     keep_warm_s: float = 0.0  # so long after the run, what its workers were forked from is to stay; 0: it is ended
 
 

@@ -40,7 +40,7 @@ ORDERS = {
         "resilience", "horovod", "verification", "checkpoint", "data_parallel", "data_parallel.explaining",
         "data_parallel.planning", "data_parallel.buckets", "compression", "data", "comm", "monitoring", "world",
         "comm.shm", "comm.shared_memory", "generation", "monitoring.progress",
-        "environment", "torch_internals", "errors",
+        "monitoring.timeline", "environment", "torch_internals", "errors",
     ],
 }  # fmt: skip
 

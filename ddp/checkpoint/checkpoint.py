@@ -220,7 +220,7 @@ class Checkpoint:
             lost = background.finish()
         self._finish_last(exchange(reason_of(lost), "what each rank saved"), lost)
 
-    @phase(SAVE)
+    @phase(SAVE, loads=True)
     def load(
         self,
         path: str | PathLike[str] | None = None,

@@ -33,6 +33,7 @@ from ddp.data_parallel.status_errors import (
 )
 from ddp.data_parallel.step_watch import StepWatch
 from ddp.errors import DdpError
+from ddp.monitoring import timeline
 from ddp.monitoring.stall_report import finish
 from ddp.torch_internals import in_backward_optimizers
 
@@ -144,6 +145,7 @@ class ForwardPolicy:
         """
         if not is_syncing:
             self._mode = _Mode.ACCUMULATE
+            timeline.follow(tensors_in(output))
             return
         self._mode = _Mode.REDUCE
         self.reducer.be_last()

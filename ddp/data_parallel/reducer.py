@@ -45,6 +45,7 @@ from ddp.data_parallel.planning.step_timer import Moment
 from ddp.data_parallel.status_errors import numbers_differ, weights_differ
 from ddp.data_parallel.unfrozen import average_unfrozen
 from ddp.errors import BackwardError, UnsupportedError
+from ddp.monitoring import timeline
 from ddp.monitoring.progress import count_step
 from ddp.torch_internals import (
     call_after_backward,
@@ -281,6 +282,7 @@ class Reducer:
         self.current = pass_ = Pass(problem, graphs, self._unfrozen(), holds, has_joined=joined)
         self.report.at("in backward", self._schedule.not_ready)
         self.mark("backward")
+        timeline.backward()
         return pass_
 
     def mark(self, moment: Moment) -> None:
@@ -459,6 +461,7 @@ class Reducer:
         self.current = self._weight = None
         self.touched.clear()
         self.policy.ended(has_failed=has_failed)
+        timeline.backward_ended()
         self.report.at("outside forward and backward")
 
     def _follow_first_pass(self) -> None:

@@ -39,6 +39,7 @@ from ddp.data_parallel.reducer import Reducer
 from ddp.data_parallel.torch_surface import TorchSurface
 from ddp.errors import ArgumentError, BackwardError, ReplacementError, UnsupportedError
 from ddp.generation.pending_group import is_pending
+from ddp.monitoring import timeline
 from ddp.monitoring.progress import count_step_after
 from ddp.torch_internals import (
     foreach_divide,
@@ -288,9 +289,12 @@ class DistributedDataParallel(TorchSurface):
         if policy is None:
             self._check_not_left_behind()
             Join.notify_join_context(self)
+            if torch.is_grad_enabled():
+                timeline.forward()
             inputs, kwargs = self._on_device(inputs, kwargs)
             output = self.module(*inputs, **kwargs)
             self._has_synced_forward = self.require_backward_grad_sync
+            timeline.follow(tensors_in(output))
             if self._has_synced_forward:
                 count_step_after(tensors_in(output))
             return output
@@ -298,6 +302,8 @@ class DistributedDataParallel(TorchSurface):
             inputs, kwargs = self._on_device(inputs, kwargs)
             return self.module(*inputs, **kwargs)  # activation checkpointing
         policy.reducer.report.check_in_step()  # or the end of this pass would write into buckets on their way
+        if torch.is_grad_enabled():
+            timeline.forward()
         is_syncing = torch.is_grad_enabled() and self.require_backward_grad_sync
         Join.notify_join_context(self)  # where it raises, it does so on every rank
         active = swap_active_ddp_module(self)

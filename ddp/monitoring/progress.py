@@ -19,6 +19,7 @@ from functools import cache
 
 import torch
 
+from ddp.monitoring import timeline
 from ddp.torch_internals import call_after_backward
 
 __all__ = ["EVALUATION", "SAVE", "count_checkpoint", "count_step", "count_step_after", "phase", "set_restart_policy"]
@@ -53,6 +54,7 @@ def count_step() -> None:
     """Count one backward pass whose gradients are in place."""
     if (counters := _counters()) is not None:
         counters[_STEPS] += 1
+        timeline.counted()
 
 
 def count_checkpoint() -> None:
@@ -63,8 +65,8 @@ def count_checkpoint() -> None:
 
 
 @contextmanager
-def phase(kind: int) -> Iterator[None]:
-    """Say that this process evaluates (EVALUATION), or saves or loads (SAVE), until the block ends. May be nested."""
+def phase(kind: int, *, loads: bool = False) -> Iterator[None]:
+    """Say that this process evaluates (EVALUATION), or saves or `loads` (SAVE), until the block ends. May be nested."""
     counters = _counters()
     if counters is None:
         yield
@@ -72,7 +74,8 @@ def phase(kind: int) -> Iterator[None]:
     outer = counters[_PHASE] % _PHASES
     _begin_phase(counters, kind)
     try:
-        yield
+        with timeline.span("evaluation" if kind == EVALUATION else "load" if loads else "save"):
+            yield
     finally:
         _begin_phase(counters, outer)
 

@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from ddp.comm.shm.rounds import Lost
 from ddp.errors import ArgumentError, CollectiveError, DdpError
+from ddp.monitoring import timeline
 from ddp.monitoring.stall_channel import StoreThread, store_thread_of_world
 from ddp.monitoring.stall_text import Heard, Position, Scene, describe_stall, find_missing, printable
 from ddp.monitoring.user_code import line_of_frame, line_of_traceback
@@ -222,6 +223,7 @@ class StallReport:
     def _in(self, what: str, how: int) -> Iterator[None]:
         before = self._position
         self._position = (what, None, monotonic(), how)
+        recorded = timeline.wait_begins()
         try:
             yield
         except RuntimeError as error:
@@ -229,6 +231,7 @@ class StallReport:
                 raise
             raise self.error(what, str(error)) from error
         finally:
+            timeline.wait_ended(recorded)
             self._position = before
 
     def tell_failure(self, round_: int, text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
@@ -22,7 +23,7 @@ from ddp.errors import (
     UnsupportedError,
 )
 from ddp.generation.announcements import Announcements, Generation
-from ddp.monitoring import stall_report
+from ddp.monitoring import stall_report, timeline
 from ddp.monitoring.progress import set_restart_policy
 from ddp.resilience.commits import Commits
 from ddp.resilience.join_point import JoinPoint, Regroup
@@ -144,8 +145,8 @@ class _Loop:
         self._is_inside, self._has_left = True, False
         self.calls += 1
         try:
-            with stall_report.without_questions():
-                result = self._run(commits, call)
+            with stall_report.without_questions(), contextlib.ExitStack() as recovery:
+                result = self._run(commits, call, recovery)
         except (ReplacementError, UnsupportedError):
             set_restart_policy(_ORDINARY)  # all have to start again
             raise
@@ -157,7 +158,8 @@ class _Loop:
             self._announced(self._announcements.generation)
         return result
 
-    def _run(self, commits: Commits, call: Callable[[], R]) -> R:
+    def _run(self, commits: Commits, call: Callable[[], R], recovery: contextlib.ExitStack) -> R:
+        """Call until that ends by itself. `recovery` is recorded from each failure until the next call."""
         has_joined = self._generation >= 0
         self._commits = commits
         commits.begin(has_state=has_joined)
@@ -165,6 +167,8 @@ class _Loop:
             commits.attach(_world())
         set_restart_policy(_RESILIENT if commits.can_deal_over else _RESILIENT_AT_SIZE)
         regroups = False
+        if not has_joined:
+            recovery.enter_context(timeline.span("recovery"))
         while True:
             is_joining = True
             try:
@@ -174,6 +178,7 @@ class _Loop:
                 while self._announcements.newest > self._generation:
                     self._join(commits)
                 is_joining = False
+                recovery.close()
                 result = call()
                 # Until then another rank may need what this one has. If one has heard of others that join, all do.
                 newest = max(gather_values(self._announcements.newest))
@@ -181,9 +186,11 @@ class _Loop:
                     commits.interrupted()
                     continue
             except Regroup:
+                recovery.enter_context(timeline.span("recovery"))
                 regroups = True
                 commits.interrupted()
             except Exception as error:
+                recovery.enter_context(timeline.span("recovery"))
                 if not self._is_of_peer(error, is_joining=is_joining):
                     raise
                 commits.interrupted()

@@ -27,6 +27,7 @@ from ddp.checkpoint import rng
 from ddp.data.metrics import gather_samples
 from ddp.data.replica_loader import ReplicaLoader
 from ddp.errors import ArgumentError, DdpError
+from ddp.monitoring import timeline
 from ddp.monitoring.progress import EVALUATION, SAVE, phase
 from ddp.resilience.loop import is_replacement, resilient
 from ddp.resilience.state import State
@@ -263,11 +264,14 @@ class Trainer(Training):
     def _backward(self, part: MicroBatch) -> None:
         # Gradients travel with the last batch of a step.
         no_sync = contextlib.nullcontext if part.ends_step else getattr(self.model, "no_sync", contextlib.nullcontext)
+        timeline.forward()
         with no_sync():
             batch = on_device(part.batch, self.device)
             self.weighted.begin_batch(part.batch, batch)
             with self._autocast():
                 loss = self.train_step(batch)
+            if self.model is self.module:
+                timeline.follow((loss,))
             weight = self.weighted.of_batch
             if weight is None:
                 self.record("loss", loss.detach().double() * part.size, part.size if self.strategy.replica == 0 else 0)

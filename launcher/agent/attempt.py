@@ -17,10 +17,12 @@ from launcher.agent.cleanup.run_tag import RunTag, clear_folder
 from launcher.agent.host_use import HostUseWatch
 from launcher.agent.kept_copy import KeptCopy
 from launcher.agent.signs_of_life import SignsOfLife
+from launcher.agent.step_times import StepTimesReader
 from launcher.agent.store import RendezvousStore, StoreProcess
 from launcher.agent.stream_writer import StreamWriter
+from launcher.agent.workers.memory_file import MemoryFile
 from launcher.agent.workers.warm_start import ForkServer
-from launcher.agent.workers.worker import BOOTSTRAP, Files, StateFile, Worker, spawn
+from launcher.agent.workers.worker import BOOTSTRAP, Files, Worker, spawn
 from launcher.agent.workers.worker_restarts import WorkerRestarts
 from launcher.errors import DtrainError
 from launcher.frozen import replace
@@ -77,6 +79,7 @@ class Attempt:
         self.prefixes: dict[str, str] = {}  # with which the values of some of the workers' variables begin
         self.worker_restarts = WorkerRestarts(run_tag, grace_s=prepared.grace_s)
         self.signs = SignsOfLife()
+        self.step_times = StepTimesReader(number, writer, folder=folder, at_most=prepared.step_times)
         self._use = HostUseWatch(number)
         self._reports_steps = prepared.reports_steps
         self._unstepped: list[Worker] = []  # of which the first step is to be reported
@@ -89,7 +92,7 @@ class Attempt:
         self._kept_copy = kept_copy
         self._lives: dict[int, int] = {}  # how often a rank was started again alone
         self._generation, self._when = 0, "now"  # the newest that the workers were told of
-        self._states: dict[int, StateFile] = {}  # by rank
+        self._states: dict[int, MemoryFile] = {}  # by rank; what its lives in this attempt leave to each other
         self._before = (0, 0)  # what the workers that others have succeeded had made: steps, checkpoints
         self._folder = folder
         self._run_tag = run_tag
@@ -311,10 +314,12 @@ class Attempt:
         )
         try:
             if message.rank not in self._states:
-                self._states[message.rank] = StateFile(self._folder, self.number, message.rank)
+                path = f"{self._folder}/{self.number}-{message.rank}.state"
+                self._states[message.rank] = MemoryFile("state", path)
             if self._generation:
                 files.write_generation(self._generation, self._when, self._composed(message.rank))
             env["DTRAIN_STATE_FILE"] = self._states[message.rank].path
+            env["DTRAIN_TIMELINE_FILE"] = self.step_times.open(message.rank, time.monotonic())
             try:
                 worker = make(start=spawn if by_exec else self._fork_server.fork)
             except OSError as error:
@@ -405,6 +410,7 @@ class Attempt:
             self._drain(worker)
             if not self._writer.holding or self._writer.closed:
                 worker.reported = True
+                self.step_times.send(time.monotonic(), [worker.rank])
                 self._writer.send(worker.exited(self.number))
                 if worker.status != 0 and not worker.provoked and worker.restart_policy:  # the others go on beside it
                     self.worker_restarts.clear(worker)
@@ -423,6 +429,7 @@ class Attempt:
             self._release(worker)
         for state in self._states.values():
             state.close()
+        self.step_times.close()
         self._use.close()
         self.workers, self._states = {}, {}
         self._memory = None

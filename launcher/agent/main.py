@@ -237,8 +237,10 @@ class Agent:
         if not self._writer:  # otherwise the controller does not read, and what is unsent says that we live
             attempt = self._attempt
             self._writer.send(Heartbeat(now) if attempt is None else attempt.heartbeat(now))
-            if attempt is not None and self._attempt_end is None:
-                attempt.send_use(now)
+            if attempt is not None:
+                attempt.step_times.send(now)
+                if self._attempt_end is None:
+                    attempt.send_use(now)
 
     def _kill_at(self, signum: int) -> float:
         """Return when workers that get this signal now are killed."""
@@ -288,7 +290,9 @@ class Agent:
         attempt = self._attempt
         match message:
             case Heartbeat():
-                self._lease.beat(message.time, time.monotonic())
+                self._lease.beat(message.time, now := time.monotonic())
+                if attempt is not None:
+                    attempt.step_times.asked = (message.sent, now)
             case Prepare():
                 self._prepare(message)
             case OpenStore() | ReservePorts() | SharePrefixes() | StartWorker():

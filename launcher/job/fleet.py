@@ -323,7 +323,7 @@ class Fleet:
         for state in self:
             if state.greeted and state.leased and state.heard > state.told_heard:
                 state.told_heard = state.heard
-                commands.append(Send(state.name, Heartbeat(time=state.clock.theirs(state.heard))))
+                commands.append(Send(state.name, Heartbeat(time=state.clock.theirs(state.heard), sent=now)))
         return commands
 
     def silent(self, now: float) -> list[HostState]:

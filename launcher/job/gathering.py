@@ -22,7 +22,7 @@ from launcher.job.progress_messages import after_killed_runs, some
 from launcher.job.timers import NEVER, Timer, Timers
 from launcher.placement.job_spec import JobSpec
 from launcher.placement.placement import place_job
-from launcher.protocol import Facts, Hello
+from launcher.protocol import STEP_TIMES, Facts, Hello
 
 __all__ = ["Gathering", "Readiness", "misfits"]
 
@@ -31,6 +31,7 @@ OTHER_REASONS_S = 4.0  # for what else is wrong, once it is certain that the run
 LARGE = 16  # hosts; of fewer, nothing is said as long as they come
 SHOWN = 4  # reasons in that
 SHOW_S = (2.0, 10.0)  # how far a large start is: the first time, and then again and again
+STEP_TIMES_OF_ALL = 80  # of workers, from all hosts between two heartbeats, if each has one: what we can take in
 MAX_FAILED = 2  # a host that ends so many attempts in a row is left out
 
 
@@ -82,8 +83,15 @@ class Gathering:
             return self.unusable(state, problem)
         fleet = self._fleet
         lease_s = fleet.timeout_s if state.leased else 0.0
-        limits = {"lease_s": lease_s, "heartbeat_s": fleet.heartbeat_s}
-        return [Send(state.name, prepare(self._spec, state.host, lost_agents=state.lost_agents, **limits))]
+        prepared = prepare(
+            self._spec,
+            state.host,
+            lost_agents=state.lost_agents,
+            lease_s=lease_s,
+            heartbeat_s=fleet.heartbeat_s,
+            step_times=max(1, min(STEP_TIMES, STEP_TIMES_OF_ALL // len(fleet))),
+        )
+        return [Send(state.name, prepared)]
 
     def checked(self, state: HostState, facts: Facts) -> list[Command]:
         """Take the answer; the host is READY if it can be used."""

@@ -19,6 +19,7 @@ from launcher.protocol import (
     COMPOSED,
     HEARTBEAT_S,
     PROTOCOL,
+    STEP_TIMES,
     Hello,
     OpenStore,
     PortsReserved,
@@ -45,7 +46,13 @@ def mismatch(spec: JobSpec, hello: Hello) -> str | None:
 
 
 def prepare(
-    spec: JobSpec, host: Host, *, lease_s: float, lost_agents: Sequence[str], heartbeat_s: float = HEARTBEAT_S
+    spec: JobSpec,
+    host: Host,
+    *,
+    lease_s: float,
+    lost_agents: Sequence[str],
+    heartbeat_s: float = HEARTBEAT_S,
+    step_times: int = STEP_TIMES,
 ) -> Prepare:
     command = spec.command
     return Prepare(
@@ -57,6 +64,7 @@ def prepare(
         grace_s=spec.grace_s,
         lease_s=lease_s,
         heartbeat_s=heartbeat_s,
+        step_times=step_times,
         lost_agents=list(lost_agents),
         part=host.part,
         parts=host.parts,

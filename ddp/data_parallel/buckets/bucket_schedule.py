@@ -29,6 +29,7 @@ from ddp.data_parallel.buckets.sparse_transfer import average_sparse
 from ddp.data_parallel.buckets.step_status import HEADER_NUMEL, RankStatus, StatusSum, read, used_among, write
 from ddp.data_parallel.buckets.transfers import AT_THE_END, Adder, OwnTransfer, Sender, Transfer
 from ddp.errors import CheckpointError
+from ddp.monitoring import timeline
 
 __all__ = ["BucketSchedule"]
 
@@ -220,14 +221,17 @@ class BucketSchedule:
 
     def _wait_for(self, transfers: Sequence[Transfer]) -> None:
         began = perf_counter()
-        for position, transfer in enumerate(transfers, 1):
+        recorded = timeline.wait_begins()
+        for number, transfer in enumerate(transfers):
             assert transfer.work is not None
             what = (
-                f"all-reduce of bucket {position} of {len(self._transfers)} (gradients of {transfer.label})"
+                f"all-reduce of bucket {number + 1} of {len(self._transfers)} (gradients of {transfer.label})"
                 if transfer.members
                 else "step status at the end of backward"
             )
+            timeline.wait_for(number)
             self._channel.report.wait(transfer.work, what)
+        timeline.wait_ended(recorded)
         self.waited_s += perf_counter() - began
 
     def deliver(self, factor: float) -> None:

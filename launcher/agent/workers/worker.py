@@ -7,6 +7,8 @@ Beside what its order says, a worker has these variables:
 
     TORCHELASTIC_ERROR_FILE  where it may write why it failed
     DTRAIN_PROGRESS_FILE     40 bytes for it to map and write to; see ddp/monitoring/progress.py
+    DTRAIN_TIMELINE_FILE     memory for it to map and record its times in; see ddp/monitoring/timeline.py; empty where
+                             none can be had
     DTRAIN_GENERATION        the number of the attempt's composition (its generation) that it is started for: 0, or, if
                              it takes the place of one that failed, that of the newest one
     DTRAIN_GENERATION_PIPE   a FIFO from which it may read the numbers of newer ones: 8 bytes each, little-endian, and
@@ -44,7 +46,7 @@ from launcher.agent.cleanup.run_tag import RunTag
 from launcher.machine import processes
 from launcher.protocol import Exited, Failing
 
-__all__ = ["BOOTSTRAP", "Files", "GenerationPipe", "StateFile", "Worker", "spawn"]
+__all__ = ["BOOTSTRAP", "Files", "GenerationPipe", "Worker", "spawn"]
 
 BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
 
@@ -155,27 +157,6 @@ class GenerationPipe:
             with contextlib.suppress(BlockingIOError):  # the worker reads them after all
                 os.read(self._descriptor, _PIPE_BYTES)
             os.write(self._descriptor, data)
-
-    def close(self) -> None:
-        os.close(self._descriptor)
-
-
-class StateFile:
-    """What the lives of one rank in an attempt leave to each other: a file that this process keeps, at `path`.
-
-    Memory that is named by descriptor goes with this process, whatever ends it. A file in /dev/shm would outlive that,
-    or be removed too early: systemd-logind does so when the user logs out (RemoveIPC in logind.conf).
-    """
-
-    def __init__(self, folder: str, attempt: int, rank: int) -> None:
-        """Raises OSError."""
-        try:
-            self._descriptor = os.memfd_create("dtrain-state", os.MFD_CLOEXEC)
-            self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
-        except OSError:  # forbidden there, as by sysctl vm.memfd_noexec: then with the other files of the attempt
-            self.path = f"{folder}/{attempt}-{rank}.state"
-            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        os.fchmod(self._descriptor, 0o600)
 
     def close(self) -> None:
         os.close(self._descriptor)

@@ -10,7 +10,8 @@ import pytest
 from testbed.agent import AgentProcess
 from testbed.processes import wait_until
 
-from launcher.agent.workers.worker import GenerationPipe, StateFile
+from launcher.agent.workers.memory_file import MemoryFile
+from launcher.agent.workers.worker import GenerationPipe
 from launcher.protocol import Exited, Heartbeat, NextGeneration, OpenStore, Output, RestartWorker, Started, StoreOpened
 
 # Prints its first generation, then what its predecessor left, then each number that it is told; rank 1 ends at "end".
@@ -154,7 +155,7 @@ def test_where_memory_has_no_file_the_state_lies_with_the_other_files(
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "memfd_create", forbidden)
-    state = StateFile(str(tmp_path), 2, 5)
+    state = MemoryFile("state", str(tmp_path / "2-5.state"))
     assert Path(state.path) == tmp_path / "2-5.state"
     assert Path(state.path).stat().st_mode & 0o777 == 0o600
     state.close()

@@ -109,6 +109,7 @@ def look(folder: Path, method: str, *argv: object, preloaded: str = "") -> list[
 VARYING = {
     "OUT", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "DTRAIN_PROGRESS_FILE", "DTRAIN_RUN_KEY",
     "DTRAIN_GENERATION_PIPE", "DTRAIN_GENERATION_FILE", "DTRAIN_STATE_FILE", "DTRAIN_COPY_FILE", "DTRAIN_COPY_NOTE",
+    "DTRAIN_TIMELINE_FILE",
 }  # fmt: skip
 
 

@@ -211,10 +211,11 @@ def test_heartbeats_say_when_a_host_was_heard_and_go_to_those_that_were_heard_si
     for name, heard in (("a", 98.0), ("b", 99.0), ("c", 100.0)):
         fleet.states[name].heard = heard
     fleet._move(fleet.states["c"], HostPhase.LEAVING)
-    first = [Send("a", Heartbeat(997.5)), Send("b", Heartbeat(998.5)), Send("c", Heartbeat(999.5))]
+    first = [Send("a", Heartbeat(997.5, sent=100.0)), Send("b", Heartbeat(998.5, sent=100.0))]
+    first.append(Send("c", Heartbeat(999.5, sent=100.0)))
     assert fleet.heartbeats(100.0) == first, "by their clock, and no later than that"
     fleet.states["b"].heard = 101.0
-    assert fleet.heartbeats(102.0) == [Send("b", Heartbeat(1000.5))]
+    assert fleet.heartbeats(102.0) == [Send("b", Heartbeat(1000.5, sent=102.0))]
     assert fleet_of("a", kind=HostKind.SIMULATED).heartbeats(0.0) == []
 
 

@@ -1,0 +1,326 @@
+"""Where this process spends the time of its training: records in a ring that the launcher reads.
+
+DTRAIN_TIMELINE_FILE names a file that the launcher made: a header of 16 bytes, then a ring of records of 72. All is
+little-endian. The header is two 64-bit integers: the pid of the process that writes, and how many records it has
+written since it began; only the newest are in the ring. A record is one 64-bit integer, 4 times its number (from 0)
+plus its kind, and eight 64-bit floats, of which those at the end are 0 where a kind has fewer:
+
+    0  a step            its number as ddp.monitoring.progress counts, when it ended, six durations by PHASES
+    1  a span            its kind by SPANS, when it began, when it ended
+    2  a detail          a phase by PHASES, the bucket that a wait was for (else -1), the step's number, began, ended
+
+Times are seconds of the monotonic clock; they say where the thread was that trains, also on a device. A step is over
+when the optimizer's step is; if no optimizer was ever seen, when the next forward begins after a reduction. What comes
+before the first forward is no step. Details are recorded of a step now and then. A span counts as "other" in the step
+in which it lies.
+
+Only this process writes: one that is forked from it records nothing. Without the variable, or with a file that cannot
+be mapped, nothing is recorded; that is never an error. In a step nothing calls the system, or keeps memory.
+"""
+
+from __future__ import annotations
+
+import atexit
+import mmap
+import os
+import struct
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from time import monotonic
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ddp.torch_internals import call_after_backward
+
+__all__ = [
+    "PHASES",
+    "SPANS",
+    "backward",
+    "backward_ended",
+    "counted",
+    "follow",
+    "forward",
+    "span",
+    "wait_begins",
+    "wait_ended",
+    "wait_for",
+]
+
+PHASES = ("data", "forward", "backward", "wait", "optimizer", "other")
+SPANS = ("evaluation", "save", "load", "recovery")
+_DATA, _FORWARD, _BACKWARD, _WAIT, _OPTIMIZER, _OTHER = range(len(PHASES))
+_VARIABLE = "DTRAIN_TIMELINE_FILE"
+_HEADER_BYTES = 16
+_RECORD = struct.Struct("<q8d")
+_STEP, _SPAN, _DETAIL = range(3)
+_KINDS = 4
+_DETAIL_EVERY_S = 0.9  # a little less than the pause between the launcher's looks
+
+
+class _Recorder:
+    """Of the thread that trains, and of the engine's threads while that is in backward."""
+
+    def __init__(self, ring: mmap.mmap) -> None:
+        self._ring = ring
+        self._header = memoryview(ring).cast("Q")
+        self._header[0] = os.getpid()
+        self._capacity = (len(ring) - _HEADER_BYTES) // _RECORD.size
+        self._written = 0
+        self._thread = threading.get_ident()
+        self._sums = [0.0] * len(PHASES)
+        self._phase = _OTHER
+        self._bucket = -1
+        self._since = 0.0
+        self._ended = 0.0  # when the last step did that is not recorded yet, since another optimizer may follow; else 0
+        self._number = 0  # of steps
+        self._ended_number = 0
+        self._has_begun = self._has_forward = self._has_reduced = self._is_in_span = False
+        self._optimizer = 0  # the id of the outermost that steps now
+        self._has_optimizer = False
+        self._is_detailed = True
+        self._detailed_at = 0.0
+        register_optimizer_step_pre_hook(lambda optimizer, *_: self.optimizer_begins(id(optimizer)))
+        register_optimizer_step_post_hook(lambda optimizer, *_: self.optimizer_ended(id(optimizer)))
+
+    def forward(self) -> None:
+        if self._is_in_span or threading.get_ident() != self._thread:
+            return
+        self._has_forward = True
+        if not self._has_begun:
+            self._has_begun = True
+            self._phase, self._since = _FORWARD, monotonic()
+            return
+        if self._phase == _FORWARD:
+            return
+        self.record_step()
+        if self._phase == _OTHER:
+            self._phase = _DATA
+        self._enter(_FORWARD)
+        if self._has_reduced and not self._has_optimizer:
+            self._end_step(self._since)
+            self.record_step()
+        self._optimizer = 0
+
+    def backward(self) -> None:
+        if self._has_begun and self._phase in (_FORWARD, _OTHER) and not self._is_in_span:
+            self.record_step()
+            self._enter(_BACKWARD)
+
+    def backward_ended(self) -> None:
+        if self._phase == _BACKWARD:
+            self._enter(_OTHER)
+
+    def wait_begins(self) -> int:
+        """Return what `wait_ended` is to be told: the phase in which the wait is, or -1 if it is not recorded."""
+        phase = self._phase
+        if not self._has_begun or self._is_in_span:
+            return -1
+        if phase != _BACKWARD and threading.get_ident() != self._thread:
+            return -1
+        self._enter(_WAIT)
+        return phase
+
+    def wait_for(self, bucket: int) -> None:
+        if self._is_detailed and self._phase == _WAIT:
+            if self._bucket >= 0:
+                self._enter(_WAIT)
+            self._bucket = bucket
+
+    def wait_ended(self, phase: int) -> None:
+        if self._phase == _WAIT:
+            self._enter(phase)
+            self._bucket = -1
+
+    def counted(self) -> None:
+        self._number += 1
+        self._has_reduced = True
+
+    def optimizer_begins(self, optimizer: int) -> None:
+        if self._is_in_span or (self._optimizer and self._optimizer != optimizer) or not self._is_ours():
+            return
+        self._optimizer, self._has_optimizer = optimizer, True
+        if not self._has_forward:  # each is a step
+            self.record_step()
+        if self._has_begun:
+            self._enter(_OPTIMIZER)
+
+    def optimizer_ended(self, optimizer: int) -> None:
+        if optimizer != self._optimizer or self._is_in_span or not self._is_ours():
+            return
+        self._optimizer = 0
+        if not self._has_begun:  # no forward is seen: steps are all that is known
+            self._has_begun = True
+            self._phase, self._since = _OTHER, monotonic()
+            return
+        self._enter(_OTHER)
+        self._end_step(self._since)
+
+    def _is_ours(self) -> bool:
+        return self._phase == _BACKWARD or threading.get_ident() == self._thread
+
+    def span_begins(self) -> float:
+        """Return when it did; -1 within another one."""
+        if self._is_in_span or threading.get_ident() != self._thread:
+            return -1.0
+        self.record_step()
+        if self._has_begun:
+            self._enter(_OTHER)
+        self._is_in_span = True
+        return monotonic()
+
+    def span_ended(self, kind: int, began: float) -> None:
+        if began < 0.0:
+            return
+        now = monotonic()
+        self._is_in_span = False
+        self._put(_SPAN, kind, began, now, 0.0, 0.0, 0.0, 0.0, 0.0)
+        if self._has_begun:
+            self._enter(_OTHER)
+
+    def _enter(self, phase: int) -> None:
+        now = monotonic()
+        before, since = self._phase, self._since
+        self._sums[before] += now - since
+        if self._is_detailed and now > since:
+            step = self._number if self._has_reduced else self._number + 1
+            self._put(_DETAIL, before, self._bucket, step, since, now, 0.0, 0.0, 0.0)
+        self._phase, self._since = phase, now
+
+    def _end_step(self, now: float) -> None:
+        """Note that a step has ended; one of another optimizer that follows at once belongs to it."""
+        self._ended, self._ended_number = now, self._number
+        self._has_reduced = False
+
+    def record_step(self) -> None:
+        """Record the step that has ended, if there is one. What came after it stays for the next."""
+        if not self._ended:
+            return
+        sums = self._sums
+        self._put(_STEP, self._ended_number, self._ended, *sums)
+        for phase in range(len(PHASES)):
+            sums[phase] = 0.0
+        self._is_detailed = self._ended - self._detailed_at >= _DETAIL_EVERY_S
+        if self._is_detailed:
+            self._detailed_at = self._ended
+        self._ended = 0.0
+
+    def _put(self, kind: int, *values: float) -> None:
+        number = self._written
+        offset = _HEADER_BYTES + number % self._capacity * _RECORD.size
+        _RECORD.pack_into(self._ring, offset, number * _KINDS + kind, *values)
+        self._written = self._header[1] = number + 1
+
+
+_is_looked_for = False
+_recorder: _Recorder | None = None
+
+
+def _opened() -> _Recorder | None:
+    """The recorder. Looked for at first use, not at import: a forked worker has its own variable by then."""
+    global _is_looked_for, _recorder
+    if not _is_looked_for:
+        _is_looked_for = True
+        if (ring := _map()) is not None:
+            _recorder = _Recorder(ring)
+            atexit.register(_at_exit)
+    return _recorder
+
+
+def _map() -> mmap.mmap | None:
+    path = os.environ.get(_VARIABLE)
+    if not path or sys.byteorder != "little":
+        return None
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            ring = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+        finally:
+            os.close(descriptor)
+    except (OSError, ValueError):  # ValueError: the file is empty
+        return None
+    if len(ring) < _HEADER_BYTES + _RECORD.size or len(ring) % 8 or memoryview(ring).cast("Q")[0]:
+        return None  # the last: another process of this worker was first
+    return ring
+
+
+def _at_exit() -> None:
+    if _recorder is not None:
+        _recorder.record_step()
+
+
+def _forked() -> None:
+    global _recorder
+    _recorder = None
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+def forward() -> None:
+    """A forward pass begins that is trained on."""
+    if (recorder := _opened()) is not None:
+        recorder.forward()
+
+
+def follow(outputs: Iterable[torch.Tensor]) -> None:
+    """Record the backward pass through `outputs` of a forward, where no reducer says when it begins and ends."""
+    if _opened() is not None:
+        for output in outputs:
+            if output.grad_fn is not None:  # a hook on a leaf would outlive the graph
+                output.register_hook(_on_gradient)  # type: ignore[no-untyped-call]  # torch has no types here
+
+
+def _on_gradient(_: torch.Tensor) -> None:
+    if _recorder is not None and _recorder._phase == _FORWARD:
+        _recorder.backward()
+        call_after_backward(_recorder.backward_ended)
+
+
+def backward() -> None:
+    """The first gradient of a backward pass is there."""
+    if _recorder is not None:
+        _recorder.backward()
+
+
+def backward_ended() -> None:
+    if _recorder is not None:
+        _recorder.backward_ended()
+
+
+def wait_begins() -> int:
+    """A wait for other ranks begins, perhaps within another one. Give what this returns to `wait_ended`."""
+    return -1 if _recorder is None or _recorder._phase == _WAIT else _recorder.wait_begins()
+
+
+def wait_for(bucket: int) -> None:
+    """The wait is for this bucket of a model from now on, counted from 0."""
+    if _recorder is not None:
+        _recorder.wait_for(bucket)
+
+
+def wait_ended(token: int) -> None:
+    if token >= 0 and _recorder is not None:
+        _recorder.wait_ended(token)
+
+
+def counted() -> None:
+    """`ddp.monitoring.progress` has counted a step."""
+    if (recorder := _opened()) is not None:
+        recorder.counted()
+
+
+@contextmanager
+def span(kind: str) -> Iterator[None]:
+    """Record the block as one of SPANS. Within another one it is a part of that."""
+    recorder = _opened()
+    if recorder is None:
+        yield
+        return
+    began = recorder.span_begins()
+    try:
+        yield
+    finally:
+        recorder.span_ended(SPANS.index(kind), began)

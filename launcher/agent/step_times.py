@@ -1,0 +1,163 @@
+"""Reads what workers record of their time, and sends it on, summed up: what goes over the stream has a limit.
+
+ddp/monitoring/timeline.py has the format of the file that a worker writes. Whatever is in there, only records that can
+be true are sent; the rest is dropped. Owned by attempt.py.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from collections.abc import Iterable
+
+from launcher.agent.stream_writer import StreamWriter
+from launcher.agent.workers.memory_file import MemoryFile
+from launcher.protocol import Timings
+from launcher.timeline.records import PHASES, SPANS, Detail, Record, Span, StepTimes, pack
+
+__all__ = ["RECORDS", "StepTimesReader"]
+
+RECORDS = 1024  # in the ring of a worker: those of a second
+SPANS_AT_MOST, DETAILS_AT_MOST = 32, 200  # of a worker, in one message
+LOST_AT_MOST = 1 << 31  # what is more is no count
+RECORDS_AT_MOST = 10_000  # in one message
+_HEADER = struct.Struct("<QQ")
+_RECORD = struct.Struct("<q8d")
+_STEP, _SPAN, _DETAIL = range(3)
+_KINDS = 4
+_LATE_S = 1.0  # what ended so long after now did not
+_LARGEST_STEP = 2**53
+
+
+class _Ring:
+    """What one worker records, from `began` on."""
+
+    def __init__(self, rank: int, path: str, began: float) -> None:
+        """Raises OSError."""
+        self.rank = rank
+        self.file = MemoryFile("timeline", path, _HEADER.size + RECORDS * _RECORD.size)
+        self._began = began
+        self._read = 0  # how many records were
+
+    def take(self, attempt: int, now: float, at_most: int) -> tuple[list[Record], int]:
+        """Return what has come since the last time, in order, and how many records were lost."""
+        steps: list[StepTimes] = []
+        spans: list[Span] = []
+        details: list[Detail] = []
+        values, lost = self._new()
+        for kind, *numbers in values:
+            record = self._record(attempt, int(kind) % _KINDS, numbers, now)
+            if isinstance(record, StepTimes):
+                steps.append(record)
+            elif isinstance(record, Span):
+                spans.append(record)
+            elif record is not None:
+                details.append(record)
+            else:
+                lost += 1
+        last = max((detail.step for detail in details), default=0)
+        shown = [detail for detail in details if detail.step == last][:DETAILS_AT_MOST]
+        records: list[Record] = [*_summed(steps, at_most), *spans[-SPANS_AT_MOST:], *shown]
+        return sorted(records, key=lambda record: record.ended), lost
+
+    def _new(self) -> tuple[list[tuple[float, ...]], int]:
+        """Return the records that are there and were not read yet."""
+        # Read, not mapped: a file that it cut short would end the agent with SIGBUS.
+        header = os.pread(self.file.descriptor, _HEADER.size, 0)
+        written = _HEADER.unpack(header)[1] if len(header) == _HEADER.size else 0
+        before, self._read = self._read, written
+        if written <= before:
+            return [], 0
+        first = max(before, written - RECORDS)
+        data = os.pread(self.file.descriptor, RECORDS * _RECORD.size, _HEADER.size)
+        found = []
+        for number in range(first, written):
+            at = number % RECORDS * _RECORD.size
+            if at + _RECORD.size <= len(data):
+                values = _RECORD.unpack_from(data, at)
+                if values[0] // _KINDS == number:  # else it was overwritten since
+                    found.append(values)
+        return found, min(written - before, LOST_AT_MOST) - len(found)
+
+    def _record(self, attempt: int, kind: int, values: list[float], now: float) -> Record | None:
+        """Make a record of numbers; None of those that cannot be true."""
+        if not all(map(math.isfinite, values)):
+            return None
+        if kind == _STEP:
+            step, ended, *phases_s = values
+            longest_s = ended - self._began
+            if not self._may_be(step, self._began, ended, now) or min(phases_s) < 0 or max(phases_s) > longest_s:
+                return None
+            return StepTimes(attempt, self.rank, int(step), 1, ended, tuple(phases_s))
+        if kind == _SPAN:
+            span, began, ended = values[:3]
+            if not self._may_be(0, began, ended, now) or span not in range(len(SPANS)):
+                return None
+            return Span(attempt, self.rank, SPANS[int(span)], began, ended)
+        phase, bucket, step, began, ended = values[:5]
+        if kind != _DETAIL or phase not in range(len(PHASES)) or not -1 <= bucket < 2**31:
+            return None
+        if not self._may_be(step, began, ended, now):
+            return None
+        return Detail(attempt, self.rank, int(step), PHASES[int(phase)], int(bucket), began, ended)
+
+    def _may_be(self, step: float, began: float, ended: float, now: float) -> bool:
+        return 0 <= step <= _LARGEST_STEP and self._began <= began <= ended <= now + _LATE_S
+
+
+def _summed(steps: list[StepTimes], at_most: int) -> Iterable[StepTimes]:
+    """Return at most so many, of neighbours that were summed up."""
+    size = math.ceil(len(steps) / at_most)
+    for first in range(0, len(steps), size or 1):
+        group = steps[first : first + size]
+        last = group[-1]
+        phases_s = tuple(math.fsum(each) for each in zip(*(times.phases_s for times in group), strict=True))
+        yield StepTimes(last.attempt, last.rank, last.step, len(group), last.ended, phases_s)
+
+
+class StepTimesReader:
+    """Of the workers of one attempt. `at_most`: how many StepTimes of a worker go into one message.
+
+    `asked` is when the controller sent the newest heartbeat, and when that arrived here: each by its own clock.
+    """
+
+    def __init__(self, attempt: int, writer: StreamWriter, *, folder: str, at_most: int) -> None:
+        self.asked = (0.0, 0.0)
+        self._attempt = attempt
+        self._writer = writer
+        self._folder = folder
+        self._at_most = max(1, at_most)
+        self._rings: dict[int, _Ring] = {}  # by rank
+
+    def open(self, rank: int, now: float) -> str:
+        """Return the file for a worker that is about to start; empty if none can be had."""
+        self._close(rank)
+        try:
+            self._rings[rank] = _Ring(rank, f"{self._folder}/{self._attempt}-{rank}.timeline", now)
+        except OSError:  # no memory or no descriptor: the worker does without
+            return ""
+        return self._rings[rank].file.path
+
+    def send(self, now: float, ranks: Iterable[int] | None = None) -> None:
+        """Send what is new, of all workers or of some."""
+        records: list[Record] = []
+        lost = 0
+        for rank in [*self._rings] if ranks is None else ranks:
+            if (ring := self._rings.get(rank)) is not None:
+                new, missed = ring.take(self._attempt, now, self._at_most)
+                records += new
+                lost += missed
+        for first in range(0, len(records), RECORDS_AT_MOST):
+            part = records[first : first + RECORDS_AT_MOST]
+            sent, received = self.asked
+            self._writer.send(Timings(self._attempt, now, sent, received, lost, pack(part)))
+            lost = 0
+
+    def close(self) -> None:
+        for rank in [*self._rings]:
+            self._close(rank)
+
+    def _close(self, rank: int) -> None:
+        if (ring := self._rings.pop(rank, None)) is not None:
+            ring.file.close()

@@ -1,0 +1,216 @@
+"""What a process records of its steps: where its time went, in a ring that the launcher reads from outside."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ddp
+from ddp.monitoring import progress, timeline
+from ddp.monitoring.timeline import PHASES
+
+HEADER, RECORD = 16, 72
+STEP, SPAN, DETAIL = 0, 1, 2
+STRETCH_S = 0.02  # a phase that is made longer; nothing below asks for more than that it is at least so long
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def ring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    path = tmp_path / "timeline"
+    path.write_bytes(bytes(HEADER + 256 * RECORD))
+    (tmp_path / "progress").write_bytes(bytes(40))
+    monkeypatch.setenv("DTRAIN_TIMELINE_FILE", str(path))
+    monkeypatch.setenv("DTRAIN_PROGRESS_FILE", str(tmp_path / "progress"))
+    _forget()
+    yield path
+    _forget()
+
+
+def _forget() -> None:
+    progress._counters.cache_clear()
+    if timeline._recorder is not None:
+        timeline._recorder.record_step()
+    timeline._recorder, timeline._is_looked_for = None, False
+
+
+def _read(path: Path, kind: int) -> list[tuple[float, ...]]:
+    """The records of a kind, without what only pads them, by their number."""
+    if timeline._recorder is not None:
+        timeline._recorder.record_step()
+    data = path.read_bytes()
+    owner, written = struct.unpack_from("<QQ", data)
+    assert owner == os.getpid()
+    records = sorted(struct.iter_unpack("<q8d", data[HEADER:])) if written else []
+    count = {STEP: 8, SPAN: 3, DETAIL: 5}[kind]
+    return [values[:count] for number, *values in records if number % 4 == kind and any(values)]
+
+
+def _model() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = ddp.DistributedDataParallel(torch.nn.Sequential(_Slow(), torch.nn.Linear(2, 2)))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+class _Slow(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(STRETCH_S)
+        return x
+
+
+def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_the_phases_of_a_step_add_up_to_its_wall_time(ring: Path) -> None:
+    model, optimizer = _model()
+    for _ in range(4):
+        time.sleep(STRETCH_S)  # data
+        _step(model, optimizer)
+    steps = _read(ring, STEP)
+    assert [step for step, *_ in steps] == [1, 2, 3, 4]
+    for before, step in itertools.pairwise(steps):
+        phases = dict(zip(PHASES, step[2:], strict=True))
+        assert math.isclose(math.fsum(phases.values()), step[1] - before[1], abs_tol=1e-6)
+        assert phases["data"] >= STRETCH_S
+        assert phases["forward"] >= STRETCH_S
+        assert phases["backward"] > 0
+        assert phases["optimizer"] > 0
+    assert steps[0][2] == 0.0  # what came before the first forward is no part of it
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_the_details_of_the_first_step_are_its_phases_in_order(ring: Path) -> None:
+    model, optimizer = _model()
+    for _ in range(2):
+        _step(model, optimizer)
+    details = [(PHASES[int(phase)], step) for phase, _, step, *_ in _read(ring, DETAIL)]
+    assert [phase for phase, step in details if step == 1] == ["forward", "backward", "other", "optimizer"]
+    times = [each[3:] for each in _read(ring, DETAIL)]
+    assert all(began <= ended for began, ended in times)
+    assert all(first[1] <= second[0] for first, second in itertools.pairwise(times))
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_passes_that_only_accumulate_are_a_part_of_the_step(ring: Path) -> None:
+    model, optimizer = _model()
+    for _ in range(3):
+        with model.no_sync():  # type: ignore[operator]  # torch's types know no methods of modules
+            model(torch.ones(2)).sum().backward()
+        time.sleep(STRETCH_S)  # the next part of the batch
+        _step(model, optimizer)
+    steps = _read(ring, STEP)
+    assert [step for step, *_ in steps] == [1, 2, 3]
+    for step in steps:
+        phases = dict(zip(PHASES, step[2:], strict=True))
+        assert phases["forward"] >= 2 * STRETCH_S
+        assert phases["data"] >= STRETCH_S
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_two_optimizers_one_after_the_other_make_one_step(ring: Path) -> None:
+    model, first = _model()
+    second = torch.optim.Adam([torch.nn.Parameter(torch.ones(1))])
+    for _ in range(3):
+        _step(model, first)
+        second.step()
+    assert [step for step, *_ in _read(ring, STEP)] == [1, 2, 3]
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_without_an_optimizer_a_step_ends_where_the_next_forward_begins(ring: Path) -> None:
+    model, _ = _model()
+    for _ in range(4):
+        model(torch.ones(2)).sum().backward()
+    assert [step for step, *_ in _read(ring, STEP)] == [1, 2, 3]
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_an_evaluation_and_a_save_are_spans_and_no_forward_of_theirs_counts(ring: Path, tmp_path: Path) -> None:
+    model, optimizer = _model()
+    _step(model, optimizer)
+    with progress.phase(progress.EVALUATION):
+        model(torch.ones(2))
+        with progress.phase(progress.SAVE):  # a part of it
+            time.sleep(STRETCH_S)
+    checkpoint = ddp.Checkpoint(tmp_path / "checkpoints", in_background=False)
+    checkpoint.save(1, model=model)
+    checkpoint.load(model=model)
+    _step(model, optimizer)
+    spans = [(timeline.SPANS[int(kind)], ended - began) for kind, began, ended in _read(ring, SPAN)]
+    assert [kind for kind, _ in spans] == ["evaluation", "save", "load"]
+    assert spans[0][1] >= 2 * STRETCH_S
+    steps = _read(ring, STEP)
+    assert [step for step, *_ in steps] == [1, 2]
+    assert dict(zip(PHASES, steps[1][2:], strict=True))["other"] >= spans[0][1]
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_a_forked_process_records_nothing(ring: Path) -> None:
+    model, optimizer = _model()
+    _step(model, optimizer)
+    before = len(_read(ring, STEP))
+    pid = os.fork()
+    if pid == 0:
+        try:
+            _step(model, optimizer)
+            _step(model, optimizer)
+        finally:
+            os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert len(_read(ring, STEP)) == before
+    _step(model, optimizer)
+    assert [step for step, *_ in _read(ring, STEP)] == [1, 2]
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_only_the_newest_records_are_kept(ring: Path) -> None:
+    ring.write_bytes(bytes(HEADER + 4 * RECORD))
+    timeline.counted()
+    assert timeline._recorder is not None
+    for step in range(10):
+        timeline._recorder._put(STEP, float(step), 1.0 + step, *[0.0] * 6)
+    assert [step for step, *_ in _read(ring, STEP)] == [6, 7, 8, 9]
+    assert struct.unpack_from("<QQ", ring.read_bytes())[1] == 10
+
+
+@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.parametrize("content", [None, b"", bytes(40), struct.pack("<QQ", 1, 0) + bytes(RECORD)])
+def test_a_file_that_cannot_be_used_or_belongs_to_another_process_is_no_error(
+    ring: Path, content: bytes | None
+) -> None:
+    if content is None:
+        ring.unlink()
+    else:
+        ring.write_bytes(content)
+    model, optimizer = _model()
+    _step(model, optimizer)
+    assert timeline._recorder is None
+    assert content is None or ring.read_bytes() == content
+
+
+def test_the_steps_of_an_optimizer_whose_forward_is_not_seen_are_known(ring: Path) -> None:
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    for _ in range(4):
+        progress.count_step()  # as strategies do within their step
+        parameter.grad = torch.ones(1)
+        optimizer.step()
+    assert [step for step, *_ in _read(ring, STEP)] == [2, 3, 4]
