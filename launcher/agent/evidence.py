@@ -22,9 +22,10 @@ from launcher.agent.stream_writer import StreamWriter
 from launcher.agent.workers.warm_start import PROGRAM
 from launcher.agent.workers.worker import BOOTSTRAP, spawn
 from launcher.frozen import dataclass, replace
+from launcher.machine.processes import descendants
 from launcher.protocol import Collect, Collected, Evidence
 
-__all__ = ["STACK_SIGNAL", "Collection", "EvidenceRound", "Subject", "descendants", "find_py_spy"]
+__all__ = ["STACK_SIGNAL", "Collection", "EvidenceRound", "Subject", "find_py_spy"]
 
 # Real-time signals of others: glibc 32-33, musl 34, .NET 34, PAPI 36, HPCToolkit 37, LTTng 44-48, the JVM 62, valgrind
 # the last. A signal that nobody handles ends a process, so it is never sent where /proc does not show our handler.
@@ -266,15 +267,6 @@ class _Look:
         if self._output >= 0:
             os.close(self._output)
             self._output = -1
-
-
-def descendants(pid: int) -> list[int]:
-    """Return the pids of a process's children, and of theirs; none where the kernel does not list them."""
-    found: list[int] = []
-    with contextlib.suppress(OSError):  # ended meanwhile
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            found += map(int, _read(pid, f"task/{thread}/children").split())
-    return found + [other for child in found for other in descendants(child)]
 
 
 def _cpu_s(stat: bytes) -> float:

@@ -11,8 +11,8 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Mapping
 
-from launcher.agent.evidence import descendants
 from launcher.agent.workers.worker import Worker
+from launcher.machine.processes import descendants
 from launcher.protocol import HostUse
 
 __all__ = ["HostUseWatch"]

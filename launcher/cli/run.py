@@ -9,7 +9,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,9 +25,12 @@ if TYPE_CHECKING:
     from launcher.job.outcome import Outcome
     from launcher.output.writer import OutputThread
     from launcher.runs.detach import Detachment
+    from launcher.timeline.goodput import Parts
+    from launcher.timeline.stragglers import Straggler
 
 __all__ = ["run_job"]
 
+GOODPUT_FROM_S = 60.0  # of a run of which no steps are known, a shorter one needs no words on its time
 _SWITCH_S = 0.0005  # what threads that connect wait for at each of their steps, while this one imports
 
 
@@ -149,6 +152,7 @@ def _control_alone(
     from launcher.output.report import report
     from launcher.output.writer import OutputThread
     from launcher.runs.session import Session
+    from launcher.timeline.timeline import Timeline
 
     sys.setswitchinterval(switch_s)
     raise_file_limit()
@@ -169,7 +173,13 @@ def _control_alone(
         folder=folder,
         limits=limits,
         detachment=detachment,
+        timeline=Timeline(),
+        say=(lambda _: None) if verbosity.quiet else output.say,
     )
+
+    def show_progress(text: str) -> None:
+        output.show_status(text or session.status_line(), gives_way=not text)
+
     try:
         with contextlib.ExitStack() as stack:
             listener = None
@@ -180,7 +190,7 @@ def _control_alone(
             controller = Controller(
                 spec if listener is None else replace(spec, master_addr=listener.address),
                 output,
-                show_progress=output.show_status if os.isatty(2) and not verbosity.quiet else lambda _: None,
+                show_progress=show_progress if os.isatty(2) and not verbosity.quiet else lambda _: None,
                 tell_user=output.say,
                 opened=opened,
                 listener=listener,
@@ -193,7 +203,8 @@ def _control_alone(
                 listener.close(outcome.exit_code, line)  # for the other nodes
     finally:
         output.close()
-    _report_end(request, verbosity, outcome, output, controller.evidence_file, folder if logs.usable else None)
+    logged_to = folder if logs.usable else None
+    _report_end(request, verbosity, outcome, output, controller.evidence_file, logged_to, session.spent(outcome))
     session.end(outcome, controller.evidence_file)
     return _requeue(outcome, verbosity) if outcome.preempted else outcome.exit_code
 
@@ -205,18 +216,28 @@ def _report_end(
     output: OutputThread,
     evidence_file: Path | None,
     folder: Path | None,
+    spent: tuple[Parts | None, Sequence[Straggler]],
 ) -> None:
     from launcher.output.console import takes_colour
+    from launcher.output.insight import goodput_line
     from launcher.output.report import report
     from launcher.output.text import count
     from launcher.output.warm import warm_lines
 
     spec = request.spec
+    parts, stragglers = spent
     if verbosity.error_json is not None:
         from launcher.output.error_json import write_error_json
 
         try:
-            write_error_json(verbosity.error_json, outcome, folder=folder, evidence_file=evidence_file)
+            write_error_json(
+                verbosity.error_json,
+                outcome,
+                folder=folder,
+                evidence_file=evidence_file,
+                parts=parts,
+                stragglers=stragglers,
+            )
         except OSError as error:
             verbosity.say(f"--error-json: {verbosity.error_json} cannot be written: {error.strerror}")
     if verbosity.verbose:
@@ -236,6 +257,8 @@ def _report_end(
     for line in warm_lines(spec, outcome, verbose=verbosity.verbose):
         if not verbosity.quiet:
             verbosity.say(line)
+    if parts is not None and not verbosity.quiet and (parts.is_measured or parts.wall_s >= GOODPUT_FROM_S):
+        verbosity.say(goodput_line(parts))
     text = report(outcome, folder=folder, tail=output.tail, evidence_file=evidence_file)
     if text and (not verbosity.quiet or outcome.left or outcome.unchecked or outcome.exit_code != 0):
         failed = outcome.error is not None or outcome.cause is not None

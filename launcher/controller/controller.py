@@ -72,7 +72,7 @@ class Controller:
         tell_user: Callable[[str], None],
         opened: Mapping[str, Callable[[], Stream]],
         listener: Listener | None = None,
-        watch: Callable[[Job], None] = lambda _: None,
+        watch: Callable[[Job, Event, float], None] = lambda *_: None,
     ) -> None:
         self._spec = spec
         self._opened = opened
@@ -81,7 +81,7 @@ class Controller:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.evidence_file: Path | None = None  # of the newest failure
         self._tell_user = tell_user
-        self._watch = watch  # the job, after each event
+        self._watch = watch  # the job, after each event and its time
         self._job = Job(spec, time.monotonic(), run_key=os.urandom(RUN_KEY_BYTES).hex())
         self._connector = Connector(spec, listener=listener, tell=tell_user)
         self._links: dict[str, Link] = {}  # the newest of each host
@@ -142,7 +142,7 @@ class Controller:
                         self._carry_out(self._job.handle(ReaderBlocked(link.host.name), now))
             self._note(event)
             self._carry_out(self._job.handle(event, now))
-            self._watch(self._job)
+            self._watch(self._job, event, now)
         self._show_progress("")
         return self._job.outcome
 

@@ -20,7 +20,7 @@ from statistics import median, median_low
 from launcher.frozen import dataclass, replace
 from launcher.timeline.windows import Share, Window
 
-__all__ = ["Straggler", "Stragglers", "as_json"]
+__all__ = ["Straggler", "Stragglers"]
 
 ALLOWANCE = 1.0  # in units of the spread; below that nothing is slow
 CLIP = 3.0  # the most that one window counts for, in these units
@@ -54,11 +54,10 @@ class Straggler:
     to_step: int | None = None
     for_s: float | None = None
 
-
-def as_json(straggler: Straggler) -> dict[str, object]:
-    numbers = {"times": round(straggler.times, 2), "after_s": round(straggler.after_s, 3)}
-    for_s = None if straggler.for_s is None else round(straggler.for_s, 3)
-    return {**vars(straggler), **numbers, "ranks": [*straggler.ranks], "for_s": for_s}
+    def as_json(self) -> dict[str, object]:
+        numbers = {"times": round(self.times, 2), "after_s": round(self.after_s, 3)}
+        for_s = None if self.for_s is None else round(self.for_s, 3)
+        return {**vars(self), **numbers, "ranks": [*self.ranks], "for_s": for_s}
 
 
 class _Sum:

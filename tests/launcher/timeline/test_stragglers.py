@@ -9,7 +9,7 @@ import pytest
 from testbed import EXHAUSTIVE
 
 from launcher.timeline.records import Span, StepTimes
-from launcher.timeline.stragglers import Straggler, Stragglers, as_json
+from launcher.timeline.stragglers import Straggler, Stragglers
 from launcher.timeline.windows import Windows
 
 USUAL_S = {"data": 0.002, "forward": 0.005, "backward": 0.010, "optimizer": 0.002, "other": 0.001}  # 20 ms
@@ -153,7 +153,7 @@ def test_a_slow_attempt_is_over_with_its_processes() -> None:
     assert detector.now == []
     (known,) = detector.found
     assert (known.to_step, known.from_step) == (59, 12)
-    assert json.loads(json.dumps(as_json(known)))["ranks"] == [1]
+    assert json.loads(json.dumps(known.as_json()))["ranks"] == [1]
 
 
 def test_one_rank_alone_is_compared_with_nobody() -> None:
