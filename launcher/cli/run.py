@@ -152,7 +152,7 @@ def _control_alone(
     from launcher.output.report import report
     from launcher.output.writer import OutputThread
     from launcher.runs.session import Session
-    from launcher.timeline.timeline import Timeline
+    from launcher.timeline.recording import Recording
 
     sys.setswitchinterval(switch_s)
     raise_file_limit()
@@ -163,6 +163,7 @@ def _control_alone(
     logs = LogFiles(folder, console.say)
     output = OutputThread(console, logs, output_filter=request.output_filter)
     output.start()
+    recording = Recording(folder, spec.run_id, output.say)
     session = Session(
         spec,
         output,
@@ -173,7 +174,7 @@ def _control_alone(
         folder=folder,
         limits=limits,
         detachment=detachment,
-        timeline=Timeline(),
+        timeline=recording.timeline,
         say=(lambda _: None) if verbosity.quiet else output.say,
     )
 
@@ -182,6 +183,7 @@ def _control_alone(
 
     try:
         with contextlib.ExitStack() as stack:
+            stack.callback(recording.close)
             listener = None
             if node_role is not None:  # there are commands of this run on other nodes
                 from launcher.cli.run_node import listen_for_nodes  # cryptography is slow to import
@@ -194,6 +196,7 @@ def _control_alone(
                 tell_user=output.say,
                 opened=opened,
                 listener=listener,
+                recording=recording,
                 watch=session.watch,
             )
             session.listen(controller)

@@ -41,6 +41,7 @@ from launcher.job.outcome import Outcome
 from launcher.output.writer import OutputThread
 from launcher.placement.job_spec import JobSpec
 from launcher.protocol import Exited, RestartWorker, StartWorker
+from launcher.timeline.recording import Recording
 from launcher.transport.connect import Connector
 from launcher.transport.stream import Stream
 
@@ -72,6 +73,7 @@ class Controller:
         tell_user: Callable[[str], None],
         opened: Mapping[str, Callable[[], Stream]],
         listener: Listener | None = None,
+        recording: Recording | None = None,
         watch: Callable[[Job, Event, float], None] = lambda *_: None,
     ) -> None:
         self._spec = spec
@@ -81,6 +83,7 @@ class Controller:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.evidence_file: Path | None = None  # of the newest failure
         self._tell_user = tell_user
+        self._recording = recording
         self._watch = watch  # the job, after each event and its time
         self._job = Job(spec, time.monotonic(), run_key=os.urandom(RUN_KEY_BYTES).hex())
         self._connector = Connector(spec, listener=listener, tell=tell_user)
@@ -142,6 +145,8 @@ class Controller:
                         self._carry_out(self._job.handle(ReaderBlocked(link.host.name), now))
             self._note(event)
             self._carry_out(self._job.handle(event, now))
+            if self._recording is not None:
+                self._recording.heard(event, self._job, now)
             self._watch(self._job, event, now)
         self._show_progress("")
         return self._job.outcome
@@ -176,6 +181,8 @@ class Controller:
 
     def _carry_out(self, commands: list[Command]) -> None:
         for command in commands:
+            if self._recording is not None:
+                self._recording.sent(command, time.monotonic())
             if isinstance(command, Open):
                 self._open(command.host, command.link)
             elif isinstance(command, Send):

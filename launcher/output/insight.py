@@ -29,7 +29,7 @@ def goodput_line(parts: Parts) -> str:
         listed = listed.replace("failures", f"failures (with {parts.repeated:.1f} s of steps made twice)")
     if parts.goodput is None:
         return f"{parts.wall_s:.1f} s: {listed}"
-    return f"goodput {parts.goodput:.0%} of {parts.wall_s:.1f} s: {listed}"
+    return f"goodput {100 * parts.goodput:.0f} % of {parts.wall_s:.1f} s: {listed}"
 
 
 def straggler_line(found: Straggler) -> str:

@@ -55,9 +55,17 @@ class Straggler:
     for_s: float | None = None
 
     def as_json(self) -> dict[str, object]:
-        numbers = {"times": round(self.times, 2), "after_s": round(self.after_s, 3)}
-        for_s = None if self.for_s is None else round(self.for_s, 3)
-        return {**vars(self), **numbers, "ranks": [*self.ranks], "for_s": for_s}
+        return {
+            "host": self.host,
+            "ranks": [*self.ranks],
+            "what": self.what,
+            "times": round(self.times, 2),
+            "attempt": self.attempt,
+            "from_step": self.from_step,
+            "after_s": round(self.after_s, 3),
+            "to_step": self.to_step,
+            "for_s": None if self.for_s is None else round(self.for_s, 3),
+        }
 
 
 class _Sum:

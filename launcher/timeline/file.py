@@ -1,0 +1,205 @@
+"""The file of a run's times, `timeline.jsonl` in the run's folder: what `dtrain trace` and `dtrain plot` read.
+
+A JSON object on the first line, then an array on each. Times are seconds since `clock`, which is the controller's
+monotonic clock; `began` is the same moment by the wall clock.
+
+    {"format": "dtrain timeline", "version": 1, "run_id", "began", "clock"}
+    ["attempt", number, time, [[rank, host], ...]]        it begins, or goes on with others
+    ["host", host, phase, began, ended]                   phase: connect, agent, check, rendezvous
+    ["clock", host, offset_s, error_s]                    from its clock to ours; null: it may be wrong by the delay
+    ["start", attempt, rank, ordered, started]
+    ["end", attempt, rank, time, status, text]            of a worker; text: why it is a fault, else empty
+    ["event", kind, time, text]                           kind: notice, signal, host lost
+    ["steps", attempt, rank, step, steps, ended, [phases_s]]            as StepTimes in records.py
+    ["span", attempt, rank, kind, began, ended]                         as Span
+    ["detail", attempt, rank, step, phase, bucket, began, ended]        as Detail
+
+A new version has another number where something changes its meaning or goes. The file has LIMIT_BYTES at most: it is
+thinned then, which sums neighbouring steps up and drops the details of the older half. The oldest are thus the
+coarsest. A file that cannot be written costs itself, never the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from launcher.errors import RunError
+
+__all__ = ["TIMELINE", "TimelineFile", "read_lines"]
+
+TIMELINE = "timeline.jsonl"
+VERSION = 1
+LIMIT_BYTES = 16 << 20
+THINNED = 0.6  # of the limit, that a thinned file has at most
+WAITING = 20_000  # lines that a slow disk may be behind; more are dropped
+END_S = 5.0  # for what waits, at the end
+_NAME = "dtrain timeline"
+_to_json = json.JSONEncoder(separators=(",", ":")).encode
+Line = list[Any]
+
+
+class TimelineFile:
+    """Writes in a thread of its own, from `begin` on; what comes before that waits. `say` is for what goes wrong."""
+
+    def __init__(
+        self, folder: Path, run_id: str, say: Callable[[str], None], *, limit_bytes: int = LIMIT_BYTES
+    ) -> None:
+        self.clock = time.monotonic()
+        self.path = folder / TIMELINE
+        self._say = say
+        self._limit_bytes = limit_bytes
+        self._head = {
+            "format": _NAME, "version": VERSION, "run_id": run_id, "began": time.time(), "clock": self.clock,
+        }  # fmt: skip
+        self._waiting: queue.SimpleQueue[Line | None] = queue.SimpleQueue()
+        self._is_usable = True
+        self._thread = threading.Thread(target=self._work, name="timeline", daemon=True)
+
+    def begin(self) -> None:
+        """Make the file. The run has workers now, or will have; a run that could not start leaves nothing."""
+        if self._thread.ident is None:
+            try:
+                self._thread.start()
+            except RuntimeError:  # no thread is left for it
+                self._is_usable = False
+
+    def add(self, *line: Any) -> None:
+        """Write a line; never blocks. Floats are times or durations."""
+        if self._is_usable and self._waiting.qsize() < WAITING:
+            self._waiting.put([*line])
+
+    def at(self, when: float) -> float:
+        """Return a moment of the controller's monotonic clock as the file has it."""
+        return round(when - self.clock, 6)
+
+    def close(self) -> None:
+        """Wait for what waits, but not for ever."""
+        self._waiting.put(None)
+        if self._thread.ident is not None:
+            self._thread.join(END_S)
+
+    # In the thread
+
+    def _work(self) -> None:
+        try:
+            self._write_all()
+        except OSError as error:
+            self._is_usable = False
+            self._say(
+                f"{self.path} cannot be written ({error.strerror}); the run goes on without it: dtrain trace and "
+                "dtrain plot will show what came before"
+            )
+
+    def _write_all(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.ExitStack() as stack:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            file = stack.enter_context(open(os.open(self.path, flags, 0o600), "ab", buffering=0))
+            if not file.tell():
+                file.write(_encoded([self._head]))
+            while True:
+                lines, is_last = self._next()
+                data = memoryview(_encoded(lines))
+                while data:
+                    data = data[file.write(data) or 0 :]
+                if is_last:
+                    return
+                if file.tell() > self._limit_bytes:
+                    _thin(self.path, int(THINNED * self._limit_bytes))
+                    stack.close()
+                    file = stack.enter_context(open(self.path, "ab", buffering=0))
+
+    def _next(self) -> tuple[list[Line], bool]:
+        """Wait for lines; return those that are there, and whether they are the last."""
+        lines: list[Line] = []
+        line = self._waiting.get()
+        while line is not None:
+            lines.append(line)
+            if self._waiting.empty():
+                return lines, False
+            line = self._waiting.get()
+        return lines, True
+
+
+def _encoded(lines: Iterable[Any]) -> bytes:
+    return "".join(f"{_to_json(line)}\n" for line in lines).encode()
+
+
+def _thin(path: Path, most_bytes: int) -> None:
+    """Make the file smaller, in its place. What cannot be made small enough loses its oldest lines."""
+    head, *lines = path.read_bytes().splitlines(keepends=True)
+    while sum(map(len, lines)) > most_bytes:
+        before = sum(map(len, lines))
+        lines = [*_thinned(lines)]
+        if sum(map(len, lines)) > 0.9 * before:  # there is nothing left to sum up
+            lines = lines[len(lines) // 2 :]
+    news = path.with_name(f".{path.name}.new")
+    with open(os.open(news, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
+        file.write(head)
+        file.writelines(lines)
+    os.replace(news, path)
+
+
+def _thinned(lines: list[bytes]) -> Iterator[bytes]:
+    """Sum up each two neighbours of a rank, and leave out the details in the first half."""
+    waiting: dict[tuple[int, int], Line] = {}
+    half = len(lines) // 2
+    for position, text in enumerate(lines):
+        if text.startswith(b'["detail"') and position < half:
+            continue
+        if not text.startswith(b'["steps"'):
+            yield text
+            continue
+        line = json.loads(text)
+        first = waiting.pop((line[1], line[2]), None)
+        if first is None:
+            waiting[line[1], line[2]] = line
+            continue
+        phases_s = [round(math.fsum(each), 6) for each in zip(first[6], line[6], strict=True)]
+        yield _encoded([[*line[:4], first[4] + line[4], line[5], phases_s]])
+    for line in waiting.values():
+        yield _encoded([line])
+
+
+def read_lines(folder: Path) -> tuple[dict[str, Any], Iterator[Line]]:
+    """Return the head and the lines of a run's file, which may be written meanwhile. Raises RunError."""
+    path = folder / TIMELINE
+    try:
+        file = path.open("rb")
+    except FileNotFoundError as error:
+        raise RunError(f"{folder} has no {TIMELINE}: the run had no workers, or is one of an older dtrain") from error
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror}") from error
+    with contextlib.ExitStack() as stack:
+        stack.callback(file.close)
+        head = _object(file.readline())
+        if not isinstance(head, dict) or head.get("format") != _NAME:
+            raise RunError(f"{path} is no file of a run's times")
+        if head.get("version") != VERSION:
+            raise RunError(f"{path} was written by another dtrain (version {head.get('version')}); use that one")
+        stack.pop_all()
+    return head, _rest(file)
+
+
+def _rest(file: Any) -> Iterator[Line]:
+    with file:
+        for text in file:
+            line = _object(text)
+            if isinstance(line, list) and line:  # the last one may be cut, of a full disk or a killed run
+                yield line
+
+
+def _object(text: bytes) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
