@@ -13,11 +13,6 @@ NOTABLE = 1.15  # times the others' work: below that, nobody is called the slowe
 _NAMES = dict(
     zip(PARTS, ("start", "training", "waiting for stragglers", "checkpoints", "failures", "rest"), strict=True)
 )
-_WHY = {
-    "data": "its data come late",
-    "compute": "forward, backward and optimizer take longer",
-    "other": "what it does between them takes longer",
-}
 
 
 def goodput_line(parts: Parts) -> str:
@@ -36,13 +31,11 @@ def straggler_line(found: Straggler) -> str:
     """Say that something is slow, or is so no longer."""
     who = _who(found)
     if found.to_step is not None:
-        are = "are" if len(found.ranks) > 1 and not found.host else "is"
-        return f"{who} {are} no longer slow, since step {found.to_step}, after {found.for_s or 0.0:.0f} s"
+        return f"{who} is no longer slow, since step {found.to_step}, after {found.for_s or 0.0:.0f} s"
     if found.what == "network":
-        longer = f"a step takes {found.times:.2g} times as long as before"
-        return f"the network is slow since step {found.from_step}: all ranks wait and none works longer; {longer}"
-    times = f"{found.times:.2g} times the others' work in a step"
-    return f"{who} is slow since step {found.from_step}, by {found.what}: {times}; {_WHY[found.what]}"
+        longer = f"a step takes {found.times:.2g} times as long"
+        return f"{who} is slow since step {found.from_step}: all ranks wait, none works longer; {longer}"
+    return f"{who} is slow since step {found.from_step} ({found.what}): {found.times:.2g} times the others' work"
 
 
 def _who(found: Straggler) -> str:

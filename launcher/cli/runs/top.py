@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -41,14 +40,14 @@ def show_top(word: str, *, as_json: bool, say: Callable[[str], None]) -> int:
 
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
-        console.print(_screen(entry, found, rows=sys.maxsize))
+        console.print(_screen(entry, found, height=sys.maxsize))
         return 0
     from rich.live import Live
 
     try:
         with Live(console=console, auto_refresh=False, screen=False, transient=False) as live:
             while found is not None:
-                live.update(_screen(entry, found, rows=os.get_terminal_size(1).lines - FRAME), refresh=True)
+                live.update(_screen(entry, found, height=console.size.height - FRAME), refresh=True)
                 time.sleep(REFRESH_S)
                 found = _look(entry)
     except KeyboardInterrupt:
@@ -67,27 +66,27 @@ def _look(entry: Entry) -> Content | None:
     return answer
 
 
-def _screen(entry: Entry, found: Content, *, rows: int) -> RenderableType:
+def _screen(entry: Entry, found: Content, *, height: int) -> RenderableType:
     """Return what is shown: the run, who is slow, and a row for each rank, or for each host where they are too many."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
     slow = [Text(each["line"], overflow="ellipsis", no_wrap=True) for each in found["stragglers"]]
-    room = max(1, rows - len(slow))
+    room = max(1, height - len(slow))
     by_host = _by_host(found)
-    cells = [_of_rank(rank) for rank in found["ranks"]]
-    hosts = [_of_host(host, by_host[host["host"]]) for host in found["hosts_used"]]
+    cells: list[Sequence[str]] = [_of_rank(rank) for rank in found["ranks"]]
+    hosts: list[Sequence[str]] = [_of_host(host, by_host[host["host"]]) for host in found["hosts_used"]]
     if len(cells) + (len(hosts) if len(hosts) > 1 else 0) > room:
-        shown, more = hosts[:room], len(hosts) - room
+        rows, more = hosts[:room], len(hosts) - room
         cut = f"and {count(more, 'more host')}; all with --json" if more > 0 else ""
     else:
-        shown, cut = cells if len(hosts) <= 1 else _grouped(hosts, found, cells), ""
+        rows, cut = (cells if len(hosts) <= 1 else _grouped(hosts, found, cells)), ""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for column in _COLUMNS:
         justify: Any = "left" if column in ("host", "rank") else "right"
         table.add_column(column, justify=justify, no_wrap=True, overflow="ellipsis")
-    for row in shown:
+    for row in rows:
         table.add_row(*row)
     return Group(Text(_headline(entry, found), overflow="fold"), *slow, Text(""), table, *([Text(cut)] if cut else []))
 
