@@ -260,6 +260,29 @@ def logs(run_id: str, follow: bool, rank: str | None, since: str | None) -> None
     sys.exit(show_logs(run_id, follow=follow, ranks=parse_ranks(rank, "--rank"), since_s=since_s))
 
 
+@cli.command(short_help="Write where the time of a run went, for Perfetto.")
+@_RUN
+@click.option("--output", "-o", metavar="FILE", help="Instead of RUN.trace.json here; - for stdout.")
+def trace(run_id: str, output: str | None) -> None:
+    """Write the phases of RUN, on all hosts and ranks, as a JSON that https://ui.perfetto.dev and Chrome show.
+
+    What ranks do is there if they train with ddp. RUN may go on or have ended.
+    """
+    from launcher.cli.runs.times import trace_run
+
+    sys.exit(trace_run(run_id, output, say=_complain))
+
+
+@cli.command(short_help="Draw the step time of each rank.")
+@_RUN
+@click.option("--output", "-o", metavar="FILE", help="Instead of RUN.png here; its suffix gives the format.")
+def plot(run_id: str, output: str | None) -> None:
+    """Draw how long the steps of each rank of RUN took, with restarts and faults. Needs matplotlib: dtrain[plot]."""
+    from launcher.cli.runs.times import plot_run
+
+    sys.exit(plot_run(run_id, output, say=_complain))
+
+
 @cli.command(short_help="Show a run as if it were in the foreground.")
 @_RUN
 def attach(run_id: str) -> None:

@@ -7,7 +7,7 @@ monotonic clock; `began` is the same moment by the wall clock.
     ["attempt", number, time, [[rank, host], ...]]        it begins, or goes on with others
     ["host", host, phase, began, ended]                   phase: connect, agent, check, rendezvous
     ["clock", host, offset_s, error_s]                    from its clock to ours; null: it may be wrong by the delay
-    ["start", attempt, rank, ordered, started]
+    ["start", attempt, rank, ordered, started, how]       how: fork (its imports were done before), exec
     ["end", attempt, rank, time, status, text]            of a worker; text: why it is a fault, else empty
     ["event", kind, time, text]                           kind: notice, signal, host lost
     ["steps", attempt, rank, step, steps, ended, [phases_s]]            as StepTimes in records.py
@@ -111,12 +111,12 @@ class TimelineFile:
                 data = memoryview(_encoded(lines))
                 while data:
                     data = data[file.write(data) or 0 :]
-                if is_last:
-                    return
                 if file.tell() > self._limit_bytes:
                     _thin(self.path, int(THINNED * self._limit_bytes))
                     stack.close()
                     file = stack.enter_context(open(self.path, "ab", buffering=0))
+                if is_last:
+                    return
 
     def _next(self) -> tuple[list[Line], bool]:
         """Wait for lines; return those that are there, and whether they are the last."""

@@ -122,7 +122,8 @@ class Recording:
             case Started():
                 started = message.time + clock.offset_s
                 ordered = min(self._ordered.pop(message.rank, started), started)
-                self._file.add("start", message.attempt, message.rank, self._file.at(ordered), self._file.at(started))
+                times = self._file.at(ordered), self._file.at(started)
+                self._file.add("start", message.attempt, message.rank, *times, "exec" if message.by_exec else "fork")
             case Exited():
                 ended = self._file.at(message.time + clock.offset_s)
                 self._file.add("end", message.attempt, message.rank, ended, message.status, _fault(message))

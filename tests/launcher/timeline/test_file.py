@@ -1,0 +1,110 @@
+"""The file of a run's times: bounded, readable while it is written, and never in the run's way."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.errors import RunError
+from launcher.timeline.file import TIMELINE, TimelineFile, read_lines
+
+
+def written(folder: Path, *lines: list[Any], **options: Any) -> list[str]:
+    """Write a file; return what was said."""
+    said: list[str] = []
+    file = TimelineFile(folder, "r", said.append, **options)
+    for line in lines:
+        file.add(*line)
+    file.begin()
+    file.close()
+    return said
+
+
+def test_lines_are_read_as_they_were_written(tmp_path: Path) -> None:
+    lines: list[list[Any]] = [["attempt", 0, 1.5, [[0, "a"]]], ["event", "notice", 2.0, 'said "ü"']]
+    assert written(tmp_path / "run", *lines) == []
+    head, found = read_lines(tmp_path / "run")
+    assert (head["run_id"], head["version"]) == ("r", 1)
+    assert [*found] == lines
+    assert (tmp_path / "run" / TIMELINE).stat().st_mode & 0o777 == 0o600
+
+
+def test_a_run_without_workers_leaves_no_file(tmp_path: Path) -> None:
+    file = TimelineFile(tmp_path / "run", "r", pytest.fail)
+    file.add("host", "a", "connect", 0.0, 1.0)
+    file.close()
+    assert [*tmp_path.iterdir()] == []
+    with pytest.raises(RunError, match="the run had no workers"):
+        read_lines(tmp_path)
+
+
+def test_a_file_at_its_limit_is_thinned_and_no_step_is_lost(tmp_path: Path) -> None:
+    limit = 30_000
+    lines: list[list[Any]] = [["event", "notice", 0.0, "first"]]
+    for step in range(1, 1001):
+        for rank in (0, 1):
+            phases_s = [0.001, 0.002, 0.003, 0.001 * rank, 0.0, 0.000001]
+            lines += [["detail", 0, rank, step, "wait", 0, step - 0.5, step - 0.4]]
+            lines += [["steps", 0, rank, step, 1, float(step), phases_s]]
+    assert written(tmp_path, *lines, limit_bytes=limit) == []
+    assert (tmp_path / TIMELINE).stat().st_size <= limit
+    _, found = read_lines(tmp_path)
+    kept = [*found]
+    assert kept[0] == lines[0]
+    for rank in (0, 1):
+        steps = [line for line in kept if line[0] == "steps" and line[2] == rank]
+        assert [line[3] for line in steps] == sorted(line[3] for line in steps)
+        assert sum(line[4] for line in steps) == 1000
+        assert steps[-1][3] == 1000
+        total_s = math.fsum(each for line in steps for each in line[6])
+        assert math.isclose(total_s, 1000 * (0.006001 + 0.001 * rank), abs_tol=1e-3)
+
+
+def test_what_cannot_be_summed_up_loses_its_oldest_lines(tmp_path: Path) -> None:
+    lines = [["event", "notice", float(number), "x" * 50] for number in range(1000)]
+    assert written(tmp_path, *lines, limit_bytes=10_000) == []
+    assert (tmp_path / TIMELINE).stat().st_size <= 10_000
+    _, found = read_lines(tmp_path)
+    assert [*found][-1] == lines[-1]
+
+
+def test_a_full_disk_is_said_once_and_costs_nothing_but_the_file(tmp_path: Path) -> None:
+    (tmp_path / TIMELINE).symlink_to("/dev/full")
+    said: list[str] = []
+    file = TimelineFile(tmp_path, "r", said.append)
+    file.begin()
+    for number in range(100):
+        file.add("event", "notice", float(number), "x")
+    file.close()
+    assert len(said) == 1
+    assert "No space left on device" in said[0]
+    assert "the run goes on without it" in said[0]
+
+
+def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file")
+    (said,) = written(tmp_path / "run", ["event", "notice", 1.0, "x"])
+    assert "cannot be written" in said
+
+
+def test_a_line_that_is_cut_short_or_spoiled_is_left_out(tmp_path: Path) -> None:
+    written(tmp_path, ["event", "notice", 1.0, "x"], ["event", "notice", 2.0, "y"])
+    path = tmp_path / TIMELINE
+    path.write_bytes(path.read_bytes() + b'\xff\xfe\n{}\n[]\n["event","noti')
+    assert [line[3] for line in read_lines(tmp_path)[1]] == ["x", "y"]
+
+
+@pytest.mark.parametrize(
+    ("head", "says"),
+    [
+        ("", "no file of a run's times"),
+        ("[1]", "no file of a run's times"),
+        (json.dumps({"format": "dtrain timeline", "version": 99}), "another dtrain"),
+    ],
+)
+def test_another_file_or_version_is_an_error(tmp_path: Path, head: str, says: str) -> None:
+    (tmp_path / TIMELINE).write_text(head)
+    with pytest.raises(RunError, match=says):
+        read_lines(tmp_path)
