@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from launcher.frozen import replace
 from launcher.job.attempt import AttemptState
 from launcher.job.events import AgentMessage, Event, Lost
 from launcher.job.job import Job, Phase
@@ -95,7 +96,8 @@ class Overview:
         if isinstance(event, AgentMessage):
             message = event.message
             if isinstance(message, HostUse) and message.attempt == attempt.number:
-                self._use[event.host] = message
+                gpus = {rank: gpu for rank, gpu in message.gpus.items() if len(gpu) == 3}
+                self._use[event.host] = replace(message, gpus=gpus)
             elif isinstance(message, Exited) and message.status != 0 and not message.provoked:
                 self._faults[message.rank] += 1
         elif isinstance(event, Lost):

@@ -28,6 +28,7 @@ LIMIT = 9.0  # of a sum
 LEAST_SPREAD = 0.1  # of the logarithms: who takes 10 % longer is not called slow, however evenly
 FIRST = 3  # windows that are left out: compiling, first batches
 LEARNED = 8  # windows before anything is said
+AWAY = 20  # windows without a rank: it is no longer there
 SPREAD_OF = 64  # windows
 USUAL_OF = 256  # windows
 KEPT = 100  # stragglers
@@ -133,6 +134,7 @@ class Stragglers:
         self._network_differences: deque[float] = deque(maxlen=SPREAD_OF)
         self._usual: deque[tuple[float, float]] = deque(maxlen=USUAL_OF)  # shortest wait, median work, of a step
         self._recent: dict[int, float] = {}  # by rank, the logarithm of the ratio of late
+        self._absent: dict[int, int] = {}  # by rank, in how many windows in a row
         self._what: dict[int, str] = {}  # by rank, what it had most of in the newest window
 
     @property
@@ -159,9 +161,11 @@ class Stragglers:
         others = _Others(shares)
         values = {rank: math.log(share.own / others.median(share.own)) for rank, share in shares.items()}
         excess = _excess(shares)
-        for gone in self._sums.keys() - shares.keys():
-            for known in (self._sums, self._recent, self._what):
-                known.pop(gone, None)
+        self._absent = {rank: self._absent.get(rank, 0) + 1 for rank in self._sums.keys() - shares.keys()}
+        for rank in [rank for rank, windows in self._absent.items() if windows > AWAY]:
+            for known in (self._sums, self._recent, self._what, self._absent):
+                known.pop(rank, None)
+            self._usual.clear()
         differences = []
         for rank, value in values.items():
             self._recent[rank] = self._recent.get(rank, value) * (1 - NEW_PART) + value * NEW_PART
@@ -175,7 +179,8 @@ class Stragglers:
             spread = max(LEAST_SPREAD, _MAD * median(self._differences))
             for rank, value in values.items():
                 self._sums[rank].take(value, spread, window, excess[rank])
-        self._take_network(window, shares)
+        if not self._absent:  # else the shortest wait may be missing
+            self._take_network(window, shares)
         self._judge(window)
 
     def _begin_attempt(self, last: Window) -> None:
@@ -221,7 +226,8 @@ class Stragglers:
                 for each in sums:
                     each.end()
                 self.found[index] = self._ended(straggler, window)
-                self._tell(self.found[index])
+                if sums:  # else it has gone
+                    self._tell(self.found[index])
 
     def _group_of(self, rank: int) -> tuple[int, ...]:
         """Return all ranks of its host if they are all slow, and there are others; else this one."""

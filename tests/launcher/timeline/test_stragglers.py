@@ -156,6 +156,22 @@ def test_a_slow_attempt_is_over_with_its_processes() -> None:
     assert json.loads(json.dumps(known.as_json()))["ranks"] == [1]
 
 
+def test_a_slow_rank_that_goes_is_not_said_to_be_fast_again() -> None:
+    told: list[Straggler] = []
+    windows, detector = Windows(), Stragglers(0.0, host_of=lambda _: "here", tell=told.append)
+    for step in range(1, 120):
+        for rank in range(3):
+            work = 1.9 if rank == 1 else 0.9
+            if rank != 1 or step < 60:
+                windows.add(StepTimes(0, rank, step, 1, 2.0 * step, (0.0, work, 0.0, 2.0 - work, 0.0, 0.0)))
+        for window in windows.take(is_over=step == 65):  # as at the end of a run, too
+            detector.add(window)
+        if step == 65:
+            assert detector.now == told
+    assert [each.to_step for each in told] == [None]
+    assert detector.now == []
+
+
 def test_one_rank_alone_is_compared_with_nobody() -> None:
     told, detector = simulated(ranks=1, slower=lambda step, _: {"data": 0.1} if step > 100 else {})
     assert told == []
