@@ -178,7 +178,8 @@ class _Recorder:
         self._is_in_span = False
         self._put(_SPAN, kind, began, now, 0.0, 0.0, 0.0, 0.0, 0.0)
         if self._has_begun:
-            self._enter(_OTHER)
+            self._sums[_OTHER] += now - self._since
+            self._phase, self._since = _OTHER, now
 
     def _enter(self, phase: int) -> None:
         now = monotonic()

@@ -20,6 +20,7 @@ from launcher.agent.signs_of_life import SignsOfLife
 from launcher.agent.step_times import StepTimesReader
 from launcher.agent.store import RendezvousStore, StoreProcess
 from launcher.agent.stream_writer import StreamWriter
+from launcher.agent.workers.cores import CoreChooser
 from launcher.agent.workers.memory_file import MemoryFile
 from launcher.agent.workers.warm_start import ForkServer
 from launcher.agent.workers.worker import BOOTSTRAP, Files, Worker, spawn
@@ -48,7 +49,6 @@ from launcher.protocol import (
 )
 
 if TYPE_CHECKING:
-    from launcher.machine.numa import Topology
     from launcher.machine.oom import OomWatch
 
 __all__ = ["Attempt"]
@@ -103,8 +103,7 @@ class Attempt:
         self._interfaces = prepared.interfaces
         self._sockets: dict[str, str] | None = None  # variables for gloo and NCCL, once they are known
         self._reserved: list[socket.socket] = []
-        # And the ids of the GPUs with their NUMA nodes, once they are known.
-        self._topology: tuple[Topology, tuple[str, ...], list[int]] | None = None
+        self._cores = CoreChooser()
         self._memory: OomWatch | None = None
         self._output_bytes = 0
 
@@ -289,7 +288,7 @@ class Attempt:
         env = {**self._sockets, **message.defaults, **os.environ, **sockets, **own, **self._kept_copy.variables}
         files = Files(self._folder, self.number, message.rank, self._lives.get(message.rank, 0))
         try:
-            cores = self._cores(message)
+            cores = self._cores.choose(message)
         except DtrainError as error:
             self._never_started(message.rank, str(error), restart_policy)
             return False
@@ -343,19 +342,6 @@ class Attempt:
         if not by_exec and self._store is not None and self._fork_server.has_torch:
             self._store.serve()  # a forked worker does not import torch, which is what would wake the store
         return True
-
-    def _cores(self, message: StartWorker) -> tuple[int, ...]:
-        """Return the processors that a worker is to be bound to; empty: all that there are."""
-        if not message.numa_binding:
-            return ()
-        from launcher.machine import devices, numa
-
-        if self._topology is None:
-            gpus = devices.find_gpus(os.environ)
-            self._topology = numa.read_topology(devices.cores()), gpus.ids, numa.nodes_of_gpus(gpus)
-        topology, ids, nodes = self._topology
-        own = ids.index(message.gpu) if nodes and message.gpu in ids else message.local_rank
-        return numa.choose_cores(message.numa_binding, topology, nodes, own, message.local_world_size)
 
     def _never_started(self, rank: int, reason: str, restart_policy: int) -> None:
         self._writer.send(

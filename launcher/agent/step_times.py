@@ -19,7 +19,8 @@ from launcher.timeline.records import PHASES, SPANS, Detail, Record, Span, StepT
 __all__ = ["RECORDS", "StepTimesReader"]
 
 RECORDS = 1024  # in the ring of a worker: those of a second
-SPANS_AT_MOST, DETAILS_AT_MOST = 32, 200  # of a worker, in one message
+SPANS_AT_MOST = 32  # of a worker, in one message
+DETAILS = 4  # for each of its StepTimes; of more, the longest
 LOST_AT_MOST = 1 << 31  # what is more is no count
 RECORDS_AT_MOST = 10_000  # in one message
 _HEADER = struct.Struct("<QQ")
@@ -57,7 +58,8 @@ class _Ring:
             else:
                 lost += 1
         last = max((detail.step for detail in details), default=0)
-        shown = [detail for detail in details if detail.step == last][:DETAILS_AT_MOST]
+        shown = [detail for detail in details if detail.step == last]
+        shown = sorted(shown, key=lambda detail: detail.ended - detail.began)[-DETAILS * at_most :]
         records: list[Record] = [*_summed(steps, at_most), *spans[-SPANS_AT_MOST:], *shown]
         return sorted(records, key=lambda record: record.ended), lost
 
@@ -89,7 +91,9 @@ class _Ring:
             longest_s = ended - self._began
             if not self._may_be(step, self._began, ended, now) or min(phases_s) < 0 or max(phases_s) > longest_s:
                 return None
-            return StepTimes(attempt, self.rank, int(step), 1, ended, tuple(phases_s))
+            return StepTimes(
+                attempt=attempt, rank=self.rank, step=int(step), steps=1, ended=ended, phases_s=tuple(phases_s)
+            )
         if kind == _SPAN:
             span, began, ended = values[:3]
             if not self._may_be(0, began, ended, now) or span not in range(len(SPANS)):

@@ -41,6 +41,7 @@ VERSION = 1
 LIMIT_BYTES = 16 << 20
 THINNED = 0.6  # of the limit, that a thinned file has at most
 WAITING = 20_000  # lines that a slow disk may be behind; more are dropped
+MAX_HEAD_BYTES = 1 << 16
 END_S = 5.0  # for what waits, at the end
 _NAME = "dtrain timeline"
 _to_json = json.JSONEncoder(separators=(",", ":")).encode
@@ -55,6 +56,8 @@ class TimelineFile:
     ) -> None:
         self.clock = time.monotonic()
         self.path = folder / TIMELINE
+        if (began := _began(self.path)) is not None:  # SLURM has started the job again: one axis for all its starts
+            self.clock -= max(0.0, time.time() - began)
         self._say = say
         self._limit_bytes = limit_bytes
         self._head = {
@@ -128,6 +131,17 @@ class TimelineFile:
                 return lines, False
             line = self._waiting.get()
         return lines, True
+
+
+def _began(path: Path) -> float | None:
+    """Return when a run began whose file is there already."""
+    try:
+        with path.open("rb") as file:
+            head = _object(file.readline(MAX_HEAD_BYTES))
+    except OSError:
+        return None
+    began = head.get("began") if isinstance(head, dict) and head.get("format") == _NAME else None
+    return began if isinstance(began, float) else None
 
 
 def _encoded(lines: Iterable[Any]) -> bytes:

@@ -32,7 +32,7 @@ from launcher.protocol import (
 )
 from launcher.timeline.clock_offset import ClockOffset
 from launcher.timeline.file import TimelineFile
-from launcher.timeline.records import Detail, Record, Span, StepTimes, moved, unpack
+from launcher.timeline.records import Detail, Record, Span, StepTimes, unpack
 from launcher.timeline.timeline import Timeline
 
 __all__ = ["Recording"]
@@ -135,7 +135,7 @@ class Recording:
             known = None if clock.error_s == float("inf") else round(clock.error_s, 6)
             self._file.add("clock", host, round(clock.offset_s, 6), known)
         try:
-            records = unpack(message.data, message.attempt)
+            records = unpack(message.data, message.attempt, clock.offset_s)
         except ProtocolError as error:
             if not self._has_complained:
                 self._has_complained = True
@@ -143,7 +143,7 @@ class Recording:
             return
         for record in records:
             if message.attempt == self._attempt and self._hosts.get(record.rank) == host:
-                self._add(moved(record, clock.offset_s))
+                self._add(record)
 
     def _add(self, record: Record) -> None:
         self.timeline.add(record)

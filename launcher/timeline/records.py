@@ -2,19 +2,20 @@
 
 Made on the hosts (launcher/agent/step_times.py) from what ranks record (ddp/monitoring/timeline.py), and sent in the
 payload of `Timings`: `pack` and `unpack` are its format. Times are seconds of the monotonic clock: that of the host in
-a message, that of the controller afterwards (`moved`).
+a message, that of the controller afterwards.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
-from typing import TypeAlias
+from math import isnan
+from typing import Any, TypeAlias
 
 from launcher.errors import ProtocolError
-from launcher.frozen import dataclass, replace
+from launcher.frozen import dataclass
 
-__all__ = ["PHASES", "SPANS", "Detail", "Record", "Span", "StepTimes", "moved", "pack", "unpack"]
+__all__ = ["PHASES", "SPANS", "Detail", "Record", "Span", "StepTimes", "pack", "unpack"]
 
 PHASES = ("data", "forward", "backward", "wait", "optimizer", "other")
 SPANS = ("evaluation", "save", "load", "recovery")
@@ -89,34 +90,31 @@ def _packed(record: Record) -> bytes:
             return _FORMAT.pack(_DETAIL, kind, record.bucket, record.rank, 0, record.step, *times)
 
 
-def unpack(data: bytes, attempt: int) -> list[Record]:
-    """Return what a payload says. Raises ProtocolError for anything that `pack` does not write."""
+def unpack(data: bytes, attempt: int, offset_s: float = 0.0) -> list[Record]:
+    """Return what a payload says, by a clock that shows `offset_s` more. Raises ProtocolError for any other payload."""
     try:
-        return [_unpacked(fields, attempt) for fields in _FORMAT.iter_unpack(data)]
+        return [_unpacked(fields, attempt, offset_s) for fields in _FORMAT.iter_unpack(data)]
     except (struct.error, IndexError, ValueError) as error:
         raise ProtocolError(f"these are no records of times: {error}") from error
 
 
-def _unpacked(fields: tuple[int | float, ...], attempt: int) -> Record:
-    which, kind, bucket, rank, steps, step = map(int, fields[:6])
-    times = fields[6:]
-    if not all(-LONGEST_S <= time <= LONGEST_S for time in times) or not 0 <= step <= KNOWN:  # NaN is neither
+def _unpacked(fields: tuple[Any, ...], attempt: int, offset_s: float) -> Record:
+    which, kind, bucket, rank, steps, step, *times = fields
+    if not (min(times) >= -LONGEST_S and max(times) <= LONGEST_S and 0 <= step <= KNOWN) or isnan(sum(times)):
         raise ValueError("a number out of range")
+    first = times[0] + offset_s
+    # All by their names: that is quicker, of these classes.
     if which == _STEP:
-        if steps == 0 or min(times[1:]) < 0.0 or kind or bucket:
+        phases_s = tuple(times[1:])
+        if steps == 0 or min(phases_s) < 0.0 or kind or bucket:
             raise ValueError("a step that is none")
-        return StepTimes(attempt, rank, step, steps, times[0], times[1:])
-    if not times[0] <= times[1]:
+        return StepTimes(attempt=attempt, rank=rank, step=step, steps=steps, ended=first, phases_s=phases_s)
+    ended = times[1] + offset_s
+    if not first <= ended:
         raise ValueError("an end before the beginning")
     if which == _SPAN:
-        return Span(attempt, rank, SPANS[kind], times[0], times[1])
+        return Span(attempt=attempt, rank=rank, kind=SPANS[kind], began=first, ended=ended)
     if which == _DETAIL:
-        return Detail(attempt, rank, step, PHASES[kind], bucket, times[0], times[1])
+        phase = PHASES[kind]
+        return Detail(attempt=attempt, rank=rank, step=step, phase=phase, bucket=bucket, began=first, ended=ended)
     raise ValueError(f"record {which}")
-
-
-def moved(record: Record, offset_s: float) -> Record:
-    """Return a record on another clock, which shows `offset_s` more."""
-    if isinstance(record, StepTimes):
-        return replace(record, ended=record.ended + offset_s)
-    return replace(record, began=record.began + offset_s, ended=record.ended + offset_s)

@@ -141,14 +141,16 @@ def test_what_was_overwritten_is_counted_as_lost(reader: StepTimesReader, ring: 
     assert steps[-1].step == RECORDS + 19
 
 
-def test_only_the_details_of_the_newest_step_are_sent(reader: StepTimesReader, ring: Ring, sent: Sent) -> None:
+def test_only_the_longest_details_of_the_newest_step_are_sent(reader: StepTimesReader, ring: Ring, sent: Sent) -> None:
     for step in (1, 2, 3):
         for bucket in range(300 if step == 3 else 4):
-            ring.put(2, 3, bucket, step, 100.0, 101.0)
+            ring.put(2, 3, bucket, step, 100.0, 101.0 + bucket % 100)
     reader.send(1000.0)
     records = sent.records()
-    assert len(records) == 200
-    assert {record.step for record in records if isinstance(record, Detail)} == {3}
+    assert len(records) == 40
+    details = [record for record in records if isinstance(record, Detail)]
+    assert {record.step for record in details} == {3}
+    assert min(record.ended for record in details) > 180.0, "the longest"
 
 
 def test_a_worker_that_starts_again_begins_anew(reader: StepTimesReader, ring: Ring, sent: Sent) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,21 @@ def test_lines_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert (head["run_id"], head["version"]) == ("r", 1)
     assert [*found] == lines
     assert (tmp_path / "run" / TIMELINE).stat().st_mode & 0o777 == 0o600
+
+
+def test_a_run_that_is_started_again_goes_on_with_the_same_axis(tmp_path: Path) -> None:
+    written(tmp_path, ["event", "notice", 1.0, "x"])
+    path = tmp_path / TIMELINE
+    head, _, rest = path.read_text().partition("\n")
+    hour_ago = json.loads(head)
+    path.write_text(json.dumps({**hour_ago, "began": hour_ago["began"] - 3600}) + "\n" + rest)
+    file = TimelineFile(tmp_path, "r", pytest.fail)
+    file.add("event", "notice", file.at(time.monotonic()), "y")
+    file.begin()
+    file.close()
+    first, second = read_lines(tmp_path)[1]
+    assert (first[2:], second[3]) == ([1.0, "x"], "y")
+    assert second[2] >= 3600
 
 
 def test_a_run_without_workers_leaves_no_file(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launcher.errors import ProtocolError
-from launcher.timeline.records import PHASES, SPANS, Detail, Record, Span, StepTimes, moved, pack, unpack
+from launcher.timeline.records import PHASES, SPANS, Detail, Record, Span, StepTimes, pack, unpack
 
 RANKS = st.integers(0, 100_000)
 STEPS = st.integers(0, 2**40)
@@ -81,6 +81,9 @@ def test_a_span_of_another_kind_or_that_ends_before_it_begins_is_an_error() -> N
 
 
 def test_a_record_on_another_clock_lasts_as_long() -> None:
-    assert moved(GOOD, 100.0) == StepTimes(0, 1, 5, 2, 109.0, GOOD.phases_s)
-    assert moved(Span(0, 0, "load", 1.0, 3.0), -1.0) == Span(0, 0, "load", 0.0, 2.0)
-    assert moved(Detail(0, 0, 4, "wait", 2, 1.0, 3.0), 5.0) == Detail(0, 0, 4, "wait", 2, 6.0, 8.0)
+    records: list[Record] = [GOOD, Span(0, 0, "load", 1.0, 3.0), Detail(0, 0, 4, "wait", 2, 1.0, 3.0)]
+    assert unpack(pack(records), 0, 100.0) == [
+        StepTimes(0, 1, 5, 2, 109.0, GOOD.phases_s),
+        Span(0, 0, "load", 101.0, 103.0),
+        Detail(0, 0, 4, "wait", 2, 101.0, 103.0),
+    ]

@@ -1,0 +1,34 @@
+"""Which processors of this host a worker is bound to."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from launcher.protocol import StartWorker
+
+if TYPE_CHECKING:
+    from launcher.machine.numa import Topology
+
+__all__ = ["CoreChooser"]
+
+
+class CoreChooser:
+    """Looks at the machine once, when the first worker is to be bound: that needs drivers, and takes long."""
+
+    def __init__(self) -> None:
+        # And the ids of the GPUs with their NUMA nodes.
+        self._topology: tuple[Topology, tuple[str, ...], list[int]] | None = None
+
+    def choose(self, message: StartWorker) -> tuple[int, ...]:
+        """Return the processors that a worker is to be bound to; empty: all that there are. Raises DtrainError."""
+        if not message.numa_binding:
+            return ()
+        from launcher.machine import devices, numa
+
+        if self._topology is None:
+            gpus = devices.find_gpus(os.environ)
+            self._topology = numa.read_topology(devices.cores()), gpus.ids, numa.nodes_of_gpus(gpus)
+        topology, ids, nodes = self._topology
+        own = ids.index(message.gpu) if nodes and message.gpu in ids else message.local_rank
+        return numa.choose_cores(message.numa_binding, topology, nodes, own, message.local_world_size)
