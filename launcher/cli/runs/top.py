@@ -18,7 +18,7 @@ from launcher.runs.registry import Entry, choose, entries
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["show_top"]
+__all__ = ["screen_of", "show_top"]
 
 REFRESH_S = 1.0
 FRAME = 5  # lines that are no row: the run, a blank one, the heads, what is cut, the cursor
@@ -40,14 +40,14 @@ def show_top(word: str, *, as_json: bool, say: Callable[[str], None]) -> int:
 
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
-        console.print(_screen(entry, found, height=sys.maxsize))
+        console.print(screen_of(entry, found, height=sys.maxsize))
         return 0
     from rich.live import Live
 
     try:
         with Live(console=console, auto_refresh=False, screen=False, transient=False) as live:
             while found is not None:
-                live.update(_screen(entry, found, height=console.size.height - FRAME), refresh=True)
+                live.update(screen_of(entry, found, height=console.size.height - FRAME), refresh=True)
                 time.sleep(REFRESH_S)
                 found = _look(entry)
     except KeyboardInterrupt:
@@ -66,7 +66,7 @@ def _look(entry: Entry) -> Content | None:
     return answer
 
 
-def _screen(entry: Entry, found: Content, *, height: int) -> RenderableType:
+def screen_of(entry: Entry, found: Content, *, height: int) -> RenderableType:
     """Return what is shown: the run, who is slow, and a row for each rank, or for each host where they are too many."""
     from rich.console import Group
     from rich.table import Table

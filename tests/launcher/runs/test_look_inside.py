@@ -1,17 +1,27 @@
 """What a run says of its time: who is slow and why, goodput, the status line, `dtrain top`."""
 
 import fcntl
+import io
 import json
 import re
+import shutil
 import struct
+import subprocess
 import termios
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
+from testbed import REPOSITORY
 from testbed.processes import run_dtrain, started_dtrain, wait_until
+from testbed.require import require
 from testbed.terminal import Terminal, dtrain_on_terminal
 
+from launcher.cli.runs.top import FRAME, screen_of
+from launcher.runs.control import Control, ask
+from launcher.runs.registry import entries, place, registered
 from launcher.timeline.goodput import PARTS
 
 # Makes steps of some 30 ms. The words are `rank.from.to.what`: who is slow in which steps, in its data or its forward;
@@ -241,3 +251,112 @@ def test_without_a_terminal_there_is_no_status_line(folder: Path) -> None:
     result = run_dtrain("run", "count.py", "100")
     assert result.returncode == 0
     assert "step" not in result.stderr
+
+
+# What fake_nvml.c does not answer: how busy a card is, and its memory.
+BUSY_NVML = """
+#include "fake_nvml.c"
+#include <unistd.h>
+struct memory { unsigned long long total, free, used; };
+struct utilization { unsigned gpu, memory; };
+int nvmlDeviceGetMemoryInfo(struct device *d, struct memory *m) {
+  if (*setting("FAKE_HANGS")) sleep(600);
+  m->total = 100ull << 30; m->used = (unsigned long long)(10 + d->card) << 30; m->free = m->total - m->used; return OK;
+}
+int nvmlDeviceGetUtilizationRates(struct device *d, struct utilization *u) {
+  if (d->card == 2) return UNSUPPORTED;
+  u->gpu = 60 + 20 * (unsigned)d->card; u->memory = 1; return OK;
+}
+int nvmlDeviceGetHandleByUUID(const char *uuid, struct device **d) {
+  unsigned card = 0;
+  if (sscanf(uuid, "GPU-%x", &card) != 1) return INVALID;
+  return nvmlDeviceGetHandleByIndex_v2(card, d);
+}
+"""
+
+
+@pytest.fixture
+def nvml(folder: Path) -> Path:
+    """Return the folder with the fake library."""
+    compiler = shutil.which("cc")
+    require(compiler, "a C compiler", "apt-get install gcc libc6-dev")
+    Path("nvml.c").write_text(BUSY_NVML)
+    argv = [str(compiler), "-shared", "-fPIC", f"-I{REPOSITORY}/tests/testbed", "-o", "libnvidia-ml.so.1", "nvml.c"]
+    subprocess.run(argv, check=True)
+    return folder
+
+
+@pytest.mark.parametrize("listed", ["", "GPU-00000001,GPU-00000000,GPU-00000002"])
+def test_the_use_of_gpus_is_shown_where_nvml_knows_it(nvml: Path, listed: str) -> None:
+    Path("count.py").write_text(COUNTING)
+    env = {"LD_LIBRARY_PATH": str(nvml), "FAKE_GPUS": "3", "CUDA_VISIBLE_DEVICES": listed or None}
+    with started_dtrain("run", "--nproc-per-node", "gpu", "count.py", "100000", env=env):
+        wait_until(lambda: run_dtrain("ps", "--json").stdout != "[]\n", "it runs")
+        wait_until(lambda: all(rank["gpu_percent"] is not None for rank in _top()["ranks"]), "NVML was asked")
+        ranks = _top()["ranks"]
+        used = {rank["rank"]: (rank["gpu_percent"], rank["gpu_memory_bytes"] >> 30) for rank in ranks}
+        first, second = (1, 0) if listed else (0, 1)
+        assert used == {first: (60, 10), second: (80, 11), 2: (0, 12)}
+        Path("go").touch()
+
+
+def test_a_driver_that_does_not_answer_holds_nothing_up(nvml: Path) -> None:
+    Path("count.py").write_text(COUNTING)
+    env = {"LD_LIBRARY_PATH": str(nvml), "FAKE_GPUS": "1", "FAKE_HANGS": "1", "CUDA_VISIBLE_DEVICES": None}
+    words = ["--nproc-per-node", "gpu", "--heartbeat-timeout-s", "5"]
+    with started_dtrain("run", *words, "count.py", "100000", env=env) as run:
+        wait_until(lambda: run_dtrain("ps", "--json").stdout != "[]\n", "it runs")
+        wait_until(lambda: (_top()["ranks"] or [{}])[0].get("resident_bytes"), "the agent has looked")
+        assert _top()["ranks"][0]["gpu_percent"] is None
+        time.sleep(6)  # longer than a silent agent is waited for
+        Path("go").touch()
+        assert run.wait() == 0
+
+
+def test_a_long_answer_comes_whole(folder: Path) -> None:
+    place().parent.mkdir(parents=True)
+    answer = {"ranks": ["x" * 1000] * 500}
+    control = Control(lambda: registered("long", folder, "", detached=False), lambda _: answer, print)
+    control.start()
+    assert control.wait_until_listed()
+    (entry,) = entries()
+    assert ask(entry, "top") == answer
+    control.close()
+
+
+def _many(hosts: int, per_host: int) -> dict[str, Any]:
+    rank = {
+        "step": 1200, "step_s": 0.25, "own_s": 0.2, "wait_s": 0.05, "resident_bytes": 3 << 30, "gpu_percent": 90,
+        "gpu_memory_bytes": 1, "gpu_memory_limit_bytes": 2, "restarts": 1, "faults": 1,
+    }  # fmt: skip
+    names = [f"node{host:03}" for host in range(hosts)]
+    ranks = [{**rank, "rank": n, "host": names[n // per_host]} for n in range(hosts * per_host)]
+    used = [{"host": name, "memory_bytes": 9 << 30, "memory_limit_bytes": 62 << 30, "lost": 1} for name in names]
+    return {
+        "state": "running", "hosts": hosts, "workers": len(ranks), "attempt": 0, "step": 1200, "steps_per_s": 4.0,
+        "goodput": 0.9, "waits_for": "", "ranks": ranks, "hosts_used": used, "stragglers": [{"line": "rank 3 " * 20}],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("hosts", "per_host"), [(1, 4), (2, 4), (8, 8), (100, 8)])
+def test_what_does_not_fit_the_screen_is_summed_up_by_host(folder: Path, hosts: int, per_host: int) -> None:
+    place().parent.mkdir(parents=True)
+    run = registered("many", folder, "", detached=False)
+    (entry,) = entries()
+    written = io.StringIO()
+    Console(file=written, width=80, height=24).print(screen_of(entry, _many(hosts, per_host), height=24 - FRAME))
+    run.close()
+    lines = written.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert len(lines) <= 24
+    rows = [line.split() for line in lines if line.startswith("node") or line.startswith("    ")]
+    if hosts == 1:
+        assert [row[1] for row in rows] == ["0", "1", "2", "3"]
+    elif hosts == 2:
+        assert [row[1] if row[0].startswith("node") else row[0] for row in rows] == [
+            "0-3", "0", "1", "2", "3", "4-7", "4", "5", "6", "7",
+        ]  # fmt: skip
+        assert rows[0][-2:] == ["4", "5"]  # restarts; faults, with the loss of the host
+    else:
+        assert rows[1][:3] == ["node001", "8-15", "1200"]
+        assert ("and 82 more hosts; all with --json" in lines) == (hosts == 100)
