@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["screen_of", "show_top"]
 
 REFRESH_S = 1.0
-FRAME = 5  # lines that are no row: the run, a blank one, the heads, what is cut, the cursor
+FRAME = 6  # lines that are no row: the run (two), a blank one, the heads, what is cut, the cursor
 _COLUMNS = ("host", "rank", "step", "time", "work", "wait", "memory", "GPU", "restarts", "faults")
 
 Content = Mapping[str, Any]
@@ -103,7 +103,7 @@ def _headline(entry: Entry, found: Content) -> str:
     if found["step"]:
         parts.append(f"step {found['step']}")
     if found["steps_per_s"]:
-        parts.append(f"{found['steps_per_s']:g} step/s")
+        parts.append(f"{found['steps_per_s']:.3g} step/s")
     if found["goodput"] is not None:
         parts.append(f"goodput {percent(found['goodput'])}")
     if found["waits_for"]:

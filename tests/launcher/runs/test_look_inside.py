@@ -359,4 +359,4 @@ def test_what_does_not_fit_the_screen_is_summed_up_by_host(folder: Path, hosts: 
         assert rows[0][-2:] == ["4", "5"]  # restarts; faults, with the loss of the host
     else:
         assert rows[1][:3] == ["node001", "8-15", "1200"]
-        assert ("and 82 more hosts; all with --json" in lines) == (hosts == 100)
+        assert ("and 83 more hosts; all with --json" in lines) == (hosts == 100)
