@@ -111,7 +111,7 @@ def test_a_throttled_rank_is_named_with_what_is_slow_and_top_shows_it(folder: Pa
 
         def shows_the_second() -> bool:
             assert run.poll() is None
-            listed = json.loads(run_dtrain("ps", "--json").stdout)
+            listed = _runs()
             return bool(listed and listed[0]["step"]) and any(each["ranks"] == [1] for each in _top()["stragglers"])
 
         wait_until(shows_the_second, "rank 1 is found")
@@ -291,7 +291,7 @@ def test_the_use_of_gpus_is_shown_where_nvml_knows_it(nvml: Path, listed: str) -
     Path("count.py").write_text(COUNTING)
     env = {"LD_LIBRARY_PATH": str(nvml), "FAKE_GPUS": "3", "CUDA_VISIBLE_DEVICES": listed or None}
     with started_dtrain("run", "--nproc-per-node", "gpu", "count.py", "100000", env=env):
-        wait_until(lambda: run_dtrain("ps", "--json").stdout != "[]\n", "it runs")
+        wait_until(_runs, "it runs")
         wait_until(lambda: all(rank["gpu_percent"] is not None for rank in _top()["ranks"]), "NVML was asked")
         ranks = _top()["ranks"]
         used = {rank["rank"]: (rank["gpu_percent"], rank["gpu_memory_bytes"] >> 30) for rank in ranks}
@@ -305,12 +305,31 @@ def test_a_driver_that_does_not_answer_holds_nothing_up(nvml: Path) -> None:
     env = {"LD_LIBRARY_PATH": str(nvml), "FAKE_GPUS": "1", "FAKE_HANGS": "1", "CUDA_VISIBLE_DEVICES": None}
     words = ["--nproc-per-node", "gpu", "--heartbeat-timeout-s", "5"]
     with started_dtrain("run", *words, "count.py", "100000", env=env) as run:
-        wait_until(lambda: run_dtrain("ps", "--json").stdout != "[]\n", "it runs")
+        wait_until(_runs, "it runs")
         wait_until(lambda: (_top()["ranks"] or [{}])[0].get("resident_bytes"), "the agent has looked")
         assert _top()["ranks"][0]["gpu_percent"] is None
         time.sleep(6)  # longer than a silent agent is waited for
         Path("go").touch()
         assert run.wait() == 0
+
+
+def test_top_counts_restarts_and_faults(folder: Path) -> None:
+    fails = 'import os\nif os.environ["TORCHELASTIC_RESTART_COUNT"] + os.environ["RANK"] == "01": raise SystemExit(3)\n'
+    Path("count.py").write_text(fails + COUNTING)
+    words = ["--nproc-per-node", "2", "--max-restarts", "1", "--run-id", "r"]
+    with started_dtrain("run", *words, "count.py", "100000") as run:
+        wait_until(lambda: any(each["attempt"] == 1 and each["step"] for each in _runs()), "the second attempt trains")
+        found = _top()
+        assert [(rank["restarts"], rank["faults"]) for rank in found["ranks"]] == [(1, 0), (1, 1)]
+        assert [host["lost"] for host in found["hosts_used"]] == [0]
+        Path("go").touch()
+        assert run.wait() == 0
+    assert outcome("r")["goodput"]["failures_s"] > 0
+
+
+def _runs() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(run_dtrain("ps", "--json").stdout)
+    return found
 
 
 def test_a_long_answer_comes_whole(folder: Path) -> None:
