@@ -163,7 +163,7 @@ def _control_alone(
     logs = LogFiles(folder, console.say)
     output = OutputThread(console, logs, output_filter=request.output_filter)
     output.start()
-    recording = Recording(folder, spec.run_id, output.say)
+    recording = Recording(folder, spec.run_id, say=output.say, failed=output.cannot_write)
     session = Session(
         spec,
         output,

@@ -100,12 +100,18 @@ class LogFiles:
         try:
             action()
         except OSError as error:
-            self.usable = False
-            self.close()
-            self._complain(
-                f"the log files in {self.folder} cannot be written ({error.strerror}); the run goes on without them. "
-                + ("See ulimit -n" if error.errno == errno.EMFILE else "Choose another folder with --log-dir")
-            )
+            self.give_up(error)
+
+    def give_up(self, error: OSError) -> None:
+        """Write no more, here and elsewhere in the folder, since a file there cannot be written."""
+        if not self.usable:
+            return
+        self.usable = False
+        self.close()
+        self._complain(
+            f"the log files in {self.folder} cannot be written ({error.strerror}); the run goes on without them. "
+            + ("See ulimit -n" if error.errno == errno.EMFILE else "Choose another folder with --log-dir")
+        )
 
 
 def log_folder(folder: Path, attempt: int, rank: int | None = None) -> Path:

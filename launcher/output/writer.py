@@ -92,6 +92,10 @@ class OutputThread:
         else:
             self._logs.write_manifest(content)
 
+    def cannot_write(self, error: OSError) -> None:
+        """Note that another file in the run's folder cannot be written: there is one message for all."""
+        self._put(lambda: self._logs.give_up(error))
+
     def leave_terminal(self, fd: int, then: Callable[[], None]) -> None:
         """Write to `fd`, a file, what comes from now on, and call `then` once all before is on the terminal."""
 

@@ -49,16 +49,19 @@ Line = list[Any]
 
 
 class TimelineFile:
-    """Writes in a thread of its own, from `begin` on; what comes before that waits. `say` is for what goes wrong."""
+    """Writes in a thread of its own, from `begin` on; what comes before that waits.
+
+    `failed` is called once, in that thread, when the file cannot be written any more.
+    """
 
     def __init__(
-        self, folder: Path, run_id: str, say: Callable[[str], None], *, limit_bytes: int = LIMIT_BYTES
+        self, folder: Path, run_id: str, failed: Callable[[OSError], None], *, limit_bytes: int = LIMIT_BYTES
     ) -> None:
         self.clock = time.monotonic()
         self.path = folder / TIMELINE
         if (began := _began(self.path)) is not None:  # SLURM has started the job again: one axis for all its starts
             self.clock -= max(0.0, time.time() - began)
-        self._say = say
+        self._failed = failed
         self._limit_bytes = limit_bytes
         self._head = {
             "format": _NAME, "version": VERSION, "run_id": run_id, "began": time.time(), "clock": self.clock,
@@ -97,10 +100,7 @@ class TimelineFile:
             self._write_all()
         except OSError as error:
             self._is_usable = False
-            self._say(
-                f"{self.path} cannot be written ({error.strerror}); the run goes on without it: dtrain trace and "
-                "dtrain plot will show what came before"
-            )
+            self._failed(error)
 
     def _write_all(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -39,11 +39,16 @@ __all__ = ["Recording"]
 
 
 class Recording:
-    """Of one run. Only the loop calls it, and it never blocks it; `close` waits for the file."""
+    """Of one run. Only the loop calls it, and it never blocks it; `close` waits for the file.
 
-    def __init__(self, folder: Path, run_id: str, say: Callable[[str], None]) -> None:
+    `failed` is called in another thread when the file cannot be written.
+    """
+
+    def __init__(
+        self, folder: Path, run_id: str, *, say: Callable[[str], None], failed: Callable[[OSError], None]
+    ) -> None:
         self.timeline = Timeline()
-        self._file = TimelineFile(folder, run_id, say)
+        self._file = TimelineFile(folder, run_id, failed)
         self._say = say
         self._clocks: dict[str, tuple[int, ClockOffset]] = {}  # by host, with the link that it is of
         self._since: dict[tuple[str, str], float] = {}  # by host and phase, when it began

@@ -23,6 +23,7 @@ from ddp.data.replica_loader import ReplicaLoader
 from ddp.data_parallel.module_watch import ModuleWatch
 from ddp.environment import Placement
 from ddp.errors import ArgumentError, BackwardError
+from ddp.monitoring import timeline
 from ddp.monitoring.progress import count_step, set_restart_policy
 from ddp.strategies.parameter_server.client import Client
 from ddp.strategies.parameter_server.consistency import Mode
@@ -241,14 +242,22 @@ class RemoteOptimizer(StandInOptimizer):
         client, options = self._client, self._client.plan.options
         gradients = self._gradients()
         if options.overlap:
-            client.finish()
+            self._finish()
         if client.process.index == 0:
             client.give_extras()
         client.push(gradients, plain_groups(self))
         if not options.overlap:
-            client.finish()
+            self._finish()
         client.next_step()
         count_step()
+
+    def _finish(self) -> None:
+        """Wait for the servers, and with them for the other workers."""
+        recorded = timeline.wait_begins()
+        try:
+            self._client.finish()
+        finally:
+            timeline.wait_ended(recorded)
 
     def _gradients(self) -> list[torch.Tensor | None]:
         """The gradients to send. After a GradScaler that has found an inf: none, which makes no step of this one's."""

@@ -24,7 +24,7 @@ class Recorded(Drive):
     def __init__(self, folder: Path, **changes: Any) -> None:
         self.said: list[str] = []
         self.folder = folder
-        self.recording = Recording(folder, "r1", self.said.append)
+        self.recording = Recording(folder, "r1", say=self.said.append, failed=lambda error: pytest.fail(str(error)))
         self.recording._file.clock = 1000.0
         self.records: list[Record] = []
         self.recording.timeline.subscribe(self.records.append)
