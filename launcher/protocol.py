@@ -418,6 +418,19 @@ class Timings(Report):
 
 
 @dataclass(frozen=True)
+class HostUse(Report):
+    """What a host's memory and its workers' GPUs are used for, now and then; what cannot be known is left out."""
+
+    attempt: int
+    memory_bytes: int  # in use, of the host or of the limit that holds for the workers
+    memory_limit_bytes: int
+    resident_bytes: dict[str, int] = field(default_factory=dict)  # by rank, with the worker's children
+    gpus: dict[str, list[int]] = field(
+        default_factory=dict
+    )  # by rank, its first: percent busy, bytes in use, of how many
+
+
+@dataclass(frozen=True)
 class Failing(Report):
     """A worker has failed, by an exception or an exit code, and its process has not ended yet; Exited follows."""
 

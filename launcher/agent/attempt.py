@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from launcher.agent.cleanup.run_tag import RunTag, clear_folder
+from launcher.agent.host_use import HostUseWatch
 from launcher.agent.kept_copy import KeptCopy
 from launcher.agent.signs_of_life import SignsOfLife
 from launcher.agent.step_times import StepTimesReader
@@ -83,6 +84,7 @@ class Attempt:
         self.worker_restarts = WorkerRestarts(run_tag, grace_s=prepared.grace_s)
         self.signs = SignsOfLife()
         self.step_times = StepTimesReader(number, writer, folder=folder, at_most=prepared.step_times)
+        self._use = HostUseWatch(number)
         self._reports_steps = prepared.reports_steps
         self._unstepped: list[Worker] = []  # of which the first step is to be reported
         self._heartbeat_s = prepared.heartbeat_s
@@ -157,6 +159,13 @@ class Attempt:
             stopped=signs.stopped,
             resilient=self.is_resilient,
         )
+
+    def send_use(self, now: float) -> None:
+        """Send what memory and GPUs are used for, if it is time to."""
+        orders = self._orders.values()
+        gpus = {order.rank: order.gpu for order in orders if order.gpu and "CUDA_VISIBLE_DEVICES" in order.env}
+        if self.running and (use := self._use.look(self.running, gpus, now)) is not None:
+            self._writer.send(use)
 
     @property
     def pause_s(self) -> float:
@@ -437,6 +446,7 @@ class Attempt:
             state.close()
         self.step_times.close()
         self.input.close()
+        self._use.close()
         self.workers, self._states = {}, {}
         self._memory = None
         clear_folder(self._folder, self.number)

@@ -23,6 +23,7 @@ from launcher.agent.stream_writer import StreamWriter
 from launcher.agent.workers.warm_start import PROGRAM
 from launcher.agent.workers.worker import BOOTSTRAP, spawn
 from launcher.frozen import dataclass, replace
+from launcher.machine.processes import descendants
 from launcher.protocol import Collect, Collected, Evidence
 
 __all__ = ["STACK_SIGNAL", "Collection", "EvidenceRound", "Subject", "find_py_spy"]
@@ -189,7 +190,7 @@ class _Look:
         if not fields or fields[0] in (b"Z", b"X"):
             return None
         state = fields[0].decode()
-        tree = [stat, *(_read(pid, "stat") for pid in _descendants(subject.pid))]
+        tree = [stat, *(_read(pid, "stat") for pid in descendants(subject.pid))]
         waits_in = _read(subject.pid, "wchan").decode("ascii", "replace")
         found = Evidence(
             number=number,
@@ -317,15 +318,6 @@ class _Look:
         if self._output >= 0:
             os.close(self._output)
             self._output = -1
-
-
-def _descendants(pid: int) -> list[int]:
-    """Return the pids of a process's children, and of theirs; none where the kernel does not list them."""
-    found: list[int] = []
-    with contextlib.suppress(OSError):  # ended meanwhile
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            found += map(int, _read(pid, f"task/{thread}/children").split())
-    return found + [other for child in found for other in _descendants(child)]
 
 
 def _cpu_s(stat: bytes) -> float:

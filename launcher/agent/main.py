@@ -253,6 +253,8 @@ class Agent:
             self._writer.send(Heartbeat(now) if attempt is None else attempt.heartbeat(now))
             if attempt is not None:
                 attempt.step_times.send(now)
+                if self._attempt_end is None:
+                    attempt.send_use(now)
 
     def _kill_at(self, signum: int) -> float:
         """Return when workers that get this signal now are killed."""

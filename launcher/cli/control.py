@@ -27,9 +27,12 @@ if TYPE_CHECKING:
     from launcher.output.writer import OutputThread
     from launcher.protocol import Exited, Returned
     from launcher.runs.detach import Detachment
+    from launcher.timeline.goodput import Parts
+    from launcher.timeline.stragglers import Straggler
 
 __all__ = ["Caller", "Ended", "Verbosity", "control", "error_file", "write_all"]
 
+GOODPUT_FROM_S = 60.0  # of a run of which no steps are known, a shorter one needs no words on its time
 _SWITCH_S = 0.0005  # what threads that connect wait for at each of their steps, while this one imports
 
 
@@ -127,6 +130,7 @@ def control(request: Request, options: Options, limits: Limits, verbosity: Verbo
         logs = LogFiles(folder, console.say)
         output = OutputThread(console, logs, output_filter=request.output_filter)
         output.start()
+        recording = Recording(folder, spec.run_id, say=output.say, failed=output.cannot_write)
         session = Session(
             spec,
             output,
@@ -138,8 +142,13 @@ def control(request: Request, options: Options, limits: Limits, verbosity: Verbo
             folder=folder,
             limits=limits,
             detachment=caller.detachment,
+            timeline=recording.timeline,
+            say=(lambda _: None) if verbosity.quiet else output.say,
         )
-        recording = Recording(folder, spec.run_id, say=output.say, failed=output.cannot_write)
+
+        def show_progress(text: str) -> None:
+            output.show_status(text or session.status_line(), gives_way=not text)
+
         try:
             with contextlib.ExitStack() as stack:
                 stack.callback(recording.close)
@@ -152,7 +161,7 @@ def control(request: Request, options: Options, limits: Limits, verbosity: Verbo
                 controller = Controller(
                     spec if listener is None else replace(spec, master_addr=listener.address),
                     output,
-                    show_progress=output.show_status if shows_progress else lambda _: None,
+                    show_progress=show_progress if shows_progress else lambda _: None,
                     tell_user=output.say,
                     opened=opened,
                     listener=listener,
@@ -173,7 +182,8 @@ def control(request: Request, options: Options, limits: Limits, verbosity: Verbo
         finally:
             output.close()
         kept = folder if logs.usable else None
-        text = _report_end(request, verbosity, outcome, output, controller.evidence_file, kept, caller)
+        spent = session.spent(outcome)
+        text = _report_end(request, verbosity, outcome, output, controller.evidence_file, kept, caller, spent)
         state = session.end(outcome, controller.evidence_file)
         if outcome.preempted:
             outcome = replace(outcome, exit_code=_requeue(outcome, verbosity))
@@ -214,19 +224,29 @@ def _report_end(
     evidence_file: Path | None,
     folder: Path | None,
     caller: Caller,
+    spent: tuple[Parts | None, Sequence[Straggler]],
 ) -> str:
     """Say how the run ended, and return it."""
     from launcher.output.console import takes_colour
+    from launcher.output.insight import goodput_line
     from launcher.output.report import report
     from launcher.output.text import count
     from launcher.output.warm import warm_lines
 
     spec = request.spec
+    parts, stragglers = spent
     if verbosity.error_json is not None:
         from launcher.output.error_json import write_error_json
 
         try:
-            write_error_json(verbosity.error_json, outcome, folder=folder, evidence_file=evidence_file)
+            write_error_json(
+                verbosity.error_json,
+                outcome,
+                folder=folder,
+                evidence_file=evidence_file,
+                parts=parts,
+                stragglers=stragglers,
+            )
         except OSError as error:
             verbosity.say(f"--error-json: {verbosity.error_json} cannot be written: {error.strerror}")
     if verbosity.verbose:
@@ -246,6 +266,8 @@ def _report_end(
     for line in warm_lines(spec, outcome, verbose=verbosity.verbose):
         if not verbosity.quiet:
             verbosity.say(line)
+    if parts is not None and not verbosity.quiet and (parts.is_measured or parts.wall_s >= GOODPUT_FROM_S):
+        verbosity.say(goodput_line(parts))
     text = report(outcome, folder=folder, tail=output.tail, evidence_file=evidence_file)
     if caller.is_program and outcome.exit_code != 0:
         return text
@@ -255,7 +277,12 @@ def _report_end(
             from launcher.output.error_json import as_json
             from launcher.output.json_lines import report_line
 
-            write_all(caller.err, report_line(text, as_json(outcome, folder, evidence_file), failed=failed))
+            write_all(
+                caller.err,
+                report_line(
+                    text, as_json(outcome, folder, evidence_file, parts=parts, stragglers=stragglers), failed=failed
+                ),
+            )
             return text
         first, newline, rest = text.partition("\n")
         verbosity.say(f"\x1b[1;31m{first}\x1b[0m{newline}{rest}" if failed and takes_colour(caller.err) else text)

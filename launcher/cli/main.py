@@ -217,7 +217,7 @@ _RUN = click.argument("run_id", metavar="RUN", shell_complete=_complete_run)
 _JSON = click.option("--json", "as_json", is_flag=True, help="As JSON.")
 
 
-@cli.command(short_help="List your runs: state, hosts, workers, step, age.")
+@cli.command(short_help="List your runs: state, hosts, workers, step, age, goodput.")
 @click.option("--all", "-a", "show_all", is_flag=True, help="Also those that have ended, and the lost ones.")
 @_JSON
 def ps(show_all: bool, as_json: bool) -> None:
@@ -228,6 +228,19 @@ def ps(show_all: bool, as_json: bool) -> None:
     from launcher.cli.runs.table import show_runs
 
     sys.exit(show_runs(everything=show_all, as_json=as_json, say=_complain))
+
+
+@cli.command(short_help="Show how the ranks of a run do, again and again.")
+@_RUN
+@_JSON
+def top(run_id: str, as_json: bool) -> None:
+    """Show hosts and ranks of RUN: step, its time, own work and waits, memory, GPU, restarts, faults; who is slow.
+
+    Refreshed each second until Ctrl-C; where stdout is no terminal, and with --json, it is shown once.
+    """
+    from launcher.cli.runs.top import show_top
+
+    sys.exit(show_top(run_id, as_json=as_json, say=_complain))
 
 
 @cli.command(short_help="List all your runs, and how they ended.")

@@ -82,7 +82,7 @@ class Controller:
         opened: Mapping[str, Callable[[], Stream]],
         listener: Listener | None = None,
         recording: Recording | None = None,
-        watch: Callable[[Job], None] = lambda _: None,
+        watch: Callable[[Job, Event, float], None] = lambda *_: None,
         function: Sequence[bytes] = (),
         take: Callable[[str, Returned | Exited], None] | None = None,
     ) -> None:
@@ -99,7 +99,7 @@ class Controller:
         self.evidence_file: Path | None = None  # of the newest failure
         self._tell_user = tell_user
         self._recording = recording
-        self._watch = watch  # the job, after each event
+        self._watch = watch  # the job, after each event and its time
         self._input = None if spec.stdin_rank is None else StandardInput(spec.stdin_rank, output, self.wake)
         self._job = Job(spec, time.monotonic(), run_key=os.urandom(RUN_KEY_BYTES).hex())
         self._connector = Connector(spec, listener=listener, tell=tell_user)
@@ -176,7 +176,7 @@ class Controller:
             if self._input is not None:
                 for host, message in self._input.outgoing():
                     self._links[host].tell(message)
-            self._watch(self._job)
+            self._watch(self._job, event, now)
         self._show_progress("")
         return self._job.outcome
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from launcher.job.failure import Failure, FailureKind, looks_like_consequence
@@ -10,7 +10,7 @@ from launcher.job.timers import NEVER, Timer, Timers
 from launcher.placement.placement import Placement
 from launcher.protocol import Evidence, Exited, Heartbeat, PortsReserved, Started, StoreOpened
 
-__all__ = ["AttemptState", "choose_members"]
+__all__ = ["AttemptState", "choose_members", "lost_steps"]
 
 HUNG_S = 10.0  # without a sign of life; and then HUNG_FACTOR times the longest silence that has ended
 HUNG_FACTOR = 5.0
@@ -62,6 +62,7 @@ class AttemptState:
         self._unfinished = dict(zip(members, placement.per_host, strict=True))
         self._succeeded = False  # one of those that the run waits for
         self._restarts: dict[int, int] = {}  # of single ranks
+        self._exits: dict[int, Exited] = {}  # the newest of each rank
         self._heartbeats: dict[str, Heartbeat] = {}  # the newest of each host
 
     @property
@@ -142,6 +143,15 @@ class AttemptState:
         made = ((self._heartbeats[host].steps, count) for host, count in per_host if host in self._heartbeats)
         return max((steps // count for steps, count in made if count), default=0)
 
+    @property
+    def lost_steps(self) -> int | None:
+        """How many steps of it another attempt makes again, as far as it is over; None where nobody counts them."""
+        return lost_steps(self._exits)
+
+    def restarts_of(self, rank: int) -> int:
+        """How often a rank alone was started again."""
+        return self._restarts.get(rank, 0)
+
     def needs(self, host: str) -> bool:
         """Whether the loss of a host is one: its workers have not finished successfully, or it holds the store."""
         return host in self._unfinished and (host == self.store_host or self._unfinished[host] > 0)
@@ -158,6 +168,7 @@ class AttemptState:
 
     def take_exit(self, host: str, exited: Exited, at: float, now: float) -> None:
         """Note the end of a worker; `at` is its time on the controller's clock."""
+        self._exits[exited.rank] = exited
         if exited.rank in self.ended:
             return
         self.started.add(exited.rank)
@@ -239,6 +250,18 @@ class AttemptState:
     def take_end(self, known: Failure, ended: Failure) -> None:
         """Note how the process of a worker ended that was known to have failed."""
         self.failures = [ended if failure is known else failure for failure in self.failures]
+
+
+def lost_steps(exits: Mapping[int, Exited]) -> int | None:
+    """Return how many steps were made since the newest checkpoint, as the first rank knows it that saved one.
+
+    `exits` are the ends of processes by rank. None where none of them has counted steps.
+    """
+    ends = [each for _, each in sorted(exits.items())]
+    if not any(each.steps for each in ends):
+        return None
+    saved = (each.unsaved for each in ends if each.saved)
+    return next(saved, max(each.steps for each in ends))
 
 
 def choose_members(previous: Sequence[str], ready: Sequence[str], most: int) -> tuple[str, ...]:

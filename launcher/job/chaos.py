@@ -14,7 +14,7 @@ import signal
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from launcher.job.attempt import AttemptState
+from launcher.job.attempt import AttemptState, lost_steps
 from launcher.job.events import Command, Notice, Send
 from launcher.job.failure import Failure, FailureKind
 from launcher.job.timers import Timer, Timers
@@ -58,7 +58,7 @@ class Chaos:
         self._under_way: _UnderWay | None = None
         self._stepping: set[int] = set()  # ranks that have ever counted a step
         self._training: set[int] = set()  # ranks whose present process has
-        self._unsaved: dict[int, tuple[int, int, int]] = {}  # by rank that has ended: steps, saves, steps since
+        self._exits: dict[int, Exited] = {}  # by rank, since the fault
 
     @property
     def seed(self) -> int:
@@ -95,7 +95,7 @@ class Chaos:
             signum = signal.SIGKILL if fault.action == "kill" else signal.SIGSTOP
             order = Send(host, KillWorker(rank=worker.rank, attempt=attempt.number, signum=signum))
         self._under_way = _UnderWay(host, rank, now)
-        self._unsaved = {}
+        self._exits = {}
         self.costs.append(FaultCost(fault.action, what, now - self._began))
         return [Notice(f"--chaos: {fault.action} {what}"), order]
 
@@ -131,7 +131,7 @@ class Chaos:
         """
         fault = self._under_way
         self._training.discard(exited.rank)
-        self._unsaved[exited.rank] = (exited.steps, exited.saved, exited.unsaved)
+        self._exits[exited.rank] = exited
         if fault is None or fault.rank is None or fault.is_detected or exited.status != 0:
             return []
         if exited.rank == fault.rank:
@@ -148,16 +148,9 @@ class Chaos:
             return
         if fault.is_detected:
             fault.lacking = frozenset(range(attempt.world_size))
-            self._note(steps_lost=self._lost())
+            self._note(steps_lost=lost_steps(self._exits))
         else:  # something else was quicker
             self._end(fault, now)
-
-    def _lost(self) -> int | None:
-        """Return how many steps were made since the newest checkpoint, as the first rank knows it that saved one."""
-        if not any(steps for steps, _, _ in self._unsaved.values()):
-            return None
-        saved = (unsaved for _, (_, saves, unsaved) in sorted(self._unsaved.items()) if saves)
-        return next(saved, max(steps for steps, _, _ in self._unsaved.values()))
 
     def goes_on(self, rank: int, now: float, *, has_stepped: bool) -> None:
         """Take the start of a process, or its first step."""

@@ -82,6 +82,15 @@ class Job:
         return self._run.attempt
 
     @property
+    def began(self) -> float:
+        return self._run.began
+
+    @property
+    def fails(self) -> bool:
+        """Whether something has failed, and the attempt is not whole again."""
+        return self._run.lacks_workers or (self.attempt is not None and bool(self.attempt.failures))
+
+    @property
     def outcome(self) -> Outcome | None:
         return self._run.outcome
 

@@ -71,7 +71,12 @@ class Lifecycle:
         self.stops_with: int | None = None  # what the workers get once it is known where they stand
         self._error: DtrainError | None = None  # why no worker was started
         self._no_restart_reason = ""
-        self._began = now
+        self.began = now
+
+    @property
+    def lacks_workers(self) -> bool:
+        """Whether a worker or host has failed for which the others wait, or its place is taken."""
+        return bool(self.compositions.lost or self.restarts.under_way or self.generations.missing)
 
     @property
     def current(self) -> AttemptState:
@@ -313,8 +318,8 @@ class Lifecycle:
         attempt = self.attempt
         if self.phase is not Phase.RUNNING or attempt is None or not attempt.all_started:
             return []
-        waits = self.compositions.lost or self.restarts.under_way or self.generations.missing
-        is_busy = waits or self.evidence.under_way or self.evidence.looks or self.debuggers.any_open
+        looks = self.evidence.under_way or self.evidence.looks
+        is_busy = self.lacks_workers or looks or self.debuggers.any_open
         if is_busy or not self.hangs.wants_look(now):
             return []
         return self.evidence.begin(self.fleet.workers_of(attempt.members), now, is_look=True)
@@ -427,6 +432,6 @@ class Lifecycle:
             worker_restarts=self.restarts.count,
             faults=self.chaos.costs,
             preempted=self.preempted,
-            began=self._began,
+            began=self.began,
             now=now,
         )

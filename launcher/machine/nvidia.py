@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import combinations
 
 from launcher.frozen import replace
 from launcher.machine.card import Card
 
-__all__ = ["as_written", "linked", "list_cards", "numbers_are_certain"]
+__all__ = ["as_written", "linked", "list_cards", "numbers_are_certain", "usage"]
 
 
 def list_cards(_: Mapping[str, str]) -> list[Card] | None:
@@ -66,6 +66,47 @@ def linked(cards: Sequence[Card]) -> list[tuple[int, int]]:
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
     return found
+
+
+def usage(names: Collection[str]) -> dict[str, list[int]]:
+    """Return of each card, by its number or UUID: percent busy, bytes in use, bytes there are. Blocks with the driver.
+
+    Of a MIG slice only the memory is known: it counts as 0 % busy. Cards that do not answer are left out.
+    """
+    try:
+        ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return {}
+    import pynvml
+
+    found = {}
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return {}
+    try:
+        for name in names:
+            with contextlib.suppress(pynvml.NVMLError, AttributeError):  # lost, or a driver that does not tell
+                handle = (
+                    pynvml.nvmlDeviceGetHandleByIndex(int(name))
+                    if name.isdigit()
+                    else pynvml.nvmlDeviceGetHandleByUUID(name)
+                )
+                memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+                found[name] = [_busy(handle), int(memory.used), int(memory.total)]
+    finally:
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+    return found
+
+
+def _busy(handle: object) -> int:
+    import pynvml
+
+    try:
+        return int(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+    except pynvml.NVMLError:  # a MIG slice
+        return 0
 
 
 def _list_cards() -> list[Card]:

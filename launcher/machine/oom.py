@@ -15,12 +15,23 @@ import weakref
 from launcher.frozen import dataclass
 from launcher.machine.cgroup import own_folders
 
-__all__ = ["OomWatch"]
+__all__ = ["OomWatch", "memory_in_use"]
 
 RECENT_S = 10.0  # a kill that was noticed longer ago was not of this worker
 LOG_RECORDS = 20_000  # at most so many are read at a time, which takes 50 ms
 UNLIMITED_BYTES = 1 << 60
 INITIAL_PID_NAMESPACE = "pid:[4026531836]"  # the only one whose pids the log has
+
+
+def memory_in_use() -> tuple[int, int]:
+    """Return how many bytes are in use, and of how many: of this process's memory limit, else of the host."""
+    group = _own_group()
+    limit, used = (None, None) if group is None else group.lowest_limit("memory.current", "memory.usage_in_bytes")
+    host = _host_bytes()
+    if limit is not None and used is not None and limit < host:
+        return used, limit
+    available = re.search(r"MemAvailable:\s+(\d+) kB", _text("/proc/meminfo"))
+    return host - (int(available[1]) << 10 if available else 0), host
 
 
 class OomWatch:
@@ -96,9 +107,14 @@ class _Group:
     def events(self) -> str:
         return f"{self.folder}/{'memory.events' if self.counts_below else 'memory.oom_control'}"
 
-    def lowest_limit(self) -> tuple[int | None, int | None]:
-        """Return the limit of the tightest group from here up, and the most that was ever in use in it."""
-        names = ("memory.max", "memory.peak") if self.counts_below else _V1_LIMIT
+    def lowest_limit(
+        self, v2: str = "memory.peak", v1: str = "memory.max_usage_in_bytes"
+    ) -> tuple[int | None, int | None]:
+        """Return the limit of the tightest group from here up, and the most that was ever in use in it.
+
+        `v2` and `v1` name the file of what is in use, in the two versions of control groups.
+        """
+        names = ("memory.max", v2) if self.counts_below else ("memory.limit_in_bytes", v1)
         found: tuple[int | None, int | None] = (None, None)
         folder = self.folder
         while folder.startswith(self.mount):
@@ -107,9 +123,6 @@ class _Group:
                 found = (limit, peak)
             folder = os.path.dirname(folder)
         return found
-
-
-_V1_LIMIT = ("memory.limit_in_bytes", "memory.max_usage_in_bytes")
 
 
 def _own_group() -> _Group | None:

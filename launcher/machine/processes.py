@@ -7,6 +7,7 @@ processes belong to a run is agent/cleanup/run_tag.py's to say.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import resource
@@ -208,6 +209,16 @@ def _descends(process: Process, above: set[int], processes: dict[int, Process]) 
         seen.add(at.pid)
         at = processes.get(at.parent)
     return False
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the pids of a process's children, and of theirs; none where the kernel does not list them."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):  # ended meanwhile
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):  # this thread
+                found += map(int, _read(f"/proc/{pid}/task/{thread}/children").split())
+    return found + [other for child in found for other in descendants(child)]
 
 
 def ancestors(pid: int) -> list[int]:

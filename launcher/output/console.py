@@ -68,6 +68,7 @@ class Console:
         self._lines: dict[tuple[int, int], _Line] = {}
         self._prefixes: dict[int, dict[int, bytes]] = {}  # by rank and stream, without colour
         self._status = ""  # what dtrain is doing
+        self._gives_way = False  # the status, to unfinished lines
         self._status_since: float | None = None  # when it began to do something, not shown yet
         self._bottom = b""  # what is in the terminal's last line now
         self._drawn_at = 0.0
@@ -79,7 +80,7 @@ class Console:
     def pause_s(self, now: float) -> float | None:
         """Return how soon `refresh` has something to do; None if there is nothing."""
         held = self._merger.next_due
-        soon = REDRAW_S if self._changed or self._status_since is not None else None
+        soon = REDRAW_S if self._changed or self._status_since is not None or self._is_hidden else None
         if held is None:
             return soon
         return max(0.0, held - now if soon is None else min(soon, held - now))
@@ -227,8 +228,15 @@ class Console:
         if self._status:
             self._draw(f"dtrain: {self._status}".encode())
 
-    def show_status(self, text: str) -> None:
-        """Show what dtrain is doing, once it has taken a moment; empty to remove it."""
+    def show_status(self, text: str, *, gives_way: bool = False) -> None:
+        """Show what dtrain is doing, once it has taken a moment; empty to remove it.
+
+        One that `gives_way` is not shown while a worker has an unfinished line, such as a progress bar or a prompt.
+        """
+        self._gives_way = gives_way
+        if gives_way and text and self._has_unfinished:
+            self._status, self._status_since = text, None
+            return
         if not text:
             self._status_since = None
             if self._status:
@@ -245,7 +253,12 @@ class Console:
             self._status_since = None
             self._draw(f"dtrain: {self._status}".encode())
         self._put_held(now)
-        if not self._changed or now - self._drawn_at < REDRAW_S:
+        if now - self._drawn_at < REDRAW_S:
+            return
+        if self._is_hidden:
+            self._drawn_at = now
+            self._draw(f"dtrain: {self._status}".encode())
+        if not self._changed:
             return
         self._drawn_at = now
         if self._terminal[2]:
@@ -263,6 +276,16 @@ class Console:
                     line.shown = state
                 line.shown_at = now
                 del self._changed[key]
+
+    @property
+    def _has_unfinished(self) -> bool:
+        return any(line.text.strip() for line in self._lines.values())
+
+    @property
+    def _is_hidden(self) -> bool:
+        """Whether a line of a worker has taken the place of the status, which can be there again."""
+        is_away = self._gives_way and self._status and self._status_since is None and not self._bottom
+        return bool(is_away) and self._terminal[2] and not self._has_unfinished
 
     def finish(self) -> None:
         """Write unfinished lines as they are and clear the last line: at the end, and between two attempts."""

@@ -30,6 +30,12 @@ One object. Every key is always there; what does not apply is null, an empty lis
     processes       at the end: {left: {host: [process]}, swept: how many outlived their workers and were ended,
                     unchecked: {host: reason}}
     standing        where the ranks were when the cause was noticed: [{ranks, where, call, inside, note}]
+    goodput         what the wall time went to, in seconds that add up to duration_s: {goodput: training's part of it,
+                    start_s, training_s, waiting_s: for stragglers, checkpoints_s: with evaluation, failures_s, rest_s,
+                    repeated_s: of failures, steps made twice}; see timeline/goodput.py. goodput and training_s are null
+                    where no worker uses ddp (then rest_s has its work), all of it where no host was asked
+    stragglers      what was slow: [{host, ranks, what, times, attempt, from_step, after_s, to_step, for_s}], the last
+                    two null for what was slow to the end; see timeline/stragglers.py
     log_folder      of the run; null if it could not be written. Paths are as dtrain was given --log-dir
     evidence_file   the stacks of all ranks when the cause was noticed
 
@@ -39,6 +45,7 @@ Nothing in it is taken from the environment or the arguments of a process.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +57,25 @@ from launcher.job.failure import Failure, FailureKind, group_secondary_failures,
 from launcher.job.outcome import Outcome
 from launcher.output.json_file import write_json
 from launcher.output.logfiles import log_folder
+from launcher.timeline.goodput import Parts
+from launcher.timeline.stragglers import Straggler
 
 __all__ = ["as_json", "write_error_json", "write_usage_error_json"]
 
 VERSION = 2
 
 
-def write_error_json(path: Path, outcome: Outcome, *, folder: Path | None, evidence_file: Path | None = None) -> None:
+def write_error_json(
+    path: Path,
+    outcome: Outcome,
+    *,
+    folder: Path | None,
+    evidence_file: Path | None = None,
+    parts: Parts | None = None,
+    stragglers: Sequence[Straggler] = (),
+) -> None:
     """Write the end of a run. Raises OSError; whoever reads the file sees all of it or the one before."""
-    write_json(path, as_json(outcome, folder, evidence_file))
+    write_json(path, as_json(outcome, folder, evidence_file, parts=parts, stragglers=stragglers))
 
 
 def write_usage_error_json(path: Path, error: DtrainError) -> None:
@@ -71,7 +88,14 @@ def write_usage_error_json(path: Path, error: DtrainError) -> None:
     write_json(path, {**as_json(never, None, None), "run_id": None})
 
 
-def as_json(outcome: Outcome, folder: Path | None, evidence_file: Path | None) -> dict[str, Any]:
+def as_json(
+    outcome: Outcome,
+    folder: Path | None,
+    evidence_file: Path | None,
+    *,
+    parts: Parts | None = None,
+    stragglers: Sequence[Straggler] = (),
+) -> dict[str, Any]:
     """Return the object that the module describes."""
     error = outcome.error
     hosts = error.reasons if isinstance(error, StartError) else {}
@@ -105,6 +129,8 @@ def as_json(outcome: Outcome, folder: Path | None, evidence_file: Path | None) -
             "unchecked": dict(outcome.unchecked),
         },
         "standing": [{**dataclasses.asdict(group), "ranks": list(group.ranks)} for group in groups(outcome.evidence)],
+        "goodput": None if parts is None else parts.as_json(),
+        "stragglers": [each.as_json() for each in stragglers],
         "log_folder": None if folder is None else str(folder),
         "evidence_file": None if folder is None or evidence_file is None else str(evidence_file),
     }

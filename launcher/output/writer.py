@@ -42,7 +42,7 @@ class OutputThread:
         self._bytes = 0
         self._unsaid = 0  # messages that wait
         self._dropped = 0  # messages that came after too many of those
-        self._status: str | None = None  # the newest, if it is not shown yet
+        self._status: tuple[str, bool] | None = None  # the newest, if it is not shown yet
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)  # there is something to do
         self._room = threading.Condition(self._lock)  # there is room for another reader's bytes
@@ -138,10 +138,10 @@ class OutputThread:
             else:
                 self._dropped += 1
 
-    def show_status(self, text: str) -> None:
-        """Show what is going on in the terminal's last line; empty to remove it."""
+    def show_status(self, text: str, *, gives_way: bool = False) -> None:
+        """Show what is going on in the terminal's last line; empty to remove it. See Console.show_status."""
         with self._lock:
-            self._status = text
+            self._status = text, gives_way
             self._changed.notify()
 
     def tail(self, rank: int, stream: int) -> list[str]:
@@ -196,7 +196,7 @@ class OutputThread:
                         self._bytes -= size
                         self._pass_on_room()
             if status is not None:
-                self._console.show_status(status)
+                self._console.show_status(status[0], gives_way=status[1])
             self._console.refresh(time.monotonic())
             if closing and not ready:
                 self._console.finish()

@@ -1,9 +1,9 @@
 """How a run is asked and told things while it goes on: one JSON request and one answer on its Unix socket.
 
-A thread of the controller's process lists the run, then answers. Requests: {"ask": "status"}, {"ask": "stop"},
-{"ask": "kill"}, and {"ask": "wait"}, which is answered by the end of the connection once the run has ended. What
-begins with one of LONG is answered by the controller's loop, which takes the connection over (controller/askers.py).
-Only processes of this user are heard.
+A thread of the controller's process lists the run, then answers. Requests: {"ask": "status"}, {"ask": "top"},
+{"ask": "stop"}, {"ask": "kill"}, and {"ask": "wait"}, which is answered by the end of the connection once the run has
+ended. A long answer comes in pieces, up to the end of the connection. What begins with one of LONG is answered by the
+controller's loop, which takes the connection over (controller/askers.py). Only processes of this user are heard.
 """
 
 from __future__ import annotations
@@ -128,7 +128,9 @@ class Control:
         if what in LONG:
             self._pass_on(connection, request)
             return True
-        connection.send(json.dumps(self._answer(str(what))).encode())
+        data = json.dumps(self._answer(str(what))).encode()
+        for at in range(0, len(data), MOST_BYTES):
+            connection.send(data[at : at + MOST_BYTES])
         return False
 
 
@@ -139,7 +141,7 @@ def ask(entry: Entry, what: str) -> Answer | None:
             return None
         try:
             connection.send(json.dumps({"ask": what}).encode())
-            data = connection.recv(MOST_BYTES)
+            data = b"".join(iter(lambda: connection.recv(MOST_BYTES), b""))
             if not data:
                 return None
             answer: Answer = json.loads(data)

@@ -39,6 +39,7 @@ from launcher.job.job import Job, Phase
 from launcher.machine.packages import installed
 from launcher.placement.job_spec import JobSpec
 from launcher.runs.housekeeping import MANIFEST, Limits, remove_oldest
+from launcher.runs.overview import Overview
 from launcher.runs.registry import Entry
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class RunRecord:
 
     def __init__(
         self, spec: JobSpec, about: Content, *, folder: Path, limits: Limits,
-        keep: Callable[[Content], None], on_start: Callable[[], None],
+        keep: Callable[[Content], None], on_start: Callable[[], None], overview: Overview,
     ) -> None:  # fmt: skip
         self.state = "starting"
         self._spec = spec
@@ -82,11 +83,12 @@ class RunRecord:
         self._limits = limits
         self._keep = keep
         self._on_start = on_start
+        self._overview = overview
         self._began = time.time()
         self._attempt: AttemptState | None = None
         self._attempts: list[Content] = []
         self._has_started = False
-        self._asked: queue.SimpleQueue[queue.SimpleQueue[Content]] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[tuple[queue.SimpleQueue[Content], bool]] = queue.SimpleQueue()
         self._samples: deque[tuple[float, int]] = deque()  # time, steps
         self._git: Git | None = None
         self._slow = threading.Thread(target=self._find_slow_facts, name="record", daemon=True)
@@ -122,17 +124,29 @@ class RunRecord:
             while now - self._samples[0][0] > RATE_S:
                 self._samples.popleft()
         while not self._asked.empty():
-            self._asked.get().put(self._status(job))
+            answer, in_full = self._asked.get()
+            answer.put({**self._status(job), **(self._overview.table(attempt) if in_full else {})})
 
-    def status(self, wake: Callable[[], None]) -> Content:
-        """Return how far the run is, from another thread than the loop's, which `wake` has call `watch`. Blocks."""
+    def status(self, wake: Callable[[], None], *, in_full: bool = False) -> Content:
+        """Return how far the run is, from another thread than the loop's, which `wake` has call `watch`. Blocks.
+
+        `in_full`: with every host and rank.
+        """
         answer: queue.SimpleQueue[Content] = queue.SimpleQueue()
-        self._asked.put(answer)
+        self._asked.put((answer, in_full))
         wake()
         try:
             return answer.get(timeout=ANSWER_S)
         except queue.Empty:  # it has ended, or is stopped
             return {"state": self.state}
+
+    @property
+    def steps_per_s(self) -> float | None:
+        """The steps of the last half minute in a second."""
+        if len(self._samples) < 2:
+            return None
+        (first_at, first), (last_at, last) = self._samples[0], self._samples[-1]
+        return round((last - first) / (last_at - first_at), 3)
 
     def end(self, outcome: Content | None, state: str) -> None:
         """Note the end: `outcome` is what --error-json has. What is slow comes with `finish`."""
@@ -196,10 +210,7 @@ class RunRecord:
             self.state = "stopping"
         elif attempt is not None and self._has_started:
             self.state = "running" if job.phase is Phase.RUNNING and attempt.all_started else "restarting"
-        per_s = None
-        if len(self._samples) > 1:
-            (first_at, first), (last_at, last) = self._samples[0], self._samples[-1]
-            per_s = round((last - first) / (last_at - first_at), 3)
+        goodput = self._overview.goodput(time.monotonic())
         return {
             "state": self.state,
             "waits_for": job.progress,
@@ -207,7 +218,8 @@ class RunRecord:
             "workers": None if attempt is None else attempt.world_size,
             "attempt": None if attempt is None else attempt.number,
             "step": None if attempt is None else attempt.steps,
-            "steps_per_s": per_s,
+            "steps_per_s": self.steps_per_s,
+            "goodput": None if goodput is None else round(goodput, 4),
         }
 
     def _look_at_code(self) -> None:

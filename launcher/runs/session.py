@@ -8,11 +8,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.job.job import Job
+from launcher.job.events import Event
+from launcher.job.job import Job, Phase
 from launcher.job.outcome import Outcome
 from launcher.machine.processes import find
 from launcher.output.error_json import as_json
@@ -20,9 +21,13 @@ from launcher.output.writer import OutputThread
 from launcher.placement.job_spec import JobSpec
 from launcher.runs.control import Control
 from launcher.runs.housekeeping import Limits
+from launcher.runs.overview import Overview
 from launcher.runs.record import RunRecord
 from launcher.runs.registry import registered
 from launcher.runs.secrets import WITHHELD, without_secrets
+from launcher.timeline.goodput import Parts
+from launcher.timeline.stragglers import Straggler
+from launcher.timeline.timeline import Timeline
 
 if TYPE_CHECKING:
     from launcher.controller.controller import Controller
@@ -36,19 +41,23 @@ CONSOLE_LOG = "console.log"  # what a detached run would show on its terminal
 class Session:
     """`words` were typed after `dtrain run`; `script` of them are SCRIPT [ARGS], or the name of a function.
 
-    `options` are the values that are not at their default, each with where it is from.
+    `options` are the values that are not at their default, each with where it is from; `timeline` has the records of
+    ranks, `say` prints what becomes known of them.
     """
 
     def __init__(
         self, spec: JobSpec, output: OutputThread, *, words: list[str], script: int, as_torchrun: bool,
         is_function: bool, options: Mapping[str, tuple[Any, str]], folder: Path, limits: Limits,
         detachment: Detachment | None,
+        timeline: Timeline, say: Callable[[str], None],
     ) -> None:  # fmt: skip
         self._spec = spec
         self._output = output
         self._folder = folder
         self._detachment = detachment
         self._control: Control | None = None
+        self._overview = Overview(timeline, say)
+        self._job: Job | None = None
         us = find(os.getpid())
         assert us is not None
         kept_words = without_secrets(words)
@@ -68,18 +77,33 @@ class Session:
             "controller": {"host": os.uname().nodename, "pid": us.pid, "start": us.start},
         }
         self._record = RunRecord(
-            spec, about, folder=folder, limits=limits, keep=output.keep_manifest, on_start=self._leave
-        )
+            spec, about, folder=folder, limits=limits, keep=output.keep_manifest, on_start=self._leave,
+            overview=self._overview,
+        )  # fmt: skip
 
-    def watch(self, job: Job) -> None:
+    def watch(self, job: Job, event: Event, now: float) -> None:
+        """Look at what an event has changed; the controller's loop calls it."""
+        self._job = job
+        self._overview.watch(job, event, now)
         self._record.watch(job)
+
+    def status_line(self) -> str:
+        """Say in a few words how training goes; empty while it does not. In the loop."""
+        job = self._job
+        if job is None or job.attempt is None or job.phase is not Phase.RUNNING or job.outcome is not None:
+            return ""
+        return self._overview.status_line(job.attempt, self._record.steps_per_s)
+
+    def spent(self, outcome: Outcome) -> tuple[Parts | None, Sequence[Straggler]]:
+        """Return what the time of the run went to, and who was slow; after its end."""
+        return self._overview.end((0.0 if self._job is None else self._job.began) + outcome.duration_s)
 
     def listen(self, controller: Controller) -> None:
         """List the run, and answer whoever asks it."""
 
         def answer(what: str) -> Mapping[str, Any]:
-            if what == "status":
-                return self._record.status(controller.wake)
+            if what in ("status", "top"):
+                return self._record.status(controller.wake, in_full=what == "top")
             if what in ("stop", "kill"):
                 controller.signal(signal.SIGTERM)
                 if what == "kill":
@@ -102,7 +126,8 @@ class Session:
 
         Blocks for a while; Ctrl-C ends that early.
         """
-        how = as_json(outcome, self._folder, evidence_file)
+        parts, stragglers = self.spent(outcome)
+        how = as_json(outcome, self._folder, evidence_file, parts=parts, stragglers=stragglers)
         with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as at_end:  # the exit code stays
             if self._control is not None:
                 at_end.callback(self._control.close)

@@ -42,6 +42,8 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
     list[str]: st.lists(TEXT, max_size=4),
     list[float]: st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=4),
     list[int]: st.lists(st.integers(0, 999), max_size=4),
+    dict[str, int]: st.dictionaries(TEXT, st.integers(0, 999), max_size=4),
+    dict[str, list[int]]: st.dictionaries(TEXT, st.lists(st.integers(0, 999), max_size=3), max_size=3),
     dict[str, str]: st.dictionaries(TEXT, TEXT, max_size=4),
     dict[str, str] | None: st.none() | st.dictionaries(TEXT, TEXT, max_size=4),
     dict[str, dict[str, str]]: st.dictionaries(TEXT, st.dictionaries(TEXT, TEXT, max_size=2), max_size=3),

@@ -21,7 +21,7 @@ class Terminal:
     def __init__(self, process: "subprocess.Popen[bytes]", master: int) -> None:
         self.process = process
         self.shown = ""
-        self._master = master
+        self.master = master
 
     def read_until(self, text: str) -> None:
         """Read until `text` is shown; raise TimeoutError with what was instead."""
@@ -33,7 +33,7 @@ class Terminal:
                 raise TimeoutError(f"not shown: {text!r}, but {self.shown}")
 
     def type(self, keys: str) -> None:
-        os.write(self._master, keys.encode())
+        os.write(self.master, keys.encode())
 
     def wait(self) -> int:
         """Read to the end and return the exit code."""
@@ -46,18 +46,18 @@ class Terminal:
 
     def hang_up(self) -> None:
         """End the login: the terminal goes, and the kernel sends SIGHUP."""
-        os.close(self._master)
-        self._master = -1
+        os.close(self.master)
+        self.master = -1
 
     def close(self) -> None:
-        if self._master >= 0:
+        if self.master >= 0:
             self.hang_up()
 
     def _read(self, wait_s: float) -> bool:
-        if not select.select([self._master], [], [], wait_s)[0]:
+        if not select.select([self.master], [], [], wait_s)[0]:
             return False
         try:
-            data = os.read(self._master, 1 << 16)
+            data = os.read(self.master, 1 << 16)
         except OSError:  # nobody has the other side open any more
             return False
         self.shown += data.decode(errors="replace")

@@ -16,7 +16,7 @@ from launcher.runs.control import ask
 from launcher.runs.record import read_manifest
 from launcher.runs.registry import LOST, Entry, entries
 
-__all__ = ["show_history", "show_runs"]
+__all__ = ["percent", "show_history", "show_runs", "span", "state_of"]
 
 COMMAND_CHARACTERS = 60
 ASKED_AT_ONCE = 16
@@ -72,20 +72,22 @@ def _looked_at(chosen: Sequence[Entry]) -> list[Row]:
 def _look(entry: Entry) -> Row:
     row = {
         "run_id": entry.run_id, "state": state_of(entry), "hosts": None, "workers": None, "attempt": None,
-        "step": None, "steps_per_s": None, "waits_for": "", "began": entry.began,
+        "step": None, "steps_per_s": None, "goodput": None, "waits_for": "", "began": entry.began,
         "age_s": round((entry.ended or time.time()) - entry.began, 1),
         "exit_code": entry.exit_code if entry.state else None,
         "detached": entry.detached, "host": entry.host, "pid": entry.pid, "folder": entry.folder,
         "command": entry.command,
     }  # fmt: skip
     if row["state"]:
-        attempts = read_manifest(entry).get("attempts") or [{}]
-        newest = attempts[-1]
+        manifest = read_manifest(entry)
+        newest = (manifest.get("attempts") or [{}])[-1]
+        spent = (manifest.get("outcome") or {}).get("goodput") or {}
         return {
             **row,
             "hosts": len(newest["hosts"]) if "hosts" in newest else None,
             "workers": newest.get("world_size"),
             "attempt": newest.get("number"),
+            "goodput": spent.get("goodput"),
         }
     try:
         answer = ask(entry, "status")
@@ -102,7 +104,8 @@ def _cells(row: Row) -> dict[str, str]:
         "workers": _number(row["workers"]),
         "step": _number(row["step"] or None),
         "step/s": _number(row["steps_per_s"]),
-        "age": _span(row["age_s"]),
+        "age": span(row["age_s"]),
+        "goodput": percent(row["goodput"]),
         "command": _cut(row["command"]),
     }
 
@@ -129,7 +132,7 @@ def _past_cells(row: Row) -> dict[str, str]:
     return {
         "run": row["run_id"],
         "began": local_time(row["began"]),
-        "took": "-" if row["took_s"] is None else _span(row["took_s"]),
+        "took": "-" if row["took_s"] is None else span(row["took_s"]),
         "state": row["state"],
         "exit": _number(row["exit_code"]),
         "attempts": _number(row["attempts"]),
@@ -146,11 +149,15 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
+def percent(part: float | None) -> str:
+    return "-" if part is None else f"{100 * part:.0f} %"
+
+
 def _cut(text: str) -> str:
     return text if len(text) <= COMMAND_CHARACTERS else f"{text[: COMMAND_CHARACTERS - 3]}..."
 
 
-def _span(seconds: float) -> str:
+def span(seconds: float) -> str:
     """Write a time as one reads it: 12s, 3m20s, 5h03m, 2d04h."""
     whole = int(seconds)
     days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60

@@ -16,6 +16,8 @@ from launcher.hosts.folding import StartError
 from launcher.job.failure import FailureKind
 from launcher.job.outcome import Outcome
 from launcher.output.error_json import write_error_json, write_usage_error_json
+from launcher.timeline.goodput import Parts
+from launcher.timeline.stragglers import Straggler
 
 
 def written(
@@ -69,6 +71,8 @@ def test_failure_with_everything(tmp_path: Path) -> None:
         "hosts": 2,
         "duration_s": 1.5,
         "processes": {"left": {"sim1": ["pid 9 (python, state D)"]}, "swept": 2, "unchecked": {"sim0": "gone"}},
+        "goodput": None,
+        "stragglers": [],
         "log_folder": "runs/r1",
         "evidence_file": "runs/r1/attempt_2/evidence-1.txt",
     }  # fmt: skip
@@ -199,3 +203,33 @@ def test_pipe_is_written_and_not_replaced_and_never_waited_for(tmp_path: Path) -
 def test_any_text_can_be_written(tmp_path: Path) -> None:
     content = written(tmp_path, outcome(failure(message="caf\xe9 \udcff \x00 \u2028")), logs=Path("runs/\udcff"))
     assert content["cause"]["message"] == "caf\xe9 \udcff \x00 \u2028"
+
+
+def test_goodput_and_stragglers_are_there_where_they_are_known(tmp_path: Path) -> None:
+    slow = Straggler(
+        host="sim1",
+        ranks=(2, 3),
+        what="data",
+        times=1.234,
+        attempt=0,
+        from_step=7,
+        after_s=1.23456,
+        to_step=9,
+        for_s=2.0,
+    )
+    parts = Parts(
+        start=1.0, training=2.0, waiting=0.5, checkpoints=0.25, failures=0.25, rest=0.0, repeated=0.1, is_measured=True
+    )
+    path = tmp_path / "end.json"
+    write_error_json(path, outcome(failure()), folder=None, parts=parts, stragglers=[slow])
+    content = json.loads(path.read_text())
+    assert content["goodput"] == {
+        "goodput": 0.5, "start_s": 1.0, "training_s": 2.0, "waiting_s": 0.5, "checkpoints_s": 0.25, "failures_s": 0.25,
+        "rest_s": 0.0, "repeated_s": 0.1,
+    }  # fmt: skip
+    assert content["stragglers"] == [
+        {
+            "host": "sim1", "ranks": [2, 3], "what": "data", "times": 1.23, "attempt": 0, "from_step": 7,
+            "after_s": 1.235, "to_step": 9, "for_s": 2.0,
+        }
+    ]  # fmt: skip

@@ -1,0 +1,100 @@
+"""How much memory the workers of this host use, and how busy their GPUs are: looked at now and then, for who watches.
+
+The driver of a broken GPU may not answer for minutes, while the agent must go on: a thread asks it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Collection, Iterable, Mapping
+
+from launcher.agent.workers.worker import Worker
+from launcher.machine.processes import descendants
+from launcher.protocol import HostUse
+
+__all__ = ["HostUseWatch"]
+
+LOOK_S = 3.0  # between two looks
+OLD_S = 15.0  # what a driver said so long ago is not shown any more
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+class HostUseWatch:
+    """Of the workers of one attempt."""
+
+    def __init__(self, attempt: int) -> None:
+        self._attempt = attempt
+        self._looks_at = 0.0
+        self._gpus: _GpuWatch | None = None
+
+    def look(self, workers: Iterable[Worker], gpus: Mapping[int, str], now: float) -> HostUse | None:
+        """Return what is used now, if it is time to look; `gpus` are the ids of NVIDIA GPUs by rank."""
+        if now < self._looks_at:
+            return None
+        self._looks_at = now + LOOK_S
+        if gpus and self._gpus is None:
+            self._gpus = _GpuWatch({*gpus.values()})
+        from launcher.machine.oom import memory_in_use  # later than the agent's start
+
+        busy = {} if self._gpus is None else self._gpus.newest(now)
+        used, limit = memory_in_use()
+        return HostUse(
+            attempt=self._attempt,
+            memory_bytes=used,
+            memory_limit_bytes=limit,
+            resident_bytes={str(worker.rank): _resident_bytes(worker.pid) for worker in workers},
+            gpus={str(rank): busy[name] for rank, name in gpus.items() if name in busy},
+        )
+
+    def close(self) -> None:
+        if self._gpus is not None:
+            self._gpus.close()
+
+
+def _resident_bytes(pid: int) -> int:
+    """Return what a process and its children hold; of what they share, such as the parent's pages, once."""
+    resident, _ = _memory(pid)
+    for child in descendants(pid):
+        all_of_it, shared = _memory(child)
+        resident += all_of_it - shared
+    return resident
+
+
+def _memory(pid: int) -> tuple[int, int]:
+    try:
+        with open(f"/proc/{pid}/statm", "rb") as file:
+            _, resident, shared, *_ = map(int, file.read().split())
+    except (OSError, ValueError):  # ended meanwhile
+        return 0, 0
+    return resident * _PAGE_BYTES, shared * _PAGE_BYTES
+
+
+class _GpuWatch:
+    """Asks NVML in a thread, which is never waited for."""
+
+    def __init__(self, gpus: Collection[str]) -> None:
+        self._gpus = gpus
+        self._newest: tuple[float, dict[str, list[int]]] = 0.0, {}
+        self._closed = threading.Event()
+        with contextlib.suppress(RuntimeError):  # no more threads can be had
+            threading.Thread(target=self._work, name="gpus", daemon=True).start()
+
+    def newest(self, now: float) -> dict[str, list[int]]:
+        at, found = self._newest
+        return found if now - at < OLD_S else {}
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _work(self) -> None:
+        from launcher.machine.nvidia import usage
+
+        while not self._closed.is_set():
+            found = usage(self._gpus)
+            self._newest = time.monotonic(), found
+            if not found:  # there is nothing to be asked
+                return
+            self._closed.wait(LOOK_S)

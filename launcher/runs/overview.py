@@ -1,0 +1,175 @@
+"""How a run goes: what its ranks spend their time on, who is slow, what the hosts' memory and GPUs are used for.
+
+The controller's loop shows it the job, after each event, and the records of ranks; others read, by session.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from launcher.frozen import replace
+from launcher.job.attempt import AttemptState
+from launcher.job.events import AgentMessage, Event, Lost
+from launcher.job.job import Job, Phase
+from launcher.output.insight import status_line, straggler_line
+from launcher.protocol import Exited, HostUse
+from launcher.timeline.goodput import Goodput, Parts
+from launcher.timeline.records import PHASES, Record, Span
+from launcher.timeline.stragglers import Straggler, Stragglers
+from launcher.timeline.timeline import Timeline
+from launcher.timeline.windows import Windows
+
+__all__ = ["Overview"]
+
+_WAIT = PHASES.index("wait")
+
+Content = Mapping[str, Any]
+
+
+class Overview:
+    """`say` prints a line; `watch` and what subscribes to `timeline` are called in the loop alone."""
+
+    def __init__(self, timeline: Timeline, say: Callable[[str], None]) -> None:
+        self._timeline = timeline
+        self._say = say
+        self._windows = Windows()
+        self._goodput: Goodput | None = None
+        self._stragglers: Stragglers | None = None
+        self._attempt: AttemptState | None = None
+        self._is_mending = False  # this attempt was begun since the one before failed, and is not whole yet
+        self._has_news = False
+        self._use: dict[str, HostUse] = {}  # by host
+        self._faults: Counter[int] = Counter()  # by rank
+        self._lost: Counter[str] = Counter()  # by host
+        self._hosts: dict[int, str] = {}
+        timeline.subscribe(self._take)
+
+    def _take(self, record: Record) -> None:
+        self._windows.add(record)
+        self._has_news = True
+        if isinstance(record, Span) and self._goodput is not None:
+            self._goodput.add_span(record)
+
+    def watch(self, job: Job, event: Event, now: float) -> None:
+        """Look at what an event has changed."""
+        attempt = job.attempt
+        if self._goodput is None:
+            self._goodput = Goodput(job.began)
+            self._stragglers = Stragglers(
+                job.began,
+                host_of=lambda rank: self._hosts.get(rank, ""),
+                tell=lambda straggler: self._say(straggler_line(straggler)),
+            )
+        if attempt is not self._attempt:
+            self._begin_attempt(attempt)
+        if attempt is not None:
+            all_run = job.phase is Phase.RUNNING and attempt.all_started
+            self._is_mending &= not all_run
+            stops = job.phase in (Phase.STOPPING, Phase.ENDED)
+            fails = bool(attempt.failures) if stops else job.fails or self._is_mending
+            self._goodput.note(now, all_run=all_run, fails=fails)
+            self._count_fault(job, attempt, event)
+        if self._has_news:
+            self._has_news = False
+            if attempt is not None:
+                self._hosts = {worker.rank: worker.host for worker in attempt.placement.workers}
+            self._divide(is_over=False)
+
+    def _begin_attempt(self, attempt: AttemptState | None) -> None:
+        last, self._attempt = self._attempt, attempt
+        self._use.clear()
+        if last is not None and self._goodput is not None:
+            self._divide(is_over=True)
+            self._goodput.begin_attempt(last.lost_steps)
+            self._is_mending = bool(last.failures)
+
+    def _divide(self, *, is_over: bool) -> None:
+        assert self._goodput is not None
+        assert self._stragglers is not None
+        for window in self._windows.take(is_over=is_over):
+            self._goodput.add(window)
+            self._stragglers.add(window)
+
+    def _count_fault(self, job: Job, attempt: AttemptState, event: Event) -> None:
+        if isinstance(event, AgentMessage):
+            message = event.message
+            if isinstance(message, HostUse) and message.attempt == attempt.number:
+                gpus = {rank: gpu for rank, gpu in message.gpus.items() if len(gpu) == 3}
+                self._use[event.host] = replace(message, gpus=gpus)
+            elif isinstance(message, Exited) and message.status != 0 and not message.provoked:
+                self._faults[message.rank] += 1
+        elif isinstance(event, Lost):
+            self._use.pop(event.host, None)
+            self._lost[event.host] += job.phase not in (Phase.STOPPING, Phase.ENDED)
+
+    def end(self, now: float) -> tuple[Parts | None, list[Straggler]]:
+        """Return what the time of the whole run went to, and who was slow; call it after the run's end."""
+        if self._goodput is None or self._stragglers is None:
+            return None, []
+        self._divide(is_over=True)
+        return self._goodput.parts(now), self._stragglers.found
+
+    def goodput(self, now: float) -> float | None:
+        return None if self._goodput is None else self._goodput.parts(now).goodput
+
+    def status_line(self, attempt: AttemptState, per_s: float | None) -> str:
+        """Say in a few words how training goes."""
+        slowest = None if self._stragglers is None else self._stragglers.slowest
+        fullest = max(self._use.values(), key=_fullness, default=None)
+        busy = [gpu[0] for use in self._use.values() for gpu in use.gpus.values()]
+        return status_line(
+            step=attempt.steps,
+            per_s=per_s,
+            slowest=None if slowest is None else (slowest[0], self._hosts.get(slowest[0], "?"), *slowest[1:]),
+            memory=None if fullest is None else (fullest.memory_bytes, fullest.memory_limit_bytes),
+            gpu_percent=sum(busy) / len(busy) if busy else None,
+            workers=attempt.world_size,
+        )
+
+    def table(self, attempt: AttemptState | None) -> Content:
+        """Return what `dtrain top` shows beside the status: by host and by rank, and who is slow."""
+        if attempt is None:
+            return {"hosts_used": [], "ranks": [], "stragglers": []}
+        slow = [] if self._stragglers is None else self._stragglers.now
+        return {
+            "hosts_used": [self._of_host(host) for host in attempt.members],
+            "ranks": [self._of_rank(attempt, worker.rank, worker.host) for worker in attempt.placement.workers],
+            "stragglers": [{**each.as_json(), "line": straggler_line(each)} for each in slow],
+        }
+
+    def _of_host(self, host: str) -> Content:
+        use = self._use.get(host)
+        return {
+            "host": host,
+            "memory_bytes": None if use is None else use.memory_bytes,
+            "memory_limit_bytes": None if use is None else use.memory_limit_bytes,
+            "lost": self._lost[host],
+        }
+
+    def _of_rank(self, attempt: AttemptState, rank: int, host: str) -> Content:
+        use = self._use.get(host)
+        gpu = None if use is None else use.gpus.get(str(rank))
+        newest = self._timeline.newest(rank)
+        steps = sum(times.steps for times in newest)
+        length_s = sum(sum(times.phases_s) for times in newest)
+        wait_s = sum(times.phases_s[_WAIT] for times in newest)
+        return {
+            "rank": rank,
+            "host": host,
+            "step": newest[-1].step if newest else None,
+            "step_s": round(length_s / steps, 6) if steps else None,
+            "own_s": round((length_s - wait_s) / steps, 6) if steps else None,
+            "wait_s": round(wait_s / steps, 6) if steps else None,
+            "resident_bytes": None if use is None else use.resident_bytes.get(str(rank)),
+            "gpu_percent": None if gpu is None else gpu[0],
+            "gpu_memory_bytes": None if gpu is None else gpu[1],
+            "gpu_memory_limit_bytes": None if gpu is None else gpu[2],
+            "restarts": attempt.number + attempt.restarts_of(rank),
+            "faults": self._faults[rank],
+        }
+
+
+def _fullness(use: HostUse) -> float:
+    return use.memory_bytes / max(1, use.memory_limit_bytes)

@@ -1,0 +1,294 @@
+"""Which rank or host has been slow for several steps, and with what. Pure.
+
+Each rank's own work in a window is compared with the median of the others', by the logarithm of their ratio. A
+cumulative sum (E. S. Page, Continuous inspection schemes, Biometrika 41, 1954) of these, less an allowance, tells that
+it has changed: one step out of the line, however long, adds so little that it takes several in a row. Their spread is
+estimated by the differences of successive values (J. von Neumann, 1941), which a lasting change does not widen.
+Another sum, of the opposite sign, tells when it is over. The waits in which nobody was missing any more, the shortest
+of all ranks, are compared in the same way with what they were before: if they grow and nobody's work does, the
+network is slow. Rank, host and network are said to be slow once, and once to be so no longer.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Mapping
+from statistics import median, median_low
+
+from launcher.frozen import dataclass, replace
+from launcher.timeline.windows import Share, Window
+
+__all__ = ["Straggler", "Stragglers"]
+
+ALLOWANCE = 1.0  # in units of the spread; below that nothing is slow
+CLIP = 3.0  # the most that one window counts for, in these units
+LIMIT = 9.0  # of a sum
+LEAST_SPREAD = 0.1  # of the logarithms: who takes 10 % longer is not called slow, however evenly
+FIRST = 3  # windows that are left out: compiling, first batches
+LEARNED = 8  # windows before anything is said
+AWAY = 20  # windows without a rank: it is no longer there
+SPREAD_OF = 64  # windows
+USUAL_OF = 256  # windows
+KEPT = 100  # stragglers
+NEW_PART = 0.2  # of the newest window, in what is shown of late
+_PARTS = ("data", "compute", "other")
+_MAD = 1.4826 / math.sqrt(2.0)  # from the median of absolute differences to a standard deviation
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """What was slow: a host with all its ranks, ranks of one, or, with neither, the network.
+
+    `times`: how many times the others' work it had, in the steps until it was found; of the network, how many times
+    the step without it. `after_s` counts from the run's begin, `to_step` and `for_s` are None while it goes on.
+    """
+
+    host: str
+    ranks: tuple[int, ...]
+    what: str  # data, compute, other, network
+    times: float
+    attempt: int
+    from_step: int
+    after_s: float
+    to_step: int | None = None
+    for_s: float | None = None
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "host": self.host,
+            "ranks": [*self.ranks],
+            "what": self.what,
+            "times": round(self.times, 2),
+            "attempt": self.attempt,
+            "from_step": self.from_step,
+            "after_s": round(self.after_s, 3),
+            "to_step": self.to_step,
+            "for_s": None if self.for_s is None else round(self.for_s, 3),
+        }
+
+
+class _Sum:
+    """The cumulative sums of one rank, or of the network."""
+
+    def __init__(self) -> None:
+        self.slow = self.usual = 0.0
+        self.is_slow = False
+        self.since: Window | None = None  # the first of those that make up the sum
+        self.excess: dict[str, float] = {}  # seconds, by what they were spent on, since then
+        self.ratios: list[float] = []  # since then
+        self._last: float | None = None
+
+    def difference(self, value: float) -> float | None:
+        """Return by how much the value differs from the one before."""
+        last, self._last = self._last, value
+        return None if last is None else abs(value - last)
+
+    def take(self, value: float, spread: float, window: Window, excess: Mapping[str, float]) -> None:
+        up = max(-CLIP, min(CLIP, value / spread)) - ALLOWANCE
+        self.slow = min(2 * LIMIT, max(0.0, self.slow + up))
+        self.usual = max(0.0, self.usual - up) if self.is_slow else 0.0
+        if self.is_slow:
+            return
+        if self.slow == 0.0:
+            self.since, self.excess, self.ratios = None, {}, []
+            return
+        self.since = self.since or window
+        self.ratios.append(value)
+        for what, seconds in excess.items():
+            self.excess[what] = self.excess.get(what, 0.0) + seconds
+
+    @property
+    def begins(self) -> bool:
+        return not self.is_slow and self.slow > LIMIT and len(self.ratios) >= 4
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_slow and self.usual > LIMIT
+
+    def begin(self) -> None:
+        self.is_slow, self.usual = True, 0.0
+
+    def end(self) -> None:
+        self.is_slow, self.slow, self.usual, self.since = False, 0.0, 0.0, None
+        self.excess, self.ratios = {}, []
+
+
+class Stragglers:
+    """Takes windows. `tell` is called with each straggler when it begins and when it is over.
+
+    `began` is the begin of the run; `host_of` knows where a rank is now.
+    """
+
+    def __init__(self, began: float, *, host_of: Callable[[int], str], tell: Callable[[Straggler], None]) -> None:
+        self.found: list[Straggler] = []  # the newest of them, in the order in which they began
+        self._began = began
+        self._host_of = host_of
+        self._tell = tell
+        self._last: Window | None = None
+        self._windows = 0
+        self._sums: dict[int, _Sum] = {}
+        self._network = _Sum()
+        self._differences: deque[float] = deque(maxlen=SPREAD_OF)
+        self._network_differences: deque[float] = deque(maxlen=SPREAD_OF)
+        self._usual: deque[tuple[float, float]] = deque(maxlen=USUAL_OF)  # shortest wait, median work, of a step
+        self._recent: dict[int, float] = {}  # by rank, the logarithm of the ratio of late
+        self._absent: dict[int, int] = {}  # by rank, in how many windows in a row
+        self._what: dict[int, str] = {}  # by rank, what it had most of in the newest window
+
+    @property
+    def now(self) -> list[Straggler]:
+        """Those that are slow now."""
+        return [each for each in self.found if each.to_step is None]
+
+    @property
+    def slowest(self) -> tuple[int, float, str] | None:
+        """The rank with the most own work of late, how many times the others', and with what."""
+        if not self._recent:
+            return None
+        rank = max(self._recent, key=lambda each: self._recent[each])
+        return rank, math.exp(self._recent[rank]), self._what[rank]
+
+    def add(self, window: Window) -> None:
+        if self._last is not None and window.attempt != self._last.attempt:
+            self._begin_attempt(self._last)
+        self._last = window
+        self._windows += 1
+        shares = {rank: share for rank, share in window.shares.items() if share.own > 0.0}
+        if len(shares) < 2 or self._windows <= FIRST:
+            return
+        others = _Others(shares)
+        values = {rank: math.log(share.own / others.median(share.own)) for rank, share in shares.items()}
+        excess = _excess(shares)
+        self._absent = {rank: self._absent.get(rank, 0) + 1 for rank in self._sums.keys() - shares.keys()}
+        for rank in [rank for rank, windows in self._absent.items() if windows > AWAY]:
+            for known in (self._sums, self._recent, self._what, self._absent):
+                known.pop(rank, None)
+            self._usual.clear()
+        differences = []
+        for rank, value in values.items():
+            self._recent[rank] = self._recent.get(rank, value) * (1 - NEW_PART) + value * NEW_PART
+            self._what[rank] = _most(excess[rank])
+            difference = self._sums.setdefault(rank, _Sum()).difference(value)
+            if difference is not None:
+                differences.append(difference)
+        if differences:
+            self._differences.append(median(differences))
+        if self._windows > FIRST + LEARNED:
+            spread = max(LEAST_SPREAD, _MAD * median(self._differences))
+            for rank, value in values.items():
+                self._sums[rank].take(value, spread, window, excess[rank])
+        if not self._absent:  # else the shortest wait may be missing
+            self._take_network(window, shares)
+        self._judge(window)
+
+    def _begin_attempt(self, last: Window) -> None:
+        """Begin anew: other processes run now, perhaps elsewhere."""
+        self.found = [each if each.to_step is not None else self._ended(each, last) for each in self.found]
+        self._windows = 0
+        self._sums, self._network = {}, _Sum()
+        for known in (self._usual, self._recent, self._what):
+            known.clear()
+
+    def _take_network(self, window: Window, shares: Mapping[int, Share]) -> None:
+        """Compare the shortest wait with what it was, as a part of the step."""
+        wait, work = (
+            min(share.wait for share in shares.values()) / window.steps,
+            median(share.own for share in shares.values()) / window.steps,
+        )
+        if len(self._usual) >= LEARNED:
+            usual_wait, usual_work = (median(values) for values in zip(*self._usual, strict=True))
+            usual = usual_wait + usual_work
+            value = math.log(max(1e-9, usual + wait - usual_wait) / usual)
+            difference = self._network.difference(value)
+            if difference is not None:
+                self._network_differences.append(difference)
+            if len(self._network_differences) >= LEARNED:
+                spread = max(LEAST_SPREAD, _MAD * median(self._network_differences))
+                grown = work > usual_work * math.exp(LEAST_SPREAD)
+                self._network.take(min(value, 0.0) if grown else value, spread, window, {"network": wait - usual_wait})
+        if self._network.slow < LIMIT / 2 and not self._network.is_slow:
+            self._usual.append((wait, work))
+
+    def _judge(self, window: Window) -> None:
+        for rank, each in self._sums.items():
+            if each.begins:
+                self._begin(self._group_of(rank), window)
+        if self._network.begins and not any(each.slow > LIMIT / 2 for each in self._sums.values()):
+            self._network.begin()
+            self._note("", (), self._network, window)
+        for index, straggler in enumerate(self.found):
+            if straggler.to_step is not None:
+                continue
+            sums = [self._network] if straggler.what == "network" else self._sums_of(straggler.ranks)
+            if all(each.is_over or not each.is_slow for each in sums):
+                for each in sums:
+                    each.end()
+                self.found[index] = self._ended(straggler, window)
+                if sums:  # else it has gone
+                    self._tell(self.found[index])
+
+    def _group_of(self, rank: int) -> tuple[int, ...]:
+        """Return all ranks of its host if they are all slow, and there are others; else this one."""
+        host = self._host_of(rank)
+        ranks = tuple(sorted(other for other in self._sums if self._host_of(other) == host))
+        sums = self._sums_of(ranks)
+        is_whole = 1 < len(ranks) < len(self._sums) and all(each.is_slow or each.slow > LIMIT / 2 for each in sums)
+        return ranks if is_whole else (rank,)
+
+    def _sums_of(self, ranks: tuple[int, ...]) -> list[_Sum]:
+        return [self._sums[rank] for rank in ranks if rank in self._sums]
+
+    def _begin(self, ranks: tuple[int, ...], window: Window) -> None:
+        sums = self._sums_of(ranks)
+        for each in sums:
+            each.begin()
+        first = max(sums, key=lambda each: each.slow)
+        for index, known in enumerate(self.found):  # what was said of one of its ranks is said of the host now
+            if known.to_step is None and known.ranks and {*known.ranks} < {*ranks}:
+                self.found[index] = self._ended(known, window)
+        self._note(self._host_of(ranks[0]), ranks, first, window)
+
+    def _note(self, host: str, ranks: tuple[int, ...], found: _Sum, window: Window) -> None:
+        since = found.since or window
+        straggler = Straggler(
+            host=host,
+            ranks=ranks,
+            what=_most(found.excess),
+            times=math.exp(median(found.ratios)),
+            attempt=window.attempt,
+            from_step=since.step - since.steps + 1,
+            after_s=max(0.0, since.began - self._began),
+        )
+        self.found = [*self.found, straggler][-KEPT:]
+        self._tell(straggler)
+
+    def _ended(self, straggler: Straggler, window: Window) -> Straggler:
+        for_s = max(0.0, window.ended - self._began - straggler.after_s)
+        return replace(straggler, to_step=window.step, for_s=for_s)
+
+
+class _Others:
+    """The own work of all ranks; `median` is that of all but one."""
+
+    def __init__(self, shares: Mapping[int, Share]) -> None:
+        self._sorted = sorted(share.own for share in shares.values())
+
+    def median(self, without: float) -> float:
+        """Return the median of the values without one of them, the geometric mean of the middle two."""
+        others = len(self._sorted) - 1
+        at = bisect_left(self._sorted, without)
+        low, high = ((index + (index >= at)) for index in ((others - 1) // 2, others // 2))
+        return math.sqrt(self._sorted[low] * self._sorted[high])
+
+
+def _excess(shares: Mapping[int, Share]) -> dict[int, dict[str, float]]:
+    """Return by rank, and by what they were spent on, the seconds beyond the median of the ranks."""
+    parts = {what: {rank: getattr(share, what) for rank, share in shares.items()} for what in _PARTS}
+    typical = {what: median_low(values.values()) for what, values in parts.items()}
+    return {rank: {what: parts[what][rank] - typical[what] for what in _PARTS} for rank in shares}
+
+
+def _most(excess: Mapping[str, float]) -> str:
+    return max(excess, key=lambda what: excess[what])
