@@ -101,7 +101,7 @@ class StandardInput:
             return
         is_new, self._seen_bytes = self._seen_bytes != worker.output_bytes, worker.output_bytes
         self._pause_s = LOOK_S if is_new else min(RARELY_S, 1.2 * self._pause_s)
-        self._note(asks=self._may_ask and self._is_waited_for)
+        self._note(asks=self._may_ask and self._is_waited_for, is_news=is_new)
 
     @property
     def _may_ask(self) -> bool:
@@ -122,8 +122,9 @@ class StandardInput:
             return False
         return any(_reads(f"/proc/{worker.pid}/task/{thread}/syscall") for thread in threads)
 
-    def _note(self, *, asks: bool) -> None:
-        if asks != self._asks:
+    def _note(self, *, asks: bool, is_news: bool = False) -> None:
+        """Say whether it asks, where that has changed; and again where it asks and `is_news`: another prompt."""
+        if asks != self._asks or (asks and is_news):
             self._asks = asks
             self._writer.send(Asks(rank=self._rank, waits=asks))
 

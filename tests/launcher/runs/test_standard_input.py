@@ -166,12 +166,14 @@ def test_a_breakpoint_has_the_terminal_alone(where: list[str], tmp_path: Path) -
 
 
 def quiet_for(terminal: Terminal, duration_s: float) -> None:
-    """Read until nothing has come for so long."""
-    before = None
-    since = time.monotonic()
+    """Read until nothing has come for so long; raise TimeoutError with what came if it never ends."""
+    before, since = None, time.monotonic()
+    deadline = since + 60
     while time.monotonic() < since + duration_s:
         if before != terminal.shown:
             before, since = terminal.shown, time.monotonic()
+        if since > deadline:
+            raise TimeoutError(f"it goes on and on: {terminal.shown[:2000]} ... {terminal.shown[-500:]}")
         terminal._read(0.05)
 
 
