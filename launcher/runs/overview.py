@@ -23,6 +23,7 @@ from launcher.timeline.windows import Windows
 
 __all__ = ["Overview"]
 
+RECENT = 10  # records of a rank that its times are the means of: of a second, if its steps are short
 _WAIT = PHASES.index("wait")
 
 Content = Mapping[str, Any]
@@ -151,7 +152,7 @@ class Overview:
     def _of_rank(self, attempt: AttemptState, rank: int, host: str) -> Content:
         use = self._use.get(host)
         gpu = None if use is None else use.gpus.get(str(rank))
-        newest = self._timeline.newest(rank)
+        newest = self._timeline.newest(rank)[-RECENT:]
         steps = sum(times.steps for times in newest)
         length_s = sum(sum(times.phases_s) for times in newest)
         wait_s = sum(times.phases_s[_WAIT] for times in newest)

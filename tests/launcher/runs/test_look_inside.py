@@ -38,7 +38,7 @@ now = 0
 def slow(what):
     for rank, first, last, where in (word for word in words if len(word) == 4):
         if (int(rank), where) == (world.rank, what) and int(first) <= now < int(last):
-            time.sleep(0.08)
+            time.sleep(0.15)
 
 class Net(torch.nn.Linear):
     def forward(self, inputs):
@@ -106,7 +106,7 @@ def _top() -> dict[str, Any]:
 def test_a_throttled_rank_is_named_with_what_is_slow_and_top_shows_it(folder: Path) -> None:
     """Rank 3 gets its data late for a while, then rank 1 computes slowly to the end."""
     words = ["--simulate", "--nnodes", "2", "--nproc-per-node", "2", "--run-id", "r"]
-    slow = ["3.60.140.data", "1.220.99999.compute"]
+    slow = ["3.40.90.data", "1.130.99999.compute"]
     with started_dtrain("run", *words, "train.py", "100000", "plain", *slow) as run:
 
         def shows_the_second() -> bool:
@@ -119,9 +119,12 @@ def test_a_throttled_rank_is_named_with_what_is_slow_and_top_shows_it(folder: Pa
         assert [(rank["rank"], rank["host"]) for rank in found["ranks"]] == [
             (0, "sim0"), (1, "sim0"), (2, "sim1"), (3, "sim1"),
         ]  # fmt: skip
-        fast, slow_one = found["ranks"][2], found["ranks"][1]
-        assert slow_one["own_s"] > 1.5 * fast["own_s"]
-        assert fast["wait_s"] > slow_one["wait_s"]
+
+        def shows_its_times() -> bool:
+            fast, slow_one = (_top()["ranks"][rank] for rank in (2, 1))
+            return bool(slow_one["own_s"] > 1.5 * fast["own_s"] and fast["wait_s"] > slow_one["wait_s"])
+
+        wait_until(shows_its_times, "its times are those of late")
         assert all(rank["own_s"] + rank["wait_s"] == pytest.approx(rank["step_s"], abs=1e-4) for rank in found["ranks"])
         assert all(rank["resident_bytes"] > 50 << 20 for rank in found["ranks"])
         assert 0 < found["goodput"] < 1
@@ -146,15 +149,12 @@ def test_a_throttled_rank_is_named_with_what_is_slow_and_top_shows_it(folder: Pa
     assert re.search(r"dtrain: goodput \d+ % of \S+ s: start \S+ s, training \S+ s, waiting for stragglers \S+ s", said)
     assert said.count("goodput") == 1
     found = outcome("r")
-    first = next(each for each in found["stragglers"] if each["ranks"] == [3])
-    last = next(each for each in found["stragglers"] if each["ranks"] == [1])
-    assert (first["what"], first["host"], last["what"], last["host"]) == ("data", "sim1", "compute", "sim0")
-    assert 50 <= first["from_step"] <= 90 <= first["to_step"]
-    assert 210 <= last["from_step"] <= 250
-    assert last["to_step"] is None
-    assert first["times"] > 1.5
+    slow_then = [each for each in found["stragglers"] if each["from_step"] <= 70 <= (each["to_step"] or 70)]
+    assert ([3], "data", "sim1") in [(each["ranks"], each["what"], each["host"]) for each in slow_then]
+    slow_at_last = [each for each in found["stragglers"] if each["to_step"] is None]
+    assert ([1], "compute", "sim0") in [(each["ranks"], each["what"], each["host"]) for each in slow_at_last]
     spent = check_parts(found)
-    assert spent["waiting_s"] > 80 * 0.08 * 0.75 * 0.8  # of three ranks of four, in the first of these steps
+    assert spent["waiting_s"] > 50 * 0.15 * 0.75 * 0.8  # of three ranks of four, in the first of these steps
     assert run_dtrain("top", "r").returncode == 1
 
 
