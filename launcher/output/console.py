@@ -132,7 +132,7 @@ class Console:
             is_redrawn = b"\r" in whole
             if is_redrawn:
                 whole = b"\n".join(_last_state(part) for part in whole.split(b"\n"))
-            self._put_lines(rank, line, whole, is_bar=is_redrawn)
+            self._put_lines(rank, line, whole, is_bar=is_redrawn or line.redrawn)
             line.redrawn = False
         if b"\r" in rest:
             line.redrawn = True
