@@ -186,6 +186,17 @@ def test_ctrl_c_at_a_prompt_ends_the_run(tmp_path: Path) -> None:
     assert "stopped by SIGINT" in terminal.shown
 
 
+def test_ctrl_c_at_a_debugger_that_takes_it_says_how_to_end_the_run(tmp_path: Path) -> None:
+    path = script(tmp_path, "breakpoint()\nprint('after')")
+    with dtrain_on_terminal("run", "--grace-s", "600", path, cwd=tmp_path) as terminal:
+        terminal.read_until("(Pdb) ")
+        quiet_for(terminal, 0.5)  # the prompt has the terminal
+        terminal.type("\x03")
+        terminal.read_until("a second Ctrl-C kills")
+        terminal.type("\x03")
+        assert terminal.wait() == 130
+
+
 def test_ctrl_d_ends_the_input(tmp_path: Path) -> None:
     with dtrain_on_terminal("run", script(tmp_path, "print('all:', sys.stdin.read())"), cwd=tmp_path) as terminal:
         terminal.type("line\n\x04")
