@@ -263,6 +263,8 @@ def _report_end(
     if outcome.error is None and ranks and max(ranks) >= outcome.world_size:
         named = ",".join(map(str, sorted(ranks)))
         verbosity.say(f"--only-rank {named}: there were only ranks 0 to {outcome.world_size - 1}")
+    if outcome.error is None and spec.stdin_rank is not None and spec.stdin_rank >= outcome.world_size:
+        verbosity.say(f"--stdin {spec.stdin_rank}: there were only ranks 0 to {outcome.world_size - 1}; none read it")
     for line in warm_lines(spec, outcome, verbose=verbosity.verbose):
         if not verbosity.quiet:
             verbosity.say(line)

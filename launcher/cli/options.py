@@ -127,7 +127,8 @@ class Options:
         "10m|90s|1h",
     )
     stdin: str | None = _option(
-        "The rank that reads the standard input of this command; the others read an empty one.  [default: 0]",
+        "The rank that reads the standard input of this command; the others read an empty one. It is read ahead: in a "
+        "loop of the shell that reads its own input, write none.  [default: 0]",
         "RANK|none",
     )
 
