@@ -31,8 +31,8 @@ CONFIG_SOURCE = "launcher.config_source"  # in click's context: which file defau
 # Variables that are no option's. The first are for the workers, the last line for what --on-end runs.
 _NO_OPTION = ("AGENT", "BACKEND", "HOST", "ELASTIC", "LOST_AFTER_S", "PROGRESS_FILE", "ROLES", "RUN_KEY",
               "GENERATION", "GENERATION_PIPE", "GENERATION_FILE", "STATE_FILE", "COPY_FILE", "COPY_NOTE",
-              "TIMELINE_FILE", "STRATEGY", "TOKEN", "TORCH_INDEX", "AGENT_SLOTS", "AGENT_MACHINE", "ONE_STEP_FROM",
-              "RUN", "STATE", "EXIT_CODE", "CAUSE", "FOLDER")  # fmt: skip
+              "TIMELINE_FILE", "DEBUGGER_FILE", "STRATEGY", "TOKEN", "TORCH_INDEX", "AGENT_SLOTS", "AGENT_MACHINE",
+              "ONE_STEP_FROM", "RUN", "STATE", "EXIT_CODE", "CAUSE", "FOLDER", "IN_ON_END")  # fmt: skip
 
 
 class Listed(Option):

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import pickle
+import resource
 import signal
 import sys
 import threading
@@ -231,9 +232,21 @@ def test_output_goes_to_what_sys_stdout_is(monkeypatch: pytest.MonkeyPatch) -> N
     assert red.getvalue().startswith("dtrain: the worker finished successfully")
 
 
+def test_what_on_end_leaves_in_the_background_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    notebook = io.StringIO()
+    command = "(while [ ! -e go ]; do sleep 0.1; done; echo later) & echo é at once"
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", notebook)
+        launch(_rank, nproc_per_node=1, on_end=command)
+    assert notebook.getvalue() == "é at once\n"
+    Path("go").touch()
+    wait_until(lambda: notebook.getvalue() == "é at once\nlater\n", "what it writes is shown all the same")
+
+
 def test_another_thread_may_launch() -> None:
     found: list[list[int]] = []
     before = signal.getsignal(signal.SIGINT)
+    limits = sys.getswitchinterval(), resource.getrlimit(resource.RLIMIT_NOFILE)
     threads = [threading.Thread(target=lambda: found.append(launch(_rank, nproc_per_node=2))) for _ in range(2)]
     for thread in threads:
         thread.start()
@@ -241,6 +254,34 @@ def test_another_thread_may_launch() -> None:
         thread.join()
     assert found == [[0, 1], [0, 1]]
     assert signal.getsignal(signal.SIGINT) is before
+    assert (sys.getswitchinterval(), resource.getrlimit(resource.RLIMIT_NOFILE)) == limits
+
+
+def test_the_limit_of_files_is_restored_when_the_last_run_has_ended() -> None:
+    program = """
+import os, resource, threading, time
+import launcher
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (hard // 2, hard))
+def waits():
+    open("up", "w").close()
+    while not os.path.exists("go"):
+        time.sleep(0.05)
+def ratio():
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] * 2 // hard
+thread = threading.Thread(target=launcher.launch, args=(waits,), kwargs={"nproc_per_node": 1})
+thread.start()
+while not os.path.exists("up"):
+    time.sleep(0.05)
+launcher.launch(int, nproc_per_node=1)
+among = ratio()
+open("go", "w").close()
+thread.join()
+print(among, ratio())
+"""
+    Path("program.py").write_text(program)
+    result = run_program(sys.executable, "program.py")
+    assert result.stdout == "2 1\n", result
 
 
 def test_a_worker_may_not_launch() -> None:
