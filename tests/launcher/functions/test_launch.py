@@ -8,11 +8,14 @@ import pickle
 import resource
 import signal
 import sys
+import sysconfig
 import threading
 import time
 import types
 from collections.abc import Callable
 from functools import partial
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ from testbed.sshd import SshHosts
 from launcher import launch
 from launcher.agent.workers import call_function
 from launcher.errors import HostError, LaunchError, UsageError, WorkerError
+from launcher.functions import packing
 
 
 @pytest.fixture(autouse=True)
@@ -387,6 +391,41 @@ def test_modules_of_the_program_s_own_folders_are_found(folder: Path, monkeypatc
     import found_there  # type: ignore[import-not-found]  # written just now
 
     assert launch(found_there.where) == [str(folder / "own/found_there.py")]
+
+
+def test_code_below_the_prefix_of_python_is_the_user_s_own_unless_it_is_installed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "prefix", str(folder))
+    before = packing._own_path()
+    assert not any("site-packages" in path or path == sysconfig.get_path("stdlib") for path in before)
+    monkeypatch.syspath_prepend(folder / "src/app")
+    assert packing._own_path() == (str(folder / "src/app"), *before)
+
+
+def test_what_an_editable_installation_finds_is_imported_and_not_sent(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "far").mkdir()
+    for name in ("__init__", "inner"):
+        (folder / f"far/{name}.py").write_text("")
+
+    class Finder:
+        @staticmethod
+        def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+            if name != "edited":
+                return None
+            return spec_from_file_location(
+                name, folder / "far/__init__.py", submodule_search_locations=[str(folder / "far")]
+            )
+
+    assert not packing._can_be_imported("edited.inner")
+    monkeypatch.setattr(Finder, "__module__", "__editable___edited_finder")
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
+    assert packing._can_be_imported("edited.inner")
+    assert not packing._can_be_imported("edited.outer")
+    monkeypatch.setattr(Finder, "__module__", "_pytest.assertion")
+    assert not packing._can_be_imported("edited.inner")
 
 
 def test_a_resilient_function_goes_on_without_a_restart(folder: Path) -> None:
