@@ -368,7 +368,8 @@ class Job:
         attempt = self.attempt
         self._run.preempted &= signum == signal.SIGTERM  # which SLURM sends at the end; the others are somebody's will
         if attempt is not None and self.phase is Phase.GATHERING:
-            attempt.failures, attempt.secondary_failures = [], []  # history; it is the signal that ends the run
+            # History; it is the signal that ends the run.
+            attempt.failures, attempt.secondary_failures, attempt.evidence = [], [], ()
         if attempt is None or not attempt.failures:
             self._run.signum = signum
         if self.phase is Phase.RUNNING and attempt is not None:
