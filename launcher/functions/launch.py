@@ -67,7 +67,7 @@ def launch(
         )
     packed = pack(function, args)
     words = words_of({"hosts": hosts, "nproc_per_node": nproc_per_node, **options})
-    settings = options_of(words, packed.name)
+    settings = options_of(words, packed.name, off=[name for name, value in options.items() if value is False])
     limits = Limits(settings.keep_runs, settings.log_max_size)
     to_file = error_file(settings.error_json)
     request = _request(settings, packed)

@@ -52,6 +52,7 @@ from launcher.protocol import (
     Hello,
     PortsReserved,
     Report,
+    Returned,
     SignalWorkers,
     Started,
     Stepped,
@@ -193,6 +194,8 @@ class Job:
                 attempt.take_start(message, now)
                 self._run.started(message.rank, now)
                 return self._run.grow_with(None, now) if attempt.all_started else []
+            case Returned():
+                attempt.made_progress(now)
             case Stepped():
                 self._run.chaos.goes_on(message.rank, now, has_stepped=True)
             case Failing():

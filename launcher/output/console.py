@@ -131,13 +131,14 @@ class Console:
         text = line.text + (_shortened(line, data) if self._terminal[stream] else data)
         whole, newline, rest = text.rpartition(b"\n")
         if newline:
+            whole = whole.replace(b"\r\n", b"\n").removesuffix(b"\r")
             is_redrawn = b"\r" in whole
             if is_redrawn:
                 whole = b"\n".join(_last_state(part) for part in whole.split(b"\n"))
             self._put_lines(rank, line, whole, is_bar=is_redrawn or line.redrawn)
             line.redrawn = False
         if b"\r" in rest:
-            line.redrawn = True
+            line.redrawn |= b"\r" in rest[:-1]  # else a line feed may follow
             rest = _last_state(rest) + (b"\r" if rest.endswith(b"\r") else b"")
         while len(rest) > MAX_LINE_BYTES:
             self._put(stream, self._written(line.prefix, rest[:MAX_LINE_BYTES]))

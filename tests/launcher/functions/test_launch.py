@@ -200,6 +200,7 @@ def test_options_come_from_the_environment_and_the_config_file_as_well(
     (folder / "dtrain.toml").write_text("simulate = true\nnnodes = 3\n")
     monkeypatch.setenv("DTRAIN_NPROC_PER_NODE", "2")
     assert launch(_rank, nnodes=2) == [0, 1, 2, 3]
+    assert launch(_rank, simulate=False, nnodes=1) == [0, 1], "the program is stronger than the file"
     assert launch(os.getenv, "SENT", nnodes=(1, 2), nproc_per_node=1, export={"SENT": "x"}) == ["x", "x"]
     monkeypatch.setenv("DTRAIN_NODE_RANK", "0")
     with pytest.raises(UsageError, match=r"launch\(\) takes no node_rank \(DTRAIN_NODE_RANK\)"):
