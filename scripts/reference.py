@@ -129,7 +129,10 @@ def _groups(name: str, command: click.Command) -> Groups:
 
 def _words(option: click.Option) -> str:
     """Return how an option is typed: `-x, --export NAME[=VALUE]`."""
-    metavar = "" if option.is_flag else option.make_metavar(click.Context(click.Command("dtrain")))
+    metavar = ""
+    if not option.is_flag:  # click before 8.2 takes no context here
+        takes_context = "ctx" in inspect.signature(option.make_metavar).parameters
+        metavar = option.make_metavar(*[click.Context(click.Command("dtrain"))] * takes_context)
     return f"{', '.join(option.opts)} {metavar}".rstrip()
 
 

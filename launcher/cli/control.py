@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from launcher.timeline.goodput import Parts
     from launcher.timeline.stragglers import Straggler
 
-__all__ = ["Caller", "Ended", "Verbosity", "control", "error_file", "write_all"]
+__all__ = ["Caller", "Ended", "Verbosity", "control", "error_file", "run_at_end", "write_all"]
 
 GOODPUT_FROM_S = 60.0  # of a run of which no steps are known, a shorter one needs no words on its time
 _SWITCH_S = 0.0005  # what threads that connect wait for at each of their steps, while this one imports
@@ -68,11 +68,16 @@ class Caller:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run ended. `caught`: signals to this process that ended it, and would have ended this process."""
+    """How a run ended. `caught`: signals to this process that ended it, and would have ended this process.
+
+    `state` is that of its record, `folder` None where its files could not be written.
+    """
 
     outcome: Outcome
     report: str
     caught: tuple[int, ...]
+    state: str
+    folder: Path | None
 
 
 def error_file(text: str | None) -> Path | None:
@@ -95,7 +100,7 @@ def write_all(descriptor: int, data: bytes) -> None:
 
 
 def control(request: Request, options: Options, limits: Limits, verbosity: Verbosity, caller: Caller) -> Ended:
-    """Run the job to its end, and --on-end after it.
+    """Run the job to its end. The caller holds its folder, and calls `run_at_end` when it does so no more.
 
     Blocks. The report is shown, but for that of a failure to a program, which raises it.
     """
@@ -108,7 +113,8 @@ def control(request: Request, options: Options, limits: Limits, verbosity: Verbo
         # At once: an agent's start takes as long as the imports here. But not before it is certain that we are node 0.
         opened = start_agents(spec) if node_role is None else {}
         switch_s = sys.getswitchinterval()
-        sys.setswitchinterval(_SWITCH_S)
+        if not caller.is_program:  # which has threads of its own, and perhaps several runs
+            sys.setswitchinterval(_SWITCH_S)
 
         from launcher.controller.controller import Controller
         from launcher.machine.processes import raise_file_limit
@@ -119,7 +125,8 @@ def control(request: Request, options: Options, limits: Limits, verbosity: Verbo
         from launcher.runs.session import Session
         from launcher.timeline.recording import Recording
 
-        sys.setswitchinterval(switch_s)
+        if not caller.is_program:
+            sys.setswitchinterval(switch_s)
         raise_file_limit()
         # With --detach, stdout is for the run's id.
         out = caller.out if caller.detachment is None else caller.err
@@ -187,11 +194,22 @@ def control(request: Request, options: Options, limits: Limits, verbosity: Verbo
         state = session.end(outcome, controller.evidence_file)
         if outcome.preempted:
             outcome = replace(outcome, exit_code=_requeue(outcome, verbosity))
-        if options.on_end is not None:
-            from launcher.runs.on_end import run_on_end
+    return Ended(outcome, text, (*controller.caught, *early[known:]), state, kept)
 
-            run_on_end(options.on_end, outcome, state, kept, say=verbosity.say, out=caller.out, err=caller.err)
-    return Ended(outcome, text, (*controller.caught, *early[known:]))
+
+def run_at_end(ended: Ended, options: Options, verbosity: Verbosity, caller: Caller) -> None:
+    """Run the command of --on-end, which may start the run again under its name. Blocks."""
+    if options.on_end is None:
+        return
+    from launcher.runs.on_end import IN_ON_END, run_on_end
+
+    is_from_file = dict(options.origins).get("on_end") not in ("command line", "DTRAIN_ON_END")
+    if is_from_file and IN_ON_END in os.environ:  # the end of this run would start the next one, without end
+        return
+    run_on_end(
+        options.on_end, ended.outcome, ended.state, ended.folder,
+        say=verbosity.say, out=caller.out, err=caller.err,
+    )  # fmt: skip
 
 
 def _has_no_input() -> bool:
@@ -263,6 +281,8 @@ def _report_end(
     if outcome.error is None and ranks and max(ranks) >= outcome.world_size:
         named = ",".join(map(str, sorted(ranks)))
         verbosity.say(f"--only-rank {named}: there were only ranks 0 to {outcome.world_size - 1}")
+    if outcome.error is None and spec.stdin_rank is not None and spec.stdin_rank >= outcome.world_size:
+        verbosity.say(f"--stdin {spec.stdin_rank}: there were only ranks 0 to {outcome.world_size - 1}; none read it")
     for line in warm_lines(spec, outcome, verbose=verbosity.verbose):
         if not verbosity.quiet:
             verbosity.say(line)

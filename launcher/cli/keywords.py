@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -32,8 +33,8 @@ _NOT_HERE = {
 def words_of(keywords: Mapping[str, Any]) -> list[str]:
     """Return options as they are typed after `dtrain run`.
 
-    None is the default, True a flag; a list is several values, a mapping variables. Raises UsageError for a name that
-    is none.
+    None is the default, True a flag, False none (see options_of); a list is several values, a mapping variables.
+    Raises UsageError for a name that is none.
 
     >>> words_of({"nnodes": (1, 2), "hosts": ["a", "b"], "simulate": True, "export": {"A": "1"}})
     ['--nnodes', '1:2', '--hosts', 'a,b', '--simulate', '--export', 'A=1']
@@ -67,8 +68,10 @@ def _texts(option: click.Option, value: Any) -> list[str]:
     return [(":" if option.name == "nnodes" else ",").join(map(str, value))]
 
 
-def options_of(words: list[str], name: str) -> Options:
+def options_of(words: list[str], name: str, *, off: Collection[str] = ()) -> Options:
     """Return the options of these words, with what the environment and the config file say besides.
+
+    The flags `off` are not set, whatever those say.
 
     Raises UsageError where `dtrain run` would end with exit code 2.
     """
@@ -84,6 +87,9 @@ def options_of(words: list[str], name: str) -> Options:
     except click.ClickException as error:
         raise UsageError(error.format_message()) from error
     (options,) = found
+    origins = tuple(origin for origin in options.origins if origin[0] not in off)
+    unset: dict[str, Any] = dict.fromkeys(off, False)
+    options = replace(options, **unset, origins=origins)
     for option in _NOT_HERE:
         value = getattr(options, option)
         if value is not None and value is not False:

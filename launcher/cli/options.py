@@ -31,8 +31,8 @@ CONFIG_SOURCE = "launcher.config_source"  # in click's context: which file defau
 # Variables that are no option's. The first are for the workers, the last line for what --on-end runs.
 _NO_OPTION = ("AGENT", "BACKEND", "HOST", "ELASTIC", "LOST_AFTER_S", "PROGRESS_FILE", "ROLES", "RUN_KEY",
               "GENERATION", "GENERATION_PIPE", "GENERATION_FILE", "STATE_FILE", "COPY_FILE", "COPY_NOTE",
-              "TIMELINE_FILE", "STRATEGY", "TOKEN", "TORCH_INDEX", "AGENT_SLOTS", "AGENT_MACHINE", "ONE_STEP_FROM",
-              "RUN", "STATE", "EXIT_CODE", "CAUSE", "FOLDER")  # fmt: skip
+              "TIMELINE_FILE", "DEBUGGER_FILE", "STRATEGY", "TOKEN", "TORCH_INDEX", "AGENT_SLOTS", "AGENT_MACHINE",
+              "ONE_STEP_FROM", "RUN", "STATE", "EXIT_CODE", "CAUSE", "FOLDER", "IN_ON_END")  # fmt: skip
 
 
 class Listed(Option):
@@ -127,7 +127,8 @@ class Options:
         "10m|90s|1h",
     )
     stdin: str | None = _option(
-        "The rank that reads the standard input of this command; the others read an empty one.  [default: 0]",
+        "The rank that reads the standard input of this command; the others read an empty one. It is read ahead: in a "
+        "loop of the shell that reads its own input, write none.  [default: 0]",
         "RANK|none",
     )
 

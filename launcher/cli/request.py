@@ -96,6 +96,11 @@ def read_request(options: Options, *, wait: bool = False) -> Request:
 
 def check_here(spec: JobSpec) -> None:
     """Find a missing script before anything is started, where one of the hosts is this machine."""
+    if spec.command.is_standard_input and spec.stdin_rank != 0:
+        raise UsageError(
+            f"the script is {spec.command.target}, but rank 0 does not read the standard input of this command; "
+            "save the script to a file, or leave --stdin, --detach out"
+        )
     if all(host.remote for host in spec.hosts) or spec.command.kind is not CommandKind.SCRIPT:
         return
     if not spec.workdir.is_dir():

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from launcher.cli.control import Caller, Verbosity, control, error_file, write_all
+from launcher.cli.control import Caller, Verbosity, control, error_file, run_at_end, write_all
 from launcher.cli.options import Options, unknown_variables
 from launcher.cli.request import Request, check_here, read_request
 from launcher.errors import DtrainError, NodeZeroTakenError, UsageError
@@ -112,4 +112,6 @@ def _control(
                 raise NodeZeroTakenError(str(error)) from error
             if not spec.first_attempt:  # SLURM starts a job again when its last start has ended, whoever holds a lock
                 raise
-        return control(request, options, limits, verbosity, caller).outcome.exit_code
+        ended = control(request, options, limits, verbosity, caller)
+    run_at_end(ended, options, verbosity, caller)
+    return ended.outcome.exit_code

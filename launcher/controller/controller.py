@@ -246,8 +246,7 @@ class Controller:
         """Send the function, once to each agent."""
         if link not in self._has_function:
             self._has_function.add(link)
-            for frame in self._function:
-                link.pass_on(frame)
+            link.pass_on(self._function)
 
     def _open(self, host: Host, number: int) -> None:
         """Connect to a host in the background; an older link to it was closed, and is let go without waiting."""

@@ -7,6 +7,7 @@ whatever goes wrong in a thread, the controller gets a `Lost` with the reason.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import signal
 import threading
@@ -17,7 +18,7 @@ from launcher.errors import DtrainError, HostError
 from launcher.hosts.host import Host
 from launcher.job.events import AgentMessage, Connected, Event, Lost
 from launcher.output.writer import OutputThread
-from launcher.protocol import PREAMBLE, Asks, Bye, Decoder, Output, encode
+from launcher.protocol import PREAMBLE, Asks, Bye, Decoder, Heartbeat, Output, encode
 from launcher.protocol import Command as AgentCommand
 from launcher.transport.connect import why_not_started
 from launcher.transport.stream import Stream
@@ -49,7 +50,8 @@ class Link:
         self._read_all = threading.Event()
         self._queued = 0  # messages; counted by the loop alone
         self._written = 0  # of those; counted by the writer alone
-        self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._outgoing: queue.SimpleQueue[bytes | Sequence[bytes] | None] = queue.SimpleQueue()
+        self._heartbeats: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._reader: threading.Thread | None = None
 
     def open(self, connect: Callable[[], Stream]) -> None:
@@ -61,12 +63,17 @@ class Link:
             self._lose(_NO_THREAD)
 
     def tell(self, message: AgentCommand) -> None:
-        self.pass_on(encode(message))
+        if not isinstance(message, Heartbeat):
+            self.pass_on(encode(message))
+        elif self._stream is not None and not self._closed:
+            self._heartbeats.put(encode(message))
+            self.pass_on(())
 
-    def pass_on(self, frame: bytes) -> None:
+    def pass_on(self, frames: bytes | Sequence[bytes]) -> None:
+        """Write a message, or one of many frames, which holds no heartbeat up; without frames: the next heartbeat."""
         if self._stream is not None and not self._closed:
             self._queued += 1
-            self._outgoing.put(frame)
+            self._outgoing.put(frames)
 
     @property
     def idle(self) -> bool:
@@ -174,13 +181,26 @@ class Link:
         try:
             stream.write(PREAMBLE)
             while (data := self._outgoing.get()) is not None:
-                stream.write(data)
+                if isinstance(data, bytes):
+                    stream.write(data)
+                else:
+                    self._write_frames(stream, data)
                 self._written += 1
             stream.end()
         except Exception as error:
             if not self._read_all.wait(READER_FIRST_S):
                 self._lose(_reason(error))
                 stream.finish(0.0)  # a blocked read returns
+
+    def _write_frames(self, stream: Stream, frames: Sequence[bytes]) -> None:
+        """Write frames, and before each the heartbeats that have come, in the place of those behind all frames."""
+        if not frames:
+            with contextlib.suppress(queue.Empty):  # it was among some frames
+                stream.write(self._heartbeats.get_nowait())
+        for frame in frames:
+            while not self._heartbeats.empty():
+                stream.write(self._heartbeats.get_nowait())
+            stream.write(frame)
 
 
 def close_links(links: Sequence[Link]) -> None:

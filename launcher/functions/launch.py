@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from launcher.cli.control import Caller, Ended, Verbosity, control, error_file, write_all
+from launcher.cli.control import Caller, Ended, Verbosity, control, error_file, run_at_end, write_all
 from launcher.cli.keywords import options_of, words_of
 from launcher.cli.options import Options, unknown_variables
 from launcher.cli.request import Request, read_request
@@ -25,6 +27,7 @@ from launcher.runs.housekeeping import Limits, hold
 __all__ = ["launch"]
 
 T = TypeVar("T")
+_runs, _runs_lock = 0, threading.Lock()
 
 
 def launch(
@@ -64,29 +67,43 @@ def launch(
         )
     packed = pack(function, args)
     words = words_of({"hosts": hosts, "nproc_per_node": nproc_per_node, **options})
-    settings = options_of(words, packed.name)
+    settings = options_of(words, packed.name, off=[name for name, value in options.items() if value is False])
     limits = Limits(settings.keep_runs, settings.log_max_size)
     to_file = error_file(settings.error_json)
     request = _request(settings, packed)
     returns = Returns()
-    try:
-        with program_streams() as (out, err), hold(request.spec.log_dir, request.spec.run_id):
-            as_json = settings.log_format == "json"
-            say = partial(_say_json if as_json else _say, err)
-            verbosity = Verbosity(settings.quiet, settings.verbose, as_json, say, to_file)
+    with _file_limit_restored(), program_streams() as (out, err):
+        as_json = settings.log_format == "json"
+        say = partial(_say_json if as_json else _say, err)
+        verbosity = Verbosity(settings.quiet, settings.verbose, as_json, say, to_file)
+        caller = Caller([*words, "--", packed.name], out, err, function=packed.frames, take=returns.take)
+        with hold(request.spec.log_dir, request.spec.run_id):
             if not verbosity.quiet:
                 for notice in [*unknown_variables(), *request.notices]:
                     verbosity.say(notice)
-            caller = Caller([*words, "--", packed.name], out, err, function=packed.frames, take=returns.take)
             ended = control(request, settings, limits, verbosity, caller)
-    finally:
-        restore_file_limit()
+        run_at_end(ended, settings, verbosity, caller)
     for signum in ended.caught[:1]:
         signal.raise_signal(signum)  # as if it came now: for SIGINT, KeyboardInterrupt
     if ended.outcome.exit_code != 0:
         _fail(ended, returns)
     found: list[T] = _results(ended, returns)
     return found
+
+
+@contextmanager
+def _file_limit_restored() -> Iterator[None]:
+    """At the end of the last run of this process, undo what they have raised: others may go on in other threads."""
+    global _runs
+    with _runs_lock:
+        _runs += 1
+    try:
+        yield
+    finally:
+        with _runs_lock:
+            _runs -= 1
+            if not _runs:
+                restore_file_limit()
 
 
 def _request(options: Options, packed: Packed) -> Request:

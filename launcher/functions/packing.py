@@ -7,13 +7,14 @@ return, and this one reads that at the end of the run. Both ways are the authent
 from __future__ import annotations
 
 import contextlib
-import importlib.machinery
 import inspect
 import io
 import linecache
 import os
 import pickle
+import site
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,7 +31,10 @@ from launcher.protocol import MAX_PAYLOAD_BYTES, Exited, Function, Returned, enc
 
 __all__ = ["MAX_FUNCTION_BYTES", "Packed", "Returns", "Said", "pack"]
 
-MAX_FUNCTION_BYTES = 256 << 20  # it goes to every host before its workers start, and holds heartbeats up
+MAX_FUNCTION_BYTES = 256 << 20  # it goes to every host before its workers start
+_INSTALLED = ("stdlib", "platstdlib", "purelib", "platlib")
+_ZIPPED = f"{os.sep}python{sys.version_info.major}{sys.version_info.minor}.zip"  # the standard library, if it is there
+_NOT_IN_WORKERS = ("__main__", "_pytest")
 
 
 @dataclass(frozen=True)
@@ -121,21 +125,40 @@ def _by_value_if_out_of_reach(name: str | None) -> Iterator[None]:
 
 
 def _can_be_imported(name: str) -> bool:
+    """Whether what this Python finds modules by, such as the finder of an editable installation, finds this one."""
     path: list[str] | None = None
+    found = ""
     for part in name.split("."):
-        spec = importlib.machinery.BuiltinImporter.find_spec(part) if path is None else None
-        spec = spec or importlib.machinery.PathFinder.find_spec(part, path)
+        found = f"{found}.{part}".lstrip(".")
+        spec = next(filter(None, (finder.find_spec(found, path) for finder in _finders())), None)
         if spec is None:
             return False
         path = list(spec.submodule_search_locations or ())
     return True
 
 
+def _finders() -> list[Any]:
+    """Return those that a worker has as well."""
+    kinds = ((finder, finder if isinstance(finder, type) else type(finder)) for finder in sys.meta_path)
+    return [
+        finder
+        for finder, kind in kinds
+        if hasattr(finder, "find_spec") and kind.__module__.partition(".")[0] not in _NOT_IN_WORKERS
+    ]
+
+
 def _own_path() -> tuple[str, ...]:
     """Return where this process finds modules beside those that every Python of this installation finds."""
-    installed = tuple(os.path.realpath(prefix) + os.sep for prefix in {sys.prefix, sys.base_prefix})
+    folders = [*map(sysconfig.get_path, _INSTALLED), *site.getsitepackages()]
+    installed = tuple(os.path.realpath(folder) + os.sep for folder in folders)
     paths = dict.fromkeys(os.path.abspath(entry) for entry in sys.path)
-    return tuple(path for path in paths if not os.path.realpath(path).startswith(installed) and os.pathsep not in path)
+    return tuple(
+        path
+        for path in paths
+        if not f"{os.path.realpath(path)}{os.sep}".startswith(installed)
+        and not path.endswith(_ZIPPED)
+        and os.pathsep not in path
+    )
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import io
 import os
 import sys
@@ -43,22 +45,39 @@ def _leading_to(stream: TextIO | None) -> Iterator[int]:
         yield descriptor
         return
     reading, writing = os.pipe()
-    thread = threading.Thread(target=_pass_on, args=(reading, stream), name="notebook output", daemon=True)
-    thread.start()
+    end = b"\0" + os.urandom(16).hex().encode()
+    arrived = threading.Event()
+    args = (reading, stream, end, arrived)
+    threading.Thread(target=_pass_on, args=args, name="notebook output", daemon=True).start()
     try:
         yield writing
     finally:
+        # What --on-end has left in the background may have the pipe as well: its end may be far.
+        with contextlib.suppress(OSError):
+            os.write(writing, end)
         os.close(writing)
-        thread.join()
+        arrived.wait()
 
 
-def _pass_on(reading: int, stream: TextIO | None) -> None:
-    with open(reading, encoding="utf-8", errors="replace", newline="") as pipe:
-        while text := pipe.readline(_READ_BYTES):
-            if stream is None or stream.closed:
-                continue  # nobody wants it, and the run is not to wait
-            try:
-                stream.write(text)
-                stream.flush()
-            except (OSError, ValueError):  # it was closed just now, or nobody reads it: the log files have all
-                stream = None
+def _pass_on(reading: int, stream: TextIO | None, end: bytes, arrived: threading.Event) -> None:
+    """Write to the stream what comes; set `arrived` after `end`, which is not written, and go on."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    held = b""
+    try:
+        with open(reading, "rb", buffering=0) as pipe:
+            while data := pipe.read(_READ_BYTES):
+                before, found, after = (held + data).partition(end)
+                data = before + after
+                at = data.rfind(b"\0")
+                held = data[at:] if at >= 0 and end.startswith(data[at:]) else b""  # perhaps its first part
+                text = decoder.decode(data.removesuffix(held))
+                try:
+                    if text and stream is not None and not stream.closed:
+                        stream.write(text)
+                        stream.flush()
+                except (OSError, ValueError):  # it was closed just now, or nobody reads it: the log files have all
+                    stream = None  # nobody wants it, and the run is not to wait
+                if found:
+                    arrived.set()
+    finally:
+        arrived.set()

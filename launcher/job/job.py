@@ -52,6 +52,7 @@ from launcher.protocol import (
     Hello,
     PortsReserved,
     Report,
+    Returned,
     SignalWorkers,
     Started,
     Stepped,
@@ -193,6 +194,8 @@ class Job:
                 attempt.take_start(message, now)
                 self._run.started(message.rank, now)
                 return self._run.grow_with(None, now) if attempt.all_started else []
+            case Returned():
+                attempt.made_progress(now)
             case Stepped():
                 self._run.chaos.goes_on(message.rank, now, has_stepped=True)
             case Failing():
@@ -368,7 +371,8 @@ class Job:
         attempt = self.attempt
         self._run.preempted &= signum == signal.SIGTERM  # which SLURM sends at the end; the others are somebody's will
         if attempt is not None and self.phase is Phase.GATHERING:
-            attempt.failures, attempt.secondary_failures = [], []  # history; it is the signal that ends the run
+            # History; it is the signal that ends the run.
+            attempt.failures, attempt.secondary_failures, attempt.evidence = [], [], ()
         if attempt is None or not attempt.failures:
             self._run.signum = signum
         if self.phase is Phase.RUNNING and attempt is not None:

@@ -45,7 +45,9 @@ class _Line:
 
 
 class Console:
-    """Writes to the descriptors `out` and `err`. With `impatient` set, one that is not ready is not waited for.
+    """Writes to the descriptors `out` and `err`.
+
+    With `impatient` set, a descriptor that is not ready is not waited for, and no prompt holds other output back.
 
     `lines`: "merge" equal ones of many ranks, show "all", or None: merge on a terminal. `as_json`: objects, see
     json_lines.py.
@@ -129,13 +131,14 @@ class Console:
         text = line.text + (_shortened(line, data) if self._terminal[stream] else data)
         whole, newline, rest = text.rpartition(b"\n")
         if newline:
+            whole = whole.replace(b"\r\n", b"\n").removesuffix(b"\r")
             is_redrawn = b"\r" in whole
             if is_redrawn:
                 whole = b"\n".join(_last_state(part) for part in whole.split(b"\n"))
             self._put_lines(rank, line, whole, is_bar=is_redrawn or line.redrawn)
             line.redrawn = False
         if b"\r" in rest:
-            line.redrawn = True
+            line.redrawn |= b"\r" in rest[:-1]  # else a line feed may follow
             rest = _last_state(rest) + (b"\r" if rest.endswith(b"\r") else b"")
         while len(rest) > MAX_LINE_BYTES:
             self._put(stream, self._written(line.prefix, rest[:MAX_LINE_BYTES]))
@@ -188,6 +191,8 @@ class Console:
 
     def ask(self, rank: int) -> None:
         """Leave the terminal to the unfinished line of a rank that waits for who sits there, until `answer`."""
+        if self.impatient:  # a debugger takes Ctrl-C for itself and asks again
+            return
         line = next((line for key, line in reversed(self._changed.items()) if key[0] == rank), None)
         line = line or next((self._lines[rank, stream] for stream in (1, 2) if self._lines[rank, stream].text), None)
         if self._asks is not None or line is None or not self._terminal[2]:
@@ -208,8 +213,8 @@ class Console:
             self._write(2, b"\n")
         self._put_waiting()
 
-    def withdraw(self, rank: int) -> None:
-        """Go on without an answer: the rank waits for none any more."""
+    def withdraw(self, rank: int | None = None) -> None:
+        """Go on without an answer: the rank, by default any, waits for none any more."""
         self._release(rank)
 
     def _release(self, rank: int | None = None) -> None:

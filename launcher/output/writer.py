@@ -151,8 +151,9 @@ class OutputThread:
         return [printable(line) for line in lines if line.strip()]
 
     def hurry(self) -> None:
-        """From now on a terminal that takes nothing (a stopped pager, Ctrl-S) is not waited for."""
+        """From now on nothing waits for a terminal that takes nothing (a stopped pager, Ctrl-S), nor for an answer."""
         self._console.impatient = True
+        self._put(self._console.withdraw)
 
     def close(self) -> None:
         """Write what is left, unfinished lines too, and end the thread. Blocks."""

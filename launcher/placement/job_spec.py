@@ -61,6 +61,9 @@ class CommandKind(Enum):
     FUNCTION = "function"  # of launcher.launch()
 
 
+_STANDARD_INPUT = ("/dev/stdin", "/dev/fd/0", "/proc/self/fd/0", "/proc/thread-self/fd/0")
+
+
 @dataclass(frozen=True)
 class WorkerCommand:
     """What every worker runs: a script file, a module (`python -m`) or any program, with its arguments.
@@ -71,6 +74,11 @@ class WorkerCommand:
     kind: CommandKind
     target: str
     args: tuple[str, ...] = ()
+
+    @property
+    def is_standard_input(self) -> bool:
+        """Whether the script is what one rank reads from its standard input: the others' is empty."""
+        return self.kind is CommandKind.SCRIPT and self.target in _STANDARD_INPUT
 
 
 def command_of_words(words: Sequence[str]) -> WorkerCommand:

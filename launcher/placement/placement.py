@@ -145,7 +145,7 @@ def place(
 
 def place_job(spec: JobSpec, offers: Sequence[HostOffer]) -> Placement:
     """Place the workers of a run on what its hosts have. Raises PlacementError."""
-    return place(
+    placement = place(
         offers,
         nproc=spec.nproc,
         gpus_per_proc=spec.gpus_per_proc,
@@ -153,6 +153,12 @@ def place_job(spec: JobSpec, offers: Sequence[HostOffer]) -> Placement:
         isolate=spec.virtual_local_rank,
         roles=spec.roles,
     )
+    if spec.command.is_standard_input and placement.world_size > 1:
+        raise PlacementError(
+            f"{spec.command.target} is the script of one worker only: the others' standard input is empty, and there "
+            f"are {placement.world_size} workers; save the script to a file, or use --nproc-per-node 1 on one host"
+        )
+    return placement
 
 
 class _Layout:

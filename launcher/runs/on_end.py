@@ -25,7 +25,9 @@ from launcher.job.outcome import Outcome
 from launcher.output.text import printable
 from launcher.runs.secrets import without_secrets
 
-__all__ = ["run_on_end"]
+__all__ = ["IN_ON_END", "run_on_end"]
+
+IN_ON_END = "DTRAIN_IN_ON_END"  # set for the command, whose own runs take no on_end from the config file
 
 LIMIT_S = 60.0  # for the command
 _NOT_PASSED_ON = ("DTRAIN_ON_END", "DTRAIN_TOKEN")  # it may start a run, and is not to be run for that one again
@@ -51,6 +53,7 @@ def run_on_end(
         "DTRAIN_EXIT_CODE": str(outcome.exit_code),
         "DTRAIN_CAUSE": _cause(outcome),
         "DTRAIN_FOLDER": "" if folder is None else str(folder.absolute()),
+        IN_ON_END: "1",
     }
     try:
         with _stopped_by_signals():

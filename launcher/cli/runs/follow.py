@@ -27,12 +27,12 @@ CONTEXT_BYTES = 4096  # of what was written before, for who comes back
 
 
 class _Shown:
-    """Shows the pieces of the log files as the run would."""
+    """Shows the pieces of the log files as the run would; `lines` is Console's."""
 
-    def __init__(self, entry: Entry, reader: LogReader) -> None:
+    def __init__(self, entry: Entry, reader: LogReader, *, lines: str | None) -> None:
         self._entry = entry
         self._reader = reader
-        self._console = Console()
+        self._console = Console(lines=lines)
         self._attempt = -1
         self._hosts: dict[int, str] = {}
 
@@ -65,7 +65,7 @@ def show_logs(word: str, *, follow: bool, ranks: Collection[int] | None, since_s
     if not folder.is_dir():
         raise RunError(f"the output of run {entry.run_id} is not there any more: {folder}")
     since = 0.0 if since_s is None else time.time() - since_s
-    shown = _Shown(entry, LogReader(folder, ranks=ranks, since=since))
+    shown = _Shown(entry, LogReader(folder, ranks=ranks, since=since), lines="all")
     try:
         while shown.more() and follow:
             if _has_ended(entry):
@@ -89,7 +89,7 @@ def attach(word: str, *, say: Callable[[str], None]) -> int:
     else:
         reader = LogReader(Path(entry.folder))
         reader.skip()
-        shown = _Shown(entry, reader)
+        shown = _Shown(entry, reader, lines=None)
         left = _follow(entry, shown.more, say)
         shown.finish()
     if left:

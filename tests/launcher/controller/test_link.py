@@ -24,7 +24,7 @@ from launcher.output.console import Console
 from launcher.output.logfiles import LogFiles
 from launcher.output.writer import OutputThread
 from launcher.placement.job_spec import SshOptions
-from launcher.protocol import PREAMBLE, Suspend
+from launcher.protocol import PREAMBLE, Heartbeat, Suspend, encode
 from launcher.transport.srun import Srun, SrunStream
 from launcher.transport.ssh.stream import SshStream, connect_ssh
 from launcher.transport.stream import Stream
@@ -121,6 +121,33 @@ def test_a_link_is_idle_only_when_all_messages_are_written(output: OutputThread)
         assert not link.idle
         may_pass.release()
     wait_until(lambda: link.idle, "all is written")
+    close_links([link])
+
+
+def test_many_frames_hold_no_heartbeat_up(output: OutputThread) -> None:
+    may_pass, begun = threading.Semaphore(0), threading.Semaphore(0)
+    written: list[bytes] = []
+
+    class Slow(FakeStream):
+        def write(self, data: bytes) -> None:
+            if data != PREAMBLE and data:
+                written.append(data)
+                begun.release()
+                assert may_pass.acquire(timeout=WAIT_S)
+
+    link = opened(Slow(), queue.SimpleQueue(), output)
+    first, second, third = Heartbeat(1.0), Heartbeat(2.0), Heartbeat(3.0)
+    link.pass_on([b"one", b"two", b"three"])
+    assert begun.acquire(timeout=WAIT_S)
+    for message in (first, Suspend(suspended=True), second):
+        link.tell(message)
+    may_pass.release(6)
+    wait_until(lambda: link.idle, "all is written")
+    link.tell(third)
+    may_pass.release()
+    wait_until(lambda: link.idle, "the last one is written")
+    beats = [encode(first), encode(second)]
+    assert written == [b"one", *beats, b"two", b"three", encode(Suspend(suspended=True)), encode(third)]
     close_links([link])
 
 

@@ -5,13 +5,17 @@ import io
 import json
 import os
 import pickle
+import resource
 import signal
 import sys
+import sysconfig
 import threading
 import time
 import types
 from collections.abc import Callable
 from functools import partial
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +26,7 @@ from testbed.sshd import SshHosts
 from launcher import launch
 from launcher.agent.workers import call_function
 from launcher.errors import HostError, LaunchError, UsageError, WorkerError
+from launcher.functions import packing
 
 
 @pytest.fixture(autouse=True)
@@ -195,6 +200,7 @@ def test_options_come_from_the_environment_and_the_config_file_as_well(
     (folder / "dtrain.toml").write_text("simulate = true\nnnodes = 3\n")
     monkeypatch.setenv("DTRAIN_NPROC_PER_NODE", "2")
     assert launch(_rank, nnodes=2) == [0, 1, 2, 3]
+    assert launch(_rank, simulate=False, nnodes=1) == [0, 1], "the program is stronger than the file"
     assert launch(os.getenv, "SENT", nnodes=(1, 2), nproc_per_node=1, export={"SENT": "x"}) == ["x", "x"]
     monkeypatch.setenv("DTRAIN_NODE_RANK", "0")
     with pytest.raises(UsageError, match=r"launch\(\) takes no node_rank \(DTRAIN_NODE_RANK\)"):
@@ -231,9 +237,21 @@ def test_output_goes_to_what_sys_stdout_is(monkeypatch: pytest.MonkeyPatch) -> N
     assert red.getvalue().startswith("dtrain: the worker finished successfully")
 
 
+def test_what_on_end_leaves_in_the_background_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    notebook = io.StringIO()
+    command = "(while [ ! -e go ]; do sleep 0.1; done; echo later) & echo é at once"
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", notebook)
+        launch(_rank, nproc_per_node=1, on_end=command)
+    assert notebook.getvalue() == "é at once\n"
+    Path("go").touch()
+    wait_until(lambda: notebook.getvalue() == "é at once\nlater\n", "what it writes is shown all the same")
+
+
 def test_another_thread_may_launch() -> None:
     found: list[list[int]] = []
     before = signal.getsignal(signal.SIGINT)
+    limits = sys.getswitchinterval(), resource.getrlimit(resource.RLIMIT_NOFILE)
     threads = [threading.Thread(target=lambda: found.append(launch(_rank, nproc_per_node=2))) for _ in range(2)]
     for thread in threads:
         thread.start()
@@ -241,6 +259,34 @@ def test_another_thread_may_launch() -> None:
         thread.join()
     assert found == [[0, 1], [0, 1]]
     assert signal.getsignal(signal.SIGINT) is before
+    assert (sys.getswitchinterval(), resource.getrlimit(resource.RLIMIT_NOFILE)) == limits
+
+
+def test_the_limit_of_files_is_restored_when_the_last_run_has_ended() -> None:
+    program = """
+import os, resource, threading, time
+import launcher
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (hard // 2, hard))
+def waits():
+    open("up", "w").close()
+    while not os.path.exists("go"):
+        time.sleep(0.05)
+def ratio():
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] * 2 // hard
+thread = threading.Thread(target=launcher.launch, args=(waits,), kwargs={"nproc_per_node": 1})
+thread.start()
+while not os.path.exists("up"):
+    time.sleep(0.05)
+launcher.launch(int, nproc_per_node=1)
+among = ratio()
+open("go", "w").close()
+thread.join()
+print(among, ratio())
+"""
+    Path("program.py").write_text(program)
+    result = run_program(sys.executable, "program.py")
+    assert result.stdout == "2 1\n", result
 
 
 def test_a_worker_may_not_launch() -> None:
@@ -346,6 +392,41 @@ def test_modules_of_the_program_s_own_folders_are_found(folder: Path, monkeypatc
     import found_there  # type: ignore[import-not-found]  # written just now
 
     assert launch(found_there.where) == [str(folder / "own/found_there.py")]
+
+
+def test_code_below_the_prefix_of_python_is_the_user_s_own_unless_it_is_installed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "prefix", str(folder))
+    before = packing._own_path()
+    assert not any("site-packages" in path or path == sysconfig.get_path("stdlib") for path in before)
+    monkeypatch.syspath_prepend(folder / "src/app")
+    assert packing._own_path() == (str(folder / "src/app"), *before)
+
+
+def test_what_an_editable_installation_finds_is_imported_and_not_sent(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "far").mkdir()
+    for name in ("__init__", "inner"):
+        (folder / f"far/{name}.py").write_text("")
+
+    class Finder:
+        @staticmethod
+        def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+            if name != "edited":
+                return None
+            return spec_from_file_location(
+                name, folder / "far/__init__.py", submodule_search_locations=[str(folder / "far")]
+            )
+
+    assert not packing._can_be_imported("edited.inner")
+    monkeypatch.setattr(Finder, "__module__", "__editable___edited_finder")
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
+    assert packing._can_be_imported("edited.inner")
+    assert not packing._can_be_imported("edited.outer")
+    monkeypatch.setattr(Finder, "__module__", "_pytest.assertion")
+    assert not packing._can_be_imported("edited.inner")
 
 
 def test_a_resilient_function_goes_on_without_a_restart(folder: Path) -> None:

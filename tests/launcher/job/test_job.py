@@ -2,6 +2,7 @@
 
 import json
 import signal
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -1132,12 +1133,18 @@ def test_a_signal_between_two_attempts_ends_the_run() -> None:
     drive.fail(0, 7)
     drive.swept()
     drive.begin()
-    drive.fail(0, 7)
+    drive.say("a", drive.exited("a", 0, 7))
+    number = messages(drive.commands, Collect)[-1].number
+    drive.say("a", replace(evidence(number, 1), attempt=1), Collected(number))
+    drive.say("a", drive.exited("a", 1, -signal.SIGTERM, provoked=True))
     drive.swept()
     assert drive.job.phase is Phase.GATHERING
+    assert drive.job.attempt is not None
+    assert drive.job.attempt.evidence
     assert told(drive.event(Signalled(signal.SIGINT)), Stop) == ["a"]
     drive.goodbye()
     assert (drive.outcome.exit_code, drive.outcome.signum, drive.outcome.cause) == (130, 2, None)
+    assert drive.outcome.evidence == (), "where the ranks of an earlier attempt stood is history as well"
 
 
 def test_a_second_ctrl_c_kills_at_once_and_more_of_them_delay_nothing() -> None:

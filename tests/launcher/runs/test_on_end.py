@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,26 @@ def test_it_runs_after_a_detached_run_and_again_with_rerun(folder: Path) -> None
     assert told()["DTRAIN_RUN"] != run_id
     options = json.loads(Path("runs", told()["DTRAIN_RUN"], "run.json").read_text())["options"]
     assert options["on_end"]["value"] == f"{COMMAND}; echo the end"
+
+
+def test_it_may_run_the_run_again_under_its_name(folder: Path) -> None:
+    (folder / "script.py").write_text("print('ran')")
+    command = "test -e again || { touch again; $PYTHON -m launcher rerun $DTRAIN_RUN; }"
+    env = {"PYTHON": sys.executable}
+    result = run_dtrain("run", "--run-id", "r", "--on-end", command, "script.py", env=env)
+    assert result.returncode == 0, result
+    assert result.stdout.count("ran\n") == 2, result.stderr
+    assert "--on-end" not in result.stderr
+
+
+def test_a_run_that_it_starts_takes_no_command_from_the_config_file(folder: Path) -> None:
+    (folder / "script.py").write_text("")
+    inner = "$PYTHON -m launcher run -q script.py"
+    (folder / "dtrain.toml").write_text(f"on_end = 'echo x >> count; test $(wc -l < count) -gt 2 || {inner}'\n")
+    env = {"PYTHON": sys.executable}
+    result = run_dtrain("run", "-q", "script.py", env=env)
+    assert result.returncode == 0, result
+    assert Path("count").read_text() == "x\n"
 
 
 def test_ctrl_c_ends_the_command_and_leaves_the_exit_code(folder: Path) -> None:

@@ -36,6 +36,26 @@ def test_another_rank_can_be_chosen_or_none(tmp_path: Path) -> None:
         assert sorted(line.partition("] ")[2] for line in result.stdout.splitlines()) == expected
 
 
+def test_a_rank_that_there_is_not_is_said(tmp_path: Path) -> None:
+    options = ["--stdin", "9", "--nproc-per-node", "2"]
+    result = run_dtrain("run", *options, script(tmp_path, ""), cwd=tmp_path, stdin="word")
+    assert result.returncode == 0
+    assert "--stdin 9: there were only ranks 0 to 1; none read it" in result.stderr
+
+
+def test_a_script_from_standard_input_is_for_one_worker(tmp_path: Path) -> None:
+    for path in ("/dev/stdin", "/proc/self/fd/0"):
+        result = run_dtrain("run", path, cwd=tmp_path, stdin="print('ran')")
+        assert (result.returncode, result.stdout.split()[1:]) == (0, ["ran"])
+        result = run_dtrain("run", "--nproc-per-node", "2", path, cwd=tmp_path, stdin="print('ran')")
+        assert result.returncode == 2
+        assert "save the script to a file" in result.stderr
+        assert "ran" not in result.stdout
+    result = run_dtrain("run", "--stdin", "none", "/dev/stdin", cwd=tmp_path, stdin="print('ran')")
+    assert result.returncode == 2
+    assert "rank 0 does not read the standard input" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [(["--stdin", "first"], "--stdin is 'first'; write a rank such as 0, or none"),
@@ -184,6 +204,17 @@ def test_ctrl_c_at_a_prompt_ends_the_run(tmp_path: Path) -> None:
         terminal.type("\x03")
         assert terminal.wait() == 130
     assert "stopped by SIGINT" in terminal.shown
+
+
+def test_ctrl_c_at_a_debugger_that_takes_it_says_how_to_end_the_run(tmp_path: Path) -> None:
+    path = script(tmp_path, "breakpoint()\nprint('after')")
+    with dtrain_on_terminal("run", "--grace-s", "600", path, cwd=tmp_path) as terminal:
+        terminal.read_until("(Pdb) ")
+        quiet_for(terminal, 0.5)  # the prompt has the terminal
+        terminal.type("\x03")
+        terminal.read_until("a second Ctrl-C kills")
+        terminal.type("\x03")
+        assert terminal.wait() == 130
 
 
 def test_ctrl_d_ends_the_input(tmp_path: Path) -> None:
