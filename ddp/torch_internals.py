@@ -343,7 +343,7 @@ def abort_on_devices() -> None:
         for group in groups
         if group is not None
         for device in device_types_of(group)
-        if device.type != "cpu"
+        if device.type != "cpu" and not is_by_gloo(group, device)
     ]
     together = len(backends) > 1 and hasattr(backends[0], "_group_start") and hasattr(backends[0], "_group_end")
     if together:

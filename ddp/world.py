@@ -40,11 +40,11 @@ from ddp.environment import ALONE, Placement, read_placement
 from ddp.errors import ArgumentError, DdpError, LaunchEnvironmentError, RendezvousError
 from ddp.generation.announcements import can_replace, generation_at_start
 from ddp.generation.connections import Connections
-from ddp.generation.device_collectives import NCCL_BESIDE_GLOO, DeviceCollectives, can_be_ended
+from ddp.generation.device_collectives import HANDLING, NCCL_BESIDE_GLOO, DeviceCollectives, can_be_ended, leaves_errors
 from ddp.generation.meeting import REFUSED, meet
 from ddp.generation.pending_group import is_pending, make_pending_group
 from ddp.monitoring.progress import set_restart_policy
-from ddp.torch_internals import backend_of, device_types_of, number_groups_anew
+from ddp.torch_internals import backend_of, device_types_of, is_by_gloo, number_groups_anew
 
 __all__ = ["World", "init"]
 
@@ -97,6 +97,7 @@ class _Membership:
     backend: str
     timeout: timedelta | None
     device_id: torch.device | None
+    can_be_ended: bool  # what it does on devices, by NCCL
     generation: int = 0
     joining: int = -1  # the generation that it connects to now
     connections: Connections = field(default_factory=Connections)
@@ -252,7 +253,8 @@ def _join(placement: Placement, backend: str | None, timeout_s: float | None, de
             backend = _agreed_backend(placement, backend, device, first, timeout)
         if SHM in _words(backend):
             register()
-        member = _Membership(placement, store, backend, given, _eager_device(placement, backend, device))
+        eager = _eager_device(placement, backend, device)
+        member = _Membership(placement, store, backend, given, eager, can_be_ended(_words(backend)))
         if is_replacement:
             make_pending_group(store, placement.rank, placement.world_size, partial(set_restart_policy, 0))
             member.generation = -1  # in none yet
@@ -294,8 +296,8 @@ def current_generation() -> int | None:
     """
     if _membership is None or not can_replace() or not dist.is_initialized():
         return None
-    words = _words(_membership.backend)
-    return _membership.generation if words <= {"cpu", "gloo", SHM} or can_be_ended(words) else None
+    is_on_host = _words(_membership.backend) <= {"cpu", "gloo", SHM}
+    return _membership.generation if is_on_host or _membership.can_be_ended else None
 
 
 def lacks_error_handling() -> bool:
@@ -315,7 +317,7 @@ def break_connections() -> None:
     number, on_devices = _membership.on_devices.number, False
     group = dist.group.WORLD
     if group is not None:
-        on_devices = any(device.type != "cpu" for device in device_types_of(group))
+        on_devices = any(device.type != "cpu" and not is_by_gloo(group, device) for device in device_types_of(group))
         with contextlib.suppress(RuntimeError, AttributeError):  # a backend without `abort`
             backend_of(group, torch.device("cpu")).abort()
     _membership.connections.break_all()
@@ -337,13 +339,12 @@ def _end_if_connecting(member: _Membership, number: int) -> None:
         os._exit(1)
 
 
-def settle(devices: Collection[torch.device]) -> None:
-    """Wait for what is queued on the current streams of devices.
+def settle(devices: Collection[torch.device]) -> bool:
+    """Wait for what is queued on the current streams of devices; return False where that is not possible.
 
     Raises CollectiveError if collectives of this process were ended before, and may have left anything there.
     """
-    if devices and _membership is not None:
-        _membership.on_devices.settle(devices)
+    return not devices or _membership is None or _membership.on_devices.settle(devices)
 
 
 def rejoin(
@@ -471,7 +472,7 @@ def _agreed_backend(
     """
     rank, size = placement.rank, placement.world_size
     if size > 1:
-        mine = [backend, device.type]
+        mine = [backend, device.type, device.type == "cuda" and leaves_errors()]
         problem = agree(
             PrefixStore("ddp/devices", store),
             rank,
@@ -491,13 +492,23 @@ def _agreed_backend(
     return SHM if is_able else "gloo"
 
 
-def _difference(asked: Sequence[tuple[str | None, str]]) -> str | None:
-    """What to say if ranks that were given no backend and the others do not fit; `asked` has backends and devices."""
+def _difference(asked: Sequence[tuple[str | None, str, bool]]) -> str | None:
+    """What to say if ranks that were given no backend and the others do not fit.
+
+    `asked` has backends, devices, and whether a failed collective there is left to ddp.
+    """
     ranks: dict[str, list[str]] = {}
-    for rank, (backend, device) in enumerate(asked):
+    for rank, (backend, device, _) in enumerate(asked):
         ranks.setdefault(f"no backend and found {device}" if backend is None else f"{backend!r}", []).append(str(rank))
-    if len(ranks) == 1 or all(backend is not None for backend, _ in asked):
-        return None
+    if len(ranks) == 1 or all(backend is not None for backend, *_ in asked):
+        leaving = [rank for rank, (_, device, leaves) in enumerate(asked) if leaves]
+        others = [rank for rank, (_, device, leaves) in enumerate(asked) if device == "cuda" and not leaves]
+        if not leaving or not others:
+            return None
+        return (
+            f"{HANDLING} is 0 on rank {leaving[0]} and not on rank {others[0]}: set it to the same value on all "
+            "hosts, since a failed collective would end some ranks only"
+        )
     found = "; ".join(
         f"{what} (ranks {', '.join(those[:16])}{', ...' * (len(those) > 16)})" for what, those in ranks.items()
     )

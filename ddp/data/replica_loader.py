@@ -67,6 +67,7 @@ class ReplicaLoader:
         self._replica, self._replicas = replica, replicas
         self._length = len(self.dataset)
         self._begun = False  # whether the epoch's pass has begun
+        self._finished = -1  # the epoch at whose end the loaded state stands, until a pass begins
         self._position = 0  # samples of the epoch that were handed out to all replicas together
         self._behind: Callable[[], int] | None = None
         self._skip = 0  # whole batches still to be left out, over epochs
@@ -85,7 +86,7 @@ class ReplicaLoader:
         """Hand out what is left of the epoch; a pass that was broken off is over, as with a DataLoader."""
         if self._begun:
             self._next_epoch()
-        self._begun = True
+        self._begun, self._finished = True, -1
         if self._behind is not None:
             self._skip, self._behind = self._behind(), None
         return self._pass(self.epoch)
@@ -109,8 +110,13 @@ class ReplicaLoader:
             self._next_epoch()
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next pass be that of `epoch`; the one that stands in its middle after `load_state_dict` goes on."""
-        if epoch != self.epoch or self._begun:
+        """Let the next pass be that of `epoch`; the one that stands in its middle after `load_state_dict` goes on.
+
+        If it stands at its end there, its pass is empty.
+        """
+        if epoch == self._finished:
+            self.epoch, self._position, self._begun = epoch, self._length, False
+        elif epoch != self.epoch or self._begun:
             self.epoch = epoch
             self._position, self._begun = 0, False
 
@@ -148,8 +154,9 @@ class ReplicaLoader:
     def load_state_dict(self, state: Mapping[str, int | bool | str]) -> None:
         """Go on where `state` was taken. Raises ArgumentError if the order of the samples is another one here."""
         self.epoch, self._position = self._where().going_on(state, "loader")
-        self._begun, self._behind = False, None
+        self._begun, self._behind, self._finished = False, None, -1
         if not self._size(self._position):
+            self._finished = self.epoch
             self._next_epoch()
 
     def deal_over(self, replica: int, replicas: int) -> None:

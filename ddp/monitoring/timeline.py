@@ -26,7 +26,7 @@ import os
 import struct
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from time import monotonic
@@ -44,6 +44,7 @@ __all__ = [
     "counted",
     "follow",
     "forward",
+    "prepare",
     "span",
     "wait_begins",
     "wait_ended",
@@ -62,7 +63,7 @@ _DETAIL_EVERY_S = 0.9  # a little less than the pause between the launcher's loo
 
 
 class _Recorder:
-    """Of the thread that trains, and of the engine's threads while that is in backward."""
+    """Of the main thread, which trains, and of the engine's threads while that is in backward."""
 
     def __init__(self, ring: mmap.mmap) -> None:
         self._ring = ring
@@ -70,7 +71,7 @@ class _Recorder:
         self._header[0] = os.getpid()
         self._capacity = (len(ring) - _HEADER_BYTES) // _RECORD.size
         self._written = 0
-        self._thread = threading.get_ident()
+        self._thread = threading.main_thread().ident
         self._sums = [0.0] * len(PHASES)
         self._phase = _OTHER
         self._bucket = -1
@@ -87,7 +88,7 @@ class _Recorder:
     def forward(self) -> None:
         if self._is_in_span or threading.get_ident() != self._thread:
             return
-        self._has_forward = True
+        self._has_forward, self._bucket = True, -1
         if not self._has_begun:
             self._has_begun = True
             self._phase, self._since = _FORWARD, monotonic()
@@ -101,7 +102,6 @@ class _Recorder:
         if self._has_reduced and not self._has_optimizer:
             self._end_step(self._since)
             self.record_step()
-        self._optimizer = 0
 
     def backward(self) -> None:
         if self._has_begun and self._phase in (_FORWARD, _OTHER) and not self._is_in_span:
@@ -110,7 +110,7 @@ class _Recorder:
 
     def backward_ended(self) -> None:
         if self._phase == _BACKWARD:
-            self._enter(_OTHER)
+            self._enter(_OPTIMIZER if self._optimizer else _OTHER)
 
     def wait_begins(self) -> int:
         """Return what `wait_ended` is to be told: the phase in which the wait is, or -1 if it is not recorded."""
@@ -119,6 +119,8 @@ class _Recorder:
             return -1
         if phase != _BACKWARD and threading.get_ident() != self._thread:
             return -1
+        if phase == _OTHER:
+            self.record_step()
         self._enter(_WAIT)
         return phase
 
@@ -137,12 +139,14 @@ class _Recorder:
         self._number += 1
         self._has_reduced = True
 
-    def optimizer_begins(self, optimizer: int) -> None:
+    def optimizer_begins(self, optimizer: int, *, has_closure: bool = False) -> None:
         if self._is_in_span or (self._optimizer and self._optimizer != optimizer) or not self._is_ours():
             return
         self._optimizer, self._has_optimizer = optimizer, True
-        if not self._has_forward:  # each is a step
+        if has_closure or not self._has_forward:  # each is a step
             self.record_step()
+        if has_closure and self._phase == _OTHER:
+            self._phase = _DATA
         if self._has_begun:
             self._enter(_OPTIMIZER)
 
@@ -167,7 +171,8 @@ class _Recorder:
         self.record_step()
         if self._has_begun:
             self._enter(_OTHER)
-        self._is_in_span = True
+        self._is_in_span, self._bucket = True, -1
+        self._optimizer = 0  # of a step that raised
         return monotonic()
 
     def span_ended(self, kind: int, began: float) -> None:
@@ -254,9 +259,10 @@ def _watch_optimizers() -> None:
 
 
 @not_traced
-def _before_step(optimizer: object, *_: object) -> None:
+def _before_step(optimizer: object, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
     if _recorder is not None:
-        _recorder.optimizer_begins(id(optimizer))
+        has_closure = len(args) > 1 or kwargs.get("closure") is not None
+        _recorder.optimizer_begins(id(optimizer), has_closure=has_closure)
 
 
 @not_traced
@@ -276,6 +282,11 @@ def _forked() -> None:
 
 
 os.register_at_fork(after_in_child=_forked)
+
+
+def prepare() -> None:
+    """Be ready before the first step: in one that calls a closure, the optimizer begins before the first forward."""
+    _opened()
 
 
 def forward() -> None:

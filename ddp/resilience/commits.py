@@ -238,9 +238,9 @@ class Commits:
         self._settle()
         self._stand_at(number, group.rank(), has_state=has_state)
 
-    def _settle(self) -> None:
+    def _settle(self) -> bool:
         """Wait for the devices, to know that the collectives there have done what they were to do."""
-        settle(self.devices)
+        return settle(self.devices)
 
     def _roll_back(self) -> None:
         """Undo what this rank has done since its newest commit."""

@@ -191,7 +191,7 @@ class OptimizerPart(Part):
         self._groups: list[dict[str, Any]] = []
         self._values: list[torch.Tensor] = []  # of the parameters before the first step since the commit
         self._states: list[dict[str, Any] | None] = []
-        self._settle: Callable[[], None] | None = None
+        self._settle: Callable[[], bool] | None = None
         self._settled = False
         self._handle = optimizer.register_step_pre_hook(self._before_step)
 
@@ -204,8 +204,8 @@ class OptimizerPart(Part):
         """Whether it has begun a step since the newest commit, and knew then that all collectives were done."""
         return self._has_stepped and self._settled
 
-    def call_before_step(self, settle: Callable[[], None] | None) -> None:
-        """Have `settle()` before each step, behind what others do then, such as `ddp.horovod`."""
+    def call_before_step(self, settle: Callable[[], bool] | None) -> None:
+        """Have `settle()` before each step, behind what others do then, such as `ddp.horovod`; False: it could not."""
         self._settle = settle
         self._handle.remove()
         self._handle = self.optimizer.register_step_pre_hook(self._before_step)
@@ -224,8 +224,8 @@ class OptimizerPart(Part):
 
     def _before_step(self, _: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if self._settle is not None:
-            self._settle()
-            self._settled = len(args) < 2 and kwargs.get("closure") is None  # a closure averages once more
+            # A closure averages once more.
+            self._settled = self._settle() and len(args) < 2 and kwargs.get("closure") is None
         if self.keeps_tensors and not self._has_stepped:
             parameters = [parameter.detach() for parameter in self.parameters]
             if len(self._values) != len(parameters):

@@ -29,6 +29,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,8 @@ class TimelineFile:
             file = stack.enter_context(open(os.open(self.path, flags, 0o600), "ab", buffering=0))
             if not file.tell():
                 file.write(_encoded([self._head]))
+            elif not _ends_with_line(self.path):  # cut, when the run before this one was killed
+                file.write(b"\n")
             while True:
                 lines, is_last = self._next()
                 data = memoryview(_encoded(lines))
@@ -144,36 +147,58 @@ def _began(path: Path) -> float | None:
     return began if isinstance(began, float) else None
 
 
+def _ends_with_line(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() == b"\n"
+
+
 def _encoded(lines: Iterable[Any]) -> bytes:
     return "".join(f"{_to_json(line)}\n" for line in lines).encode()
 
 
 def _thin(path: Path, most_bytes: int) -> None:
     """Make the file smaller, in its place. What cannot be made small enough loses its oldest lines."""
-    head, *lines = path.read_bytes().splitlines(keepends=True)
-    while sum(map(len, lines)) > most_bytes:
-        before = sum(map(len, lines))
-        lines = [*_thinned(lines)]
-        if sum(map(len, lines)) > 0.9 * before:  # there is nothing left to sum up
-            lines = lines[len(lines) // 2 :]
     news = path.with_name(f".{path.name}.new")
-    with open(os.open(news, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
-        file.write(head)
-        file.writelines(lines)
+    while (size := path.stat().st_size) > most_bytes:
+        _rewrite(path, news, partial(_thinned, half=size // 2))
+        if path.stat().st_size > 0.9 * size:  # there is nothing left to sum up
+            _rewrite(path, news, partial(_behind, half=path.stat().st_size // 2))
+
+
+def _rewrite(path: Path, news: Path, change: Callable[[Iterator[tuple[int, bytes]]], Iterable[bytes]]) -> None:
+    """Write the head, and what `change` makes of the other lines and their positions, line by line."""
+    descriptor = os.open(news, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with path.open("rb") as old, open(descriptor, "wb") as file:
+        file.write(old.readline())
+        file.writelines(change(_positioned(old)))
     os.replace(news, path)
 
 
-def _thinned(lines: list[bytes]) -> Iterator[bytes]:
-    """Sum up each two neighbours of a rank, and leave out the details in the first half."""
+def _positioned(file: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
+    """The lines with how many bytes of other lines stand before them."""
+    position = 0
+    for text in file:
+        yield position, text
+        position += len(text)
+
+
+def _behind(lines: Iterable[tuple[int, bytes]], half: int) -> Iterator[bytes]:
+    return (text for position, text in lines if position >= half)
+
+
+def _thinned(lines: Iterable[tuple[int, bytes]], half: int) -> Iterator[bytes]:
+    """Sum up each two neighbours of a rank, and leave out the details before the position `half`."""
     waiting: dict[tuple[int, int], Line] = {}
-    half = len(lines) // 2
-    for position, text in enumerate(lines):
+    for position, text in lines:
         if text.startswith(b'["detail"') and position < half:
             continue
         if not text.startswith(b'["steps"'):
             yield text
             continue
-        line = json.loads(text)
+        line = _object(text)
+        if not isinstance(line, list):  # cut, of a full disk or a killed run
+            continue
         first = waiting.pop((line[1], line[2]), None)
         if first is None:
             waiting[line[1], line[2]] = line

@@ -61,6 +61,7 @@ _replaced: list[tuple[Any, str, Any]] = [
     (torch.accelerator, "synchronize", lambda *_: _queue.join()),
     (torch.accelerator, "current_stream", lambda *_: SimpleNamespace(synchronize=_queue.join)),
     (world, "device_types_of", lambda group: [_CPU, torch.device("cuda")]),
+    (world, "is_by_gloo", lambda group, device: device == _CPU),
     (commits.Commits, "devices", property(lambda self: [_CPU], lambda self, found: None)),
     (parts.ModelPart, "_on_devices", lambda self: [buffer.data for buffer in self.module.buffers()]),
     (rank_page, "_MOST_BUFFER_BYTES", -1),  # buffers on a device are in no page

@@ -222,16 +222,18 @@ class BucketSchedule:
     def _wait_for(self, transfers: Sequence[Transfer]) -> None:
         began = perf_counter()
         recorded = timeline.wait_begins()
-        for number, transfer in enumerate(transfers):
-            assert transfer.work is not None
-            what = (
-                f"all-reduce of bucket {number + 1} of {len(self._transfers)} (gradients of {transfer.label})"
-                if transfer.members
-                else "step status at the end of backward"
-            )
-            timeline.wait_for(number)
-            self._channel.report.wait(transfer.work, what)
-        timeline.wait_ended(recorded)
+        try:
+            for number, transfer in enumerate(transfers):
+                assert transfer.work is not None
+                what = (
+                    f"all-reduce of bucket {number + 1} of {len(self._transfers)} (gradients of {transfer.label})"
+                    if transfer.members
+                    else "step status at the end of backward"
+                )
+                timeline.wait_for(number)
+                self._channel.report.wait(transfer.work, what)
+        finally:
+            timeline.wait_ended(recorded)
         self.waited_s += perf_counter() - began
 
     def deliver(self, factor: float) -> None:

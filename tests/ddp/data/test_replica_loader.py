@@ -100,6 +100,27 @@ def test_a_saved_place_goes_on_at_another_world_size_and_batch(
     assert list(_passes(others)) == list(_passes(expected)), "and the next epoch is whole"
 
 
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_an_epoch_whose_last_batch_was_committed_is_not_made_twice(drop_last: bool) -> None:
+    """The loop of a resilient function, whose own epoch is still that of the last commit."""
+    (loader,) = _loaders(10, 4, 1, shuffle=True, drop_last=drop_last)
+    loader.set_epoch(1)
+    for _ in loader:
+        state = loader.state_dict()
+    (expected,) = _loaders(10, 4, 1, shuffle=True, drop_last=drop_last)
+    expected.set_epoch(2)
+    (other,) = _loaders(10, 4, 1, shuffle=True, drop_last=drop_last)
+    for resumed in (loader, other):
+        resumed.load_state_dict(state)
+        resumed.set_epoch(1)
+        assert list(resumed) == []
+        resumed.set_epoch(2)
+        assert str(list(resumed)) == str(list(expected))
+        expected.set_epoch(2)
+    other.set_epoch(1)
+    assert len(list(other)) == len(other), "a script may make an epoch again"
+
+
 @given(sizes, st.integers(0, 30), st.booleans())
 def test_one_that_joins_leaves_out_what_the_others_have_done(
     drawn: tuple[int, int, int, bool, bool], behind: int, by_epochs: bool

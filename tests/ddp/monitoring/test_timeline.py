@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -132,6 +133,58 @@ def test_two_optimizers_one_after_the_other_make_one_step(ring: Path) -> None:
         _step(model, first)
         second.step()
     assert [step for step, *_ in _read(ring, STEP)] == [1, 2, 3]
+
+
+@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.LBFGS])
+def test_a_step_that_calls_a_closure_has_its_passes(ring: Path, kind: type[torch.optim.Optimizer]) -> None:
+    model, _ = _model()
+    optimizer = kind(model.parameters(), lr=0.01)  # type: ignore[call-arg]  # the base class has no lr
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2)).square().sum()
+        loss.backward()
+        return loss.item()
+
+    for _ in range(3):
+        time.sleep(STRETCH_S)  # data
+        optimizer.step(closure)
+    steps = _read(ring, STEP)
+    assert len(steps) == 3
+    for before, step in itertools.pairwise(steps):
+        phases = dict(zip(PHASES, step[2:], strict=True))
+        assert math.isclose(math.fsum(phases.values()), step[1] - before[1], abs_tol=1e-6)
+        assert phases["data"] >= STRETCH_S
+        assert phases["forward"] >= STRETCH_S
+        assert phases["optimizer"] > 0
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_a_wait_after_the_optimizer_s_step_is_of_the_next_step(ring: Path) -> None:
+    model, optimizer = _model()
+    for _ in range(3):
+        _step(model, optimizer)
+        recorded = timeline.wait_begins()
+        time.sleep(STRETCH_S)
+        timeline.wait_ended(recorded)
+    steps = _read(ring, STEP)
+    assert [step for step, *_ in steps] == [1, 2, 3]
+    for before, step in itertools.pairwise(steps):
+        assert math.isclose(math.fsum(step[2:]), step[1] - before[1], abs_tol=1e-6)
+    assert steps[1][2 + PHASES.index("wait")] >= STRETCH_S
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_a_first_step_that_is_counted_in_another_thread_does_not_end_the_recording(ring: Path) -> None:
+    """As the engine's threads of devices do, under Horovod's interface."""
+    thread = threading.Thread(target=timeline.counted)
+    thread.start()
+    thread.join()
+    model, optimizer = _model()
+    for _ in range(3):
+        _step(model, optimizer)
+    assert [step for step, *_ in _read(ring, STEP)] == [2, 3, 4]
 
 
 @pytest.mark.usefixtures("group_of_one")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from testbed.resilient import run as run_script
 from testbed.resilient import said
 
-from ddp import torch_internals
+from ddp import torch_internals, world
 from ddp.errors import CollectiveError
 from ddp.generation import device_collectives
 from ddp.generation.device_collectives import DeviceCollectives, can_be_ended
@@ -92,8 +92,39 @@ def test_the_end_of_one_group_does_not_end_the_next_one(monkeypatch: pytest.Monk
     devices, collectives = Devices(monkeypatch), DeviceCollectives()
     collectives.begin()
     collectives.end(0)
-    collectives.settle([CUDA])
+    assert collectives.settle([CUDA])
     assert devices.aborted == 0
+
+
+def test_the_host_does_not_wait_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices, collectives = Devices(monkeypatch), DeviceCollectives()
+    devices.end = lambda: pytest.fail("a synchronization spoils the capture")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not collectives.settle([CUDA])
+
+
+def test_what_gloo_moves_on_devices_is_not_aborted_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plain gloo group has one backend, for the host and for devices."""
+    aborted: list[str] = []
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert dist.group.WORLD is not None
+        assert {each.type for each in torch_internals.device_types_of(dist.group.WORLD)} > {"cpu"}
+        backend = SimpleNamespace(name=lambda: "gloo", abort=lambda: aborted.append("gloo"))
+        monkeypatch.setattr(torch_internals, "backend_of", lambda group, device: backend)
+        torch_internals.abort_on_devices()
+    finally:
+        dist.destroy_process_group()
+    assert aborted == []
+
+
+def test_ranks_that_leave_errors_to_others_or_to_torch_are_told() -> None:
+    assert world._difference([("nccl", "cuda", True), ("nccl", "cuda", True)]) is None
+    assert world._difference([(None, "cuda", False), (None, "cuda", False)]) is None
+    said = world._difference([(None, "cuda", False), (None, "cuda", True)])
+    assert said is not None
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING is 0 on rank 1 and not on rank 0" in said
 
 
 @pytest.mark.parametrize(

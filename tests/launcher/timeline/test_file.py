@@ -90,6 +90,21 @@ def test_a_file_at_its_limit_is_thinned_and_no_step_is_lost(tmp_path: Path) -> N
         assert math.isclose(total_s, 1000 * (0.006001 + 0.001 * rank), abs_tol=1e-3)
 
 
+def test_a_line_that_was_cut_costs_itself_and_not_the_next_or_the_writing(tmp_path: Path) -> None:
+    """A run that was killed left it, and SLURM has started the run again."""
+    phases_s = [0.001] * 6
+    written(tmp_path, ["event", "notice", 1.0, "x"])
+    path = tmp_path / TIMELINE
+    path.write_bytes(path.read_bytes() + b'["steps",0,0,1,1,1.0,[0.0')
+    lines: list[list[Any]] = [["steps", 0, 0, step, 1, float(step), phases_s] for step in range(1, 1001)]
+    assert written(tmp_path, *lines, limit_bytes=10_000) == []
+    assert path.stat().st_size <= 10_000
+    first, *steps = read_lines(tmp_path)[1]
+    assert first[3] == "x"
+    assert sum(line[4] for line in steps) == 1000
+    assert not [*tmp_path.glob(".*.new")]
+
+
 def test_what_cannot_be_summed_up_loses_its_oldest_lines(tmp_path: Path) -> None:
     lines = [["event", "notice", float(number), "x" * 50] for number in range(1000)]
     assert written(tmp_path, *lines, limit_bytes=10_000) == []
