@@ -251,7 +251,7 @@ class CloseDebugger(Command):
 class RestClocks(Command):
     """Take no silence of a worker for a stall from now on, since a debugger is open in a rank of the run; or do again.
 
-    See agent/debugging/debugged.py.
+    See agent/debugging/rest.py.
     """
 
     resting: bool

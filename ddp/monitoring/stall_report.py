@@ -301,6 +301,8 @@ class StallReport:
 
     def _report_later(self, what: str, since: float) -> None:
         if monotonic() - since > self.timeout_s and since != self._reported and self._store_thread is not None:
+            if monotonic() - debugged_until() <= self.timeout_s:
+                return
             self._reported = since
             scene = self._scene(what, "", since)
             self._store_thread.ask_later(self._others(), self._patience_s(), lambda heard: _write(scene, heard))

@@ -12,6 +12,7 @@ import json
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from itertools import count
 from typing import Any
@@ -57,8 +58,8 @@ class Askers:
                 return
             number = next(self._numbers)
             asker = self._connections[number] = _Asker(number, connection, self._put)
-        self._put(Asked(number, question))  # before anything that it sends
-        asker.start()
+            self._put(Asked(number, question))  # before anything that it sends
+            asker.start()  # under the lock: `close` finds its threads started, or not at all
 
     def carry_out(self, command: Answer | PassOn | TookInput | CloseAsker) -> None:
         with self._lock:
@@ -83,8 +84,10 @@ class Askers:
             askers, self._connections = self._connections, {}
         for number, asker in askers.items():
             asker.take(CloseAsker(number))
+        deadline = time.monotonic() + END_S
         for asker in askers.values():
-            asker.writer.join(END_S)
+            if asker.writer.ident is not None:  # else no thread could be had
+                asker.writer.join(max(0.0, deadline - time.monotonic()))
 
 
 class _Asker:
@@ -120,7 +123,11 @@ class _Asker:
         """Let as many packets be read as have been passed on whole."""
         self._unacknowledged += number
         while self._unacknowledged > 0:
-            self._oldest = self._oldest or self._sizes.get()
+            try:
+                self._oldest = self._oldest or self._sizes.get_nowait()
+            except queue.Empty:  # its agent acknowledges more than it was sent
+                self._outgoing.put(None)
+                return
             if self._unacknowledged < self._oldest:
                 return
             self._unacknowledged -= self._oldest

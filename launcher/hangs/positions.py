@@ -81,8 +81,7 @@ def groups(evidence: Sequence[Evidence]) -> list[Group]:
 _COMMUNICATION = re.compile(
     "reduce|gather|scatter|broadcast|barrier|all_to_all|send|recv|wait|synchronize"
     "|init_process_group|new_group|destroy_process_group|rendezvous|_exchange"
-    # Of ddp: an idle parameter server, ranks that meet again, and what waits for collectives on a device.
-    "|^receive$|^meet$|settle"
+    "|^meet$|^_?settle$"  # of ddp: ranks that meet again, and what waits for collectives on a device
 )
 _WAITING_PARTS = ("/torch/distributed/", "/torch/cuda/", "/torch/accelerator/", "/torch/xpu/")
 
@@ -103,8 +102,11 @@ def odd_ranks(evidence: Sequence[Evidence]) -> tuple[int, ...]:
 
 def _communicates(frames: Sequence[Frame]) -> bool:
     return any(
-        (frame.file.startswith(_DDP) or any(part in frame.file for part in _WAITING_PARTS))
-        and _COMMUNICATION.search(frame.function)
+        (
+            (frame.file.startswith(_DDP) or any(part in frame.file for part in _WAITING_PARTS))
+            and _COMMUNICATION.search(frame.function)
+        )
+        or (frame.file.startswith(_PARAMETER_SERVER) and frame.function == "receive")  # an idle server
         for frame in frames
     )
 
@@ -133,6 +135,7 @@ def state_in_words(evidence: Evidence) -> str:
 
 _ROOT = Path(__file__).parents[2]
 _DDP = f"{_ROOT}/ddp/"
+_PARAMETER_SERVER = f"{_DDP}strategies/parameter_server/"
 _BOOTSTRAP = f"{_ROOT}/launcher/agent/workers/"
 _NOT_OWN = ("<", f"{_ROOT}/launcher/", _DDP)
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib(64)?/python\d[^/]*/")

@@ -551,12 +551,18 @@ def goes_on_after_an_end(folder: Path, size: int, by_stall: bool) -> list[float]
 
 
 def on_device(folder: Path, size: int) -> None:
+    debugger_file = folder / "debugger"
+    debugger_file.write_text("open")
+    os.environ["DTRAIN_DEBUGGER_FILE"] = str(debugger_file)
     stall_report = StallReport(dist.group.WORLD, timeout_s=STALL_S, device=DEVICE)
     stall_report.at("user code")
     if dist.get_rank() == 0:
         work = dist.all_reduce(torch.ones(1), async_op=True)
         stall_report.wait(OnDevice(work), "all-reduce of bucket 1 of 1")
         stall_report.at("loss.item()")
+        time.sleep(4 * STALL_S)
+        assert "missing" not in (folder / "stderr.0").read_text(), "a debugger is open"
+        debugger_file.write_text(repr(time.monotonic()))
         until(lambda: "missing" in (folder / "stderr.0").read_text())
         (folder / "seen").touch()
         work.wait()

@@ -23,6 +23,7 @@ from ddp.comm.layout import Entry
 from ddp.comm.pinned_buffer import device_with_stream
 from ddp.comm.shared_memory import SharedSegment
 from ddp.errors import DdpError, ParameterServerError
+from ddp.monitoring.debuggers import debugged_until
 from ddp.strategies.parameter_server.device_copies import DeviceCopies
 from ddp.strategies.parameter_server.gradient_codec import Residuals, read_values
 from ddp.strategies.parameter_server.message_fields import SERVER_MESSAGES, check_fields, decode_value
@@ -391,7 +392,7 @@ class Client:
                     address = self._directory.find(link.index, link.life + 1)
                     if address is not None:
                         self._reconnect(link, address)
-            if now - moved > self._options.timeout_s:
+            if now - moved > self._options.timeout_s and now - debugged_until() > self._options.timeout_s:
                 raise ParameterServerError(self._why(now, now - moved))
 
     def _reconnect(self, link: ServerLink, address: str) -> None:

@@ -268,7 +268,7 @@ class _Debugger(pdb.Pdb):
 
 def _begin_debugpy(channel: _Lines) -> None:
     try:
-        import debugpy  # type: ignore[import-not-found]
+        debugpy = _import_debugpy()
     except ImportError:
         channel.say(end=f"debugpy is not installed for {sys.executable}: {sys.executable} -m pip install debugpy")
         channel.close()
@@ -277,7 +277,24 @@ def _begin_debugpy(channel: _Lines) -> None:
     listening = socket.create_server(("127.0.0.1", 0), backlog=1)
     listening.settimeout(_CONNECT_S)
     _start_untraced(_serve_debugpy, channel, listening)
+    debugpy.configure(subProcess=False)  # or it changes fork and exec for good, and the script's children fail
     debugpy.connect(listening.getsockname())  # returns once an editor has come and is ready, or the channel is lost
+
+
+def _import_debugpy() -> Any:
+    """Import debugpy without its warnings of frozen modules, which it would write among the script's output."""
+    name = "PYDEVD_DISABLE_FILE_VALIDATION"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        import debugpy
+        import debugpy.server  # this reads the variable
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+    return debugpy
 
 
 def _start_untraced(target: Any, *args: Any) -> None:
@@ -302,7 +319,7 @@ def _serve_debugpy(channel: _Lines, listening: socket.socket) -> None:
         _start_untraced(_pass_on, theirs, editor)
         _pass_on(editor, theirs)
     channel.close()
-    import pydevd  # type: ignore[import-not-found]  # which debugpy has put into sys.path
+    import pydevd  # which debugpy has put into sys.path
 
     if (debugger := pydevd.get_global_debugger()) is not None:
         debugger.ready_to_run = True  # or the main thread would wait for the editor for ever

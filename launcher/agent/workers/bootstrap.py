@@ -1,11 +1,10 @@
 """The first code of a Python worker: runs the script or module as `__main__`, as plain python would.
 
 Started by the agent as `python -u .../workers/bootstrap.py script|module TARGET ARGS...`, or `function PACKAGES NAME
-FUNCTION_FILE RESULT_FILE`. Imports nothing of the
-launcher, so that the script finds a clean process: its own `__main__`, sys.argv, sys.path and tracebacks. Besides that
-it writes the error files for an exception that nobody caught, has a crash print where it happened, wakes the
-rendezvous store when torch is about to be imported, lets the agent open a debugger, and ends the process where a
-process group of torch is left open.
+FUNCTION_FILE RESULT_FILE`. Imports nothing of the launcher, so that the script finds a clean process: its own
+`__main__`, sys.argv, sys.path and tracebacks. Besides that it writes the error files for an exception that nobody
+caught, has a crash print where it happened, wakes the rendezvous store when torch is about to be imported, lets the
+agent open a debugger, and ends the process where a process group of torch is left open.
 """
 
 from __future__ import annotations

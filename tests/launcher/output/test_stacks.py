@@ -249,6 +249,13 @@ ODD = {
         (3,),
     ),
     "most meet again": ([stack((str(DDP / "generation/meeting.py"), 9, "meet"), STEP)] * 2 + [LOADING], (2,)),
+    "one takes what a commit has sent": (
+        [IN_ALL_REDUCE] * 2
+        + [
+            stack(("/home/me/train.py", 20, "load_state_dict"), (str(DDP / "resilience/parts.py"), 63, "receive"), MAIN)
+        ],
+        (2,),
+    ),
     "a server has nothing to do, since a worker hangs": (
         [stack((str(PS / "client.py"), 9, "_wait"), STEP), LOADING, stack(*SERVER_WAITS)],
         (1,),

@@ -1,0 +1,115 @@
+"""`dtrain debug --debugpy`: an editor in a rank that runs, which goes on as it would without it."""
+
+import json
+import re
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from testbed.processes import run_dtrain, wait_until
+from testbed.require import require
+from testbed.terminal import dtrain_on_terminal
+
+# Starts children while there is a file `start`, and says in `children` how they ended.
+SCRIPT = """
+import os, pathlib, subprocess, sys, time
+
+start, children, go = map(pathlib.Path, ("start", "children", "go"))
+while not go.exists():
+    time.sleep(0.02)
+    if start.exists():
+        start.unlink()
+        pid = os.fork()
+        if pid == 0:
+            os._exit(7)
+        forked = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        ran = subprocess.run([sys.executable, "-c", "print(8)"], capture_output=True, text=True)
+        children.with_suffix(".new").write_text(f"{forked} {ran.returncode} {ran.stdout}{ran.stderr}")
+        children.with_suffix(".new").rename(children)
+"""
+LIMIT_S = 60.0
+
+
+class Editor:
+    """One session in the Debug Adapter Protocol."""
+
+    def __init__(self, port: int) -> None:
+        self._connection = socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S)
+        self._file = self._connection.makefile("rb")
+        self._number = 0
+        self._answers: dict[int, dict[str, Any]] = {}
+
+    def begin(self, command: str, **arguments: Any) -> int:
+        self._number += 1
+        request = {"seq": self._number, "type": "request", "command": command, "arguments": arguments}
+        text = json.dumps(request).encode()
+        self._connection.sendall(b"Content-Length: %d\r\n\r\n" % len(text) + text)
+        return self._number
+
+    def answer(self, number: int) -> dict[str, Any]:
+        """Read until the answer to a request is there, and return its body."""
+        while number not in self._answers:
+            length = 0
+            while line := self._file.readline().strip():
+                if line.startswith(b"Content-Length:"):
+                    length = int(line.split(b":")[1])
+            assert length, "debugpy has ended the session"
+            said = json.loads(self._file.read(length))
+            if said["type"] == "response":
+                self._answers[said["request_seq"]] = said
+        assert self._answers[number]["success"], self._answers[number]
+        body: dict[str, Any] = self._answers[number].get("body", {})
+        return body
+
+    def ask(self, command: str, **arguments: Any) -> dict[str, Any]:
+        return self.answer(self.begin(command, **arguments))
+
+    def close(self) -> None:
+        self._file.close()
+        self._connection.close()
+
+
+@contextmanager
+def attached(folder: Path) -> Iterator[Editor]:
+    """Attach an editor to rank 0, and let it leave."""
+    with dtrain_on_terminal("debug", "r", "--rank", "0", "--debugpy", cwd=folder) as terminal:
+        terminal.read_until("launch.json")
+        found = re.search(r"editor at 127\.0\.0\.1:(\d+)", terminal.shown)
+        assert found is not None, terminal.shown
+        editor = Editor(int(found[1]))
+        try:
+            editor.ask("initialize", adapterID="debugpy", clientID="test")
+            attach = editor.begin("attach", justMyCode=False)
+            editor.ask("configurationDone")
+            editor.answer(attach)
+            yield editor
+            editor.ask("disconnect", terminateDebuggee=False)
+        finally:
+            editor.close()
+        assert terminal.wait() == 0, terminal.shown
+
+
+def children_of_the_rank(folder: Path) -> str:
+    children = folder / "children"
+    children.unlink(missing_ok=True)
+    (folder / "start").touch()
+    wait_until(children.exists, "the rank's children have ended")
+    return children.read_text()
+
+
+def test_a_rank_starts_children_while_an_editor_is_attached_and_after_it(folder: Path) -> None:
+    require(find_spec("debugpy"), "debugpy", "pip install debugpy")
+    (folder / "script.py").write_text(SCRIPT)
+    result = run_dtrain("run", "--detach", "--run-id", "r", "script.py")
+    assert result.returncode == 0, result
+    for _ in range(2):
+        with attached(folder) as editor:
+            assert editor.ask("threads")["threads"]
+            assert children_of_the_rank(folder) == "7 0 8\n"
+        assert children_of_the_rank(folder) == "7 0 8\n"
+    (folder / "go").touch()
+    assert run_dtrain("wait", "r").returncode == 0
+    assert "frozen modules" not in (folder / "runs/r/console.log").read_text()
