@@ -279,7 +279,9 @@ def test_a_rank_that_leaves_before_or_between_steps_is_named(worlds: Worlds, cas
     assert f"rank 1: {why}" in ended.results[0]
 
 
-def test_a_stall_on_a_device_is_written_once_and_forgotten_when_it_ends_but_not_under_a_debugger(worlds: Worlds) -> None:
+def test_a_stall_on_a_device_is_written_once_and_forgotten_when_it_ends_but_not_under_a_debugger(
+    worlds: Worlds,
+) -> None:
     ended = worlds.run("on_device", 2, "tcp")
     assert ended.codes == [0, 0]
     assert ended.errors[0].count("rank 1 is missing: rank 0 of 2 has waited ") == 1
