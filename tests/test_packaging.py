@@ -23,8 +23,9 @@ else:
     import tomli as tomllib
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-# Has to be of torch's own version, which no extra can say: where it is missing an error names the command.
-WITHOUT_EXTRA = {"torch-xla"}
+# Where one is missing an error names the command. The first has to be of torch's own version, which no extra can say;
+# the others are for the Python of the workers, not for dtrain's.
+WITHOUT_EXTRA = {"torch-xla", "debugpy", "pydevd"}
 
 TRAINS = """
 import importlib.util, torch, ddp

@@ -58,7 +58,8 @@ look = {
     "filters": [str(each) for each in warnings.filters],
     "threads": [thread.name for thread in threading.enumerate()], "tasks": len(os.listdir("/proc/self/task")),
     "first_thread": threading.Thread().name,
-    "signals": {number: str(signal.getsignal(number)) for number in sorted(signal.valid_signals() - {9, 19, 32, 33})
+    "signals": {number: str(signal.getsignal(number)).partition(" at 0x")[0]
+                for number in sorted(signal.valid_signals() - {9, 19, 32, 33})
                 if "object at" not in str(signal.getsignal(number))},
     "blocked": field("SigBlk"), "ignored": field("SigIgn"), "caught": field("SigCgt"),
     "limits": [resource.getrlimit(number) for number in range(16) if number != 10],
@@ -109,7 +110,7 @@ def look(folder: Path, method: str, *argv: object, preloaded: str = "") -> list[
 VARYING = {
     "OUT", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "DTRAIN_PROGRESS_FILE", "DTRAIN_RUN_KEY",
     "DTRAIN_GENERATION_PIPE", "DTRAIN_GENERATION_FILE", "DTRAIN_STATE_FILE", "DTRAIN_COPY_FILE", "DTRAIN_COPY_NOTE",
-    "DTRAIN_TIMELINE_FILE",
+    "DTRAIN_TIMELINE_FILE", "DTRAIN_DEBUGGER_FILE",
 }  # fmt: skip
 
 

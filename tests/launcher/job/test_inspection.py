@@ -109,7 +109,7 @@ def test_a_failure_ends_the_round_and_who_asks_then_is_told() -> None:
     assert answer["missing"] == {"a": [1], "b": [3]}, "rank 2 has ended"
     assert told(commands, Collect) == ["a", "b"], "for the report"
     (error,) = answers(stacks(drive, 2)).values()
-    assert error["error"].startswith("no worker can be looked at now: a worker failed")
+    assert error["error"].startswith("no worker can be looked at now: looking where the ranks stand")
 
 
 def test_one_who_has_left_gets_no_answer() -> None:

@@ -50,9 +50,9 @@ def screen() -> Iterator[_Screen]:
 def test_a_line_removes_the_status_and_the_next_refresh_draws_it_again(screen: _Screen) -> None:
     screen.console.show_status("step 7", gives_way=True)
     assert screen.refresh() == STATUS
-    assert not screen.console.pending
+    assert screen.console.pause_s(time.monotonic()) is None
     screen.console.write(0, 1, b"a line\n")
-    assert screen.console.pending
+    assert screen.console.pause_s(time.monotonic()) is not None
     assert screen.refresh() == ERASED + b"[h:0] a line\r\n" + STATUS
     screen.console.show_status("step 8", gives_way=True)
     assert screen.read() == ERASED + b"dtrain: step 8"
@@ -67,7 +67,7 @@ def test_a_progress_bar_has_the_last_line_as_long_as_it_is_unfinished(screen: _S
     assert screen.refresh() == ERASED + b"[h:0] 10%"
     screen.console.show_status("step 8", gives_way=True)
     assert screen.refresh() == b""
-    assert not screen.console.pending
+    assert screen.console.pause_s(time.monotonic()) is None
     screen.console.write(0, 2, b"\r100%\n")
     assert screen.refresh() == ERASED + b"[h:0] 100%\r\n" + b"dtrain: step 8"
 
@@ -89,6 +89,6 @@ def test_a_file_gets_no_status_and_has_nothing_to_do(tmp_path: os.PathLike[str])
     console.refresh(time.monotonic() + 1.0)
     console.write(0, 1, b"a line\n")
     console.refresh(time.monotonic() + 2.0)
-    assert not console.pending
+    assert console.pause_s(time.monotonic()) is None
     assert os.pread(descriptor, 100, 0) == b"[h:0] a line\n"
     os.close(descriptor)

@@ -177,7 +177,6 @@ def test_steps_made_twice_after_a_restart_are_no_goodput(folder: Path) -> None:
     assert spent["training_s"] > 80 * 0.025
     assert "of steps made twice)" in result.stderr
     (failed, _) = json.loads(Path("runs/r/run.json").read_text())["attempts"]
-    assert spent["failures_s"] - spent["repeated_s"] > 0.5  # two processes import torch
     assert failed["cause"]
 
 
@@ -225,7 +224,9 @@ def _narrow(terminal: Terminal, columns: int) -> None:
 @pytest.mark.parametrize("columns", [0, 50])
 def test_the_status_line_fits_the_terminal_and_never_mixes_with_lines(folder: Path, columns: int) -> None:
     Path("count.py").write_text(COUNTING)
-    with dtrain_on_terminal("run", "--nproc-per-node", "2", "count.py", "100000", cwd=folder) as terminal:
+    with dtrain_on_terminal(
+        "run", "--lines", "all", "--nproc-per-node", "2", "count.py", "100000", cwd=folder
+    ) as terminal:
         if columns:
             _narrow(terminal, columns)
         terminal.read_until("step/s")
@@ -335,7 +336,7 @@ def _runs() -> list[dict[str, Any]]:
 def test_a_long_answer_comes_whole(folder: Path) -> None:
     place().parent.mkdir(parents=True)
     answer = {"ranks": ["x" * 1000] * 500}
-    control = Control(lambda: registered("long", folder, "", detached=False), lambda _: answer, print)
+    control = Control(lambda: registered("long", folder, "", detached=False), lambda _: answer, print, lambda *_: None)
     control.start()
     assert control.wait_until_listed()
     (entry,) = entries()

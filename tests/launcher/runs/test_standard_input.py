@@ -172,17 +172,24 @@ def test_a_breakpoint_has_the_terminal_alone(where: list[str], tmp_path: Path) -
         kept = tmp_path / "runs/r/attempt_0/1/stdout.log"
         lines = len(kept.read_text().splitlines())
         wait_until(lambda: len(kept.read_text().splitlines()) > lines + 20, "the other rank goes on")
-        quiet_for(terminal, 0.5)
-        assert terminal.shown.endswith("(Pdb) ")
-        terminal.type("p x + 1\n")
-        terminal.read_until("42\r\n")
-        quiet_for(terminal, 0.5)
-        assert terminal.shown.endswith("(Pdb) ")
-        assert "(Pdb) p x + 1\r\n" in terminal.shown  # what is typed is not torn
+        await_prompt(terminal)
+        terminal.type("p x * 1000\n")
+        terminal.read_until("41000\r\n")  # which the other rank never counts to
+        await_prompt(terminal)
+        assert "(Pdb) p x * 1000\r\n" in terminal.shown  # what is typed is not torn
         (tmp_path / "over").touch()
         terminal.type("c\n")
         assert terminal.wait() == 0
     assert "after 42" in terminal.shown
+
+
+def await_prompt(terminal: Terminal) -> None:
+    """Read until a prompt has the terminal, and nothing comes behind it."""
+    deadline = time.monotonic() + 60
+    quiet_for(terminal, 0.5)
+    while not terminal.shown.endswith("(Pdb) "):  # nothing came, but the other rank was only slow
+        assert time.monotonic() < deadline, terminal.shown[-500:]
+        quiet_for(terminal, 0.5)
 
 
 def quiet_for(terminal: Terminal, duration_s: float) -> None:
