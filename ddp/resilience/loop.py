@@ -83,8 +83,8 @@ def resilient(function: F) -> F:
     with hosts that come. The function then begins with other ranks: `World`, RANK, WORLD_SIZE and the like are those of
     now, and a `DistributedSampler` in the State deals out the rest of the epoch. What the script made of them before
     the function stays as it was, so compute shares, learning rates and the like inside of it. Where a host joins, the
-    function ends within `commit()`, on every rank at the same one, and begins anew. With another sampler in the State
-    all start again then.
+    function ends within `commit()`, on every rank at the same one, and begins anew. With a sampler
+    in the State that cannot deal out anew, all start again then.
 
     The new process runs the script from its beginning: what stands before the function must make no collectives but
     those of `ddp.init()`, `ddp.DistributedDataParallel`, and `DistributedOptimizer`, `broadcast_parameters` and

@@ -129,8 +129,11 @@ class _Said:
                 self._next(None)
             yield
         finally:
-            self._waits_for_line = False
-            signal.signal(_WAKE, before)
+            try:
+                with self._lock:  # which the thread holds while it sends the signal
+                    self._waits_for_line = False
+            finally:
+                signal.signal(_WAKE, before)
 
     # In the thread
 
@@ -147,9 +150,8 @@ class _Said:
         with self._lock:
             self._queue.put(ended)
             self._ended = True
-            waits = self._waits_for_line
-        if waits:
-            signal.pthread_kill(threading.main_thread().ident or 0, _WAKE)
+            if self._waits_for_line:
+                signal.pthread_kill(threading.main_thread().ident or 0, _WAKE)
 
     def _take(self, data: bytes) -> None:
         self._unread += data
