@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -162,7 +163,10 @@ def test_a_run_in_another_container_is_not_taken_for_lost(folder: Path) -> None:
 def test_the_list_forgets_no_run_that_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("launcher.runs.registry.KEPT", 1)
     place().parent.mkdir()
-    runs = [registered(name, folder, "", detached=False) for name in "abc"]
+    runs = []
+    for name in "abc":
+        runs.append(registered(name, folder, "", detached=False))
+        time.sleep(0.002)  # the list is ordered by milliseconds
     for run in runs[1:]:
         run.end("finished", 0)
     assert [entry.run_id for entry in entries()] == ["c", "a"]
