@@ -193,7 +193,7 @@ class Console:
         """Leave the terminal to the unfinished line of a rank that waits for who sits there, until `answer`."""
         if self.impatient:  # a debugger takes Ctrl-C for itself and asks again
             return
-        line = next((line for key, line in reversed(self._changed.items()) if key[0] == rank), None)
+        line = next((line for key, line in reversed(self._changed.items()) if key[0] == rank and line.text), None)
         line = line or next((self._lines[rank, stream] for stream in (1, 2) if self._lines[rank, stream].text), None)
         if self._asks is not None or line is None or not self._terminal[2]:
             return

@@ -1,5 +1,6 @@
 """Many simulated hosts: their agents are forked from one process, and dtrain needs few threads and files for each."""
 
+import contextlib
 import os
 import resource
 import signal
@@ -84,13 +85,20 @@ def test_an_agent_that_is_killed_is_named_and_the_others_end(tmp_path: Path) -> 
         assert b"0 processes left on 3 hosts" in err
 
 
+def _shells(pid: int) -> int:
+    """Count the shells below a process."""
+    found = 0
+    for process in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += process.name() == "sh"
+    return found
+
+
 def test_without_the_process_that_forked_them_the_agents_go_on(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     line = f"while [ ! -e {gate} ]; do sleep 0.05; done; exit 7"
     with started_dtrain(*options(3, tmp_path), "--no-python", "sh", "-c", line) as dtrain:
-        wait_until(
-            lambda: sum(p.name() == "sh" for p in psutil.Process(dtrain.pid).children(recursive=True)) == 3, "up"
-        )
+        wait_until(lambda: _shells(dtrain.pid) == 3, "up")
         (preforked,) = (child for child in psutil.Process(dtrain.pid).children() if PREFORKED in child.cmdline())
         preforked.kill()
         gate.touch()
