@@ -127,6 +127,7 @@ class Console:
 
     def write(self, rank: int, stream: int, data: bytes) -> None:
         """Take bytes of a worker; whole lines appear at once."""
+        self._release(rank)  # it was no prompt yet: the agent tells it again behind these bytes
         line = self._lines[rank, stream]
         text = line.text + (_shortened(line, data) if self._terminal[stream] else data)
         whole, newline, rest = text.rpartition(b"\n")
