@@ -48,6 +48,21 @@ class Question:
                 answer: Mapping[str, Any] = json.loads(text)
                 return answer
 
+    def answer(self, entry: Entry, wait_s: float) -> Mapping[str, Any]:
+        """Return the first answer of the run of `entry`. Blocks so long. Raises RunError if it is none."""
+        try:
+            answer = self.receive(wait_s)
+        except TimeoutError as error:
+            raise RunError(
+                f"run {entry.run_id} does not answer; if its process, pid {entry.pid}, is stopped, it does so "
+                f"once it goes on: kill -CONT {entry.pid}"
+            ) from error
+        if not isinstance(answer, Mapping):
+            raise RunError(f"run {entry.run_id} has ended meanwhile; see dtrain history")
+        if "error" in answer:
+            raise RunError(f"run {entry.run_id}: {answer['error']}")
+        return answer
+
     def send(self, data: bytes) -> None:
         """Give the debugger something. Blocks while it takes nothing; to one that has gone, nothing is said."""
         with contextlib.suppress(OSError):

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from launcher.cli.runs.stacks import ask_stacks
-from launcher.errors import DtrainError, RunError
+from launcher.errors import DtrainError
 from launcher.output.stacks import one_line_of
 from launcher.runs.questions import Question, question
 from launcher.runs.registry import Entry, choose, entries
@@ -42,17 +42,7 @@ def debug_rank(word: str, rank: int, *, port: int | None, say: Callable[[str], N
     entry = choose(word, entries())
     debugger = "pdb" if port is None else "debugpy"
     with question(entry, {"ask": "debug", "rank": rank, "debugger": debugger}) as asked:
-        try:
-            answer = asked.receive(ANSWER_S)
-        except TimeoutError as error:
-            raise RunError(
-                f"run {entry.run_id} does not answer; if its process, pid {entry.pid}, is stopped: "
-                f"kill -CONT {entry.pid}"
-            ) from error
-        if not isinstance(answer, dict):
-            raise RunError(f"run {entry.run_id} has ended meanwhile; see dtrain history")
-        if "error" in answer:
-            raise RunError(f"run {entry.run_id}: {answer['error']}")
+        answer = asked.answer(entry, ANSWER_S)
         say(f"rank {rank} on {answer['host']} of run {entry.run_id}; Ctrl-C leaves it, and it goes on")
         said = _Said(asked, rank)
         said.start()

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from launcher.decode import decode_value
-from launcher.errors import RunError
 from launcher.hangs.positions import rank_position
 from launcher.output.stacks import write_groups
 from launcher.output.text import ranges
@@ -50,17 +49,7 @@ def show_stacks(word: str, ranks: Collection[int], *, native: bool, as_json: boo
 def ask_stacks(entry: Entry, ranks: Collection[int] = (), *, native: bool = False) -> Found:
     """Ask where the ranks of a run are, or only `ranks`. Blocks for some seconds. Raises RunError."""
     with question(entry, {"ask": "stacks", "ranks": [*ranks], "native": native}) as asked:
-        try:
-            answer = asked.receive(LIMIT_S)
-        except TimeoutError as error:
-            raise RunError(
-                f"run {entry.run_id} does not answer; if its process, pid {entry.pid}, is stopped, it does so "
-                f"once it goes on: kill -CONT {entry.pid}"
-            ) from error
-    if not isinstance(answer, dict):
-        raise RunError(f"run {entry.run_id} has ended meanwhile; see dtrain history")
-    if "error" in answer:
-        raise RunError(f"run {entry.run_id}: {answer['error']}")
+        answer = asked.answer(entry, LIMIT_S)
     evidence = tuple(decode_value(Evidence, each) for each in answer["evidence"])
     return Found(answer["attempt"], evidence, answer["hosts"], answer["missing"], answer["limit_s"])
 

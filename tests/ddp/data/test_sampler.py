@@ -7,11 +7,10 @@ import itertools
 import math
 import pickle
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
@@ -207,13 +206,6 @@ def test_a_launcher_without_a_group_is_an_error(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ddp.errors.NotInitializedError, match=r"WORLD_SIZE=2.*ddp.init\(\)"):
         ddp.DistributedSampler(range(5))
-
-
-@pytest.fixture
-def group_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_rank_and_size_come_from_the_group(group_of_one: None, monkeypatch: pytest.MonkeyPatch) -> None:

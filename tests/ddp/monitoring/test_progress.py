@@ -11,17 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import ddp
 from ddp.monitoring import progress
-
-
-@pytest.fixture
-def group_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture

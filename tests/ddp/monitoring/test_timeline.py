@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import ddp
 from ddp.monitoring import progress, timeline
@@ -22,13 +21,6 @@ from ddp.monitoring.timeline import PHASES
 HEADER, RECORD = 16, 72
 STEP, SPAN, DETAIL = 0, 1, 2
 STRETCH_S = 0.02  # a phase that is made longer; nothing below asks for more than that it is at least so long
-
-
-@pytest.fixture
-def group_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -142,7 +142,7 @@ def gone(pid: int) -> bool:
 
 def test_a_later_run_finds_what_stayed_warm(runtime: Path) -> None:
     first = run("--keep-warm", "5m", "script.py")
-    assert re.search("1 host stays warm until [0-9:]+: dtrain warm --stop\n", first.stderr)
+    assert re.search("1 host stays warm until [0-9: -]+: dtrain warm --stop\n", first.stderr)
     (found,) = describe()
     assert (found["pid"], found["packages"]) == (importer(first), ["heavy"])  # and nothing of the working folder
     assert 200 < found["left_s"] <= 300
@@ -542,7 +542,7 @@ def test_a_remote_host_stays_warm(runtime: Path, tmp_path: Path, ssh_hosts: SshH
     ssh_hosts.configure(1, f"SetEnv XDG_RUNTIME_DIR={runtime}")
     options = ("--hosts", "node1", "--ssh-config", ssh_hosts.ssh_config)
     first = run("--keep-warm", "5m", *options, "script.py")
-    assert re.search("1 host stays warm until [0-9:]+: dtrain warm --stop --hosts node1\n", first.stderr)
+    assert re.search("1 host stays warm until [0-9: -]+: dtrain warm --stop --hosts node1\n", first.stderr)
     second = run(*options, "script.py")
     assert importer(second) == importer(first)
     assert WARM in second.stderr

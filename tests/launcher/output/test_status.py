@@ -14,26 +14,27 @@ STATUS = b"dtrain: step 7"
 
 
 class _Screen:
-    """A terminal, and a console that writes to it; `now` is the time of its refreshes."""
+    """A terminal, and a console that writes to it; `now` is the time of its refreshes, never behind the clock's."""
 
     def __init__(self) -> None:
         self._main, self._secondary = pty.openpty()
-        os.set_blocking(self._main, False)
         self.console = Console(out=self._secondary, err=self._secondary, colour=False)
         self.console.add_worker(0, "h")
         self.now = time.monotonic()
 
     def refresh(self) -> bytes:
         """Let some time pass; return what the terminal got since."""
-        self.now += 2 * REDRAW_S
+        self.now = max(self.now, time.monotonic()) + 2 * REDRAW_S
         self.console.refresh(self.now)
         return self.read()
 
     def read(self) -> bytes:
-        try:
-            return os.read(self._main, 1 << 16)
-        except BlockingIOError:
-            return b""
+        """Return what the terminal got: all until a mark, since the kernel hands it over only after a while."""
+        os.write(self._secondary, b"\0")
+        data = b""
+        while not data.endswith(b"\0"):
+            data += os.read(self._main, 1 << 16)
+        return data[:-1]
 
     def close(self) -> None:
         os.close(self._secondary)
