@@ -1,6 +1,6 @@
 """The one decoder of what another process says: JSON becomes a dataclass of exactly the annotated types, or an error.
 
-Used for the messages of protocol.py, the words between nodes that are started by hand, the leftovers of lost agents
+Used for the messages of protocol/, the words between nodes that are started by hand, the leftovers of lost agents
 and the answers of `dtrain check`. Annotations may be str, bool, int, float, bytes (which JSON never has), enums by
 their value, `X | None`, list[X], tuple[X, ...], tuple[X, Y], dict[str, X], dataclasses of these, and Any. Pure; what is
 wrong is named by its field and its type, never by its value, which may be secret.

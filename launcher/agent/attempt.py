@@ -29,26 +29,27 @@ from launcher.agent.workers.worker_restarts import WorkerRestarts
 from launcher.errors import DtrainError
 from launcher.frozen import replace
 from launcher.machine.network import socket_interfaces
-from launcher.protocol import (
-    COMPOSED,
-    RESILIENT,
-    Exited,
-    Heartbeat,
+from launcher.protocol.commands import (
     KillWorker,
     NextGeneration,
     OpenStore,
-    Output,
-    PortsReserved,
     Prepare,
     ReservePorts,
     RestartWorker,
+    StartWorker,
+)
+from launcher.protocol.message import COMPOSED, RESILIENT
+from launcher.protocol.reports import (
+    Exited,
+    Output,
+    PortsReserved,
     Returned,
     Started,
-    StartWorker,
     Stepped,
     StoreFailed,
     StoreOpened,
 )
+from launcher.protocol.two_way import Heartbeat
 
 if TYPE_CHECKING:
     from launcher.machine.oom import OomWatch

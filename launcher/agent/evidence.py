@@ -24,7 +24,8 @@ from launcher.agent.workers.warm_start import PROGRAM
 from launcher.agent.workers.worker import BOOTSTRAP, spawn
 from launcher.frozen import dataclass, replace
 from launcher.machine.processes import descendants
-from launcher.protocol import Collect, Collected, Evidence
+from launcher.protocol.commands import Collect
+from launcher.protocol.reports import Collected, Evidence
 
 __all__ = ["STACK_SIGNAL", "Collection", "EvidenceRound", "Subject", "find_py_spy"]
 

@@ -14,7 +14,9 @@ from launcher.frozen import replace
 from launcher.machine import devices
 from launcher.machine.limits import room_for_workers
 from launcher.machine.network import choose_address
-from launcher.protocol import AGENT_MACHINE, AGENT_SLOTS, Facts, Prepare
+from launcher.protocol.commands import Prepare
+from launcher.protocol.message import AGENT_MACHINE, AGENT_SLOTS
+from launcher.protocol.reports import Facts
 
 __all__ = ["find_cores", "find_facts", "find_resources", "likely_workers"]
 

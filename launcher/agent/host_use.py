@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from launcher.agent.workers.worker import Worker
 from launcher.machine.processes import descendants
-from launcher.protocol import HostUse
+from launcher.protocol.reports import HostUse
 
 __all__ = ["HostUseWatch"]
 

@@ -41,25 +41,14 @@ from launcher.errors import ProtocolError
 from launcher.frozen import replace
 from launcher.machine import processes
 from launcher.machine.network import choose_address
-from launcher.protocol import (
-    AGENT_WORKDIR,
-    HEARTBEAT_S,
-    PREAMBLE,
-    PROTOCOL,
-    Bye,
-    ChannelData,
-    ChannelTaken,
+from launcher.protocol.commands import (
     CloseDebugger,
     Collect,
-    Decoder,
     EndAttempt,
     Function,
-    Heartbeat,
-    Hello,
     Input,
     KillWorker,
     LoseHost,
-    Message,
     NextGeneration,
     OpenDebugger,
     OpenStore,
@@ -72,8 +61,11 @@ from launcher.protocol import (
     StartWorker,
     Stop,
     Suspend,
-    Swept,
 )
+from launcher.protocol.frames import Decoder
+from launcher.protocol.message import AGENT_WORKDIR, HEARTBEAT_S, PREAMBLE, PROTOCOL, Message
+from launcher.protocol.reports import Bye, Hello, Swept
+from launcher.protocol.two_way import ChannelData, ChannelTaken, Heartbeat
 
 FLUSH_S = 5.0
 

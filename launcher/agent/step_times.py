@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from launcher.agent.stream_writer import StreamWriter
 from launcher.agent.workers.memory_file import MemoryFile
-from launcher.protocol import Timings
+from launcher.protocol.reports import Timings
 from launcher.timeline.records import PHASES, SPANS, Detail, Record, Span, StepTimes, pack
 
 __all__ = ["RECORDS", "StepTimesReader"]

@@ -9,7 +9,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from launcher.protocol import Report, encode
+from launcher.protocol.frames import encode
+from launcher.protocol.message import Report
 
 __all__ = ["StreamWriter"]
 

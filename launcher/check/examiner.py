@@ -21,7 +21,11 @@ from typing import Any
 from launcher import __version__
 from launcher.check.facts import Target
 from launcher.decode import decode_dataclass, decode_value
-from launcher.protocol import PREAMBLE, PROTOCOL, Answer, Decoder, Hello, Prepare, Question, encode
+from launcher.protocol.commands import Prepare
+from launcher.protocol.frames import Decoder, encode
+from launcher.protocol.message import PREAMBLE, PROTOCOL
+from launcher.protocol.reports import Hello
+from launcher.protocol.two_way import Answer, Question
 
 __all__ = ["main"]
 

@@ -28,7 +28,7 @@ from launcher.machine import network
 from launcher.machine.cgroup import folders_of
 from launcher.machine.devices import VENDORS
 from launcher.machine.packages import assigned, folder_of, torch_file, version_of
-from launcher.protocol import Prepare
+from launcher.protocol.commands import Prepare
 
 __all__ = [
     "code_digest", "disks", "file_digest", "find_host_facts", "find_packages", "interfaces", "limits", "memory",

@@ -1,10 +1,10 @@
-"""What an examiner says of its host, as data that decode.py takes from an Answer (protocol.py)."""
+"""What an examiner says of its host, as data that decode.py takes from an Answer (protocol/two_way.py)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from launcher.protocol import Facts
+from launcher.protocol.reports import Facts
 
 __all__ = [
     "Disk", "Driver", "Gpu", "HostFacts", "Interface", "Limit", "Listening", "Packages", "Probe", "Target",

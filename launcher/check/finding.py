@@ -15,7 +15,7 @@ from launcher.check.facts import HostFacts
 from launcher.check.link import Clock
 from launcher.hosts.host import Host, HostKind
 from launcher.placement.placement import HostOffer
-from launcher.protocol import Hello
+from launcher.protocol.reports import Hello
 
 __all__ = ["Examined", "Finding", "Severity", "fix_in", "grouped", "merged", "most_common"]
 

@@ -15,7 +15,10 @@ from typing import Any
 from launcher.decode import decode_value
 from launcher.errors import HostError, ProtocolError, StreamError
 from launcher.hosts.host import Host
-from launcher.protocol import PREAMBLE, Answer, Decoder, Hello, Message, Question, encode
+from launcher.protocol.frames import Decoder, encode
+from launcher.protocol.message import PREAMBLE, Message
+from launcher.protocol.reports import Hello
+from launcher.protocol.two_way import Answer, Question
 from launcher.transport.connect import Connector, why_not_started
 from launcher.transport.stream import Stream
 

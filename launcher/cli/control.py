@@ -25,7 +25,7 @@ from launcher.transport.connect import start_agents
 if TYPE_CHECKING:
     from launcher.job.outcome import Outcome
     from launcher.output.writer import OutputThread
-    from launcher.protocol import Exited, Returned
+    from launcher.protocol.reports import Exited, Returned
     from launcher.runs.detach import Detachment
     from launcher.timeline.goodput import Parts
     from launcher.timeline.stragglers import Straggler

@@ -373,7 +373,7 @@ def env(as_json: bool) -> None:
 
     Of variables that may be secret only the names are shown; user and host names are left out.
     """
-    from launcher.cli.env import run_env
+    from launcher.cli.env.report import run_env
 
     sys.exit(run_env(cli.read_config_file().values, as_json=as_json))
 

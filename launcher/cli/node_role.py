@@ -16,7 +16,7 @@ from launcher.cli.options import Options
 from launcher.errors import UsageError
 from launcher.hosts.host import Host, HostKind
 from launcher.placement.job_spec import DEFAULT_PORT
-from launcher.protocol import AGENT_MACHINE, AGENT_SLOTS
+from launcher.protocol.message import AGENT_MACHINE, AGENT_SLOTS
 
 if TYPE_CHECKING:
     from launcher.hosts.slurm_allocation import Step

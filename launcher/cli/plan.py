@@ -12,7 +12,7 @@ from launcher.output.text import ranges, table
 from launcher.placement.job_spec import JobSpec
 from launcher.placement.placement import HostOffer, place_job
 from launcher.placement.roles import DEFAULT_ROLE
-from launcher.protocol import Facts
+from launcher.protocol.reports import Facts
 
 __all__ = ["show_plan"]
 

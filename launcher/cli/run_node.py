@@ -20,7 +20,7 @@ from launcher.errors import NodeZeroTakenError, UsageError
 from launcher.machine.network import addresses, choose_address, is_loopback, is_own
 from launcher.output.text import count
 from launcher.placement.job_spec import CommandKind, JobSpec
-from launcher.protocol import AGENT_WORKDIR
+from launcher.protocol.message import AGENT_WORKDIR
 from launcher.transport.connect import agent_command
 from launcher.transport.tcp.dial import JoinError
 from launcher.transport.tcp.greeting import Greeting

@@ -30,7 +30,7 @@ from launcher.job.events import (
     StacksQuestion,
     TookInput,
 )
-from launcher.protocol import CHANNEL_BYTES
+from launcher.protocol.message import CHANNEL_BYTES
 
 __all__ = ["Askers"]
 

@@ -48,7 +48,8 @@ from launcher.job.job import Job
 from launcher.job.outcome import Outcome
 from launcher.output.writer import OutputThread
 from launcher.placement.job_spec import JobSpec
-from launcher.protocol import Exited, InputTaken, RestartWorker, Returned, StartWorker
+from launcher.protocol.commands import RestartWorker, StartWorker
+from launcher.protocol.reports import Exited, InputTaken, Returned
 from launcher.timeline.recording import Recording
 from launcher.transport.connect import Connector
 from launcher.transport.stream import Stream

@@ -18,8 +18,11 @@ from launcher.errors import DtrainError, HostError
 from launcher.hosts.host import Host
 from launcher.job.events import AgentMessage, Connected, Event, Lost
 from launcher.output.writer import OutputThread
-from launcher.protocol import PREAMBLE, Asks, Bye, Decoder, Heartbeat, Output, encode
-from launcher.protocol import Command as AgentCommand
+from launcher.protocol.frames import Decoder, encode
+from launcher.protocol.message import PREAMBLE
+from launcher.protocol.message import Command as AgentCommand
+from launcher.protocol.reports import Asks, Bye, Output
+from launcher.protocol.two_way import Heartbeat
 from launcher.transport.connect import why_not_started
 from launcher.transport.stream import Stream
 

@@ -17,7 +17,9 @@ import time
 from collections.abc import Callable, Iterator
 
 from launcher.output.writer import OutputThread
-from launcher.protocol import INPUT_BYTES, Input, InputTaken, StartWorker
+from launcher.protocol.commands import Input, StartWorker
+from launcher.protocol.message import INPUT_BYTES
+from launcher.protocol.reports import InputTaken
 
 __all__ = ["StandardInput"]
 

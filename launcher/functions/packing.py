@@ -27,7 +27,10 @@ import cloudpickle
 from launcher.agent.workers.preload import NAMES_TORCH, imports_of_code
 from launcher.errors import UsageError
 from launcher.output.text import size
-from launcher.protocol import MAX_PAYLOAD_BYTES, Exited, Function, Returned, encode
+from launcher.protocol.commands import Function
+from launcher.protocol.frames import encode
+from launcher.protocol.message import MAX_PAYLOAD_BYTES
+from launcher.protocol.reports import Exited, Returned
 
 __all__ = ["MAX_FUNCTION_BYTES", "Packed", "Returns", "Said", "pack"]
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.protocol import Evidence
+from launcher.protocol.reports import Evidence
 
 __all__ = [
     "Group",

@@ -25,7 +25,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from launcher.hangs.positions import main_thread, odd_ranks
-from launcher.protocol import Evidence, Heartbeat
+from launcher.protocol.reports import Evidence
+from launcher.protocol.two_way import Heartbeat
 
 __all__ = ["Blame", "HangPolicy", "HangWatch"]
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 from launcher.job.failure import Failure, FailureKind, looks_like_consequence
 from launcher.job.timers import NEVER, Timer, Timers
 from launcher.placement.placement import Placement
-from launcher.protocol import Evidence, Exited, Heartbeat, PortsReserved, Started, StoreOpened
+from launcher.protocol.reports import Evidence, Exited, PortsReserved, Started, StoreOpened
+from launcher.protocol.two_way import Heartbeat
 
 __all__ = ["AttemptState", "choose_members", "lost_steps"]
 

@@ -19,7 +19,8 @@ from launcher.job.events import Command, Notice, Send
 from launcher.job.failure import Failure, FailureKind
 from launcher.job.timers import Timer, Timers
 from launcher.placement.chaos_plan import ChaosPlan, Fault
-from launcher.protocol import Exited, KillWorker, LoseHost
+from launcher.protocol.commands import KillWorker, LoseHost
+from launcher.protocol.reports import Exited
 
 __all__ = ["Chaos", "FaultCost"]
 

@@ -7,8 +7,9 @@ from typing import Any, TypeAlias
 
 from launcher.frozen import dataclass
 from launcher.hosts.host import Host
-from launcher.protocol import Command as AgentCommand
-from launcher.protocol import Evidence, Report
+from launcher.protocol.message import Command as AgentCommand
+from launcher.protocol.message import Report
+from launcher.protocol.reports import Evidence
 
 __all__ = [
     "AgentMessage",

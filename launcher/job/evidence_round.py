@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from launcher.job.attempt import AttemptState
 from launcher.job.events import Answer, CloseAsker, Command, SaveEvidence, Send, StacksQuestion
 from launcher.job.timers import Timer, Timers
-from launcher.protocol import Collect, Collected, Evidence
+from launcher.protocol.commands import Collect
+from launcher.protocol.reports import Collected, Evidence
 
 __all__ = ["COLLECT_S", "EvidenceRounds"]
 

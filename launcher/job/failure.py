@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from launcher.protocol import Exited, Failing
+from launcher.protocol.reports import Exited, Failing
 
 __all__ = [
     "SLACK_S", "Failure", "FailureKind", "SecondaryFailures", "failure_of", "first_cause", "group_secondary_failures",

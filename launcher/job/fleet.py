@@ -35,18 +35,10 @@ from launcher.hosts.host import Host, HostKind
 from launcher.job.events import Close, Command, Open, Send
 from launcher.job.host_state import LONG_AGO, HostClock, HostPhase, HostState
 from launcher.job.timers import NEVER, Timer, Timers
-from launcher.protocol import (
-    HEARTBEATS,
-    Bye,
-    Facts,
-    Heartbeat,
-    Hello,
-    Report,
-    Stop,
-    Suspend,
-    Swept,
-    heartbeat_pause_s,
-)
+from launcher.protocol.commands import Stop, Suspend
+from launcher.protocol.message import HEARTBEATS, Report, heartbeat_pause_s
+from launcher.protocol.reports import Bye, Facts, Hello, Swept
+from launcher.protocol.two_way import Heartbeat
 
 __all__ = ["Fleet"]
 

@@ -22,7 +22,8 @@ from launcher.job.progress_messages import after_killed_runs, some
 from launcher.job.timers import NEVER, Timer, Timers
 from launcher.placement.job_spec import JobSpec
 from launcher.placement.placement import place_job
-from launcher.protocol import STEP_TIMES, Facts, Hello
+from launcher.protocol.message import STEP_TIMES
+from launcher.protocol.reports import Facts, Hello
 
 __all__ = ["Gathering", "Readiness", "misfits"]
 

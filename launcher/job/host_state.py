@@ -10,7 +10,7 @@ from enum import Enum, auto
 
 from launcher.hosts.host import Host
 from launcher.placement.placement import HostOffer
-from launcher.protocol import Facts
+from launcher.protocol.reports import Facts
 
 __all__ = ["HostClock", "HostPhase", "HostState"]
 

@@ -37,10 +37,10 @@ from launcher.job.outcome import Outcome, fails_by_itself
 from launcher.job.progress_messages import Phase, progress, some
 from launcher.job.timers import NEVER, Timer
 from launcher.placement.job_spec import JobSpec
-from launcher.protocol import (
+from launcher.protocol.commands import SignalWorkers
+from launcher.protocol.message import Report
+from launcher.protocol.reports import (
     Bye,
-    ChannelData,
-    ChannelTaken,
     Collected,
     DebuggerClosed,
     DebuggerOpened,
@@ -48,18 +48,16 @@ from launcher.protocol import (
     Exited,
     Facts,
     Failing,
-    Heartbeat,
     Hello,
     PortsReserved,
-    Report,
     Returned,
-    SignalWorkers,
     Started,
     Stepped,
     StoreFailed,
     StoreOpened,
     Swept,
 )
+from launcher.protocol.two_way import ChannelData, ChannelTaken, Heartbeat
 
 __all__ = ["ROOT_WAIT_S", "Job", "Phase"]
 

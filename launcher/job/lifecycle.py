@@ -36,7 +36,8 @@ from launcher.job.stopping import ANSWER_S, Stopping
 from launcher.job.timers import Timer, Timers
 from launcher.placement.job_spec import JobSpec
 from launcher.placement.placement import place_job
-from launcher.protocol import EndAttempt, Exited, PortsReserved, StoreOpened
+from launcher.protocol.commands import EndAttempt
+from launcher.protocol.reports import Exited, PortsReserved, StoreOpened
 
 __all__ = ["ROOT_WAIT_S", "Lifecycle"]
 

@@ -15,20 +15,9 @@ from launcher.placement.ecosystems import ecosystem_environments, serving_ranks,
 from launcher.placement.environment import roles_in_order, worker_defaults, worker_environment
 from launcher.placement.job_spec import DEFAULT_PORT, CommandKind, JobSpec, WorkerCommand
 from launcher.placement.placement import Placement
-from launcher.protocol import (
-    COMPOSED,
-    HEARTBEAT_S,
-    PROTOCOL,
-    STEP_TIMES,
-    Hello,
-    OpenStore,
-    PortsReserved,
-    Prepare,
-    ReservePorts,
-    SharePrefixes,
-    StartWorker,
-    StoreOpened,
-)
+from launcher.protocol.commands import OpenStore, Prepare, ReservePorts, SharePrefixes, StartWorker
+from launcher.protocol.message import COMPOSED, HEARTBEAT_S, PROTOCOL, STEP_TIMES
+from launcher.protocol.reports import Hello, PortsReserved, StoreOpened
 
 __all__ = ["composed_workers", "mismatch", "open_store", "prepare", "reserve_ports", "start_workers"]
 

@@ -16,7 +16,7 @@ from launcher.job.failure import Failure, FailureKind, first_cause
 from launcher.job.fleet import Fleet
 from launcher.job.host_state import HostState
 from launcher.placement.job_spec import JobSpec
-from launcher.protocol import Bye, Evidence
+from launcher.protocol.reports import Bye, Evidence
 
 __all__ = ["PREEMPTED", "Outcome", "build_outcome", "fails_by_itself"]
 

@@ -10,7 +10,7 @@ from launcher.job.attempt import AttemptState
 from launcher.job.failure import Failure, what_happened
 from launcher.job.fleet import Fleet
 from launcher.job.host_state import HostPhase
-from launcher.protocol import Facts
+from launcher.protocol.reports import Facts
 
 __all__ = [
     "Phase",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from launcher.hangs.positions import Group, groups, main_thread, odd_ranks, scripts_frames, state_in_words
 from launcher.output.text import ranges
-from launcher.protocol import Evidence
+from launcher.protocol.reports import Evidence
 
 __all__ = ["odd_one_out", "one_line", "one_line_of", "write_groups", "write_out"]
 

@@ -20,7 +20,7 @@ from launcher.output.filter import OutputFilter
 from launcher.output.logfiles import LogFiles
 from launcher.output.stacks import one_line, write_out
 from launcher.output.text import printable
-from launcher.protocol import Evidence
+from launcher.protocol.reports import Evidence
 
 __all__ = ["OutputThread"]
 

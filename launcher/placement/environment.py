@@ -7,7 +7,7 @@ from itertools import groupby
 from launcher.machine.devices import value_for
 from launcher.placement.job_spec import JobSpec
 from launcher.placement.placement import Placement, WorkerPlace
-from launcher.protocol import StoreOpened
+from launcher.protocol.reports import StoreOpened
 
 __all__ = ["roles_in_order", "worker_defaults", "worker_environment"]
 

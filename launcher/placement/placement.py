@@ -12,7 +12,7 @@ from launcher.hosts.host import Host
 from launcher.machine.devices import share
 from launcher.placement.job_spec import JobSpec
 from launcher.placement.roles import DEFAULT_ROLE, Roles
-from launcher.protocol import Facts
+from launcher.protocol.reports import Facts
 
 __all__ = ["HostOffer", "Placement", "WorkerPlace", "is_part", "place", "place_job"]
 

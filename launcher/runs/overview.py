@@ -14,7 +14,7 @@ from launcher.job.attempt import AttemptState
 from launcher.job.events import AgentMessage, Event, Lost
 from launcher.job.job import Job, Phase
 from launcher.output.insight import status_line, straggler_line
-from launcher.protocol import Exited, HostUse
+from launcher.protocol.reports import Exited, HostUse
 from launcher.timeline.goodput import Goodput, Parts
 from launcher.timeline.records import PHASES, Record, Span
 from launcher.timeline.stragglers import Straggler, Stragglers

@@ -13,23 +13,10 @@ from launcher.job.events import AgentMessage, Command, Connected, Event, Lost, N
 from launcher.job.failure import signal_name
 from launcher.job.job import Job
 from launcher.placement.placement import Placement
-from launcher.protocol import (
-    Bye,
-    Exited,
-    Facts,
-    Heartbeat,
-    Hello,
-    OpenStore,
-    PortsReserved,
-    Prepare,
-    Report,
-    ReservePorts,
-    RestartWorker,
-    Started,
-    StartWorker,
-    StoreOpened,
-    Timings,
-)
+from launcher.protocol.commands import OpenStore, Prepare, ReservePorts, RestartWorker, StartWorker
+from launcher.protocol.message import Report
+from launcher.protocol.reports import Bye, Exited, Facts, Hello, PortsReserved, Started, StoreOpened, Timings
+from launcher.protocol.two_way import Heartbeat
 from launcher.timeline.clock_offset import ClockOffset
 from launcher.timeline.file import TimelineFile
 from launcher.timeline.records import Detail, Record, Span, StepTimes, unpack

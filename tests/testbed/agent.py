@@ -12,26 +12,11 @@ from types import TracebackType
 from typing import TypeVar
 
 from launcher.machine.processes import find
-from launcher.protocol import (
-    PREAMBLE,
-    Bye,
-    Command,
-    Decoder,
-    EndAttempt,
-    Facts,
-    Heartbeat,
-    Hello,
-    Message,
-    OpenStore,
-    Output,
-    Prepare,
-    Started,
-    StartWorker,
-    Stop,
-    StoreOpened,
-    Swept,
-    encode,
-)
+from launcher.protocol.commands import EndAttempt, OpenStore, Prepare, StartWorker, Stop
+from launcher.protocol.frames import Decoder, encode
+from launcher.protocol.message import PREAMBLE, Command, Message
+from launcher.protocol.reports import Bye, Facts, Hello, Output, Started, StoreOpened, Swept
+from launcher.protocol.two_way import Heartbeat
 from testbed.processes import TIMEOUT_S, kill_tree
 
 M = TypeVar("M", bound=Message)

@@ -25,21 +25,10 @@ from launcher.job.job import Job, Phase
 from launcher.job.outcome import Outcome
 from launcher.placement.job_spec import CommandKind, JobSpec
 from launcher.placement.job_spec import WorkerCommand as Program
-from launcher.protocol import (
-    PROTOCOL,
-    Bye,
-    Collect,
-    Collected,
-    Exited,
-    Facts,
-    Heartbeat,
-    Hello,
-    Report,
-    Started,
-    StartWorker,
-    StoreOpened,
-    Swept,
-)
+from launcher.protocol.commands import Collect, StartWorker
+from launcher.protocol.message import PROTOCOL, Report
+from launcher.protocol.reports import Bye, Collected, Exited, Facts, Hello, Started, StoreOpened, Swept
+from launcher.protocol.two_way import Heartbeat
 
 PYTHON = "{}.{}.{}".format(*sys.version_info[:3])
 M = TypeVar("M")

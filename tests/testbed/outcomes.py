@@ -6,7 +6,7 @@ from typing import Any
 
 from launcher.job.failure import Failure, FailureKind
 from launcher.job.outcome import Outcome
-from launcher.protocol import Evidence
+from launcher.protocol.reports import Evidence
 
 _FAILURE = Failure(
     kind=FailureKind.RAISED,

@@ -21,15 +21,10 @@ from pathlib import Path
 from launcher.agent.attempt import Attempt
 from launcher.agent.stream_writer import StreamWriter
 from launcher.agent.workers.worker import Worker
-from launcher.protocol import (
-    CHANNEL_BYTES,
-    ChannelData,
-    ChannelTaken,
-    CloseDebugger,
-    DebuggerClosed,
-    DebuggerOpened,
-    OpenDebugger,
-)
+from launcher.protocol.commands import CloseDebugger, OpenDebugger
+from launcher.protocol.message import CHANNEL_BYTES
+from launcher.protocol.reports import DebuggerClosed, DebuggerOpened
+from launcher.protocol.two_way import ChannelData, ChannelTaken
 
 __all__ = ["DEBUGGER_SIGNAL", "DebuggerChannels"]
 

@@ -24,7 +24,11 @@ from launcher.agent.workers.warm_start import ForkServer, Warmth
 from launcher.decode import decode_dataclass
 from launcher.errors import SocketError
 from launcher.machine import processes
-from launcher.protocol import PREAMBLE, PROTOCOL, Answer, Decoder, Hello, Prepare, Question, encode
+from launcher.protocol.commands import Prepare
+from launcher.protocol.frames import Decoder, encode
+from launcher.protocol.message import PREAMBLE, PROTOCOL
+from launcher.protocol.reports import Hello
+from launcher.protocol.two_way import Answer, Question
 
 LIFE_S = 600  # whatever hangs
 

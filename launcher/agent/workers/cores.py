@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from launcher.protocol import StartWorker
+from launcher.protocol.commands import StartWorker
 
 if TYPE_CHECKING:
     from launcher.machine.numa import Topology

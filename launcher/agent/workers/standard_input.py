@@ -15,7 +15,8 @@ from fcntl import ioctl
 
 from launcher.agent.stream_writer import StreamWriter
 from launcher.agent.workers.worker import Worker
-from launcher.protocol import Asks, Input, InputTaken, StartWorker
+from launcher.protocol.commands import Input, StartWorker
+from launcher.protocol.reports import Asks, InputTaken
 
 __all__ = ["StandardInput"]
 

@@ -28,7 +28,7 @@ from launcher.agent.warm.surroundings import READ_AT_START
 from launcher.agent.workers.worker import spawn
 from launcher.errors import SocketError
 from launcher.frozen import dataclass, field
-from launcher.protocol import Prepare, StartWorker
+from launcher.protocol.commands import Prepare, StartWorker
 
 __all__ = ["PROGRAM", "ForkServer", "Warmth"]
 

@@ -16,7 +16,7 @@ Beside what its order says, a worker has these variables:
                              nothing (end of file) once the agent is gone. Read 8 bytes, or a multiple of that. If
                              nobody reads, only the newest number is kept for certain.
     DTRAIN_GENERATION_FILE   a file that says what the newest generation is, in JSON: its `number`, `when` the workers
-                             meet under it (NextGeneration of launcher/protocol.py), and the `variables` of this worker
+                             meet under it (NextGeneration of launcher/protocol), and the `variables` of this worker
                              that may change with it, such as RANK. It is replaced before a number is written to the
                              pipe, and is not there before the first.
     DTRAIN_STATE_FILE        a file of its rank alone, empty in its first life of an attempt; each later life finds what
@@ -47,7 +47,8 @@ from typing import BinaryIO
 
 from launcher.agent.cleanup.run_tag import RunTag
 from launcher.machine import processes
-from launcher.protocol import MAX_PAYLOAD_BYTES, Exited, Failing
+from launcher.protocol.message import MAX_PAYLOAD_BYTES
+from launcher.protocol.reports import Exited, Failing
 
 __all__ = ["BOOTSTRAP", "DEBUGGER_FILE", "Files", "GenerationPipe", "Worker", "spawn"]
 

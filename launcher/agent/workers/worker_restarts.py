@@ -12,7 +12,7 @@ from functools import partial
 from launcher.agent.cleanup.run_tag import RunTag
 from launcher.agent.workers.worker import Worker
 from launcher.machine.processes import Sweep
-from launcher.protocol import RestartWorker
+from launcher.protocol.commands import RestartWorker
 
 __all__ = ["WorkerRestarts"]
 

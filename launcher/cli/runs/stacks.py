@@ -12,7 +12,7 @@ from launcher.decode import decode_value
 from launcher.hangs.positions import rank_position
 from launcher.output.stacks import write_groups
 from launcher.output.text import ranges
-from launcher.protocol import Evidence
+from launcher.protocol.reports import Evidence
 from launcher.runs.questions import question
 from launcher.runs.registry import Entry, choose, entries
 

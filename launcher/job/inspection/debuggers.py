@@ -23,15 +23,9 @@ from launcher.job.events import (
 )
 from launcher.job.fleet import Fleet
 from launcher.job.inspection.stacks import refuse, why_not_rank
-from launcher.protocol import (
-    ChannelData,
-    ChannelTaken,
-    CloseDebugger,
-    DebuggerClosed,
-    DebuggerOpened,
-    OpenDebugger,
-    RestClocks,
-)
+from launcher.protocol.commands import CloseDebugger, OpenDebugger, RestClocks
+from launcher.protocol.reports import DebuggerClosed, DebuggerOpened
+from launcher.protocol.two_way import ChannelData, ChannelTaken
 
 __all__ = ["Debuggers"]
 

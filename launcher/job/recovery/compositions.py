@@ -38,7 +38,9 @@ from launcher.job.recovery.restarts import PROGRESS_S, Restarts
 from launcher.job.timers import NEVER, Timer, Timers
 from launcher.placement.job_spec import JobSpec
 from launcher.placement.placement import Placement, place_job
-from launcher.protocol import RESILIENT, EndAttempt, NextGeneration, StoreOpened
+from launcher.protocol.commands import EndAttempt, NextGeneration
+from launcher.protocol.message import RESILIENT
+from launcher.protocol.reports import StoreOpened
 
 __all__ = ["Compositions", "Readiness", "numbered"]
 

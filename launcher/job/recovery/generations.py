@@ -19,7 +19,8 @@ from launcher.job.attempt import AttemptState
 from launcher.job.failure import Failure
 from launcher.job.timers import NEVER, Timer, Timers
 from launcher.placement.job_spec import JobSpec
-from launcher.protocol import RESILIENT, NextGeneration
+from launcher.protocol.commands import NextGeneration
+from launcher.protocol.message import RESILIENT
 
 __all__ = ["MEETS_SUCCESSOR", "Generations"]
 

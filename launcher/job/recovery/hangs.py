@@ -15,7 +15,9 @@ from launcher.hangs.watch import Blame, HangPolicy, HangWatch
 from launcher.job.attempt import AttemptState
 from launcher.job.events import Command, Notice, SaveEvidence, Send
 from launcher.job.failure import Failure, FailureKind
-from launcher.protocol import Evidence, Heartbeat, KillWorker
+from launcher.protocol.commands import KillWorker
+from launcher.protocol.reports import Evidence
+from launcher.protocol.two_way import Heartbeat
 
 __all__ = ["Hangs"]
 

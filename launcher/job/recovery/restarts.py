@@ -24,7 +24,8 @@ from launcher.job.progress_messages import goes_on_without, left_out, starts_aga
 from launcher.job.recovery.generations import MEETS_SUCCESSOR
 from launcher.job.timers import Timer, Timers
 from launcher.placement.job_spec import JobSpec
-from launcher.protocol import Exited, RestartWorker
+from launcher.protocol.commands import RestartWorker
+from launcher.protocol.reports import Exited
 
 __all__ = ["RestartDecision", "Restarts", "failed_attempt", "is_free", "judge"]
 

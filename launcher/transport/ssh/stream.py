@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from launcher.errors import HostError, StreamError
 from launcher.hosts.host import Host
 from launcher.placement.job_spec import SshOptions
-from launcher.protocol import PREAMBLE
+from launcher.protocol.message import PREAMBLE
 from launcher.transport.ssh.address import resolve
 from launcher.transport.ssh.config import Target
 from launcher.transport.stream import broken_by

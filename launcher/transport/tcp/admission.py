@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from launcher import __version__
-from launcher.protocol import PROTOCOL
+from launcher.protocol.message import PROTOCOL
 from launcher.transport.tcp.greeting import Greeting, differences, printable
 from launcher.transport.tcp.joined_node import NodeConnection
 

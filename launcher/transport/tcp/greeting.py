@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from launcher import __version__
 from launcher.decode import decode_json
 from launcher.errors import ProtocolError
-from launcher.protocol import PROTOCOL
+from launcher.protocol.message import PROTOCOL
 from launcher.transport.tcp.encrypted_records import MAX_DATA_BYTES
 
 __all__ = [

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from launcher.errors import HostError, ProtocolError, StreamError
 from launcher.machine import processes
-from launcher.protocol import SignalWorkers
-from launcher.protocol import encode as frame
+from launcher.protocol.commands import SignalWorkers
+from launcher.protocol.frames import encode as frame
 from launcher.transport.local import LocalStream, start_process
 from launcher.transport.tcp.connection import Connection
 from launcher.transport.tcp.dial import JoinError, Signals

@@ -22,26 +22,20 @@ from testbed.processes import wait_until
 
 from launcher.agent.cleanup.killed_runs import IDENTITY
 from launcher.machine import processes
-from launcher.protocol import (
+from launcher.protocol.commands import Collect, EndAttempt, RestartWorker, SharePrefixes, SignalWorkers, Stop, Suspend
+from launcher.protocol.reports import (
     Bye,
-    Collect,
     Collected,
-    EndAttempt,
     Evidence,
     Exited,
     Failing,
-    Heartbeat,
     Output,
-    RestartWorker,
-    SharePrefixes,
-    SignalWorkers,
     Started,
-    Stop,
     StoreFailed,
     StoreOpened,
-    Suspend,
     Swept,
 )
+from launcher.protocol.two_way import Heartbeat
 
 # argv[1] names the lock's file, the rest are members of the family; "up" is written when all of them are there.
 FAMILY = """\

@@ -20,7 +20,7 @@ from testbed.require import require
 from launcher.agent import evidence as evidence_module
 from launcher.agent.evidence import MAX_BYTES, STACK_SIGNAL, Collection, Subject
 from launcher.hangs.positions import rank_position
-from launcher.protocol import Evidence
+from launcher.protocol.reports import Evidence
 
 BOOTSTRAP = REPOSITORY / "launcher/agent/workers/bootstrap.py"
 LIMIT_S = 60.0  # only those that never answer take it

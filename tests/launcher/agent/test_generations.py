@@ -12,7 +12,9 @@ from testbed.processes import wait_until
 
 from launcher.agent.workers.memory_file import MemoryFile
 from launcher.agent.workers.worker import GenerationPipe
-from launcher.protocol import Exited, Heartbeat, NextGeneration, OpenStore, Output, RestartWorker, Started, StoreOpened
+from launcher.protocol.commands import NextGeneration, OpenStore, RestartWorker
+from launcher.protocol.reports import Exited, Output, Started, StoreOpened
+from launcher.protocol.two_way import Heartbeat
 
 # Prints its first generation, then what its predecessor left, then each number that it is told; rank 1 ends at "end".
 LISTENS = """\

@@ -17,7 +17,8 @@ from testbed.agent import AgentProcess
 
 from launcher.agent.step_times import RECORDS, StepTimesReader
 from launcher.agent.stream_writer import StreamWriter
-from launcher.protocol import Exited, Heartbeat, Timings
+from launcher.protocol.reports import Exited, Timings
+from launcher.protocol.two_way import Heartbeat
 from launcher.timeline.records import Detail, Record, Span, StepTimes, unpack
 
 # What ddp/monitoring/timeline.py does, without the seconds that torch takes to be imported.

@@ -11,7 +11,7 @@ import pytest
 from testbed.processes import run_dtrain
 
 from launcher import __version__
-from launcher.cli import env
+from launcher.cli.env import report
 
 CANARY = "canary-7f3a91"
 SECRETS = {
@@ -56,16 +56,16 @@ def test_it_has_versions_and_settings_but_no_secret(folder: Path) -> None:
     text = run_dtrain("env", env=env, cwd=folder)
     result = run_dtrain("env", "--json", env=env, cwd=folder)
     assert (text.returncode, text.stderr) == (result.returncode, result.stderr) == (0, "")
-    report = json.loads(result.stdout)
+    found = json.loads(result.stdout)
     everything = text.stdout + result.stdout
     assert CANARY not in everything
     assert "198.51.100.7" not in everything
     assert str(Path.home()) + "/" not in everything
-    assert report["format"] == 1
-    assert report["versions"]["dtrain"].startswith(f"{__version__} (")
-    assert report["versions"]["Python"].startswith("{}.{}.{}".format(*sys.version_info[:3]))
-    assert re.match(r"2\.\d+", report["versions"]["torch"])
-    shown = report["variables"]
+    assert found["format"] == 1
+    assert found["versions"]["dtrain"].startswith(f"{__version__} (")
+    assert found["versions"]["Python"].startswith("{}.{}.{}".format(*sys.version_info[:3]))
+    assert re.match(r"2\.\d+", found["versions"]["torch"])
+    shown = found["variables"]
     assert shown["NCCL_DEBUG"] == "INFO"
     assert (shown["NCCL_SOCKET_IFNAME"], shown["OMP_NUM_THREADS"], shown["CUDA_VISIBLE_DEVICES"]) == ("eth0", "3", "4")
     assert shown["NCCL_TOPO_FILE"] == "~/topo.xml"
@@ -73,7 +73,7 @@ def test_it_has_versions_and_settings_but_no_secret(folder: Path) -> None:
     assert shown["GLOO_LOG"] == "at ADDRESS"
     assert shown["WANDB_API_KEY"] == shown["DTRAIN_TOKEN"] == shown["PYTHONSTARTUP"] == shown["DTRAIN_HOSTS"] == "(set)"
     assert not {"AWS_SECRET_ACCESS_KEY", "MY_PASSWORD", "http_proxy"} & {*shown}, "not even that it is set"
-    assert report["settings"] == {
+    assert found["settings"] == {
         "nproc_per_node": "2", "hosts": "(set)", "export": "(set)", "ssh_config": "(set)"
     }  # fmt: skip
     assert "  NCCL_DEBUG: INFO\n" in text.stdout
@@ -81,11 +81,11 @@ def test_it_has_versions_and_settings_but_no_secret(folder: Path) -> None:
 
 
 def test_names_and_addresses_are_replaced_as_words_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(env, "_user", lambda: "ann")
+    monkeypatch.setattr(report, "_user", lambda: "ann")
     monkeypatch.setattr(socket, "gethostname", lambda: "box7.lab.example")
     monkeypatch.setenv("HOME", "/data/people/ann")
     monkeypatch.setenv("LOGNAME", "ann")
-    cleaned = env.scrub(
+    cleaned = report.scrub(
         {
             "ann": ["/data/people/ann/x", "annotated by ann", "box7 and box7.lab.example", "box70"],
             "more": {"at": "10.1.2.3:29500", "version": "535.104.05", "n": 3, "other": "/home/bob/x:/Users/eve"},

@@ -15,9 +15,9 @@ from testbed.gpu_machine import GpuMachine
 from testbed.processes import run_dtrain, run_program
 from testbed.require import require
 
-from launcher.cli import env
-from launcher.cli.env_cluster import ptrace, slurm_job
-from launcher.cli.env_torch import TorchQuestion
+from launcher.cli.env import report
+from launcher.cli.env.cluster import ptrace, slurm_job
+from launcher.cli.env.torch_question import TorchQuestion
 from launcher.machine import gpu_links, rdma
 from launcher.machine.card import Card
 from launcher.machine.devices import vendor_named
@@ -35,12 +35,12 @@ LISTS = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISI
 def test_this_machine_s_torch_tells_its_backends(nursery: "Nursery", tmp_path: Path) -> None:
     result = run_dtrain("env", "--json")
     assert (result.returncode, result.stderr) == (0, "")
-    report = json.loads(result.stdout)
-    assert report["torch"]["tested"] == how_tested(report["versions"]["torch"])
-    assert "ptrace" in report["system"]
+    found = json.loads(result.stdout)
+    assert found["torch"]["tested"] == how_tested(found["versions"]["torch"])
+    assert "ptrace" in found["system"]
     code = "import torch.distributed as d; print(d.is_gloo_available(), d.is_nccl_available(), d.is_mpi_available())"
     there = nursery.program(code, tmp_path).stdout.split()
-    with TorchQuestion(report["versions"]["torch"]) as question:
+    with TorchQuestion(found["versions"]["torch"]) as question:
         answer = question.answer(100.0)  # beside other work torch may take longer than dtrain env waits
     named = [name.split()[0] for name in answer["backends"].split(", ")]
     assert [str(name in named) for name in ("gloo", "nccl", "mpi")] == there
@@ -189,7 +189,7 @@ def test_ptrace_is_as_the_kernel_allows_it(tmp_path: Path, scope: str, capabilit
 def test_a_program_that_hangs_or_prints_nonsense_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(env, "ASK_S", 0.5)
+    monkeypatch.setattr(report, "ASK_S", 0.5)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     bodies = {
         "hangs": "sleep 1000 & wait", "tells": "echo starting; echo 'tool 1.2'", "binary": "printf '\\377\\000'",
@@ -199,12 +199,12 @@ def test_a_program_that_hangs_or_prints_nonsense_is_not_waited_for(
         (tmp_path / name).chmod(0o755)
     (tmp_path / "broken").write_text("#!/no/such/interpreter\n")
     (tmp_path / "broken").chmod(0o755)
-    assert env._version("hangs", "-v") == "does not say: no answer within 0.5 s"
-    assert env._version("binary", "-v") is None
-    assert env._version("missing", "-v") is None
-    assert env._version("broken", "-v") == "does not say: No such file or directory"
-    monkeypatch.setattr(env, "ASK_S", 60.0)
-    assert env._version("tells", "-v") == "tool 1.2"
+    assert report._version("hangs", "-v") == "does not say: no answer within 0.5 s"
+    assert report._version("binary", "-v") is None
+    assert report._version("missing", "-v") is None
+    assert report._version("broken", "-v") == "does not say: No such file or directory"
+    monkeypatch.setattr(report, "ASK_S", 60.0)
+    assert report._version("tells", "-v") == "tool 1.2"
 
 
 # ---- all of it -----------------------------------------------------------------------------------------------
@@ -230,22 +230,22 @@ def test_a_machine_with_amd_s_gpus_and_rdma_is_described(tmp_path: Path) -> None
     argv = machine.run_in(sys.executable, "-m", "launcher", "env", "--json")
     result = run_program(*argv, env={**env, "ROCR_VISIBLE_DEVICES": "0,1,2,3", "HIP_VISIBLE_DEVICES": "1,2"})
     assert (result.returncode, result.stderr) == (0, "")
-    report = json.loads(result.stdout)
-    assert report["GPU topology"] == {
+    found = json.loads(result.stdout)
+    assert found["GPU topology"] == {
         "XGMI": "0-1, 2-3",
         "across NUMA nodes": "0-2, 0-3, 1-2, 1-3",
         "NUMA nodes": "0 on 0, 1 on 0, 2 on 1, 3 on 1",
     }
-    assert report["RDMA"] == {
+    assert found["RDMA"] == {
         "mlx5_0 port 1": "InfiniBand, ACTIVE, 400 Gb/sec (4X NDR), firmware 28.39.1002, NUMA node 1"
     }
-    assert report["hardware"]["GPUs"] == ["MI300X"] * 4
-    assert report["hardware"]["GPUs for workers"] == "2 (HIP_VISIBLE_DEVICES)"
-    versions = report["versions"]
+    assert found["hardware"]["GPUs"] == ["MI300X"] * 4
+    assert found["hardware"]["GPUs for workers"] == "2 (HIP_VISIBLE_DEVICES)"
+    versions = found["versions"]
     assert (versions["AMD driver"], versions["SLURM"]) == ("6.12.12", "slurm 25.05.1")
     assert (versions["Open MPI"], versions["OpenSSH"]) == (None, None)
-    assert report["torch"]["backends"] == "not known: torch cannot be imported: ImportError: a stand-in"
-    assert report["variables"]["HIP_VISIBLE_DEVICES"] == "1,2"
+    assert found["torch"]["backends"] == "not known: torch cannot be imported: ImportError: a stand-in"
+    assert found["variables"]["HIP_VISIBLE_DEVICES"] == "1,2"
 
 
 @pytest.mark.parametrize(

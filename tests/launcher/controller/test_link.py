@@ -24,7 +24,10 @@ from launcher.output.console import Console
 from launcher.output.logfiles import LogFiles
 from launcher.output.writer import OutputThread
 from launcher.placement.job_spec import SshOptions
-from launcher.protocol import PREAMBLE, Heartbeat, Suspend, encode
+from launcher.protocol.commands import Suspend
+from launcher.protocol.frames import encode
+from launcher.protocol.message import PREAMBLE
+from launcher.protocol.two_way import Heartbeat
 from launcher.transport.srun import Srun, SrunStream
 from launcher.transport.ssh.stream import SshStream, connect_ssh
 from launcher.transport.stream import Stream

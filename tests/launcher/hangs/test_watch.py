@@ -8,7 +8,8 @@ import pytest
 
 from launcher.agent.signs_of_life import PHASES
 from launcher.hangs.watch import BUSY, FACTOR, QUIET_S, Blame, HangPolicy, HangWatch
-from launcher.protocol import Evidence, Heartbeat
+from launcher.protocol.reports import Evidence
+from launcher.protocol.two_way import Heartbeat
 
 RUNS, CHUNKS = 1000, 10
 STEP, EVALUATION, SAVE = range(PHASES)

@@ -18,7 +18,9 @@ from launcher.job.events import AgentMessage, Connected, Discovered, Notice, Ope
 from launcher.job.host_state import HostPhase
 from launcher.job.job import Job
 from launcher.placement.job_spec import CommandKind, JobSpec, WorkerCommand
-from launcher.protocol import PROTOCOL, EndAttempt, Facts, Hello, Started, StoreOpened, Swept
+from launcher.protocol.commands import EndAttempt
+from launcher.protocol.message import PROTOCOL
+from launcher.protocol.reports import Facts, Hello, Started, StoreOpened, Swept
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]"}
 

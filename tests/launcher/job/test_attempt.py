@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from launcher.job.attempt import AttemptState, choose_members
 from launcher.job.timers import Timer, Timers
 from launcher.placement.placement import HostOffer, place
-from launcher.protocol import Exited, Heartbeat, Started
+from launcher.protocol.reports import Exited, Started
+from launcher.protocol.two_way import Heartbeat
 
 NAMES = st.lists(st.sampled_from("abcdefgh"), unique=True)
 

@@ -13,18 +13,9 @@ from launcher.job.events import Command, Lost
 from launcher.job.failure import FailureKind
 from launcher.job.job import Phase
 from launcher.placement.chaos_plan import parse_chaos
-from launcher.protocol import (
-    EndAttempt,
-    Heartbeat,
-    KillWorker,
-    LoseHost,
-    OpenStore,
-    RestartWorker,
-    Started,
-    StartWorker,
-    Stepped,
-    StoreOpened,
-)
+from launcher.protocol.commands import EndAttempt, KillWorker, LoseHost, OpenStore, RestartWorker, StartWorker
+from launcher.protocol.reports import Started, Stepped, StoreOpened
+from launcher.protocol.two_way import Heartbeat
 
 
 def running(text: str, **options: Any) -> Drive:

@@ -9,16 +9,9 @@ from launcher.errors import PlacementError
 from launcher.job.job import Phase
 from launcher.job.recovery.compositions import numbered
 from launcher.placement.placement import HostOffer, Placement, place
-from launcher.protocol import (
-    EndAttempt,
-    Heartbeat,
-    NextGeneration,
-    OpenStore,
-    Started,
-    StartWorker,
-    StoreOpened,
-    Swept,
-)
+from launcher.protocol.commands import EndAttempt, NextGeneration, OpenStore, StartWorker
+from launcher.protocol.reports import Started, StoreOpened, Swept
+from launcher.protocol.two_way import Heartbeat
 
 FENCED_S = 30.0 + 3.0  # after a host was heard last
 

@@ -15,7 +15,7 @@ from launcher.job.failure import (
     looks_like_consequence,
     what_happened,
 )
-from launcher.protocol import Exited
+from launcher.protocol.reports import Exited
 
 
 def failure(kind: FailureKind, **more: Any) -> Failure:

@@ -18,7 +18,9 @@ from launcher.job.events import Open, Send
 from launcher.job.fleet import LOCAL_FENCE_S, RETRIES_S, STEADY_S, TOLERANCE, Fleet
 from launcher.job.host_state import LONG_AGO, HostClock, HostPhase, HostState
 from launcher.job.timers import NEVER, Timer, Timers
-from launcher.protocol import Bye, Facts, Heartbeat, Hello, Suspend
+from launcher.protocol.commands import Suspend
+from launcher.protocol.reports import Bye, Facts, Hello
+from launcher.protocol.two_way import Heartbeat
 
 T = 30.0
 

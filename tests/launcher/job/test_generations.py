@@ -8,7 +8,8 @@ from testbed.job_drive import Drive, messages, notices, tells, told
 from launcher.job.events import Command, Send, Signalled
 from launcher.job.job import Phase
 from launcher.placement.roles import Role, Roles
-from launcher.protocol import Collect, NextGeneration, OpenStore, RestartWorker, Started
+from launcher.protocol.commands import Collect, NextGeneration, OpenStore, RestartWorker
+from launcher.protocol.reports import Started
 
 PEER_LOST = {"type": "RuntimeError", "message": "Connection closed by peer", "where": "t.py:3", "inside": ""}
 

@@ -12,7 +12,9 @@ from launcher.job.events import Command, SaveEvidence, Signalled, Tick
 from launcher.job.evidence_round import COLLECT_S
 from launcher.job.failure import FailureKind
 from launcher.job.job import Phase
-from launcher.protocol import Collect, Collected, EndAttempt, Evidence, Heartbeat, KillWorker, RestartWorker, Stop
+from launcher.protocol.commands import Collect, EndAttempt, KillWorker, RestartWorker, Stop
+from launcher.protocol.reports import Collected, Evidence
+from launcher.protocol.two_way import Heartbeat
 
 AUTO, REPORT, OFF = HangPolicy(acts=True), HangPolicy(), HangPolicy(watches=False)
 

@@ -21,21 +21,9 @@ from launcher.job.events import (
 )
 from launcher.job.evidence_round import COLLECT_S, NATIVE_S
 from launcher.job.job import Phase
-from launcher.protocol import (
-    ChannelData,
-    ChannelTaken,
-    CloseDebugger,
-    Collect,
-    Collected,
-    DebuggerClosed,
-    DebuggerOpened,
-    Evidence,
-    Heartbeat,
-    KillWorker,
-    OpenDebugger,
-    RestClocks,
-    Stop,
-)
+from launcher.protocol.commands import CloseDebugger, Collect, KillWorker, OpenDebugger, RestClocks, Stop
+from launcher.protocol.reports import Collected, DebuggerClosed, DebuggerOpened, Evidence
+from launcher.protocol.two_way import ChannelData, ChannelTaken, Heartbeat
 
 
 def running(**options: Any) -> Drive:

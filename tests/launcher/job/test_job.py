@@ -32,29 +32,31 @@ from launcher.job.job import ROOT_WAIT_S, Phase
 from launcher.job.stopping import ANSWER_S, CHECK_S
 from launcher.placement.job_spec import CommandKind
 from launcher.placement.job_spec import WorkerCommand as Program
-from launcher.protocol import (
-    PROTOCOL,
-    Bye,
+from launcher.protocol.commands import (
     Collect,
-    Collected,
     EndAttempt,
-    Evidence,
-    Failing,
-    Heartbeat,
     OpenStore,
-    PortsReserved,
     Prepare,
     RestartWorker,
     SharePrefixes,
     SignalWorkers,
-    Started,
     StartWorker,
     Stop,
+    Suspend,
+)
+from launcher.protocol.message import PROTOCOL
+from launcher.protocol.reports import (
+    Bye,
+    Collected,
+    Evidence,
+    Failing,
+    PortsReserved,
+    Started,
     StoreFailed,
     StoreOpened,
-    Suspend,
     Swept,
 )
+from launcher.protocol.two_way import Heartbeat
 
 # ---- the start -----------------------------------------------------------------------------------------------
 

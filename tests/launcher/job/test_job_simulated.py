@@ -50,34 +50,34 @@ from launcher.job.outcome import Outcome
 from launcher.job.recovery.restarts import is_free
 from launcher.placement.job_spec import CommandKind, JobSpec
 from launcher.placement.job_spec import WorkerCommand as Program
-from launcher.protocol import (
-    PROTOCOL,
-    RESILIENT,
-    Bye,
+from launcher.protocol.commands import (
     Collect,
-    Collected,
     EndAttempt,
-    Evidence,
-    Exited,
-    Facts,
-    Failing,
-    Heartbeat,
-    Hello,
     KillWorker,
     NextGeneration,
     OpenStore,
     Prepare,
-    Report,
     RestartWorker,
     SignalWorkers,
-    Started,
     StartWorker,
     Stop,
+    Suspend,
+)
+from launcher.protocol.message import PROTOCOL, RESILIENT, Report
+from launcher.protocol.reports import (
+    Bye,
+    Collected,
+    Evidence,
+    Exited,
+    Facts,
+    Failing,
+    Hello,
+    Started,
     StoreFailed,
     StoreOpened,
-    Suspend,
     Swept,
 )
+from launcher.protocol.two_way import Heartbeat
 
 WORLDS, CHUNKS = int(os.environ.get("SIMULATED_WORLDS", "2000" if EXHAUSTIVE else "500")), 20
 LIMITS = Limits.shared()  # for nobody: the guards here know by themselves

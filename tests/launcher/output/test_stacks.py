@@ -9,7 +9,7 @@ from testbed import REPOSITORY
 
 from launcher.hangs.positions import groups, odd_ranks, rank_position
 from launcher.output.stacks import odd_one_out, one_line, write_out
-from launcher.protocol import Evidence
+from launcher.protocol.reports import Evidence
 
 TORCH = "/home/me/.venv/lib/python3.12/site-packages/torch"
 DDP = REPOSITORY / "ddp"

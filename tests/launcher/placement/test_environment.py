@@ -10,7 +10,7 @@ from launcher.hosts.host import Host, HostKind
 from launcher.placement.environment import roles_in_order, worker_defaults, worker_environment
 from launcher.placement.job_spec import CommandKind, JobSpec, WorkerCommand
 from launcher.placement.placement import HostOffer, place
-from launcher.protocol import StoreOpened
+from launcher.protocol.reports import StoreOpened
 
 HOSTS = [
     HostOffer("alpha", 2, ("3", "GPU-5"), True, "CUDA_VISIBLE_DEVICES", (0, 1, 2, 3), 4),

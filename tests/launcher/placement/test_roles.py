@@ -18,7 +18,7 @@ from launcher.placement.environment import roles_in_order, worker_environment
 from launcher.placement.job_spec import CommandKind, JobSpec, WorkerCommand
 from launcher.placement.placement import HostOffer, Placement, place
 from launcher.placement.roles import Role, Roles, parse_role, roles_of
-from launcher.protocol import StoreOpened
+from launcher.protocol.reports import StoreOpened
 
 CPU = HostOffer("a", None, (), False, "CUDA_VISIBLE_DEVICES", (0, 1, 2, 3), 4)
 GPU = HostOffer("b", None, ("0", "1"), True, "CUDA_VISIBLE_DEVICES", (0, 1), 2)

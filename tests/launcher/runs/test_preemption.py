@@ -12,7 +12,7 @@ from testbed.warm import HEADER
 from launcher.job.attempt import AttemptState
 from launcher.job.timers import Timers
 from launcher.placement.placement import HostOffer, place
-from launcher.protocol import Heartbeat
+from launcher.protocol.two_way import Heartbeat
 
 SCRIPT = (
     HEADER

@@ -15,7 +15,7 @@ from launcher.hosts.ranges import expand
 from launcher.job.fleet import CONNECT_AT_ONCE
 from launcher.job.gathering import OTHER_REASONS_S, SHOW_S
 from launcher.machine import limits
-from launcher.protocol import StartWorker
+from launcher.protocol.commands import StartWorker
 
 MANY = tuple(f"n{k}" for k in range(1, 1001))
 

@@ -10,7 +10,7 @@ import pytest
 from testbed.job_drive import Drive
 
 from launcher.job.events import AgentMessage, Command, Event
-from launcher.protocol import Timings
+from launcher.protocol.reports import Timings
 from launcher.timeline.file import read_lines
 from launcher.timeline.recording import Recording
 from launcher.timeline.records import Record, Span, StepTimes, pack

@@ -18,8 +18,11 @@ from testbed import REPOSITORY
 from testbed.processes import Result, started, wait_until
 
 from launcher.errors import HostError, StreamError
-from launcher.protocol import PREAMBLE, Decoder, Exited, Facts, Hello, Message, Output, Prepare, StartWorker, Stop
-from launcher.protocol import encode as frame
+from launcher.protocol.commands import Prepare, StartWorker, Stop
+from launcher.protocol.frames import Decoder
+from launcher.protocol.frames import encode as frame
+from launcher.protocol.message import PREAMBLE, Message
+from launcher.protocol.reports import Exited, Facts, Hello, Output
 from launcher.transport.tcp.joined_node import JoinedStream
 from launcher.transport.tcp.listener import Listener
 from launcher.transport.tcp.rendezvous import Endpoint, publish

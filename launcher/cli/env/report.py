@@ -34,8 +34,8 @@ from launcher.check.examiner_host import (
     system_name,
 )
 from launcher.check.facts import Driver, Interface, Packages
-from launcher.cli.env_cluster import gpu_topology, ptrace, rdma_devices, slurm_job
-from launcher.cli.env_torch import TorchQuestion
+from launcher.cli.env.cluster import gpu_topology, ptrace, rdma_devices, slurm_job
+from launcher.cli.env.torch_question import TorchQuestion
 from launcher.errors import UsageError
 from launcher.machine import devices
 from launcher.machine.packages import torch_build, version_of
