@@ -9,52 +9,40 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
-import hashlib
 import os
-import stat
 import sys
-import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import (  # type: ignore[attr-defined]  # public, but not marked as exported
-    FileStore,
-    HashStore,
     PrefixStore,
     Store,
-    rendezvous,
 )
 
-from ddp.comm.shm.agreement import agree
 from ddp.comm.shm.backend import NAME as SHM
-from ddp.comm.shm.backend import register, sharing
+from ddp.comm.shm.backend import register
+from ddp.device_choice import agree_on_backend, choose_device, device_to_connect, find_accelerator, words_of
 from ddp.environment import ALONE, Placement, read_placement
 from ddp.errors import ArgumentError, DdpError, LaunchEnvironmentError, RendezvousError
 from ddp.generation.announcements import can_replace, generation_at_start
 from ddp.generation.connections import Connections
-from ddp.generation.device_collectives import HANDLING, NCCL_BESIDE_GLOO, DeviceCollectives, can_be_ended, leaves_errors
+from ddp.generation.device_collectives import NCCL_BESIDE_GLOO, DeviceCollectives, can_be_ended
 from ddp.generation.meeting import REFUSED, meet
 from ddp.generation.pending_group import is_pending, make_pending_group
+from ddp.group_store import leave_file, store_address, store_at_address, store_without_address
 from ddp.monitoring.progress import set_restart_policy
 from ddp.torch_internals import backend_of, device_types_of, is_by_gloo, number_groups_anew
 
 __all__ = ["World", "init"]
 
-_DEVICE_BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
-_CHOOSERS = {
-    "cuda": ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
-    "xpu": ("ZE_AFFINITY_MASK",),
-}
 _TIMEOUT, _NCCL_TIMEOUT = timedelta(minutes=30), timedelta(minutes=10)  # torch's, to meet
-_file_store: FileStore | None = None  # where this job meets without MASTER_ADDR
 
 
 @dataclass(frozen=True)
@@ -102,7 +90,7 @@ class _Membership:
     joining: int = -1  # the generation that it connects to now
     connections: Connections = field(default_factory=Connections)
     on_devices: DeviceCollectives = field(default_factory=DeviceCollectives)
-    address: tuple[str, ...] = field(default_factory=lambda: _store_address())
+    address: tuple[str, ...] = field(default_factory=lambda: store_address())
 
 
 _membership: _Membership | None = None
@@ -172,67 +160,12 @@ def _adopt() -> World:
             node_rank=None,
             source="an existing process group",
         )
-    accelerator = _accelerator()
+    accelerator = find_accelerator()
     device = torch.device("cpu")
     if accelerator is not None and backend not in ("gloo", SHM):
         # Its maker has chosen the current device, perhaps not by LOCAL_RANK.
         device = torch.device(accelerator, torch.accelerator.current_device_index())
     return world_at(placement, device, backend)
-
-
-def _accelerator() -> str | None:
-    """The type of device that torch can use and that has collectives of its own; ROCm's is cuda."""
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return found.type if found is not None and found.type in _DEVICE_BACKENDS else None
-
-
-def choose_device(placement: Placement, backend: str | None, *, may_share: bool = False) -> torch.device:
-    """Choose this rank's device and make it current; with `may_share`, ranks beyond the devices get the first.
-
-    Raises ArgumentError if the backend needs a device and there is none, LaunchEnvironmentError if devices are too few.
-    """
-    accelerator = _accelerator()
-    for kind, its_backend in _DEVICE_BACKENDS.items():
-        if backend is not None and its_backend in backend and kind != accelerator:
-            raise ArgumentError(
-                f"backend={backend!r} needs {kind.upper()}, but torch finds no usable device; "
-                "use backend='gloo' on the CPU"
-            )
-    if accelerator is None or not (backend is None or {accelerator, _DEVICE_BACKENDS[accelerator]} & _words(backend)):
-        return torch.device("cpu")
-    count = torch.accelerator.device_count()
-    # A launcher that shows each worker only its own device leaves it at index 0.
-    index = 0 if count == 1 or (may_share and placement.local_rank >= count) else placement.local_rank
-    if index >= count:
-        given = _chosen_devices(accelerator) or [f"{_CHOOSERS[accelerator][0]}=not set"]
-        raise LaunchEnvironmentError(
-            f"rank {placement.rank} has local rank {placement.local_rank}, but {count} {accelerator.upper()} devices "
-            f"are visible here ({', '.join(given)}): start at most {count} "
-            "workers on this host, set LOCAL_RANK if RANK was set by hand, or train on the CPU with ddp.init('gloo')"
-        )
-    torch.accelerator.set_device_index(index)
-    return torch.device(accelerator, index)
-
-
-def _words(backend: str) -> set[str]:
-    return set(backend.replace(",", ":").split(":"))
-
-
-def _chosen_devices(accelerator: str) -> list[str]:
-    """The variables that are set by which a launcher shows a worker some of the devices, with their values."""
-    return [f"{name}={os.environ[name]}" for name in _CHOOSERS[accelerator] if os.environ.get(name)]
-
-
-def _eager_device(placement: Placement, backend: str, device: torch.device) -> torch.device | None:
-    """The device that the group connects at once, or None to connect in the first collective on one.
-
-    NCCL refuses ranks that share a device. Where several ranks of a host see one device each, they may share it,
-    whatever has chosen it: such ranks may still use the group for what is in host memory.
-    """
-    if device.type == "cpu" or placement.world_size == 1 or _DEVICE_BACKENDS[device.type] not in _words(backend):
-        return None
-    may_share = torch.accelerator.device_count() == 1 and placement.local_world_size > 1
-    return None if may_share else device
 
 
 def _join(placement: Placement, backend: str | None, timeout_s: float | None, device: torch.device) -> str:
@@ -244,17 +177,17 @@ def _join(placement: Placement, backend: str | None, timeout_s: float | None, de
     )
     timeout = given or (_NCCL_TIMEOUT if backend == "nccl" else _TIMEOUT)
     try:
-        store = _store_at_address(placement, timeout) if is_by_address else _own_store(placement)
+        store = store_at_address(placement, timeout) if is_by_address else store_without_address(placement)
         first = PrefixStore("default_pg", store) if is_by_address else store
         is_replacement = generation_at_start() > 0 and placement.world_size > 1
         if is_replacement:  # the others have left their choice
             backend = store.get(_BACKEND_KEY).decode()
         else:
-            backend = _agreed_backend(placement, backend, device, first, timeout)
-        if SHM in _words(backend):
+            backend = agree_on_backend(placement, backend, device, first, timeout)
+        if SHM in words_of(backend):
             register()
-        eager = _eager_device(placement, backend, device)
-        member = _Membership(placement, store, backend, given, eager, can_be_ended(_words(backend)))
+        eager = device_to_connect(placement, backend, device)
+        member = _Membership(placement, store, backend, given, eager, can_be_ended(words_of(backend)))
         if is_replacement:
             make_pending_group(store, placement.rank, placement.world_size, partial(set_restart_policy, 0))
             member.generation = -1  # in none yet
@@ -296,7 +229,7 @@ def current_generation() -> int | None:
     """
     if _membership is None or not can_replace() or not dist.is_initialized():
         return None
-    is_on_host = _words(_membership.backend) <= {"cpu", "gloo", SHM}
+    is_on_host = words_of(_membership.backend) <= {"cpu", "gloo", SHM}
     return _membership.generation if is_on_host or _membership.can_be_ended else None
 
 
@@ -304,7 +237,7 @@ def lacks_error_handling() -> bool:
     """Whether there are no generations only since TORCH_NCCL_ASYNC_ERROR_HANDLING is not 0, on this rank."""
     if _membership is None or not can_replace() or not dist.is_initialized() or dist.get_world_size() == 1:
         return False
-    return current_generation() is None and _words(_membership.backend) == NCCL_BESIDE_GLOO
+    return current_generation() is None and words_of(_membership.backend) == NCCL_BESIDE_GLOO
 
 
 def break_connections() -> None:
@@ -404,8 +337,8 @@ def _take_place(member: _Membership, variables: Mapping[str, str]) -> None:
         return
     os.environ.update(variables)
     member.placement = placement = read_placement(os.environ)
-    if (address := _store_address()) != member.address:
-        member.store = _store_at_address(placement, member.timeout or _TIMEOUT)
+    if (address := store_address()) != member.address:
+        member.store = store_at_address(placement, member.timeout or _TIMEOUT)
         member.store.set(_BACKEND_KEY, member.backend)
         member.address = address
     if _world is not None:
@@ -451,102 +384,6 @@ def _drop_group() -> None:
     gc.collect()
 
 
-def _store_address() -> tuple[str, ...]:
-    return tuple(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
-
-
-def _store_at_address(placement: Placement, timeout: timedelta) -> Store:
-    """The store at MASTER_ADDR, as init_process_group() itself would take it."""
-    found = rendezvous("env://", placement.rank, placement.world_size, timeout=timeout)
-    store: Store = next(found)[0]
-    store.set_timeout(timeout)
-    return store
-
-
-def _agreed_backend(
-    placement: Placement, backend: str | None, device: torch.device, store: Store, timeout: timedelta
-) -> str:
-    """Return `backend`, or choose it for `device`: on the CPU shm, if ranks share memory, else gloo. Blocks.
-
-    Raises LaunchEnvironmentError on all ranks if one that was given none would take another than the rest.
-    """
-    rank, size = placement.rank, placement.world_size
-    if size > 1:
-        mine = [backend, device.type, device.type == "cuda" and leaves_errors()]
-        problem = agree(
-            PrefixStore("ddp/devices", store),
-            rank,
-            size,
-            mine,
-            lambda all_: [_difference(all_)] * size,
-            timeout.total_seconds(),
-        )
-        if problem:
-            raise LaunchEnvironmentError(problem)
-    if backend is not None:
-        return backend
-    if device.type != "cpu":
-        return f"cpu:gloo,{device.type}:{_DEVICE_BACKENDS[device.type]}"
-    hosts = sharing(PrefixStore("ddp/sharing", store), rank, size, timeout) if size > 1 else []
-    is_able = sum(map(len, hosts)) == size and len(hosts) < size
-    return SHM if is_able else "gloo"
-
-
-def _difference(asked: Sequence[tuple[str | None, str, bool]]) -> str | None:
-    """What to say if ranks that were given no backend and the others do not fit.
-
-    `asked` has backends, devices, and whether a failed collective there is left to ddp.
-    """
-    ranks: dict[str, list[str]] = {}
-    for rank, (backend, device, _) in enumerate(asked):
-        ranks.setdefault(f"no backend and found {device}" if backend is None else f"{backend!r}", []).append(str(rank))
-    if len(ranks) == 1 or all(backend is not None for backend, *_ in asked):
-        leaving = [rank for rank, (_, device, leaves) in enumerate(asked) if leaves]
-        others = [rank for rank, (_, device, leaves) in enumerate(asked) if device == "cuda" and not leaves]
-        if not leaving or not others:
-            return None
-        return (
-            f"{HANDLING} is 0 on rank {leaving[0]} and not on rank {others[0]}: set it to the same value on all "
-            "hosts, since a failed collective would end some ranks only"
-        )
-    found = "; ".join(
-        f"{what} (ranks {', '.join(those[:16])}{', ...' * (len(those) > 16)})" for what, those in ranks.items()
-    )
-    return (
-        f"ranks would take unlike backends: they were given {found}. Give all the same backend (ddp.init, "
-        "DTRAIN_BACKEND), and see that torch finds the same kind of device on all hosts "
-        "(torch.accelerator.is_available())"
-    )
-
-
-def _own_store(placement: Placement) -> Store:
-    """Make a store without MASTER_ADDR: in memory if alone, else in a file that only this job's ranks can name."""
-    if placement.world_size == 1:
-        return HashStore()
-    if not placement.is_single_host or placement.job_key is None:
-        raise LaunchEnvironmentError(
-            f"rank {placement.rank} of {placement.world_size} does not know where to meet the others: set MASTER_ADDR "
-            "to the host of rank 0, by a name that all ranks reach, and MASTER_PORT to a free port on it "
-            "(mpirun passes them on with -x MASTER_ADDR -x MASTER_PORT)"
-        )
-    global _file_store
-    path = _private_directory() / hashlib.sha256(placement.job_key.encode()).hexdigest()[:32]
-    _file_store = FileStore(str(path), placement.world_size)
-    return _file_store
-
-
-def _private_directory() -> Path:
-    """A directory that no other user can write to or read: a store in it cannot be forged or watched."""
-    path = Path(tempfile.gettempdir()) / f"ddp-{os.getuid()}"
-    path.mkdir(mode=0o700, exist_ok=True)
-    status = path.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise RendezvousError(
-            f"{path} is not a directory that only this user can enter; remove it, or set TMPDIR or MASTER_ADDR"
-        )
-    return path
-
-
 T = TypeVar("T")
 _owners: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKeyDictionary()
 
@@ -571,6 +408,4 @@ def leave() -> None:
         return
     world_size = dist.get_world_size()
     _drop_group()
-    # FileStore removes its file when its last owner is destroyed, which an interpreter that ends need not do.
-    if _file_store is not None and _file_store.add("ddp/left", 1) == world_size:
-        Path(_file_store.path).unlink(missing_ok=True)  # type: ignore[attr-defined]  # not in torch's stubs
+    leave_file(world_size)

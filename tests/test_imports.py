@@ -39,8 +39,8 @@ ORDERS = {
         "strategies.central_storage", "strategies.sharding", "strategies.local_sgd", "strategies.tpu", "strategies",
         "resilience", "horovod", "verification", "checkpoint", "data_parallel", "data_parallel.explaining",
         "data_parallel.planning", "data_parallel.buckets", "compression", "data", "comm", "monitoring", "world",
-        "comm.shm", "comm.shared_memory", "generation", "monitoring.progress", "monitoring.debuggers",
-        "monitoring.timeline", "environment", "torch_internals", "errors",
+        "group_store", "device_choice", "comm.shm", "comm.shared_memory", "generation", "monitoring.progress",
+        "monitoring.debuggers", "monitoring.timeline", "environment", "torch_internals", "errors",
     ],
 }  # fmt: skip
 LAUNCH = "launcher.functions.launch"  # the top of the launcher imports it when it is first used

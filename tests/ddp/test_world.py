@@ -20,7 +20,7 @@ from testbed.processes import Result
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not marked as exported
 
 import ddp
-from ddp import world
+from ddp import device_choice, world
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
@@ -240,9 +240,11 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(world, "_world", None)
     monkeypatch.setattr(world.atexit, "register", lambda _: None)
-    monkeypatch.setattr(world, "_store_at_address", lambda _, timeout: options.update(meeting=timeout) or HashStore())
-    monkeypatch.setattr(world, "agree", lambda store, rank, size, value, decide, _: decide([value] * size)[rank])
-    monkeypatch.setattr(world, "sharing", lambda *_: [(0,), (1,)])
+    monkeypatch.setattr(world, "store_at_address", lambda _, timeout: options.update(meeting=timeout) or HashStore())
+    monkeypatch.setattr(
+        device_choice, "agree", lambda store, rank, size, value, decide, _: decide([value] * size)[rank]
+    )
+    monkeypatch.setattr(device_choice, "sharing", lambda *_: [(0,), (1,)])
     monkeypatch.setattr(
         world.dist, "init_process_group", lambda backend, **given: options.update(given, backend=backend)
     )

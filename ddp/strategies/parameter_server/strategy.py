@@ -21,6 +21,7 @@ from torch.utils.data import Dataset
 
 from ddp.data.replica_loader import ReplicaLoader
 from ddp.data_parallel.module_watch import ModuleWatch
+from ddp.device_choice import choose_device
 from ddp.environment import Placement
 from ddp.errors import ArgumentError, BackwardError
 from ddp.monitoring import timeline
@@ -35,7 +36,7 @@ from ddp.strategies.parameter_server.transport.server_endpoint import ServerEndp
 from ddp.strategies.sharding.optimizer_state import split_state, whole_state
 from ddp.strategies.sharding.stand_in_optimizer import StandInOptimizer
 from ddp.strategies.strategy import Strategy, Weighting
-from ddp.world import World, choose_device, world_at
+from ddp.world import World, world_at
 
 __all__ = ["ParameterServer", "RemoteOptimizer"]
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from testbed.resilient import run as run_script
 from testbed.resilient import said
 
-from ddp import torch_internals, world
+from ddp import device_choice, torch_internals
 from ddp.errors import CollectiveError
 from ddp.generation import device_collectives
 from ddp.generation.device_collectives import DeviceCollectives, can_be_ended
@@ -120,9 +120,9 @@ def test_what_gloo_moves_on_devices_is_not_aborted_with_them(monkeypatch: pytest
 
 
 def test_ranks_that_leave_errors_to_others_or_to_torch_are_told() -> None:
-    assert world._difference([("nccl", "cuda", True), ("nccl", "cuda", True)]) is None
-    assert world._difference([(None, "cuda", False), (None, "cuda", False)]) is None
-    said = world._difference([(None, "cuda", False), (None, "cuda", True)])
+    assert device_choice.difference([("nccl", "cuda", True), ("nccl", "cuda", True)]) is None
+    assert device_choice.difference([(None, "cuda", False), (None, "cuda", False)]) is None
+    said = device_choice.difference([(None, "cuda", False), (None, "cuda", True)])
     assert said is not None
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING is 0 on rank 1 and not on rank 0" in said
 

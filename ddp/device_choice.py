@@ -1,0 +1,134 @@
+"""Which device a rank trains on, and by which backend the ranks communicate: what they choose and agree on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public, but not marked as exported
+
+from ddp.comm.shm.agreement import agree
+from ddp.comm.shm.backend import NAME as SHM
+from ddp.comm.shm.backend import sharing
+from ddp.environment import Placement
+from ddp.errors import ArgumentError, LaunchEnvironmentError
+from ddp.generation.device_collectives import HANDLING, leaves_errors
+
+_DEVICE_BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
+_CHOOSERS = {
+    "cuda": ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
+    "xpu": ("ZE_AFFINITY_MASK",),
+}
+
+
+def find_accelerator() -> str | None:
+    """The type of device that torch can use and that has collectives of its own; ROCm's is cuda."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return found.type if found is not None and found.type in _DEVICE_BACKENDS else None
+
+
+def choose_device(placement: Placement, backend: str | None, *, may_share: bool = False) -> torch.device:
+    """Choose this rank's device and make it current; with `may_share`, ranks beyond the devices get the first.
+
+    Raises ArgumentError if the backend needs a device and there is none, LaunchEnvironmentError if devices are too few.
+    """
+    accelerator = find_accelerator()
+    for kind, its_backend in _DEVICE_BACKENDS.items():
+        if backend is not None and its_backend in backend and kind != accelerator:
+            raise ArgumentError(
+                f"backend={backend!r} needs {kind.upper()}, but torch finds no usable device; "
+                "use backend='gloo' on the CPU"
+            )
+    if accelerator is None or not (backend is None or {accelerator, _DEVICE_BACKENDS[accelerator]} & words_of(backend)):
+        return torch.device("cpu")
+    count = torch.accelerator.device_count()
+    # A launcher that shows each worker only its own device leaves it at index 0.
+    index = 0 if count == 1 or (may_share and placement.local_rank >= count) else placement.local_rank
+    if index >= count:
+        given = _chosen_devices(accelerator) or [f"{_CHOOSERS[accelerator][0]}=not set"]
+        raise LaunchEnvironmentError(
+            f"rank {placement.rank} has local rank {placement.local_rank}, but {count} {accelerator.upper()} devices "
+            f"are visible here ({', '.join(given)}): start at most {count} "
+            "workers on this host, set LOCAL_RANK if RANK was set by hand, or train on the CPU with ddp.init('gloo')"
+        )
+    torch.accelerator.set_device_index(index)
+    return torch.device(accelerator, index)
+
+
+def words_of(backend: str) -> set[str]:
+    return set(backend.replace(",", ":").split(":"))
+
+
+def _chosen_devices(accelerator: str) -> list[str]:
+    """The variables that are set by which a launcher shows a worker some of the devices, with their values."""
+    return [f"{name}={os.environ[name]}" for name in _CHOOSERS[accelerator] if os.environ.get(name)]
+
+
+def device_to_connect(placement: Placement, backend: str, device: torch.device) -> torch.device | None:
+    """The device that the group connects at once, or None to connect in the first collective on one.
+
+    NCCL refuses ranks that share a device. Where several ranks of a host see one device each, they may share it,
+    whatever has chosen it: such ranks may still use the group for what is in host memory.
+    """
+    if device.type == "cpu" or placement.world_size == 1 or _DEVICE_BACKENDS[device.type] not in words_of(backend):
+        return None
+    may_share = torch.accelerator.device_count() == 1 and placement.local_world_size > 1
+    return None if may_share else device
+
+
+def agree_on_backend(
+    placement: Placement, backend: str | None, device: torch.device, store: Store, timeout: timedelta
+) -> str:
+    """Return `backend`, or choose it for `device`: on the CPU shm, if ranks share memory, else gloo. Blocks.
+
+    Raises LaunchEnvironmentError on all ranks if one that was given none would take another than the rest.
+    """
+    rank, size = placement.rank, placement.world_size
+    if size > 1:
+        mine = [backend, device.type, device.type == "cuda" and leaves_errors()]
+        problem = agree(
+            PrefixStore("ddp/devices", store),
+            rank,
+            size,
+            mine,
+            lambda all_: [difference(all_)] * size,
+            timeout.total_seconds(),
+        )
+        if problem:
+            raise LaunchEnvironmentError(problem)
+    if backend is not None:
+        return backend
+    if device.type != "cpu":
+        return f"cpu:gloo,{device.type}:{_DEVICE_BACKENDS[device.type]}"
+    hosts = sharing(PrefixStore("ddp/sharing", store), rank, size, timeout) if size > 1 else []
+    is_able = sum(map(len, hosts)) == size and len(hosts) < size
+    return SHM if is_able else "gloo"
+
+
+def difference(asked: Sequence[tuple[str | None, str, bool]]) -> str | None:
+    """What to say if ranks that were given no backend and the others do not fit.
+
+    `asked` has backends, devices, and whether a failed collective there is left to ddp.
+    """
+    ranks: dict[str, list[str]] = {}
+    for rank, (backend, device, _) in enumerate(asked):
+        ranks.setdefault(f"no backend and found {device}" if backend is None else f"{backend!r}", []).append(str(rank))
+    if len(ranks) == 1 or all(backend is not None for backend, *_ in asked):
+        leaving = [rank for rank, (_, device, leaves) in enumerate(asked) if leaves]
+        others = [rank for rank, (_, device, leaves) in enumerate(asked) if device == "cuda" and not leaves]
+        if not leaving or not others:
+            return None
+        return (
+            f"{HANDLING} is 0 on rank {leaving[0]} and not on rank {others[0]}: set it to the same value on all "
+            "hosts, since a failed collective would end some ranks only"
+        )
+    found = "; ".join(
+        f"{what} (ranks {', '.join(those[:16])}{', ...' * (len(those) > 16)})" for what, those in ranks.items()
+    )
+    return (
+        f"ranks would take unlike backends: they were given {found}. Give all the same backend (ddp.init, "
+        "DTRAIN_BACKEND), and see that torch finds the same kind of device on all hosts "
+        "(torch.accelerator.is_available())"
+    )
