@@ -117,6 +117,7 @@ class StoreThread:
                 self._thread = threading.Thread(target=self._run, name="ddp-stall-report", daemon=True)
                 _running.add(self)
                 self._thread.start()
+                _threads.add(self._thread)
         return key
 
     def leave(self, key: str, step: int) -> None:
@@ -168,8 +169,10 @@ class StoreThread:
             and thread is not threading.current_thread()
         )
 
-    def end(self) -> None:
+    def end(self) -> threading.Thread | None:
         """Leave the last words of this process and end the thread, in at most the time that a store may take.
+
+        Returns the thread for which it has waited.
 
         A thread that came back from the store during the interpreter's teardown could abort the process; one in a
         request to a frozen TCPStore does not come back.
@@ -179,6 +182,8 @@ class StoreThread:
             self._is_ending = True
             self._jobs.put(None)
             thread.join(timeout=_STORE_TIMEOUT_S + 0.5)
+            return thread
+        return None
 
     # The thread
 
@@ -282,6 +287,7 @@ class StoreThread:
 
 _store_threads: weakref.WeakKeyDictionary[Store, StoreThread] = weakref.WeakKeyDictionary()
 _running: set[StoreThread] = set()
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # also those that end by themselves
 _inherited: list[object] = []
 
 
@@ -310,15 +316,17 @@ def store_thread_of_world(how_it_ends: Callable[[], tuple[str, bool]]) -> StoreT
 
 
 def _end_store_threads() -> None:
-    for store_thread in list(_running):
-        store_thread.end()
+    """Before the interpreter ends: a thread that lets go of its store afterwards would abort the process."""
+    waited_for = {store_thread.end() for store_thread in list(_running)}
+    for thread in set(_threads) - waited_for:
+        thread.join(timeout=_SLACK_S)
 
 
 def _forget_store_threads() -> None:
     """In a forked child: what the parent owns stays untouched and open, even when the child frees its objects."""
-    global _store_threads, _running
+    global _store_threads, _running, _threads
     _inherited.extend((_store_threads, *_store_threads.values(), *_running))
-    _store_threads, _running = weakref.WeakKeyDictionary(), set()
+    _store_threads, _running, _threads = weakref.WeakKeyDictionary(), set(), weakref.WeakSet()
 
 
 os.register_at_fork(after_in_child=_forget_store_threads)

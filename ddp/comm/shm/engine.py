@@ -403,6 +403,7 @@ class Engine:
                 self._thread = threading.Thread(target=self._serve, name="shm", daemon=True)
                 self._thread_calls = False
                 self._thread.start()
+                _threads.add(self._thread)
 
     def _serve(self) -> None:
         """Drive what is left. A thread that calls callbacks has a successor: they may wait for another operation."""
@@ -427,6 +428,7 @@ class Engine:
 
 _engines: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by when they were made
 _numbers = itertools.count()
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # also those that have a successor
 
 
 def end_with_process(engine: Any) -> None:
@@ -441,6 +443,9 @@ def close_all() -> None:
     """
     for _, engine in sorted(_engines.items(), reverse=True):
         engine.close()
+    until = time.monotonic() + _LEAVE_S
+    for thread in list(_threads):
+        thread.join(max(0.0, until - time.monotonic()))
 
 
 def _leave_all() -> None:
