@@ -355,7 +355,7 @@ def test_functions_on_ssh_hosts_return_large_results(ssh_hosts: SshHosts) -> Non
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ("launcher.agent.main.sys.version_info = (3, 9, 1)", "is Python 3.9.1, here it is {}; name a Python {}"),
+        ("launcher.agent.agent.sys.version_info = (3, 9, 1)", "is Python 3.9.1, here it is {}; name a Python {}"),
         (
             "launcher.agent.host_facts.importlib.machinery.PathFinder.find_spec = lambda _: None",
             "-m pip install cloudp",

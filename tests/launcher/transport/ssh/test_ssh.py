@@ -177,9 +177,9 @@ def test_python_without_dtrain_there_is_named(ssh_hosts: SshHosts, script: Path,
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("launcher.agent.main.__version__ = '0.0.9'", "has dtrain 0.0.9, here it is "),
-        ("launcher.agent.main.sys.version_info = (3, 9, 1)", "is Python 3.9.1, here it is "),
-        ("launcher.agent.main.PROTOCOL = 99", "install the same there"),
+        ("launcher.agent.agent.__version__ = '0.0.9'", "has dtrain 0.0.9, here it is "),
+        ("launcher.agent.agent.sys.version_info = (3, 9, 1)", "is Python 3.9.1, here it is "),
+        ("launcher.agent.agent.PROTOCOL = 99", "install the same there"),
     ],
 )
 def test_other_version_there_is_named(
