@@ -5,19 +5,25 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from testbed.processes import run_dtrain
+from testbed.warm import HEADER
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "ddp" / "README.md").read_text()
 BLOCK = re.compile(r"(?:<!-- (\S+) -->\n)?```python\n(.*?)```", re.DOTALL)
-RUN = """
+RUN = (
+    HEADER
+    + """
 from pathlib import Path
 for number, block in enumerate(Path("blocks").read_text().split("\\f"), 1):
     exec(compile(block, f"block {number} of those that import ddp", "exec"), {"__name__": "__main__"})
     print("ran", number)
 """
+)
 
 
+@pytest.mark.usefixtures("warm")
 def test_its_python_runs_on_two_ranks(tmp_path: Path) -> None:
     blocks = [code for program, code in BLOCK.findall(README) if not program]
     assert all("import ddp" in block for block in blocks)

@@ -157,8 +157,8 @@ def test_a_batch_that_does_not_divide_is_refused(tmp_path: Path) -> None:
     assert "--batch-size 7 does not divide by the 2 workers" in result.stderr
 
 
-def test_digits_are_recognised(tmp_path: Path) -> None:
-    result = _run([*DTRAIN, str(DIGITS), "--epochs", "8"], tmp_path)
+def test_digits_are_recognised(nursery: Nursery, tmp_path: Path) -> None:
+    result = _run_well(nursery, [DIGITS, "--epochs", "8"], tmp_path)
     accuracy = float(re.findall(r"test accuracy ([\d.]+)%", result.stdout)[-1])
     assert accuracy > 95
 

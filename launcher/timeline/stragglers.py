@@ -175,7 +175,7 @@ class Stragglers:
                 differences.append(difference)
         if differences:
             self._differences.append(median(differences))
-        if self._windows > FIRST + LEARNED:
+        if self._windows > FIRST + LEARNED and self._differences:  # none where each rank was alone until now
             spread = max(LEAST_SPREAD, _MAD * median(self._differences))
             for rank, value in values.items():
                 self._sums[rank].take(value, spread, window, excess[rank])

@@ -11,11 +11,10 @@ import time
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
 
 import ddp
 
+dist, nn = torch.distributed, torch.nn
 SAMPLES = 480
 epochs, pause_s = int(sys.argv[1]), float(sys.argv[2])
 world = ddp.init()

@@ -47,6 +47,7 @@ def queued_script(folder: Path) -> Path:
     return script
 
 
+@pytest.mark.usefixtures("warm")
 def test_a_step_whose_averages_never_came_is_made_again(tmp_path: Path) -> None:
     """The host comes back from each wait without an error, and with nan: no optimizer steps with that."""
     script = queued_script(tmp_path)

@@ -176,3 +176,15 @@ def test_one_rank_alone_is_compared_with_nobody() -> None:
     told, detector = simulated(ranks=1, slower=lambda step, _: {"data": 0.1} if step > 100 else {})
     assert told == []
     assert detector.slowest is None
+
+
+def test_a_rank_that_is_joined_late_has_nobody_to_be_compared_with_until_then() -> None:
+    told: list[Straggler] = []
+    windows, detector = Windows(), Stragglers(0.0, host_of=lambda _: "here", tell=told.append)
+    for step in range(1, 60):
+        for rank in range(1 if step < 30 else 2):
+            windows.add(StepTimes(0, rank, step, 1, 2.0 * step, (0.0, 0.9, 0.0, 1.1, 0.0, 0.0)))
+        for window in windows.take():
+            detector.add(window)
+    assert told == []
+    assert detector.slowest is not None
