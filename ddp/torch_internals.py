@@ -286,6 +286,20 @@ def not_traced(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+@functools.cache
+def after_scaled_steps(call: Callable[[], None]) -> None:
+    """Call it after each `torch.amp.GradScaler.step`, which may skip that of the optimizer; no hook tells so. 2.3."""
+    step = torch.amp.GradScaler.step
+
+    @functools.wraps(step)
+    def step_and_call(self: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> float | None:
+        result = step(self, *args, **kwargs)
+        call()
+        return result
+
+    torch.amp.GradScaler.step = step_and_call  # type: ignore[method-assign]  # for what makes its own scaler, too
+
+
 def in_compiled_autograd() -> bool:
     """Whether compiled autograd runs or traces this backward pass. Without it, that would average nothing. 2.6."""
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")

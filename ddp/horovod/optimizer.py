@@ -35,6 +35,7 @@ from ddp.errors import ArgumentError, BackwardError
 from ddp.generation.pending_group import is_pending
 from ddp.horovod.calls import Average, Sum, own_group
 from ddp.horovod.counting_policy import CountingPolicy, Counts
+from ddp.monitoring import timeline
 from ddp.monitoring.progress import count_step
 from ddp.monitoring.stall_report import finish, waiting_for_peers
 from ddp.torch_internals import gradient_hooks, not_split_off, parameters_of, timeout_of
@@ -102,6 +103,7 @@ def DistributedOptimizer(  # Horovod's name, and a class to its users
     settings = _Settings(backward_passes_per_step, op, compression, sparse_as_dense, bucket_cap_mb, stall_timeout_s)
     names = _names_of(optimizer, named_parameters)
     engine = _Engine(optimizer, link, settings, names)
+    timeline.prepare()
     _engines[optimizer] = engine
     for name in _METHODS:  # of this object alone: a copy is a plain optimizer, and would not know its parameters' hooks
         setattr(optimizer, name, getattr(engine, name))

@@ -10,9 +10,6 @@ the variable, or with a file that cannot be mapped, nothing is told; that is nev
 
 from __future__ import annotations
 
-import mmap
-import os
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -34,17 +31,8 @@ EVALUATION, SAVE = 1, 2  # of `phase`; 0 is all else
 @cache
 def _counters() -> memoryview | None:
     """The mapped file. Looked for at first use, not at import: a forked worker has its own variable by then."""
-    path = os.environ.get(_VARIABLE)
-    if not path or sys.byteorder != "little":
-        return None
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            return memoryview(mmap.mmap(descriptor, _SIZE_BYTES)).cast("Q")
-        finally:
-            os.close(descriptor)
-    except (OSError, ValueError):  # ValueError: the file is shorter
-        return None
+    file = timeline.mapped_file(_VARIABLE, _SIZE_BYTES)
+    return None if file is None else memoryview(file).cast("Q")
 
 
 _is_queued = False  # for the end of the backward pass that runs

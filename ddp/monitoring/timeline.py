@@ -10,9 +10,9 @@ plus its kind, and eight 64-bit floats, of which those at the end are 0 where a 
     2  a detail          a phase by PHASES, the bucket that a wait was for (else -1), the step's number, began, ended
 
 Times are seconds of the monotonic clock; they say where the thread was that trains, also on a device. A step is over
-when the optimizer's step is; if no optimizer was ever seen, when the next forward begins after a reduction. What comes
-before the first forward is no step. Details are recorded of a step now and then. A span counts as "other" in the step
-in which it lies.
+when the optimizer's step is, or a GradScaler has skipped it; if no optimizer was ever seen, when the next forward
+begins after a reduction. What comes before the first forward is no step. Details are recorded of a step now and then. A
+span counts as "other" in the step in which it lies.
 
 Only this process writes: one that is forked from it records nothing. Without the variable, or with a file that cannot
 be mapped, nothing is recorded; that is never an error. In a step nothing calls the system, or keeps memory.
@@ -34,7 +34,7 @@ from time import monotonic
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ddp.torch_internals import call_after_backward, not_traced
+from ddp.torch_internals import after_scaled_steps, call_after_backward, not_traced
 
 __all__ = [
     "PHASES",
@@ -44,6 +44,7 @@ __all__ = [
     "counted",
     "follow",
     "forward",
+    "mapped_file",
     "prepare",
     "span",
     "wait_begins",
@@ -149,6 +150,9 @@ class _Recorder:
             self._phase = _DATA
         if self._has_begun:
             self._enter(_OPTIMIZER)
+        elif has_closure:  # its forward may not be seen
+            self._has_begun = True
+            self._phase, self._since = _OPTIMIZER, monotonic()
 
     def optimizer_ended(self, optimizer: int) -> None:
         if optimizer != self._optimizer or self._is_in_span or not self._is_ours():
@@ -158,6 +162,16 @@ class _Recorder:
             self._has_begun = True
             self._phase, self._since = _OTHER, monotonic()
             return
+        self._enter(_OTHER)
+        self._end_step(self._since)
+
+    def scaled_step_ended(self) -> None:
+        """End the step if the GradScaler has skipped the optimizer's, whose end would have been seen."""
+        if not self._has_reduced or not self._has_begun or self._is_in_span or not self._is_ours():
+            return
+        self._has_optimizer = True
+        if not self._has_forward:
+            self.record_step()
         self._enter(_OTHER)
         self._end_step(self._since)
 
@@ -236,26 +250,32 @@ def _opened() -> _Recorder | None:
 
 
 def _map() -> mmap.mmap | None:
-    path = os.environ.get(_VARIABLE)
+    ring = mapped_file(_VARIABLE)
+    if ring is None or len(ring) < _HEADER_BYTES + _RECORD.size or len(ring) % 8 or memoryview(ring).cast("Q")[0]:
+        return None  # the last: another process of this worker was first
+    return ring
+
+
+def mapped_file(variable: str, size_bytes: int = 0) -> mmap.mmap | None:
+    """Map so much (0: all) of the file that a variable names; None without the variable, or if the file is shorter."""
+    path = os.environ.get(variable)
     if not path or sys.byteorder != "little":
         return None
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            ring = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+            return mmap.mmap(descriptor, size_bytes)
         finally:
             os.close(descriptor)
-    except (OSError, ValueError):  # ValueError: the file is empty
+    except (OSError, ValueError):  # ValueError: the file is empty, or shorter
         return None
-    if len(ring) < _HEADER_BYTES + _RECORD.size or len(ring) % 8 or memoryview(ring).cast("Q")[0]:
-        return None  # the last: another process of this worker was first
-    return ring
 
 
 @cache
 def _watch_optimizers() -> None:
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
+    after_scaled_steps(_after_scaled_step)
 
 
 @not_traced
@@ -269,6 +289,11 @@ def _before_step(optimizer: object, args: tuple[object, ...], kwargs: Mapping[st
 def _after_step(optimizer: object, *_: object) -> None:
     if _recorder is not None:
         _recorder.optimizer_ended(id(optimizer))
+
+
+def _after_scaled_step() -> None:
+    if _recorder is not None:
+        _recorder.scaled_step_ended()
 
 
 def _at_exit() -> None:

@@ -203,9 +203,11 @@ class _Loop:
                 regroups = True
                 commits.interrupted()
             except Exception as error:
-                recovery.enter_context(timeline.span("recovery"))
+                if _tells_of_peer(error):  # the wait for what the launcher says of it is a part
+                    recovery.enter_context(timeline.span("recovery"))
                 if not self._is_of_peer(error, is_joining=is_joining):
                     raise
+                recovery.enter_context(timeline.span("recovery"))
                 commits.interrupted()
                 traceback.clear_frames(error.__traceback__)  # graphs, and iterators with their processes
             else:

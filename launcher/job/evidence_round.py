@@ -46,6 +46,11 @@ class EvidenceRounds:
         return self._current is not None and not self._current.is_look
 
     @property
+    def shows(self) -> bool:
+        """Whether what the round under way finds is shown to the user."""
+        return self._current is not None and self._current.asked
+
+    @property
     def looks(self) -> bool:
         """Whether a look for ranks that hang is under way: any other round takes its place."""
         return self._current is not None and self._current.is_look

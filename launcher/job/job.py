@@ -341,8 +341,8 @@ class Job:
             case signal.SIGUSR1 | signal.SIGUSR2:
                 return self._warned(signum, now)
             case signal.SIGQUIT:
-                quiet = self.phase is Phase.RUNNING and not self._run.evidence.under_way
-                return self._run.ask_for_evidence(now, asked=True) if quiet else []
+                self._run.shows_stacks |= not self._run.evidence.shows  # `advance` begins the round
+                return []
             case signal.SIGTSTP:
                 self._suspended = True
                 return [*self.fleet.suspend(True, now), SuspendSelf()]

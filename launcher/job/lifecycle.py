@@ -70,6 +70,7 @@ class Lifecycle:
         self.preempted = False  # USR1 said that its time is nearly up, and to make room once it has saved
         self.signum: int | None = None  # the signal that ends the run
         self.stops_with: int | None = None  # what the workers get once it is known where they stand
+        self.shows_stacks = False  # the user wants to see where the ranks stand, once no other round is under way
         self._error: DtrainError | None = None  # why no worker was started
         self._no_restart_reason = ""
         self.began = now
@@ -110,6 +111,10 @@ class Lifecycle:
         if self.attempt is None or self.phase is not Phase.RUNNING:
             doing = progress(self.phase, self.fleet, self.attempt)
             commands = self.stacks.refuse_all(f"no worker can be looked at now: {doing}")
+            self.shows_stacks = False
+        elif self.shows_stacks and not self.evidence.under_way:
+            commands = self.ask_for_evidence(now, asked=True)
+            self.shows_stacks = False
         else:
             commands = self.stacks.due(self.attempt, self.fleet, now)
         return commands if self.attempt is None else [*commands, *self.debuggers.due(self.attempt, self.fleet, now)]

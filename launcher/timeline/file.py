@@ -15,8 +15,8 @@ monotonic clock; `began` is the same moment by the wall clock.
     ["detail", attempt, rank, step, phase, bucket, began, ended]        as Detail
 
 A new version has another number where something changes its meaning or goes. The file has LIMIT_BYTES at most: it is
-thinned then, which sums neighbouring steps up and drops the details of the older half. The oldest are thus the
-coarsest. A file that cannot be written costs itself, never the run.
+thinned then, in small pieces with pauses between them, which sums neighbouring steps up and drops the details of the
+older half. The oldest are thus the coarsest. A file that cannot be written costs itself, never the run.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ LIMIT_BYTES = 16 << 20
 THINNED = 0.6  # of the limit, that a thinned file has at most
 WAITING = 20_000  # lines that a slow disk may be behind; more are dropped
 MAX_HEAD_BYTES = 1 << 16
+PIECE_LINES = 100  # that are thinned without a pause: 2 ms, in which no other thread of the controller runs
+PAUSE_S = 0.005
 END_S = 5.0  # for what waits, at the end
 _NAME = "dtrain timeline"
 _to_json = json.JSONEncoder(separators=(",", ":")).encode
@@ -69,6 +71,7 @@ class TimelineFile:
         }  # fmt: skip
         self._waiting: queue.SimpleQueue[Line | None] = queue.SimpleQueue()
         self._is_usable = True
+        self._ends = threading.Event()
         self._thread = threading.Thread(target=self._work, name="timeline", daemon=True)
 
     def begin(self) -> None:
@@ -90,6 +93,7 @@ class TimelineFile:
 
     def close(self) -> None:
         """Wait for what waits, but not for ever."""
+        self._ends.set()
         self._waiting.put(None)
         if self._thread.ident is not None:
             self._thread.join(END_S)
@@ -118,11 +122,15 @@ class TimelineFile:
                 while data:
                     data = data[file.write(data) or 0 :]
                 if file.tell() > self._limit_bytes:
-                    _thin(self.path, int(THINNED * self._limit_bytes))
+                    _thin(self.path, int(THINNED * self._limit_bytes), self._pause)
                     stack.close()
                     file = stack.enter_context(open(self.path, "ab", buffering=0))
                 if is_last:
                     return
+
+    def _pause(self) -> None:
+        if self._waiting.qsize() < WAITING // 4:
+            self._ends.wait(PAUSE_S)
 
     def _next(self) -> tuple[list[Line], bool]:
         """Wait for lines; return those that are there, and whether they are the last."""
@@ -157,28 +165,32 @@ def _encoded(lines: Iterable[Any]) -> bytes:
     return "".join(f"{_to_json(line)}\n" for line in lines).encode()
 
 
-def _thin(path: Path, most_bytes: int) -> None:
+def _thin(path: Path, most_bytes: int, pause: Callable[[], None]) -> None:
     """Make the file smaller, in its place. What cannot be made small enough loses its oldest lines."""
     news = path.with_name(f".{path.name}.new")
     while (size := path.stat().st_size) > most_bytes:
-        _rewrite(path, news, partial(_thinned, half=size // 2))
+        _rewrite(path, news, partial(_thinned, half=size // 2), pause)
         if path.stat().st_size > 0.9 * size:  # there is nothing left to sum up
-            _rewrite(path, news, partial(_behind, half=path.stat().st_size // 2))
+            _rewrite(path, news, partial(_behind, half=path.stat().st_size // 2), pause)
 
 
-def _rewrite(path: Path, news: Path, change: Callable[[Iterator[tuple[int, bytes]]], Iterable[bytes]]) -> None:
+def _rewrite(
+    path: Path, news: Path, change: Callable[[Iterator[tuple[int, bytes]]], Iterable[bytes]], pause: Callable[[], None]
+) -> None:
     """Write the head, and what `change` makes of the other lines and their positions, line by line."""
     descriptor = os.open(news, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     with path.open("rb") as old, open(descriptor, "wb") as file:
         file.write(old.readline())
-        file.writelines(change(_positioned(old)))
+        file.writelines(change(_positioned(old, pause)))
     os.replace(news, path)
 
 
-def _positioned(file: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
+def _positioned(file: Iterable[bytes], pause: Callable[[], None]) -> Iterator[tuple[int, bytes]]:
     """The lines with how many bytes of other lines stand before them."""
     position = 0
-    for text in file:
+    for number, text in enumerate(file, 1):
+        if number % PIECE_LINES == 0:
+            pause()
         yield position, text
         position += len(text)
 

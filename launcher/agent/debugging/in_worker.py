@@ -19,6 +19,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -29,10 +30,13 @@ _PEER = struct.Struct("3i")  # pid, uid, gid
 _PIECE = 16 << 10  # characters of a text in one line of JSON
 _LINE_BYTES = 64 << 10
 _CONNECT_S = 10.0
+_DEBUGPY_S = 60.0  # until it connects: it imports much, and the host may be busy
+_PAUSE_S = 0.02
 _GOES_ON = "goes on without the debugger"
 _AGENT_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 _current: _Debugger | None = None
+_serving: threading.Thread | None = None
 
 
 def open_debugger(path: str, frame: types.FrameType | None) -> None:
@@ -267,60 +271,72 @@ class _Debugger(pdb.Pdb):
 
 
 def _begin_debugpy(channel: _Lines) -> None:
+    global _serving
     try:
-        debugpy = _import_debugpy()
+        debugpy, pydevd = _import_debugpy()
     except ImportError:
         channel.say(end=f"debugpy is not installed for {sys.executable}: {sys.executable} -m pip install debugpy")
         channel.close()
         return
+    if _serving is not None:  # perhaps the last editor has just left
+        until = time.monotonic() + _CONNECT_S
+        while (_serving.is_alive() or pydevd.get_global_debugger() is not None) and time.monotonic() < until:
+            time.sleep(_PAUSE_S)
+    if pydevd.get_global_debugger() is not None:  # else connect() would return at once, connected to nothing
+        channel.say(end="debugpy is used there already: by the script itself, or it has not left the last editor yet")
+        channel.close()
+        return
     # pydevd connects to a TCP port only. It is open for this one connection, which must come from this process.
     listening = socket.create_server(("127.0.0.1", 0), backlog=1)
-    listening.settimeout(_CONNECT_S)
-    _start_untraced(_serve_debugpy, channel, listening)
+    listening.settimeout(_DEBUGPY_S)
+    _serving = _start_untraced(_serve_debugpy, channel, listening, pydevd)
     debugpy.configure(subProcess=False)  # or it changes fork and exec for good, and the script's children fail
     debugpy.connect(listening.getsockname())  # returns once an editor has come and is ready, or the channel is lost
 
 
-def _import_debugpy() -> Any:
-    """Import debugpy without its warnings of frozen modules, which it would write among the script's output."""
+def _import_debugpy() -> tuple[Any, Any]:
+    """Import debugpy, and its pydevd, without warnings of frozen modules among the script's output."""
     name = "PYDEVD_DISABLE_FILE_VALIDATION"
     before = os.environ.get(name)
     os.environ[name] = "1"
     try:
         import debugpy
         import debugpy.server  # this reads the variable
+        import pydevd  # which debugpy has put into sys.path
     finally:
         if before is None:
             del os.environ[name]
         else:
             os.environ[name] = before
-    return debugpy
+    return debugpy, pydevd
 
 
-def _start_untraced(target: Any, *args: Any) -> None:
+def _start_untraced(target: Any, *args: Any) -> threading.Thread:
     """Start a thread that pydevd leaves alone: to suspend those that carry its words would be the end of them."""
     thread = threading.Thread(target=target, args=args, daemon=True)
     thread.pydev_do_not_trace = thread.is_pydev_daemon_thread = True  # type: ignore[attr-defined]
     thread.start()
+    return thread
 
 
-def _serve_debugpy(channel: _Lines, listening: socket.socket) -> None:
+def _serve_debugpy(channel: _Lines, listening: socket.socket, pydevd: Any) -> None:
     """Pass on what debugpy and the editor say; at the end let the script go on without them."""
     theirs: socket.socket | None = None
-    with contextlib.suppress(OSError), listening:
-        while theirs is None:
-            theirs, _ = listening.accept()
-            if not _is_of_this_process(theirs):
-                theirs.close()
-                theirs = None
-    if theirs is not None:
+    try:
+        with listening:
+            while theirs is None:
+                theirs, _ = listening.accept()
+                if not _is_of_this_process(theirs):
+                    theirs.close()
+                    theirs = None
+    except OSError as error:
+        channel.say(end=f"debugpy could not be opened: no connection from it within {_DEBUGPY_S:g} s: {error}")
+    else:
         channel.say(ready=True)
         editor = channel.connection
         _start_untraced(_pass_on, theirs, editor)
         _pass_on(editor, theirs)
     channel.close()
-    import pydevd  # which debugpy has put into sys.path
-
     if (debugger := pydevd.get_global_debugger()) is not None:
         debugger.ready_to_run = True  # or the main thread would wait for the editor for ever
     with contextlib.suppress(Exception):  # it may have ended by itself

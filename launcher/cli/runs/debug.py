@@ -23,11 +23,11 @@ __all__ = ["debug_rank"]
 
 OPENS_S = 3.0  # after that it is said where the rank is
 ANSWER_S = 10.0
-_WAKE = signal.SIGUSR1  # ends the wait for a line that nobody will read
+LOOK_S = 0.1
 
 
 class _EndedError(Exception):
-    """The debugger is closed: why, if that is to be said; `goes_on`: by its own end."""
+    """The debugger is closed: why; `goes_on`: it was open, and has been left."""
 
     def __init__(self, why: str, *, goes_on: bool) -> None:
         super().__init__(why)
@@ -47,23 +47,25 @@ def debug_rank(word: str, rank: int, *, port: int | None, say: Callable[[str], N
         said = _Said(asked, rank)
         said.start()
         try:
-            first = _wait_until_open(entry, rank, said, say)
-            if port is None:
-                _speak_pdb(asked, said, first, say)
-            elif first.get("ready"):
-                from launcher.cli.runs.debug_editor import forward  # seldom needed
+            with said.checked_often():
+                first = _wait_until_open(entry, rank, said, say)
+                if "end" in first:
+                    raise _EndedError(first["end"], goes_on=False)
+                if port is None:
+                    _speak_pdb(asked, said, first, say)
+                else:
+                    from launcher.cli.runs.debug_editor import forward  # seldom needed
 
-                forward(said.next_bytes, asked.send, asked.close, port, say)
-            raise _EndedError(first.get("end", ""), goes_on=True)
+                    forward(said.next_bytes, asked.send, asked.close, port, say)
         except _EndedError as ended:
-            if text := str(ended):
-                say(text)
+            say(str(ended))
             return 0 if ended.goes_on else 1
         except (KeyboardInterrupt, EOFError):
-            say(f"rank {rank} goes on without the debugger")
-            return 0
+            pass
         finally:
             asked.close()
+        say(f"rank {rank} goes on without the debugger")
+        return 0
 
 
 class _Said:
@@ -74,9 +76,9 @@ class _Said:
         self._rank = rank
         self._queue: queue.SimpleQueue[Mapping[str, Any] | bytes | _EndedError] = queue.SimpleQueue()
         self._unread = b""
-        self._lock = threading.Lock()
-        self._waits_for_line = False
+        self._line_is_typed = False
         self._ended = False
+        self._is_open = False
         self._is_raw = False
 
     def start(self) -> None:
@@ -101,47 +103,60 @@ class _Said:
         return said
 
     @contextmanager
-    def wakes_reader(self) -> Iterator[None]:
-        """In this block, the end raises _EndedError in the main thread."""
+    def checked_often(self) -> Iterator[None]:
+        """In this block, no Ctrl-C is missed, nor the end of the debugger while a line is typed.
 
-        def wake(_: int, __: object) -> None:
-            if self._waits_for_line:
-                self._waits_for_line = False
+        readline shows its prompt, and then waits without a look at the signals that came before: only one that comes
+        while it waits has Python's handlers run.
+        """
+
+        def look(_: int, __: object) -> None:
+            if self._ended and self._line_is_typed:
+                self._line_is_typed = False
                 while True:
-                    self._next(None)  # whose last one raises
+                    self.next()  # whose last one raises
 
-        before = signal.signal(_WAKE, wake)
+        before = signal.signal(signal.SIGALRM, look)
+        signal.setitimer(signal.ITIMER_REAL, LOOK_S, LOOK_S)
         try:
-            with self._lock:
-                self._waits_for_line = True
-                ended = self._ended
-            while ended:
-                self._next(None)
             yield
         finally:
-            try:
-                with self._lock:  # which the thread holds while it sends the signal
-                    self._waits_for_line = False
-            finally:
-                signal.signal(_WAKE, before)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+    def read_line(self, prompt: str) -> str:
+        """Let the user type a line, within `checked_often`. Raises _EndedError, KeyboardInterrupt, EOFError."""
+        self._line_is_typed = True
+        try:
+            return input(prompt)
+        finally:
+            self._line_is_typed = False
 
     # In the thread
 
     def _read(self) -> None:
         ended = _EndedError("the run has ended, or its controller was killed", goes_on=False)
-        while (packet := self._asked.receive()) is not None:
-            if not isinstance(packet, bytes):
-                if "ended" in packet:
-                    ended = _EndedError(packet["ended"], goes_on=False)
-                continue
-            self._take(packet)
+        try:
+            while (packet := self._asked.receive()) is not None:
+                if isinstance(packet, bytes):
+                    self._take(packet)
+                elif "ended" in packet:
+                    ended = self._how_ended(packet["ended"])
+        except ValueError as error:  # no JSON
+            ended = _EndedError(f"rank {self._rank} said what dtrain does not know: {error}", goes_on=False)
         if self._asked.is_closed:
-            ended = _EndedError(f"rank {self._rank} goes on without the debugger", goes_on=True)
-        with self._lock:
-            self._queue.put(ended)
-            self._ended = True
-            if self._waits_for_line:
-                signal.pthread_kill(threading.main_thread().ident or 0, _WAKE)
+            ended = self._how_ended("")
+        self._queue.put(ended)
+        self._ended = True
+
+    def _how_ended(self, why: str) -> _EndedError:
+        """Take why a debugger is closed; nothing is said if the rank has closed it itself."""
+        if why:
+            return _EndedError(why, goes_on=False)
+        if self._is_open:
+            return _EndedError(f"rank {self._rank} goes on without the debugger", goes_on=True)
+        text = f"rank {self._rank} goes on: it closed the debugger before that was ready; see its output: dtrain logs"
+        return _EndedError(text, goes_on=False)
 
     def _take(self, data: bytes) -> None:
         self._unread += data
@@ -149,6 +164,7 @@ class _Said:
             line, _, self._unread = self._unread.partition(b"\n")
             said = json.loads(line)
             self._is_raw = "ready" in said
+            self._is_open = True
             self._queue.put(said)
         if self._is_raw and self._unread:
             self._queue.put(self._unread)
@@ -183,8 +199,7 @@ def _speak_pdb(asked: Question, said: _Said, first: Mapping[str, Any], say: Call
             sys.stdout.write(line["text"])
             sys.stdout.flush()
         elif "prompt" in line:
-            with said.wakes_reader():
-                typed = input(line["prompt"])
+            typed = said.read_line(line["prompt"])
             asked.send(typed.encode("utf-8", "replace") + b"\n")
         line = said.next()
     raise _EndedError(line["end"], goes_on=True)

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import ddp
+from ddp import horovod
 from ddp.monitoring import progress, timeline
 from ddp.monitoring.timeline import PHASES
 
@@ -150,6 +151,39 @@ def test_a_step_that_calls_a_closure_has_its_passes(ring: Path, kind: type[torch
         assert phases["data"] >= STRETCH_S
         assert phases["forward"] >= STRETCH_S
         assert phases["optimizer"] > 0
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_a_step_that_the_scaler_skips_is_a_step(ring: Path) -> None:
+    model, optimizer = _model()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    for loss in (1.0, math.inf, math.inf, 1.0):
+        time.sleep(STRETCH_S)  # data
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(2)).sum() * loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    steps = _read(ring, STEP)
+    assert [step for step, *_ in steps] == [1, 2, 3, 4]
+    for before, step in itertools.pairwise(steps):
+        assert math.isclose(math.fsum(step[2:]), step[1] - before[1], abs_tol=1e-6)
+        assert step[2 + PHASES.index("data")] >= STRETCH_S
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_the_steps_of_horovod_s_interface_are_known_from_the_first_closure_on(ring: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = horovod.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2)).sum()
+        loss.backward()
+        return loss.item()
+
+    for _ in range(3):
+        optimizer.step(closure)
+    assert len(_read(ring, STEP)) == 3
 
 
 @pytest.mark.usefixtures("group_of_one")

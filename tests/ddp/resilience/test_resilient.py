@@ -1,5 +1,6 @@
 """A rank fails in training under dtrain: it alone is replaced, and the run ends with the bits of an undisturbed one."""
 
+import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -53,6 +54,20 @@ def test_failures_change_no_bit(
     replaced = [failure for failure in failures if not failure.endswith("hear")]
     assert result.stderr.count("only this worker restarts") == len(replaced), result.stderr
     assert said(result, "entered").keys() == {*range(ranks)}
+
+
+def test_only_the_loss_of_another_rank_is_recorded_as_a_recovery(tmp_path: Path) -> None:
+    result = run(tmp_path, 1, "0.30.forward.raise", restarts=0)
+    assert result.returncode == 1, result
+    spans = []
+    for path in tmp_path.glob("runs/*/timeline.jsonl"):
+        lines = [json.loads(line) for line in path.read_text().splitlines()[1:]]
+        spans += [line[3] for line in lines if line[0] == "span"]
+    assert "recovery" not in spans
+    other = run(tmp_path, 2, "0.30.forward.raise", "1.30.forward.kill", restarts=3)
+    assert other.returncode == 0, other
+    spans = [path.read_text().count('"recovery"') for path in tmp_path.glob("runs/*/timeline.jsonl")]
+    assert max(spans) > 0
 
 
 def changed(folder: Path, *pairs: tuple[str, str]) -> Path:

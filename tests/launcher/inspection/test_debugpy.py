@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pytest
 from testbed.processes import run_dtrain, wait_until
 from testbed.require import require
 from testbed.terminal import dtrain_on_terminal
@@ -113,3 +114,41 @@ def test_a_rank_starts_children_while_an_editor_is_attached_and_after_it(folder:
     (folder / "go").touch()
     assert run_dtrain("wait", "r").returncode == 0
     assert "frozen modules" not in (folder / "runs/r/console.log").read_text()
+
+
+CLOSES = """
+import socket
+for number in map(int, os.listdir("/proc/self/fd")):
+    try:
+        with socket.socket(fileno=os.dup(number)) as each:
+            if each.family == socket.AF_UNIX and each.type == socket.SOCK_STREAM:
+                each.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        ("raise ImportError", "debugpy is not installed for "),
+        ("def configure(**_): raise RuntimeError('no such port')", "could not be opened: RuntimeError: no such port"),
+        ("import os" + CLOSES, "rank 0 goes on: it closed the debugger before that was ready"),
+        ("USED = True", "debugpy is used there already"),
+    ],
+    ids=["missing", "fails", "closes", "used"],
+)
+def test_a_debugpy_that_does_not_open_is_told_with_an_exit_code(code: str, text: str, folder: Path) -> None:
+    (folder / "script.py").write_text(SCRIPT)
+    (folder / "debugpy").mkdir()
+    (folder / "debugpy/__init__.py").write_text(code)
+    (folder / "debugpy/server.py").touch()
+    debugger = "import debugpy\ndef get_global_debugger(): return getattr(debugpy, 'USED', None)\n"
+    (folder / "pydevd.py").write_text(f"{debugger}def stoptrace(): pass\n")
+    assert run_dtrain("run", "--detach", "--run-id", "r", "script.py").returncode == 0
+    result = run_dtrain("debug", "r", "--rank", "0", "--debugpy")
+    assert result.returncode == 1, result
+    assert text in result.stderr, result
+    assert children_of_the_rank(folder) == "7 0 8\n"
+    (folder / "go").touch()
+    assert run_dtrain("wait", "r").returncode == 0

@@ -1,5 +1,6 @@
 """Commands that ask where ranks are, or that debug one: who is answered, with what, and whose clocks rest meanwhile."""
 
+import signal
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from launcher.job.events import (
     Command,
     DebuggerQuestion,
     PassOn,
+    SaveEvidence,
+    Signalled,
     StacksQuestion,
     TookInput,
 )
@@ -98,6 +101,21 @@ def test_a_failure_ends_the_round_and_who_asks_then_is_told() -> None:
     assert told(commands, Collect) == ["a", "b"], "for the report"
     (error,) = answers(stacks(drive, 2)).values()
     assert error["error"].startswith("no worker can be looked at now: looking where the ranks stand")
+
+
+def test_sigquit_during_a_round_of_a_command_is_answered_after_it() -> None:
+    drive = running()
+    stacks(drive, 1)
+    assert drive.event(Signalled(signal.SIGQUIT)) == []
+    collected(drive, "a", 0, 1)
+    commands = collected(drive, "b", 2, 3)
+    assert answers(commands).keys() == {1}
+    assert told(commands, Collect) == ["a", "b"]
+    collected(drive, "a", 0, 1)
+    (shown,) = collected(drive, "b", 2, 3)
+    assert isinstance(shown, SaveEvidence)
+    assert (shown.asked, [each.rank for each in shown.evidence]) == (True, [0, 1, 2, 3])
+    assert told(drive.wait(1.0, heard="ab"), Collect) == []
 
 
 def test_one_who_has_left_gets_no_answer() -> None:

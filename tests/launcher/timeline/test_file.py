@@ -90,6 +90,19 @@ def test_a_file_at_its_limit_is_thinned_and_no_step_is_lost(tmp_path: Path) -> N
         assert math.isclose(total_s, 1000 * (0.006001 + 0.001 * rank), abs_tol=1e-3)
 
 
+def test_a_run_that_ends_waits_for_no_pause_of_the_thinning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launcher.timeline.file.PAUSE_S", 60.0)
+    lines: list[list[Any]] = [["steps", 0, 0, step, 1, float(step), [0.001] * 6] for step in range(1, 2001)]
+    file = TimelineFile(tmp_path, "r", print, limit_bytes=10_000)
+    file.begin()
+    for line in lines:
+        file.add(*line)
+    wait_until((tmp_path / f".{TIMELINE}.new").exists, "it is being thinned")
+    file.close()
+    assert (tmp_path / TIMELINE).stat().st_size <= 10_000
+    assert sum(line[4] for line in read_lines(tmp_path)[1]) == 2000
+
+
 def test_a_line_that_was_cut_costs_itself_and_not_the_next_or_the_writing(tmp_path: Path) -> None:
     """A run that was killed left it, and SLURM has started the run again."""
     phases_s = [0.001] * 6
