@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import os
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any, Literal, get_args
 
 import torch
@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.utils.data
 
 from ddp.data.permutation import Permutation, Position, choose
+from ddp.data.shares_in_turn import SharesInTurn
 from ddp.errors import ArgumentError, NotInitializedError
 
 __all__ = ["DistributedSampler", "Even", "rank_and_size"]
@@ -92,6 +93,10 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         self.drop_last = self.even == "drop"
         self.epoch = 0
         self._before_rest: Callable[[], None] | None = None
+        self._before_batch: Callable[[], None] = _do_nothing
+        self._shares: Sequence[int] = (rank,)
+        self._pass: _Pass | SharesInTurn
+        self._batch = 0  # samples, where this rank has several shares
         self._length = len(dataset)
         self.places = 0  # how often it was put to a place from which a pass begins
         self._begin_at(0)
@@ -108,18 +113,29 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
                 "make a sampler for it as it is, and a DataLoader with that"
             )
         order = choose(self._length, seed=self.seed, epoch=self.epoch) if self.shuffle else None
+        if len(self._shares) > 1:
+            places = [self._start + share for share in self._shares]
+            self._pass = in_turn = SharesInTurn(
+                order, self._length, places, self.num_replicas, self.num_samples, self._batch, self._before_batch
+            )
+            return in_turn
         first, count = self._start + self.rank, self.num_samples
-        self._pass = _Pass(order, self._length, first=first, stride=self.num_replicas, count=count)
+        self._pass = own = _Pass(order, self._length, first=first, stride=self.num_replicas, count=count)
         # chain counts nothing and runs no Python code between two indices of a chunk.
-        return itertools.chain.from_iterable(self._pass)
+        return itertools.chain.from_iterable(own)
 
     def __len__(self) -> int:
-        return self.num_samples
+        return self.num_samples * len(self._shares)
 
     @property
     def drawn(self) -> int:
         """How many samples this pass has handed out."""
         return self._pass.drawn
+
+    @property
+    def start(self) -> int:
+        """How many samples of the order were done when this pass began."""
+        return self._start
 
     @property
     def trained(self) -> int:
@@ -129,6 +145,15 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
     def before_rest(self, call: Callable[[], None]) -> None:
         """Have `call()` when the loaded pass goes on; not if it begins at its start, or another one begins instead."""
         self._before_rest = call if self._start else None
+
+    def hand_out(self, shares: Sequence[int], replicas: int, batch: int, before_batch: Callable[[], None]) -> None:
+        """Hand out `shares` of so many replicas, in the next pass: batches of each in turn, and the last one's samples.
+
+        `batch` is the size of a batch, which matters where there are several shares; `before_batch` is called when the
+        first sample of one is asked for then. `trained` counts the samples of all of them.
+        """
+        self.rank, self.num_replicas = shares[-1], replicas
+        self._shares, self._batch, self._before_batch = tuple(shares), batch, before_batch
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the permutation of `epoch` and begin at its start. Every rank must call it with the same number.
@@ -209,7 +234,16 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         if self.even == "exact" and self._trained == self.num_samples and self._pass.is_exhausted:
             # What the others have more was in that step, or in one that had no batch for this rank.
             return self._length
-        return min(self._start + self._trained * self.num_replicas, self._length)
+        return min(self._start + self._of_each_share() * self.num_replicas, self._length)
+
+    def _of_each_share(self) -> int:
+        """How many samples of each share this rank has trained on; where it has several, in whole steps."""
+        count = len(self._shares)
+        if count == 1:
+            return self._trained
+        steps, rest = divmod(self._trained, count * self._batch)
+        last = self.num_samples - steps * self._batch
+        return steps * self._batch + (last if rest and rest == count * last else 0)
 
     def _where(self, position: int) -> Position:
         return Position(self.epoch, position, self._length, self.shuffle, self.seed)
@@ -246,6 +280,10 @@ class _Pass(Iterator[Iterator[int]]):
     def drawn(self) -> int:
         """How many indices were taken. The iterator of a list knows how many are left, so nobody has to count."""
         return self._computed - operator.length_hint(self._chunk)
+
+
+def _do_nothing() -> None:
+    """Stand in for a call that nobody has asked for."""
 
 
 def rank_and_size(before: str, group: dist.ProcessGroup | None = None) -> tuple[int, int]:

@@ -75,7 +75,7 @@ class PassPolicy(Protocol):
         """Why the ranks' gradients must not be averaged. Collective where it is not None."""
 
     def rank_count(self, statuses: StatusSum) -> int:
-        """How many ranks the average is over."""
+        """How many ranks, or micro-batches, the average is over."""
 
     def delivered(self, *, is_first: bool) -> None:
         """The averages are in `.grad`."""

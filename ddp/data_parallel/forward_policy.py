@@ -20,9 +20,10 @@ from torch.distributed.algorithms.join import JoinHook
 
 from ddp.comm.broadcast import BufferSync
 from ddp.comm.small_sum import reduce_options
-from ddp.data_parallel.backward_pass import Pass
+from ddp.data_parallel.backward_pass import EndOfBackward, Pass
 from ddp.data_parallel.buckets.step_status import RankStatus, StatusSum
 from ddp.data_parallel.checksum import WeightChecksum
+from ddp.data_parallel.micro_batches import MicroBatches
 from ddp.data_parallel.reducer import Reducer
 from ddp.data_parallel.status_errors import (
     drifted_meanwhile,
@@ -32,10 +33,10 @@ from ddp.data_parallel.status_errors import (
     steps_of_each,
 )
 from ddp.data_parallel.step_watch import StepWatch
-from ddp.errors import DdpError
+from ddp.errors import BackwardError, DdpError
 from ddp.monitoring import timeline
 from ddp.monitoring.stall_report import finish
-from ddp.torch_internals import in_backward_optimizers
+from ddp.torch_internals import call_after_backward, in_backward_optimizers
 
 __all__ = ["BufferHook", "ForwardPolicy", "JoinedRankHook", "tensors_in"]
 
@@ -47,6 +48,7 @@ class _Mode(enum.Enum):
     """What the last forward announced for the gradients that come next."""
 
     REDUCE = enum.auto()
+    SET_ASIDE = enum.auto()  # this rank has further passes in this step, or does not count
     ACCUMULATE = enum.auto()
     IDLE = enum.auto()  # nothing: they were computed without the wrapper's forward
 
@@ -66,7 +68,7 @@ class ForwardPolicy:
     """Reduces the backward passes of announced forward passes, and says when a forward pass needs rank 0's buffers.
 
     With `checksum`, every pass compares the weights. Without `buffer_sync`, every rank keeps its own buffers;
-    `buffer_hook` runs in its place.
+    `buffer_hook` runs in its place. With `micro_batches`, a step has as many passes on each rank as they say.
     """
 
     def __init__(
@@ -76,10 +78,13 @@ class ForwardPolicy:
         checksum: WeightChecksum | None,
         buffer_sync: BufferSync | None,
         buffer_hook: BufferHook | None,
+        micro_batches: MicroBatches | None = None,
     ) -> None:
         reducer.policy = self
         self.reducer = reducer
         self.buffer_hook = buffer_hook
+        self.micro_batches = micro_batches
+        self._sets_aside = False  # at the end of the backward pass that runs
         self._buffer_sync = buffer_sync
         self._buffers_are_of = -1  # how many reductions there had been when they were made equal
         self._checksum = checksum
@@ -98,6 +103,12 @@ class ForwardPolicy:
 
         With `steps_alone`, this rank's next steps are its own affair (LocalSGD).
         """
+        if self._sets_aside:
+            self._sets_aside = False
+            self.reducer.fail("its backward pass was interrupted")
+            self.reducer.settle()
+        if self.micro_batches is not None and not self.micro_batches.is_last:
+            self.micro_batches.before_pass()
         if steps_alone or self._steps_alone:
             self._watch.restart()
         self._steps_alone = steps_alone
@@ -145,9 +156,12 @@ class ForwardPolicy:
         """
         if not is_syncing:
             self._mode = _Mode.ACCUMULATE
+            if self.micro_batches is not None:
+                self.micro_batches.users_own += 1
             timeline.follow(tensors_in(output))
             return
-        self._mode = _Mode.REDUCE
+        steps = self.micro_batches
+        self._mode = _Mode.REDUCE if steps is None or (steps.is_last and not steps.is_spare) else _Mode.SET_ASIDE
         self.reducer.be_last()
         forward = _Forward()
         on_grad = self._output_hook(forward)
@@ -171,14 +185,17 @@ class ForwardPolicy:
 
     @property
     def is_announced(self) -> bool:
-        """Whether the next backward pass will be reduced: the other ranks wait for it."""
-        return self._mode is _Mode.REDUCE
+        """Whether the other ranks wait for the next backward pass, or for one of the same step that follows it."""
+        return self._mode in (_Mode.REDUCE, _Mode.SET_ASIDE)
 
     def reduce_alone(self) -> None:
         """Take part in the reduction that the last forward announced, without a backward pass of this rank."""
         if self.is_announced and self.reducer.current is None:
             for forward in self._forwards[-1:]:
                 forward.is_open = False
+            if self._mode is _Mode.SET_ASIDE:
+                self._set_aside()
+                return
             self.reducer.reduce_now()
 
     def reduce_as_joined(self) -> None:
@@ -202,9 +219,9 @@ class ForwardPolicy:
     # Called by the reducer: see PassPolicy
 
     def may_begin(self) -> bool:
-        if self._mode is _Mode.REDUCE:
+        if self._mode in (_Mode.REDUCE, _Mode.SET_ASIDE):
             self.begin()
-            return True
+            return self._mode is _Mode.REDUCE
         if self._mode is _Mode.IDLE:
             self.reducer.warn(
                 "gradients came from a backward pass that did not go through the forward of DistributedDataParallel "
@@ -213,7 +230,39 @@ class ForwardPolicy:
         return False
 
     def begin(self) -> None:
-        self.reducer.begin()
+        if self._mode is not _Mode.SET_ASIDE:
+            self.reducer.begin()
+        elif not self._sets_aside:
+            self._refuse_kept(self._watch.is_kept())
+            self._sets_aside = True
+            call_after_backward(EndOfBackward(self._set_aside, self._was_dropped))
+
+    def _set_aside(self) -> None:
+        """The backward pass of a micro-batch has ended that is not the last one in a step, or does not count."""
+        steps = self.micro_batches
+        assert steps is not None
+        self._sets_aside, self._mode = False, _Mode.IDLE
+        if steps.is_spare:
+            self.reducer.leave_out()
+        if steps.is_last:
+            self.reducer.reduce_now()
+        else:
+            steps.set_aside(self.reducer.parameters())
+            steps.passes += 1
+        self.reducer.report.at("outside forward and backward")
+
+    def _was_dropped(self) -> None:
+        if self._sets_aside:
+            self._sets_aside = False
+            with self.reducer.lock:
+                self.reducer.fail("its backward pass raised an exception")
+
+    def _refuse_kept(self, is_kept: bool | None) -> None:
+        if is_kept and self.micro_batches is not None:
+            raise BackwardError(
+                "State(keep_global_batch=True): a backward pass began while .grad held the averages of the last step, "
+                "so their sum would depend on the number of ranks: call optimizer.zero_grad() in each step"
+            )
 
     def end(self, pass_: Pass) -> None:
         self.reducer.finish(pass_)
@@ -225,6 +274,9 @@ class ForwardPolicy:
                 "gradients stay on this rank"
             )
         self._is_kept = self._watch.is_kept()
+        if self.micro_batches is not None:
+            self._refuse_kept(self._is_kept)
+            self.micro_batches.put_back()
         if self._checksum is not None:
             self._checksum.take()
         opaque = [forward for forward in self._forwards if forward.is_opaque and forward.is_open]
@@ -276,9 +328,13 @@ class ForwardPolicy:
         self._watch.restart()
 
     def rank_count(self, statuses: StatusSum) -> int:
+        if self.micro_batches is not None:
+            return self.micro_batches.count
         return statuses.active if self.divides_by_active else self.reducer.channel.group.size()
 
     def delivered(self, *, is_first: bool) -> None:
+        if self.micro_batches is not None:
+            self.micro_batches.passes += 1
         if self.buffer_hook is not None:
             self.buffer_hook.wait()
         for parameter in self._stepping or ():

@@ -454,8 +454,18 @@ class Reducer:
 
     def drop_gradients(self) -> None:
         """Set every `.grad` to None: what is in there is neither this rank's gradient nor an average."""
-        for parameter in (*(member.parameter for member in self.members), *dict(self._unfrozen()).values()):
+        for parameter in self.parameters():
             parameter.grad = None
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Those that are trained now."""
+        return [*(member.parameter for member in self.members), *dict(self._unfrozen()).values()]
+
+    def leave_out(self) -> None:
+        """Let what this rank has since the last reduction not count in the next one."""
+        self.drop_gradients()
+        self.touched.clear()
+        self._weight = None if self._weight is None else 0.0
 
     def _forget(self, *, has_failed: bool) -> None:
         self.current = self._weight = None

@@ -32,6 +32,7 @@ from ddp.data_parallel.checksum import WeightChecksum
 from ddp.data_parallel.explaining.scaling_report import ScalingReport
 from ddp.data_parallel.explaining.step_report import StepReport
 from ddp.data_parallel.forward_policy import ForwardPolicy, tensors_in
+from ddp.data_parallel.micro_batches import MicroBatches
 from ddp.data_parallel.module_watch import ModuleWatch, sparse_names
 from ddp.data_parallel.planning.bucket_planner import BucketPlanner, Measurement
 from ddp.data_parallel.planning.measuring import Measuring
@@ -125,6 +126,7 @@ class DistributedDataParallel(TorchSurface):
     _least_ranks = 2  # that communicate; 1 lets tests and benchmarks see one device's way through a reduction
     _policy: ForwardPolicy | None = None  # with the reducer; None in a world of one
     _end: Callable[[], Any] | None = None
+    _micro_batches: MicroBatches | None = None
     _method: Half | Int8 | PowerSGD | None = None  # of the compression that is used
 
     def __init__(
@@ -254,6 +256,7 @@ class DistributedDataParallel(TorchSurface):
             if self.forward_sync_buffers
             else None,
             buffer_hook=self._buffer_hook,
+            micro_batches=self._micro_batches,
         )
         # The hooks keep the reducer alive as long as the parameters live, which may outlive this wrapper.
         end = weakref.finalize(self, reducer.close)
@@ -489,6 +492,12 @@ class DistributedDataParallel(TorchSurface):
     def average_over(self, group: dist.ProcessGroup) -> None:
         """Average over the ranks of `group` from now on, as `_update_process_group`; for other modules of ddp."""
         self._update_process_group(group)
+
+    def step_in(self, micro_batches: MicroBatches) -> None:
+        """Let a step be over `micro_batches` from now on, also in a group of one rank; for other modules of ddp."""
+        self._micro_batches, self._least_ranks = micro_batches, 1
+        if self._policy is not None:
+            self._policy.micro_batches = micro_batches
 
     @property
     def gradient_reducer(self) -> Reducer | None:

@@ -23,6 +23,7 @@ from ddp.errors import CollectiveError, ReplacementError, UnsupportedError
 from ddp.generation.pending_group import left_out
 from ddp.horovod.optimizer import is_distributed
 from ddp.resilience.copies import copied
+from ddp.resilience.global_batch import GlobalBatch
 from ddp.resilience.join_point import JoinPoint
 from ddp.resilience.parts import ModelPart, OptimizerPart, Part, SamplerPart
 from ddp.resilience.rank_page import RankPage
@@ -58,6 +59,7 @@ class Commits:
         self._models = {name: part for name, part in parts.items() if isinstance(part, ModelPart)}
         self._optimizers = [part for part in parts.values() if isinstance(part, OptimizerPart)]
         self._samplers = [part for part in parts.values() if isinstance(part, SamplerPart)]
+        self._global_batch = next((part for part in self._samplers if isinstance(part, GlobalBatch)), None)
         self._page: RankPage | None = None
         self._place = 0, 1  # the rank and the size of the world
         self._kept: dict[str, Any] = {}
@@ -97,6 +99,8 @@ class Commits:
             if model.wrapper is None:
                 model.call_before_sending(self.sending)
         self._place = dist.get_rank(), dist.get_world_size()
+        if self._global_batch is not None:
+            self._global_batch.start(self._place, self.parts, self._values)
         if has_state:
             self.number = -1
             self.take()
@@ -126,6 +130,8 @@ class Commits:
                 "several optimizers of ddp.horovod in a resilient function: wrap the models in "
                 "ddp.DistributedDataParallel, or give all parameters to one optimizer"
             )
+        if self._global_batch is not None and (problem := self._global_batch.obstacle(self.parts)):
+            return problem
         given = self._trained()
         for part in self._models.values():
             if problem := part.obstacle(given):
@@ -170,15 +176,26 @@ class Commits:
         for model in self._models.values():
             model.interrupted()
 
-    def take(self) -> None:
-        """Commit the present state."""
+    def take(self) -> bool:
+        """Commit the present state; return whether that is one, and not in the middle of a step of several passes."""
         if self._page is None:  # nobody could take it over
             for sampler in self._samplers:
                 sampler.count()
-            return
+            return True
         assert self.number is not None
+        self._check_passed()
+        if self._global_batch is not None and not self._global_batch.ends_step():
+            return False
         if self.devices and not (self._optimizers and all(part.is_settled for part in self._optimizers)):
             self._settle()
+        for part in self.parts.values():
+            part.keep()
+        self._kept = copied(self._values)
+        self.number += 1
+        self._page.commit(self.number)
+        return True
+
+    def _check_passed(self) -> None:
         reducers = [model.reducer for model in self._models.values()]
         for reducer in (*reducers, *(part.reducer for part in self._optimizers)):
             if reducer is not None and reducer.last_failed:
@@ -188,11 +205,6 @@ class Commits:
                     rank=dist.get_rank(),
                     what="commit",
                 )
-        for part in self.parts.values():
-            part.keep()
-        self._kept = copied(self._values)
-        self.number += 1
-        self._page.commit(self.number)
 
     def amend(self) -> None:
         """Commit that the model has changed between two steps; the place in the data and the values stay."""

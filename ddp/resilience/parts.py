@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -240,14 +240,24 @@ class OptimizerPart(Part):
             ]
         self._has_stepped = True
 
+    def now(self) -> list[dict[str, Any]]:
+        """Its settings, for `undo`."""
+        return [_settings(group) for group in self.optimizer.param_groups]
+
+    def undo(self, settings: Sequence[Mapping[str, Any]]) -> None:
+        """Put settings back as they were at `now`. Steps since then, of which there is no other trace, do not count."""
+        for group, then in zip(self.optimizer.param_groups, settings, strict=True):
+            group |= {name: copied(value) for name, value in then.items()}
+        self._has_stepped = False
+
     def keep(self) -> None:
-        self._groups = [_settings(group) for group in self.optimizer.param_groups]
+        self._groups = self.now()
         self._has_stepped = False
 
     def roll_back(self) -> None:
-        for group, settings in zip(self.optimizer.param_groups, self._groups, strict=True):
-            group |= {name: copied(value) for name, value in settings.items()}
-        if not self._has_stepped:
+        has_stepped = self._has_stepped
+        self.undo(self._groups)
+        if not has_stepped:
             return
         foreach_copy([parameter.detach() for parameter in self.parameters], self._values)
         for parameter, state in zip(self.parameters, self._states, strict=True):
@@ -271,6 +281,14 @@ class StatefulPart(Part):
         self._stateful = stateful
         self._copies = Copies()
         self._kept: Any = None
+
+    def now(self) -> Any:
+        """A copy of its state, for `undo`."""
+        return copied(self._stateful.state_dict())
+
+    def undo(self, state: Any) -> None:
+        """Put it back as it was at `now`."""
+        self.receive(state)
 
     def keep(self) -> None:
         self._kept = self._copies.of(self._stateful.state_dict())
@@ -332,15 +350,18 @@ class SamplerPart(Part):
         elif (sampler.rank, sampler.num_replicas) == before:  # else the script has chosen them
             sampler.rank, sampler.num_replicas = place
 
-    def count(self) -> None:
+    def count(self) -> int:
+        """Count what was trained on since the last commit; return how many samples these are on this rank."""
         sampler = self.sampler
         if not isinstance(sampler, DistributedSampler):
-            return
+            return 0
         place, trained = self._counted
-        if sampler.trained == (trained if sampler.places == place else 0) and sampler.drawn > sampler.trained:
+        before = trained if sampler.places == place else 0
+        if sampler.trained == before and sampler.drawn > sampler.trained:
             _check_no_workers()
             sampler.advance(sampler.drawn - sampler.trained)
         self._counted = sampler.places, sampler.trained
+        return sampler.trained - before
 
 
 def accompany(model: nn.Module, part: Part) -> None:

@@ -13,6 +13,7 @@ from ddp.data.replica_loader import ReplicaLoader
 from ddp.data.sampler import DistributedSampler
 from ddp.errors import ArgumentError
 from ddp.resilience.commits import Commits
+from ddp.resilience.global_batch import GlobalBatch, check_objects
 from ddp.resilience.parts import ModelPart, OptimizerPart, Part, SamplerPart, StatefulPart
 
 __all__ = ["State"]
@@ -39,6 +40,15 @@ class State:
     optimizers, each copies its parameters and its state before its step, so that a failure between two of their steps
     costs one commit as well. Modules that no optimizer steps, such as averages of weights, should change only between
     the optimizer's step and the commit.
+
+    With `keep_global_batch`, a plain DataLoader over the `ddp.DistributedSampler` in the State, and the same loop, a
+    step stays over as many batches of that size as there were ranks when the function began, and over the same samples
+    in the same order, when the world shrinks and when it grows again. Where a rank has several, the loop runs once for
+    each: gradients are set aside after the backward pass of all but the last one, so that optimizers, clipping and
+    `zero_grad()` find none, and `commit()` undoes what the loop did to values, schedulers and settings of the optimizer
+    since the batch was drawn. Then it returns False. What it cannot undo happens for each: running sums in local
+    variables, statistics of batch normalization, random numbers, what the loop does after the commit. Where the
+    ranks do not divide the batches, some ranks see one twice, and its gradients are dropped.
     """
 
     def __init__(
@@ -49,9 +59,14 @@ class State:
         scheduler: Stateful | None = None,
         scaler: Stateful | None = None,
         sampler: Stateful | None = None,
+        keep_global_batch: bool = False,
         **others: Any,
     ) -> None:
-        """Communicates nothing. Raises ArgumentError for what has no state, or a value that cannot be sent."""
+        """Communicates nothing. Raises ArgumentError for what has no state, or a value that cannot be sent.
+
+        So it does with `keep_global_batch` where something is not as the class says, and for gradient scalers, further
+        models and optimizers; UnsupportedError for a torch whose DataLoader lacks what that takes.
+        """
         named = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "sampler": sampler}
         objects: dict[str, Any] = {name: given for name, given in named.items() if given is not None}
         given_parts(**objects)
@@ -61,6 +76,9 @@ class State:
         for name, value in others.items():
             setattr(self, name, value)
         parts = {name: _part(name, given) for name, given in objects.items()}
+        if keep_global_batch:
+            check_objects(self.objects)
+            parts["sampler"] = GlobalBatch(self.objects["sampler"])
         owners = [each for each in objects.values() if hasattr(each, "own_state")]
         own["commits"] = Commits(parts, self.values, owners[0] if owners else None)
 
@@ -88,17 +106,20 @@ class State:
             encode(value)  # raises for what cannot be sent
         self.values[name] = value
 
-    def commit(self) -> None:
+    def commit(self) -> bool:
         """Say that the step is done: it will not be made again, nor lost.
+
+        Returns whether it is: False within a step of several batches on this rank (`keep_global_batch`).
 
         Call it on every rank after each step of the optimizer, with no collective between the two; with several
         optimizers, after the last one's. Communicates nothing. A DistributedSampler whose `advance` nobody has called
         is advanced by what it has handed out; where a DataLoader may have workers, which draw ahead, ArgumentError says
         to call it; so must who draws ahead in a thread. CollectiveError after a backward pass that failed.
         """
-        self.commits.take()
-        if (join_point := self.commits.join_point) is not None and self.commits.number is not None:
+        is_done = self.commits.take()
+        if is_done and (join_point := self.commits.join_point) is not None and self.commits.number is not None:
             join_point.committed(self.commits.number)
+        return is_done
 
 
 def _part(name: str, given: Any) -> Part:

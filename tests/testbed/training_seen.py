@@ -60,6 +60,10 @@ class TrainingSeen:
         """What the ranks said after `word`, each text once."""
         return {match[1] for line in self._lines if (match := re.search(rf"\] {word} (.*)$", line.strip()))}
 
+    @property
+    def output(self) -> str:
+        return "".join(self._lines)
+
     def end_well(self) -> str:
         """Wait for the end of the run, which must be a good one; return what dtrain said."""
         status = self._process.wait(LIMIT_S)

@@ -18,6 +18,7 @@ from torch.utils.data import DistributedSampler as TorchSampler
 
 import ddp
 from ddp.data.permutation import LARGE, Keyed, choose
+from ddp.data.sampler import Even
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 16, 100, 101])
@@ -507,3 +508,40 @@ def test_a_state_from_before_orders_had_names_was_in_torchs() -> None:
         sampler = ddp.DistributedSampler(range(20), 1, 0, **arguments)  # type: ignore[arg-type]
         sampler.load_state_dict({**state, "shuffle": True, **arguments, "position": 5})
         assert len(sampler) == 15
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("replicas", "ranks"), [(3, 2), (4, 3), (5, 1)])
+@pytest.mark.parametrize(("even", "drop_last", "batch"), [("pad", False, 4), ("drop", False, 3), ("pad", True, 4)])
+def test_a_rank_with_several_shares_gets_their_batches_in_turn(
+    replicas: int, ranks: int, even: Even, drop_last: bool, batch: int, workers: int
+) -> None:
+    """The last batches of 70 samples are short."""
+    data = torch.utils.data.TensorDataset(torch.arange(70))
+
+    def batches(sampler: ddp.DistributedSampler, count: int = 1) -> list[list[int]]:
+        found: list[list[int]] = []
+        loader = DataLoader(data, batch, sampler=sampler, drop_last=drop_last, num_workers=workers)
+        for (x,) in loader:
+            found.append(x.tolist())
+            sampler.advance(len(x))
+            if len(found) % count:
+                continue
+            steps = len(found) // count
+            assert sampler.state_dict()["position"] == min(70, replicas * sum(map(len, found[::count])))
+            resumed = ddp.DistributedSampler(data, replicas, 0, even=even)
+            resumed.load_state_dict(sampler.state_dict())
+            assert [*resumed][:batch] == next(iter(whole[0][steps:]), []) or drop_last
+        return found
+
+    whole: list[list[list[int]]] = [[] for _ in range(replicas)]
+    for share in range(replicas):
+        sampler = ddp.DistributedSampler(data, replicas, share, even=even)
+        whole[share] = [x.tolist() for (x,) in DataLoader(data, batch, sampler=sampler, drop_last=drop_last)]
+    for rank in range(ranks):
+        shares = [*range(rank, replicas, ranks)]
+        sampler = ddp.DistributedSampler(data, ranks, rank, even=even)
+        sampler.hand_out(shares, replicas, batch, lambda: None)
+        sampler.load_state_dict(sampler.state_dict())
+        expected = [whole[share][step] for step in range(len(whole[0])) for share in shares]
+        assert batches(sampler, len(shares)) == expected

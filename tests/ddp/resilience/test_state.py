@@ -1,12 +1,17 @@
 """What a State refuses, and what it does where no launcher replaces processes."""
 
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ddp
-from ddp.errors import ArgumentError
+from ddp.errors import ArgumentError, UnsupportedError
+from ddp.resilience.global_batch import GlobalBatch
 
 
 @pytest.fixture
@@ -100,3 +105,120 @@ def test_a_commit_under_a_loader_with_workers_needs_advance(
         state.commit()
     sampler.advance(len(x))
     state.commit()
+
+
+def kept(parts: tuple[nn.Module, torch.optim.Optimizer, ddp.DistributedSampler], **changed: Any) -> ddp.State:
+    model, optimizer, sampler = parts
+    given = {"model": ddp.DistributedDataParallel(model), "optimizer": optimizer, "sampler": sampler}
+    return ddp.State(**given | changed, keep_global_batch=True)
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_what_the_global_batch_cannot_be_kept_with_is_refused(
+    parts: tuple[nn.Module, torch.optim.Optimizer, ddp.DistributedSampler],
+) -> None:
+    model, optimizer, sampler = parts
+    data = sampler.dataset
+    refused = {
+        r"takes a model in ddp.DistributedDataParallel, and there is model=Linear": {"model": model},
+        r"and there is model=DistributedDataParallel": {"model": nn.parallel.DistributedDataParallel(nn.Linear(2, 1))},
+        r"takes an optimizer, and there is none": {"optimizer": None},
+        r"takes a ddp.DistributedSampler, and there is none": {"sampler": None},
+        r"the loader of a strategy keeps": {"sampler": ddp.strategy("all_reduce").loader(data, global_batch_size=2)},
+        r'with even="pad" or "drop"': {"sampler": ddp.DistributedSampler(data, even="exact")},
+        r"scaler=GradScaler": {"scaler": torch.amp.GradScaler("cpu")},
+        r"ema=AveragedModel": {"ema": torch.optim.swa_utils.AveragedModel(model)},
+        r"second=SGD: it takes one model, one optimizer": {"second": torch.optim.SGD(model.parameters())},
+        r"no optimizer of ddp.horovod": {
+            "optimizer": ddp.horovod.DistributedOptimizer(torch.optim.SGD(model.parameters()))
+        },
+    }
+    for message, changed in refused.items():
+        with pytest.raises(ArgumentError, match=message):
+            kept(parts, **changed)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert kept(parts, scheduler=schedule, scaler=torch.amp.GradScaler("cpu", enabled=False), epoch=0).commit()
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_a_commit_of_several_batches_is_refused_where_the_global_batch_is_kept(
+    parts: tuple[nn.Module, torch.optim.Optimizer, ddp.DistributedSampler],
+) -> None:
+    state = kept(parts)
+    for step, _ in enumerate(DataLoader(parts[2].dataset, batch_size=2, sampler=parts[2])):
+        if step == 0:
+            state.commit()
+    with pytest.raises(ArgumentError, match="this commit is of 10 samples on this rank, in 1 batch, and a batch had 2"):
+        state.commit()
+
+
+@pytest.fixture
+def of_two(
+    parts: tuple[nn.Module, torch.optim.Optimizer, ddp.DistributedSampler],
+    group_of_one: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[ddp.State]:
+    """A State on the one rank that is left of two, after a first commit."""
+    (tmp_path / "page").touch()
+    monkeypatch.setenv("DTRAIN_STATE_FILE", str(tmp_path / "page"))
+    monkeypatch.setattr(ddp.DistributedDataParallel, "_least_ranks", 1)
+    model, optimizer, sampler = parts
+    sampler.hand_out([0], 2, 0, lambda: None)
+    sampler.load_state_dict(sampler.state_dict())
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    state = kept((model, optimizer, sampler), schedule=schedule, step=0)
+    part = state.commits.parts["sampler"]
+    assert isinstance(part, GlobalBatch)
+    sampler.num_replicas = 1
+    state.commits.begin(has_state=True)
+    sampler.num_replicas = 2
+    part.receive({"position": sampler.state_dict(), "count": 2, "batch": 2})
+    part.begin(None)
+    yield state
+    state.model._let_go()  # before the group ends
+
+
+def one_pass(state: ddp.State, x: torch.Tensor) -> None:
+    state.model(x).sum().backward()
+    state.optimizer.step()
+    state.schedule.step()
+    state.optimizer.zero_grad()
+    state.step += 1
+
+
+def test_a_step_of_two_batches_is_one_commit(of_two: ddp.State) -> None:
+    """12 samples: three steps of twice two."""
+    before = of_two.model.module.weight.detach().clone()
+    done = []
+    for (x,) in DataLoader(of_two.sampler.dataset, batch_size=2, sampler=of_two.sampler):
+        one_pass(of_two, x)
+        done.append(of_two.commit())
+        assert torch.equal(before, of_two.model.module.weight) is (done == [False])
+        assert of_two.step == of_two.schedule.last_epoch == sum(done)
+        assert of_two.sampler.state_dict()["position"] == 4 * sum(done)
+    assert done == [False, True] * 3
+
+
+def test_what_no_step_of_two_batches_can_be_made_of_is_an_error(of_two: ddp.State) -> None:
+    model, rows = of_two.model, iter(DataLoader(of_two.sampler.dataset, batch_size=2, sampler=of_two.sampler))
+    (x,) = next(rows)
+    with model.no_sync():
+        model(x).sum().backward()
+    one_pass(of_two, x)
+    with pytest.raises(ArgumentError, match=r"1 forward passes were in no_sync\(\)"):
+        of_two.commit()
+    of_two.commits.parts["sampler"].begin(None)  # type: ignore[attr-defined]  # as after a failure
+    for (x,) in [next(iter(DataLoader(of_two.sampler.dataset, batch_size=2, sampler=of_two.sampler)))]:
+        one_pass(of_two, x)
+        with torch.no_grad():
+            model.module.weight.add_(1)
+    with pytest.raises(UnsupportedError, match="parameters have changed in a micro-batch"):
+        of_two.commit()
+
+
+def test_without_the_size_of_a_batch_all_start_again(of_two: ddp.State) -> None:
+    part: Any = of_two.commits.parts["sampler"]
+    part.receive({"position": of_two.sampler.state_dict(), "count": 2, "batch": 0})
+    with pytest.raises(UnsupportedError, match="before a commit has shown the size of a batch"):
+        part.begin(None)

@@ -1,0 +1,64 @@
+"""A step of as many micro-batches as before on fewer ranks: which pass of it comes next, and what the others left.
+
+Made by `ddp.resilience.global_batch`; the policy of DistributedDataParallel asks it in each pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+__all__ = ["MicroBatches"]
+
+
+class MicroBatches:
+    """Deals the `count` micro-batches of a step to the ranks in turn. Every rank makes equally many passes a step.
+
+    The gradients of all passes of a rank but the last one are set aside, so that the script finds none and its
+    optimizer has nothing to do; the last one's reduction takes them along. Where the ranks do not divide the
+    micro-batches, some ranks make one pass of a micro-batch that counts elsewhere: it is spare, their first one, and
+    its gradients are dropped.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0  # of a step, over all ranks; 0 until it is known
+        self.own: Sequence[int] = ()  # of this rank's passes in a step, in their order
+        self.at = 0  # which of them comes next
+        self.passes = 0  # that went through since the last commit
+        self.users_own = 0  # forward passes since then whose gradients the script itself accumulates
+        self.before_pass: Callable[[], None] = lambda: None  # called before the forward of each pass but the last
+        self._spare = 0
+        self._aside: dict[torch.Tensor, torch.Tensor] = {}  # the gradients of the step's passes so far
+
+    def deal(self, count: int, rank: int, ranks: int) -> None:
+        """Begin a step of `count` micro-batches, as `rank` of so many."""
+        real = [*range(rank, count, ranks)]
+        self._spare = -(-count // ranks) - len(real)
+        self.own = [(real or [rank % count])[0]] * self._spare + real
+        self.count, self.at, self.passes, self.users_own = count, 0, 0, 0
+        self._aside.clear()
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the pass that comes next, or runs, ends the step."""
+        return self.at + 1 >= len(self.own)
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether it does not count."""
+        return self.at < self._spare
+
+    def set_aside(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Take the gradients away from `parameters`."""
+        for parameter in parameters:
+            if parameter.grad is not None:
+                before = self._aside.get(parameter)
+                self._aside[parameter] = parameter.grad if before is None else before + parameter.grad
+                parameter.grad = None
+
+    def put_back(self) -> None:
+        """Leave what was set aside in `.grad`, where the running backward pass adds to it."""
+        for parameter, grad in self._aside.items():
+            parameter.grad = grad if parameter.grad is None else grad + parameter.grad
+        self._aside.clear()
