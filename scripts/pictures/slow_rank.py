@@ -2,8 +2,8 @@
 
 python scripts/pictures/slow_rank.py
 
-Writes beside this file top.svg, what `dtrain top` shows of the slow rank, and plot.png, which `dtrain plot` draws. Needs
-a quiet machine, dtrain[plot].
+Writes beside this file top.svg, what `dtrain top` shows of the slow rank, and plot.png, which `dtrain plot` draws.
+Needs a quiet machine, and dtrain[plot].
 """
 
 from __future__ import annotations
