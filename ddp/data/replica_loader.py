@@ -159,11 +159,15 @@ class ReplicaLoader:
             self._finished = self.epoch
             self._next_epoch()
 
-    def deal_over(self, replica: int, replicas: int) -> None:
-        """Share out global batches of the same size to other replicas, from the next pass on.
+    def deal_over(self, before: tuple[int, int], place: tuple[int, int]) -> None:
+        """Share out global batches of the same size to other replicas than before, from the next pass on.
 
-        Raises UnsupportedError where these are more than a batch has samples.
+        Both are (replica, replicas). A loader whose place was not `before` stays as it is: the script has chosen it.
+        Raises UnsupportedError where the replicas are more than a batch has samples.
         """
+        if (self._replica, self._replicas) != before:
+            return
+        replica, replicas = place
         if self.global_batch_size < replicas:
             raise UnsupportedError(
                 f"global_batch_size={self.global_batch_size} is less than one sample for each of the {replicas} "

@@ -346,7 +346,7 @@ class SamplerPart(Part):
                 f"{before[1]}: use ddp.DistributedSampler, or the loader of a ddp.strategy. All start again"
             )
         if isinstance(sampler, ReplicaLoader):
-            sampler.deal_over(*place)
+            sampler.deal_over(before, place)
         elif (sampler.rank, sampler.num_replicas) == before:  # else the script has chosen them
             sampler.rank, sampler.num_replicas = place
 

@@ -46,6 +46,11 @@ class Verbosity:
     say: Callable[[str], None]
     error_json: Path | None
 
+    def tell(self, text: str) -> None:
+        """Say what is neither an error nor the report."""
+        if not self.quiet:
+            self.say(text)
+
 
 @dataclass(frozen=True)
 class Caller:
@@ -132,12 +137,13 @@ def control(request: Request, options: Options, limits: Limits, verbosity: Verbo
         out = caller.out if caller.detachment is None else caller.err
         console = Console(out=out, err=caller.err, lines=options.lines, as_json=verbosity.as_json)
         folder = spec.log_dir / spec.run_id
-        if spec.first_attempt == 0 and (moved := set_aside(folder)) is not None and not verbosity.quiet:
-            verbosity.say(f"moved the files of an earlier run {spec.run_id} to {moved}")
+        if spec.first_attempt == 0 and (moved := set_aside(folder)) is not None:
+            verbosity.tell(f"moved the files of an earlier run {spec.run_id} to {moved}")
         logs = LogFiles(folder, console.say)
         output = OutputThread(console, logs, output_filter=request.output_filter)
         output.start()
-        recording = Recording(folder, spec.run_id, say=output.say, failed=output.cannot_write)
+        tell_user = (lambda _: None) if verbosity.quiet else output.say
+        recording = Recording(folder, spec.run_id, say=tell_user, failed=output.cannot_write)
         session = Session(
             spec,
             output,
@@ -150,7 +156,7 @@ def control(request: Request, options: Options, limits: Limits, verbosity: Verbo
             limits=limits,
             detachment=caller.detachment,
             timeline=recording.timeline,
-            say=(lambda _: None) if verbosity.quiet else output.say,
+            say=tell_user,
         )
 
         def show_progress(text: str) -> None:
@@ -163,13 +169,13 @@ def control(request: Request, options: Options, limits: Limits, verbosity: Verbo
                 if node_role is not None:  # there are commands of this run on other nodes
                     from launcher.cli.run_node import listen_for_nodes  # cryptography is slow to import
 
-                    listener = stack.enter_context(listen_for_nodes(node_role, spec, output.say))
+                    listener = stack.enter_context(listen_for_nodes(node_role, spec, tell_user))
                 shows_progress = os.isatty(caller.err) and not verbosity.quiet and not verbosity.as_json
                 controller = Controller(
                     spec if listener is None else replace(spec, master_addr=listener.address),
                     output,
                     show_progress=show_progress if shows_progress else lambda _: None,
-                    tell_user=output.say,
+                    tell_user=tell_user,
                     opened=opened,
                     listener=listener,
                     recording=recording,
@@ -276,7 +282,7 @@ def _report_end(
             verbosity.say(f"{were} forked from processes that had imported their packages")
     if verbosity.verbose or spec.start_method == "fork":
         for reason in outcome.by_exec:
-            verbosity.say(f"workers were started by exec: {reason}")
+            verbosity.tell(f"workers were started by exec: {reason}")
     ranks = request.output_filter.ranks
     if outcome.error is None and ranks and max(ranks) >= outcome.world_size:
         named = ",".join(map(str, sorted(ranks)))
@@ -284,10 +290,9 @@ def _report_end(
     if outcome.error is None and spec.stdin_rank is not None and spec.stdin_rank >= outcome.world_size:
         verbosity.say(f"--stdin {spec.stdin_rank}: there were only ranks 0 to {outcome.world_size - 1}; none read it")
     for line in warm_lines(spec, outcome, verbose=verbosity.verbose):
-        if not verbosity.quiet:
-            verbosity.say(line)
-    if parts is not None and not verbosity.quiet and (parts.is_measured or parts.wall_s >= GOODPUT_FROM_S):
-        verbosity.say(goodput_line(parts))
+        verbosity.tell(line)
+    if parts is not None and (parts.is_measured or parts.wall_s >= GOODPUT_FROM_S):
+        verbosity.tell(goodput_line(parts))
     text = report(outcome, folder=folder, tail=output.tail, evidence_file=evidence_file)
     if caller.is_program and outcome.exit_code != 0:
         return text
@@ -314,9 +319,9 @@ def _requeue(outcome: Outcome, verbosity: Verbosity) -> int:
     from launcher.hosts.slurm_allocation import is_cancelled, requeue
 
     if outcome.signum is not None and is_cancelled(os.environ):
-        verbosity.say("the job was cancelled; it is not queued again")
+        verbosity.tell("the job was cancelled; it is not queued again")
         return 128 + outcome.signum
-    verbosity.say("queueing the job again")
+    verbosity.tell("queueing the job again")
     problem = requeue(os.environ)  # SLURM ends this process for it, perhaps before it has answered
     if problem is not None:
         verbosity.say(problem)

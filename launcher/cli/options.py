@@ -174,7 +174,7 @@ class Options:
     )
 
     # Output and runs
-    quiet: bool = _flag("Print nothing of dtrain's own but errors.", short="-q", env=False)
+    quiet: bool = _flag("Print nothing of dtrain's own but errors and the report of a failure.", short="-q", env=False)
     verbose: bool = _flag(
         "At the end, also print how many workers ran, for how long, and where the output is.", short="-v", env=False
     )

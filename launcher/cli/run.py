@@ -76,9 +76,8 @@ def _run(options: Options, say: Callable[[str], None], detachment: Detachment | 
         if ends_with_login():
             say("logind ends this run with your login (KillUserProcesses). To keep it: loginctl enable-linger,")
             say("once, then start it by: systemd-run --user --scope dtrain run --detach ...")
-    if not verbosity.quiet:
-        for notice in [*unknown_variables(), *request.notices]:
-            say(notice)
+    for notice in [*unknown_variables(), *request.notices]:
+        verbosity.tell(notice)
     spec, node_role, taken = request.spec, request.node_role, ""
     if in_slurm(os.environ):  # which may send them while we start
         for signum in (signal.SIGUSR1, signal.SIGUSR2):

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import ddp
 from ddp.data.replica_loader import ReplicaLoader
+from ddp.errors import UnsupportedError
 
 Pair = namedtuple("Pair", "x y")
 
@@ -227,3 +228,13 @@ def test_a_pass_draws_nothing_from_torchs_own_generator() -> None:
     before = torch.get_rng_state()
     assert len([list(loader) for loader in _loaders(9, 3, 3, shuffle=True)]) == 3
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_loader_is_dealt_over_only_if_it_was_where_the_rank_was() -> None:
+    loader = ReplicaLoader(_numbers(12), global_batch_size=4, replica=1, replicas=2)
+    loader.deal_over((0, 4), (0, 1))  # the script has chosen another place than the rank's
+    assert [batch.tolist() for (batch,) in loader] == [[1, 3], [5, 7], [9, 11]]
+    loader.deal_over((1, 2), (0, 1))
+    assert [batch.tolist() for (batch,) in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    with pytest.raises(UnsupportedError, match="less than one sample for each of the 5 replicas"):
+        loader.deal_over((0, 1), (4, 5))

@@ -366,3 +366,18 @@ def test_an_excepthook_that_exits_decides_the_exit_code(tmp_path: Path) -> None:
     result = run_dtrain("run", script, cwd=tmp_path)
     assert result.returncode == 17, result.stderr
     assert "ValueError: told elsewhere" in result.stderr
+
+
+def test_quiet_shows_the_report_of_a_failure_and_nothing_else(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, sys\nsys.exit(3 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' else int(sys.argv[1]))"
+    )
+    for exit_code in (0, 4):
+        options = ["--max-restarts", "1", "--nproc-per-node", "1", script, str(exit_code)]
+        loud = run_dtrain("run", *options, cwd=tmp_path)
+        assert (loud.returncode, "attempt 1 begins" in loud.stderr) == (exit_code, True), loud
+        quiet = run_dtrain("run", "-q", *options, cwd=tmp_path)
+        assert quiet.returncode == exit_code
+        assert "attempt 1 begins" not in quiet.stderr, quiet.stderr
+        assert ("exited with code 4" in quiet.stderr) if exit_code else quiet.stderr == "", quiet.stderr
