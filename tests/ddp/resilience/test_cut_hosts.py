@@ -17,6 +17,12 @@ FAULTS: dict[str, tuple[Fault, Fault]] = {
     "freeze": (NetworkHosts.freeze, NetworkHosts.thaw),
     "power off": (NetworkHosts.poweroff, NetworkHosts.boot),
 }
+SAYS_WHAT_IT_IS_FORKED_FROM = """
+import psutil
+servers = [each for each in psutil.Process().parents() if "fork_server.py" in " ".join(each.cmdline())]
+oldest = min([each.create_time() for each in servers], default=time.time())
+print("began", os.environ["DTRAIN_HOST"], oldest, flush=True)
+"""
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -48,3 +54,30 @@ def test_a_host_that_is_gone_without_a_word_is_done_without_and_joins_again(
     least, _, more = (int(word) for word in next(iter(seen.said("counts"))).split())
     assert (least, more <= 2) == (1, True)
     assert len(seen.said("result")) == 1
+
+
+@pytest.mark.usefixtures("warm")
+def test_a_host_that_was_cut_off_comes_back_warm(network_hosts: NetworkHosts, tmp_path: Path) -> None:
+    """With --keep-warm its workers end when it is cut off, and what they were forked from stays for its return.
+
+    The script says when the oldest fork server above it began.
+    """
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.read_text().replace("entered = 0\n", "entered = 0\n" + SAYS_WHAT_IT_IS_FORKED_FROM))
+    argv = [
+        "run", "--ssh-config", network_hosts.ssh_config, "--heartbeat-timeout-s", f"{TIMEOUT_S:g}", "--grace-s", "1",
+        "--nproc-per-node", "1", "--hosts", "far1,far2,far3", "--nnodes", "1:3", "--keep-warm", "15s", script, "4",
+        "0.1",
+    ]  # fmt: skip
+    with started_dtrain(*argv, cwd=tmp_path) as process:
+        seen = TrainingSeen(process)
+        seen.wait(lambda: len(seen.sized(3)) > 15)
+        network_hosts.drop("far3")
+        seen.wait(lambda: len(seen.sized(2)) > 10)
+        given, given_at = time.monotonic(), time.time()
+        network_hosts.mend("far3")
+        seen.wait(lambda: any(at.host == "far3" for at in seen.sized(3, after=given)))
+        stderr = seen.end_well()
+    print(f"with it again {seen.sized(3, after=given)[0].time - given:.2f} s after its return")
+    oldest = max(float(line.split()[1]) for line in seen.said("began") if line.startswith("far3"))
+    assert oldest < given_at, stderr

@@ -1374,6 +1374,8 @@ class World:
         first, second = (attempt.cause for attempt in past[-2:])
         if not second.host or first.host != second.host or first.attempt + 1 != second.attempt:
             return
+        if any(root.alone and (root.host, root.attempt) == (second.host, second.attempt) for root in self.roots):
+            return  # the others had gone on without it: a loss in an attempt that had made steps ends the row
         state = self.job.fleet.states[second.host]
         if self.job.fleet.wanted(state):
             assert self.job.fleet.count(HostPhase.READY) - (state.phase is HostPhase.READY) < self.spec.min_hosts
