@@ -18,7 +18,7 @@ FIGURES = json.loads((BENCH / "figures.json").read_text())
 @pytest.fixture(autouse=True)
 def _matplotlib(request: pytest.FixtureRequest) -> None:
     if "tmp_path" in request.fixturenames:
-        require(find_spec("matplotlib"), "matplotlib", "pip install 'dtrain[examples]'")
+        require(find_spec("matplotlib"), "matplotlib", "pip install matplotlib")
 
 
 def test_the_pictures_are_those_of_the_figures(tmp_path: Path) -> None:

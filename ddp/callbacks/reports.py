@@ -154,9 +154,7 @@ class TensorBoard(Callback):
 
     def __init__(self, folder: str | PathLike[str]) -> None:
         if importlib.util.find_spec("tensorboard") is None:
-            raise DdpError(
-                "TensorBoard needs the package tensorboard, which is not installed: pip install 'dtrain[tensorboard]'"
-            )
+            raise DdpError("TensorBoard needs the package tensorboard, which is not installed: pip install tensorboard")
         self.folder = Path(folder)
         self._writer: Any = None
         self._written: dict[str, float] | None = None  # the logs of steps, as they were written last

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher import __version__
 from launcher.check.facts import Gpu, HostFacts
 from launcher.check.finding import Examined, Finding, Severity, fix_in, grouped, most_common
 from launcher.errors import PlacementError
 from launcher.hosts.folding import fold
 from launcher.job.orders import mismatch
 from launcher.machine.devices import vendor_named
+from launcher.machine.packages import install_command
 from launcher.output.text import size
 from launcher.placement.job_spec import JobSpec
 from launcher.placement.placement import is_part, place_job
@@ -45,7 +45,7 @@ def host_findings(
         if one.facts is None:
             message, fix = fix_in(one.problem)
             if any(words in one.problem for words in ("has no dtrain", "has dtrain", "older dtrain")):
-                fix = one.on_host(f"{spec.python} -m pip install dtrain=={__version__}")
+                fix = one.on_host(install_command(spec.python))
             yield one.finding(_ERROR, "unusable", message, fix=fix or one.on_host("true"))
             continue
         there.append(one)
@@ -67,7 +67,9 @@ def _versions(spec: JobSpec, one: Examined, code_here: str) -> Iterator[Finding]
         yield one.finding(_ERROR, "versions", *fix_in(problem))
     elif facts.code != code_here:
         message = f"dtrain is the same version, but other code ({facts.code}, here {code_here})"
-        yield one.finding(_WARNING, "dtrain-code", message, f"{install} --force-reinstall dtrain=={facts.dtrain}")
+        yield one.finding(
+            _WARNING, "dtrain-code", message, install_command(spec.python, "--force-reinstall", "--no-deps")
+        )
     if facts.torch is None:
         yield one.finding(_ERROR, "torch-missing", f"{facts.executable} has no torch", f"{install} torch")
 

@@ -284,7 +284,7 @@ def trace(run_id: str, output: str | None) -> None:
 @_RUN
 @click.option("--output", "-o", metavar="FILE", help="Instead of RUN.png here; its suffix gives the format.")
 def plot(run_id: str, output: str | None) -> None:
-    """Draw how long the steps of each rank of RUN took, with restarts and faults. Needs matplotlib: dtrain[plot]."""
+    """Draw how long the steps of each rank of RUN took, with restarts and faults. Needs matplotlib."""
     from launcher.cli.runs.times import plot_run
 
     sys.exit(plot_run(run_id, output, say=_complain))

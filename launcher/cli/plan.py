@@ -110,7 +110,7 @@ def _cells(worker: _PlannedWorker, *, with_roles: bool) -> dict[str, str]:
         "host": worker.host,
         "local rank": str(worker.local_rank),
         "GPU": ",".join(worker.gpus) + mark if worker.gpus else "-",
-        "visible to it": "as there" if worker.visible is None else (worker.visible or "none") + mark,
+        "visible to it": "unchanged" if worker.visible is None else (worker.visible or "none") + mark,
         "cores": ranges(worker.cores) or "?",
         "threads": "?" if worker.threads is None else str(worker.threads),
     }

@@ -11,6 +11,7 @@ from launcher.frozen import replace
 from launcher.hosts.host import Host, HostKind
 from launcher.job.events import Send
 from launcher.job.host_state import HostState
+from launcher.machine.packages import install_command
 from launcher.placement.ecosystems import ecosystem_environments, serving_ranks, shared_prefixes
 from launcher.placement.environment import roles_in_order, worker_defaults, worker_environment
 from launcher.placement.job_spec import DEFAULT_PORT, CommandKind, JobSpec, WorkerCommand
@@ -26,7 +27,7 @@ def mismatch(spec: JobSpec, hello: Hello) -> str | None:
     """Return why an agent cannot work with this controller, or None."""
     python = spec.python
     if hello.protocol != PROTOCOL or hello.version != __version__:
-        fix = f"{python} -m pip install dtrain=={__version__}"
+        fix = install_command(python)
         return f"has dtrain {hello.version}, here it is {__version__}; install the same there: {fix}"
     here = "{}.{}.{}".format(*sys.version_info[:3])
     if spec.command.kind is not CommandKind.PROGRAM and _minor(hello.python) != _minor(here):

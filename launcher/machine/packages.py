@@ -14,6 +14,7 @@ __all__ = [
     "assigned",
     "folder_of",
     "how_tested",
+    "install_command",
     "installed",
     "torch_build",
     "torch_file",
@@ -41,6 +42,30 @@ def version_of(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def install_command(python: str, *options: str) -> str:
+    """Return the command that installs this dtrain for `python`, from where pip or uv installed it here.
+
+    That is in direct_url.json (PEP 610): a folder, which has to be there too, or a repository. Without it, an index.
+    """
+    import importlib.metadata
+    import json
+    import shlex
+    from urllib.parse import unquote, urlsplit
+
+    from launcher import __version__
+
+    source = f"dtrain=={__version__}"
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        if text := importlib.metadata.distribution("dtrain").read_text("direct_url.json"):
+            found = json.loads(text)
+            url, version_control = found["url"], found.get("vcs_info")
+            if version_control:
+                source = f"{version_control['vcs']}+{url}@{version_control['commit_id']}"
+            else:
+                source = unquote(urlsplit(url).path) if url.startswith("file:") else url
+    return " ".join([python, "-m pip install", *options, shlex.quote(source)])
 
 
 def installed(distributions: Collection[str]) -> dict[str, str]:

@@ -53,7 +53,7 @@ def table(rows: Sequence[Mapping[str, str]]) -> list[str]:
 
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in rows[0]:
-        drawn.add_column(column, overflow="fold")
+        drawn.add_column(column, overflow="fold", no_wrap=column == "run")  # an id is copied whole
     for row in rows:
         drawn.add_row(*map(printable, row.values()))
     text = io.StringIO()

@@ -58,7 +58,7 @@ def draw(curves: StepCurves, path: Path, title: str) -> None:
     try:
         from matplotlib.figure import Figure  # no pyplot: it needs no window, and keeps nothing
     except ImportError as error:
-        raise RunError("dtrain plot draws with matplotlib, which is not here: pip install 'dtrain[plot]'") from error
+        raise RunError("dtrain plot draws with matplotlib, which is not here: pip install matplotlib") from error
     if not curves.by_rank:
         raise RunError("no rank has told of a step: the workers make their steps with ddp, and have made one")
     figure = Figure(figsize=(10, 5), layout="constrained")

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from zlib import crc32
 
 from launcher.hosts.host import Host, HostKind
+from launcher.machine.packages import install_command
 from launcher.placement.job_spec import CommandKind, JobSpec
 from launcher.transport.local import LocalStream
 from launcher.transport.stream import Stream
@@ -174,7 +175,7 @@ def why_not_started(python: str, status: int | None, words: str, noise: bytes) -
         named = f" to {home[1]}" if home is not None else ""
         return f"{python} there cannot find its own library: PYTHONHOME may be set{named} there; unset it"
     if "No module named" in words:
-        return f"{python} there has no dtrain; install it: {python} -m pip install dtrain"
+        return f"{python} there has no dtrain; install it: {install_command(python)}"
     said = [
         line.strip() for line in [*noise.decode("utf-8", "replace").splitlines(), *words.splitlines()] if line.strip()
     ]

@@ -20,7 +20,7 @@ import ddp
 try:
     from sklearn.datasets import load_digits
 except ModuleNotFoundError:
-    sys.exit("train_digits.py reads the digits of scikit-learn: pip install 'dtrain[examples]'")
+    sys.exit("train_digits.py reads the digits of scikit-learn: pip install scikit-learn")
 
 BASE_BATCH = 64  # images in the batch that --lr is meant for
 

@@ -21,7 +21,7 @@ from ddp.training.trainer import Trainer
 try:
     from sklearn.datasets import load_digits
 except ModuleNotFoundError:
-    sys.exit("train_fit.py reads the digits of scikit-learn: pip install 'dtrain[examples]'")
+    sys.exit("train_fit.py reads the digits of scikit-learn: pip install scikit-learn")
 
 
 def main() -> None:

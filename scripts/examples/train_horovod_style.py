@@ -22,7 +22,7 @@ import ddp.horovod as hvd  # instead of: import horovod.torch as hvd
 try:
     from sklearn.datasets import load_digits
 except ModuleNotFoundError:
-    sys.exit("train_horovod_style.py reads the digits of scikit-learn: pip install 'dtrain[examples]'")
+    sys.exit("train_horovod_style.py reads the digits of scikit-learn: pip install scikit-learn")
 
 BASE_BATCH = 64  # images in the batch that --lr is meant for
 

@@ -25,7 +25,7 @@ import ddp
 try:
     from sklearn.datasets import load_digits
 except ModuleNotFoundError:
-    sys.exit("train_ps.py reads the digits of scikit-learn: pip install 'dtrain[examples]'")
+    sys.exit("train_ps.py reads the digits of scikit-learn: pip install scikit-learn")
 
 EVERY = 5  # steps of the first worker between two losses of the test set
 Row = tuple[str, float, float]  # run, seconds since its first step, loss of the test set
@@ -125,7 +125,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw what the CSV file has, after training")
     args = parser.parse_args()
     if args.plot and find_spec("matplotlib") is None:
-        sys.exit("--plot draws with matplotlib: pip install 'dtrain[examples]'")
+        sys.exit("--plot draws with matplotlib: pip install matplotlib")
     return args
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from launcher import __version__
+from launcher.machine.packages import install_command
 from launcher.protocol.message import PROTOCOL
 from launcher.transport.tcp.greeting import Greeting, differences, printable
 from launcher.transport.tcp.joined_node import NodeConnection
@@ -91,7 +92,7 @@ class NodeSlots:
     def _compare(self, greeting: Greeting) -> None:
         node = printable(greeting.hostname)
         if greeting.version != __version__ or greeting.protocol != PROTOCOL:
-            fix = f"{shlex.quote(sys.executable)} -m pip install dtrain=={__version__}"
+            fix = install_command(shlex.quote(sys.executable))
             version = printable(greeting.version)
             raise Refused(f"{node} has dtrain {version}, node 0 has {__version__}; install the same on both: {fix}")
         if lines := differences(self._expected, greeting):

@@ -368,9 +368,10 @@ def _why(address: str, port: int, error: OSError) -> str:
         from launcher.agent.store import holder
 
         with contextlib.suppress(OSError):
-            return f"port {port} on {address} is in use by {holder(port)}; name another, the same on every node"
+            held = f"port {port} on {address} is in use by {holder(port)}"
+            return f"{held}; name another by --master-port, the same on every node"
     if error.errno == errno.EADDRNOTAVAIL:
         return f"no interface here has the address {address}; on node 0, --master-addr is an address of its own"
     if error.errno == errno.EACCES:
-        return f"port {port} is not for this user (below 1024); name another, the same on every node"
+        return f"port {port} is not for this user (below 1024); name another by --master-port, the same on every node"
     return f"cannot listen on {address}, port {port}: {os.strerror(error.errno or 0)}"

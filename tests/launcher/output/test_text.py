@@ -28,3 +28,8 @@ def test_a_table_shows_texts_as_they_are_but_for_what_steers_a_terminal() -> Non
     assert header.split() == ["host", "memory"]
     assert rows[0].split() == ["[red]a", "1", "GB\\x07"]
     assert "".join(rows[1:]).count("x") == 200, "a long cell is folded"
+
+
+def test_a_table_keeps_the_id_of_a_run_in_one_piece() -> None:
+    lines = table([{"run": "20261123-012358-ecc5", **dict.fromkeys("abcdef", "x" * 20), "command": "y" * 60}])
+    assert [line for line in lines if "20261123-012358-ecc5 " in line]
