@@ -1,10 +1,10 @@
 """A rank fails in training under dtrain: it alone is replaced, and the run ends with the bits of an undisturbed one."""
 
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
+from testbed.once import once
 from testbed.processes import Result
 from testbed.resilient import run as run_script
 from testbed.resilient import said
@@ -26,9 +26,11 @@ Results = dict[int, str]
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], Results]:
     """Returns the results of a run without failures."""
 
-    @cache
     def results(ranks: int, backend: str) -> Results:
-        return said(run(tmp_path_factory.mktemp("undisturbed"), ranks, backend=backend), "result")
+        def make() -> Results:
+            return said(run(tmp_path_factory.mktemp("undisturbed"), ranks, backend=backend), "result")
+
+        return once(tmp_path_factory, f"undisturbed {ranks} {backend}", make)
 
     return results
 
