@@ -20,11 +20,12 @@ from testbed.processes import run_program
 from torch import nn
 
 import ddp
-from ddp.checkpoint.convert import from_dcp, main, to_dcp
 
 if TYPE_CHECKING:
     import torch.distributed.checkpoint as dcp
     from ddp_worlds.convert_cases import DATA, build, train
+
+    from ddp.checkpoint.convert import from_dcp, main, to_dcp
 
 CASES = "ddp_worlds.convert_cases"
 
@@ -34,9 +35,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled") 
 @pytest.fixture(scope="module", autouse=True)
 def _imports() -> None:
     """Import here what takes seconds, and what else each process of pytest would when it collects the tests."""
-    global dcp, DATA, build, train
+    global dcp, DATA, build, train, from_dcp, main, to_dcp
     import torch.distributed.checkpoint as dcp
     from ddp_worlds.convert_cases import DATA, build, train
+
+    from ddp.checkpoint.convert import from_dcp, main, to_dcp
 
 
 def _saved(folder: Path, **values: Any) -> tuple[nn.Module, torch.optim.Optimizer, ddp.DistributedSampler]:

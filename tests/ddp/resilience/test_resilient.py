@@ -2,10 +2,10 @@
 
 import json
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
+from testbed.once import once
 from testbed.processes import Result
 from testbed.resilient import run as run_script
 from testbed.resilient import said
@@ -27,9 +27,11 @@ Results = dict[int, str]
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], Results]:
     """Returns the results of a run without failures."""
 
-    @cache
     def results(ranks: int, backend: str) -> Results:
-        return said(run(tmp_path_factory.mktemp("undisturbed"), ranks, backend=backend), "result")
+        def make() -> Results:
+            return said(run(tmp_path_factory.mktemp("undisturbed"), ranks, backend=backend), "result")
+
+        return once(tmp_path_factory, f"undisturbed {ranks} {backend}", make)
 
     return results
 

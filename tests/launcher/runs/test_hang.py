@@ -337,7 +337,7 @@ def step(number):
     dist.all_reduce(torch.ones(4))
 
 for number in range(60):
-    time.sleep(0.1)
+    time.sleep(0.2)
     step(number)
     print("step", number, flush=True)
 dist.destroy_process_group()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from testbed.once import once
 from testbed.processes import Result, run_dtrain, run_program
 
 SCRIPT = """
@@ -50,15 +51,18 @@ Event = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("trained")
-    (folder / "train.py").write_text(SCRIPT)
-    result = run_dtrain(
-        "run", "--simulate", "--nnodes", "2", "--nproc-per-node", "2", "--max-restarts", "1", "--run-id", "traced",
-        "--log-dir", "logs", "train.py", cwd=folder, timeout=300, env={"XDG_STATE_HOME": str(folder / "state")},
-    )  # fmt: skip
-    assert result.returncode == 0, result
-    assert "only this worker restarts" in result.stderr
-    return folder
+    def run() -> Path:
+        folder = tmp_path_factory.mktemp("trained")
+        (folder / "train.py").write_text(SCRIPT)
+        result = run_dtrain(
+            "run", "--simulate", "--nnodes", "2", "--nproc-per-node", "2", "--max-restarts", "1", "--run-id", "traced",
+            "--log-dir", "logs", "train.py", cwd=folder, timeout=300, env={"XDG_STATE_HOME": str(folder / "state")},
+        )  # fmt: skip
+        assert result.returncode == 0, result
+        assert "only this worker restarts" in result.stderr
+        return folder
+
+    return once(tmp_path_factory, "trained and traced", run)
 
 
 def dtrain(trained: Path, *words: str) -> Result:
