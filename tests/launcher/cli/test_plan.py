@@ -65,7 +65,7 @@ def test_the_table_says_the_same_to_a_person() -> None:
     cells = [row.split() for row in rows]
     assert [row[:3] for row in cells] == [["0", "localhost", "0"], ["1", "far.example", "0"], ["2", "far.example", "1"]]
     assert cells[2][3:] == ["2,3?", "2,3?", "?", "?"]
-    assert cells[0][3:6] == ["-", "as", "there"]
+    assert cells[0][3:5] == ["-", "unchanged"]
     assert note == "? the host was not asked: its GPUs are assumed to be numbered from 0, its cores are not known"
 
 
