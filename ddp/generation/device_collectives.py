@@ -7,8 +7,9 @@ lost, `settle` waits for it and asks. That is as torch has it in its documentati
 TORCH_NCCL_ASYNC_ERROR_HANDLING: unless that is 0, torch's watchdog ends the process as soon as the network tells it of
 a lost rank. Where a device cannot go on, its process ends, and is replaced.
 
-Without that watchdog nothing limits how long `settle` waits for a rank that lives and does not come: a stall report is
-written to stderr, but only the launcher ends the wait (`dtrain run --hang`).
+Without that watchdog `settle` limits the wait for a rank that lives and does not come: by the timeout of the group, not
+counted while a debugger is open in a rank. It asks an event of the stream again and again, since to synchronize has no
+limit. After that the collectives are ended, as when a rank is lost.
 """
 
 from __future__ import annotations
@@ -17,19 +18,24 @@ import contextlib
 import os
 import sys
 import threading
+import time
 from collections.abc import Collection, Iterator
+from time import monotonic
 
 import torch
 import torch.distributed as dist
 
 from ddp.errors import CollectiveError
-from ddp.torch_internals import abort_on_devices
+from ddp.monitoring.debuggers import debugged_until
+from ddp.torch_internals import abort_on_devices, timeout_of
 
 __all__ = ["HANDLING", "NCCL_BESIDE_GLOO", "DeviceCollectives", "can_be_ended", "leaves_errors"]
 
 NCCL_BESIDE_GLOO = {"cpu", "gloo", "cuda", "nccl"}  # words of the backend that `ddp.init` takes where there is CUDA
 HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _LIMIT_S = 60.0  # for what takes a second where all is well
+_TIMEOUT_S = 600.0  # of a group whose backend does not tell; that of NCCL
+_POLL_S = 5e-5
 
 
 def can_be_ended(words: Collection[str]) -> bool:
@@ -73,12 +79,13 @@ class DeviceCollectives:
     def settle(self, devices: Collection[torch.device]) -> bool:
         """Wait for what is queued on the current streams; raise CollectiveError if it may have been ended before.
 
-        Return False, without a wait, while a CUDA graph is captured: nothing is done then. Has no limit of time.
+        Return False, without a wait, while a CUDA graph is captured: nothing is done then. What is not done after the
+        timeout of the group is ended.
         """
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return False
         for device in devices:
-            torch.accelerator.current_stream(device).synchronize()
+            self._wait(device)
         if self.number in self._ending:
             rank = dist.get_rank()
             raise CollectiveError(
@@ -87,6 +94,26 @@ class DeviceCollectives:
                 what="collective on a device",
             )
         return True
+
+    def _wait(self, device: torch.device) -> None:
+        """Wait until the current stream is done. After the timeout, end the collectives and raise CollectiveError."""
+        event = torch.accelerator.current_stream(device).record_event()
+        limit_s = _timeout_s(device)
+        deadline = monotonic() + limit_s
+        while not event.query():
+            time.sleep(_POLL_S)
+            if monotonic() < deadline:
+                continue
+            deadline = max(deadline, debugged_until() + limit_s)
+            if monotonic() >= deadline:
+                rank = dist.get_rank()
+                self.end(self.number)
+                raise CollectiveError(
+                    f"rank {rank} has waited for a collective on {device} for longer than {limit_s:g} s, the timeout "
+                    "of the group (init_process_group); some rank has not come to it",
+                    rank=rank,
+                    what="collective on a device",
+                )
 
     def let_go(self, devices: Collection[torch.device]) -> None:
         """End what there is, and end this process if a device does not compute any more."""
@@ -106,6 +133,12 @@ class DeviceCollectives:
         for device in devices:
             dist.all_reduce(torch.zeros(1, device=device))
             torch.accelerator.synchronize(device)
+
+
+def _timeout_s(device: torch.device) -> float:
+    group = dist.group.WORLD
+    timeout = None if group is None else timeout_of(group, device)
+    return _TIMEOUT_S if timeout is None else timeout.total_seconds()
 
 
 @contextlib.contextmanager

@@ -53,13 +53,14 @@ def _begin(self: device_collectives.DeviceCollectives) -> None:
     _aborted = threading.Event()
 
 
+_DONE = SimpleNamespace(query=lambda: not _queue.unfinished_tasks)  # of all that is queued
 threading.Thread(target=_work, name="late collectives", daemon=True).start()
 _real_begin = device_collectives.DeviceCollectives.begin
 _replaced: list[tuple[Any, str, Any]] = [
     (device_collectives.DeviceCollectives, "begin", _begin),
     (device_collectives, "abort_on_devices", lambda: _aborted.set()),
     (torch.accelerator, "synchronize", lambda *_: _queue.join()),
-    (torch.accelerator, "current_stream", lambda *_: SimpleNamespace(synchronize=_queue.join)),
+    (torch.accelerator, "current_stream", lambda *_: SimpleNamespace(record_event=lambda: _DONE)),
     (world, "device_types_of", lambda group: [_CPU, torch.device("cuda")]),
     (world, "is_by_gloo", lambda group, device: device == _CPU),
     (commits.Commits, "devices", property(lambda self: [_CPU], lambda self, found: None)),

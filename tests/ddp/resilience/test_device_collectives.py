@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -70,7 +71,9 @@ class Devices:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.aborted = 0
         self.end: Any = lambda: None
-        stream = SimpleNamespace(synchronize=lambda: self.end())
+        self.is_stuck = False  # until they are aborted
+        event = SimpleNamespace(query=lambda: (self.end(), not self.is_stuck)[1])
+        stream = SimpleNamespace(record_event=lambda: event)
         monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: stream)
         monkeypatch.setattr(device_collectives, "abort_on_devices", self._abort)
         monkeypatch.setattr(dist, "get_rank", lambda: 3)
@@ -87,6 +90,33 @@ def test_collectives_that_were_ended_while_the_host_waited_are_told(monkeypatch:
         collectives.settle([CUDA])
     collectives.end(0)
     assert devices.aborted == 1
+
+
+def test_the_wait_for_a_rank_that_does_not_come_ends_at_the_timeout_of_the_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    devices, collectives = Devices(monkeypatch), DeviceCollectives()
+    devices.is_stuck = True
+    monkeypatch.setattr(device_collectives, "_TIMEOUT_S", 0.3)
+    with pytest.raises(CollectiveError, match=r"rank 3 has waited for a collective on cuda:0 for longer than 0.3 s"):
+        collectives.settle([CUDA])
+    assert devices.aborted == 1
+
+
+def test_that_wait_has_no_end_while_a_debugger_holds_a_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    devices, collectives = Devices(monkeypatch), DeviceCollectives()
+    devices.is_stuck = True
+    until = time.monotonic() + 1.0
+
+    def end() -> None:
+        devices.is_stuck = time.monotonic() < until
+
+    devices.end = end
+    (tmp_path / "debugger").write_text("open")
+    monkeypatch.setenv("DTRAIN_DEBUGGER_FILE", str(tmp_path / "debugger"))
+    monkeypatch.setattr(device_collectives, "_TIMEOUT_S", 0.1)  # many times
+    assert collectives.settle([CUDA])
+    assert devices.aborted == 0
 
 
 def test_the_end_of_one_group_does_not_end_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:

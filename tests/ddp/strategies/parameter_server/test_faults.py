@@ -12,11 +12,15 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from testbed.network import NetworkHosts
 from testbed.processes import started_dtrain
 from testbed.sshd import SshHosts
+
+from ddp.errors import ParameterServerError
+from ddp.strategies.parameter_server.client import Client
 
 # Trains a small model; says who it is, where it joins, each epoch, and whether it has learnt. In sync mode, replica 0
 # makes the same training alone: each step on the mean of the replicas' gradients.
@@ -193,3 +197,22 @@ def test_a_cut_of_the_network_changes_no_bit(network_hosts: NetworkHosts, script
     assert code == 0, stderr
     assert sorted(run.said("ended")) == [[who, "60", "60", "True"] for who in ("worker0", "worker1")]
     assert run.said("same", "bits") == [["True"]]
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_the_wait_for_servers_has_no_end_while_a_debugger_holds_a_rank(
+    held: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a worker whose servers wait for the gradients of a rank that stands at a prompt."""
+    (tmp_path / "debugger").write_text("open" if held else "0.0")
+    monkeypatch.setenv("DTRAIN_DEBUGGER_FILE", str(tmp_path / "debugger"))
+    client = Client.__new__(Client)
+    client._links, client._options = [], SimpleNamespace(timeout_s=0.1)  # type: ignore[assignment]
+    monkeypatch.setattr(client, "_pump", lambda wait_s: time.sleep(0.02))
+    monkeypatch.setattr(client, "_why", lambda *_: "nothing has come")
+    until = time.monotonic() + 1.0  # many times the limit
+    if held:
+        client._wait(lambda: time.monotonic() > until)
+        return
+    with pytest.raises(ParameterServerError, match="nothing has come"):
+        client._wait(lambda: False)
