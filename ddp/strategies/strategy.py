@@ -55,6 +55,7 @@ _CLASSES = {  # imported when they are asked for: not everybody has what a param
     "local_sgd": "ddp.strategies.local_sgd.strategy:LocalSteps",
     "tpu": "ddp.strategies.tpu.strategy:Tpu",
 }
+_IN_TF = {"mirrored": "all_reduce", "multi_worker_mirrored": "all_reduce"}  # as users of tf.distribute say
 _VARIABLE = "DTRAIN_STRATEGY"
 
 
@@ -78,7 +79,7 @@ def strategy(name: str | None = None, **options: Any) -> Strategy:
     name, in_name = _take_apart(os.environ.get(_VARIABLE, "") if name is None else name)
     options = {**in_name, **options}
     if name not in _CLASSES:
-        close = difflib.get_close_matches(name, _CLASSES, n=1, cutoff=0.6)
+        close = [_IN_TF[name]] if name in _IN_TF else difflib.get_close_matches(name, _CLASSES, n=1, cutoff=0.6)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise ArgumentError(f"there is no strategy {name!r}; there are {', '.join(map(repr, _CLASSES))}{hint}")
     module, _, attribute = _CLASSES[name].partition(":")

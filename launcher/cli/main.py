@@ -19,6 +19,7 @@ from launcher.errors import DtrainError, UsageError
 _PASS_ON = {"allow_interspersed_args": False}
 
 # What the options are called that users of mpirun, Horovod, DeepSpeed and srun type first.
+_ALL_WORKERS = ("-n", "--np", "--num-proc")  # count those of all hosts
 _ELSEWHERE = {
     "-n": "--nproc-per-node",
     "-H": "--hosts",
@@ -32,6 +33,8 @@ _ELSEWHERE = {
     "--machinefile": "--hostfile",
     "--host-discovery-script": "--hosts-script",
     "--min-np": "--nnodes MIN:MAX",
+    "--max-np": "--nnodes MIN:MAX",
+    "--reset-limit": "--max-restarts",
     "--network-interface": "--interface",
 }
 
@@ -63,7 +66,8 @@ def _main(args: list[str], *, as_torchrun: bool) -> int:
         with contextlib.suppress(OSError):
             error.show()
         if ours is not None:
-            _complain(f"what other launchers call {error.option_name} is {ours} here")
+            counts = "; it counts the workers of each host" if error.option_name in _ALL_WORKERS else ""
+            _complain(f"what other launchers call {error.option_name} is {ours} here{counts}")
         return error.exit_code
     except click.ClickException as error:
         with contextlib.suppress(OSError):  # nobody reads it

@@ -101,7 +101,11 @@ def check_here(spec: JobSpec) -> None:
             f"the script is {spec.command.target}, but rank 0 does not read the standard input of this command; "
             "save the script to a file, or leave --stdin, --detach out"
         )
-    if all(host.remote for host in spec.hosts) or spec.command.kind is not CommandKind.SCRIPT:
+    if spec.command.kind is not CommandKind.SCRIPT:
+        return
+    if re.fullmatch(r"python[\d.]*", spec.command.target) and not (spec.workdir / spec.command.target).exists():
+        raise UsageError(f"leave out {spec.command.target}: dtrain starts the interpreter by itself (--python)")
+    if all(host.remote for host in spec.hosts):
         return
     if not spec.workdir.is_dir():
         raise UsageError(f"the working directory {spec.workdir} does not exist; see --workdir")

@@ -175,7 +175,8 @@ class Stragglers:
                 differences.append(difference)
         if differences:
             self._differences.append(median(differences))
-        if self._windows > FIRST + LEARNED and self._differences:  # none where each rank was alone until now
+        # Windows of one rank say nothing: there are some where the clock of a host was not known well at first.
+        if self._windows > FIRST + LEARNED and len(self._differences) >= LEARNED:
             spread = max(LEAST_SPREAD, _MAD * median(self._differences))
             for rank, value in values.items():
                 self._sums[rank].take(value, spread, window, excess[rank])

@@ -441,7 +441,7 @@ def refuses() -> None:
         ({"metrics": "accuracy"}, r"\['accuracy'\]"),
         ({"loss": nn.CrossEntropyLoss(reduction="sum")}, 'reduction="sum"'),
         ({"callbacks": [print]}, "no object of a class derived from"),
-        ({"strategy": "mirrored"}, "there is no strategy 'mirrored'"),
+        ({"strategy": "mirrored"}, "did you mean 'all_reduce'?"),
     ):
         with pytest.raises(ddp.errors.ArgumentError, match=message):
             trainer(**options)  # type: ignore[arg-type]

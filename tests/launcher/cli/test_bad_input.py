@@ -84,6 +84,13 @@ def test_missing_script_here_is_found_before_anything_starts(tmp_path: Path) -> 
     assert result.returncode == 2
 
 
+def test_interpreter_in_the_place_of_the_script_is_left_out(tmp_path: Path, script: Path) -> None:
+    for hosts in ([], ["--hosts", "a,b"]):  # before any host is asked
+        result = run_dtrain("run", *hosts, "python3", script, cwd=tmp_path)
+        assert result.returncode == 2
+        assert "leave out python3: dtrain starts the interpreter by itself (--python)" in result.stderr
+
+
 def test_nothing_to_run_says_how(tmp_path: Path) -> None:
     result = run_dtrain("run", cwd=tmp_path)
     assert result.returncode == 2

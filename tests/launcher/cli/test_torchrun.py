@@ -57,7 +57,9 @@ def test_a_command_line_of_torchrun_s_runs_unchanged(tmp_path: Path) -> None:
 def test_what_other_launchers_call_an_option_is_translated_or_refused(tmp_path: Path) -> None:
     (tmp_path / "show.py").write_text(SHOW)
     for words, message in [
-        (["-np", "2"], "what other launchers call -n is --nproc-per-node here"),
+        (["-np", "2"], "what other launchers call -n is --nproc-per-node here; it counts the workers of each host"),
+        (["--max-np", "4"], "what other launchers call --max-np is --nnodes MIN:MAX here"),
+        (["--reset-limit", "4"], "what other launchers call --reset-limit is --max-restarts here"),
         (["--num_gpus", "2"], "what other launchers call --num-gpus is --nproc-per-node here"),
         (["--standalone", "--hosts", "a,b"], "--standalone is a run on this machine alone; leave it out, or --hosts"),
         (["--rdzv-conf", "rank=x"], "--rdzv-conf rank=x: it must be the number of this node"),

@@ -189,3 +189,16 @@ def test_a_rank_that_is_joined_late_has_nobody_to_be_compared_with_until_then() 
             detector.add(window)
     assert told == []
     assert detector.slowest is not None
+
+
+def test_ranks_whose_first_steps_are_seen_one_after_the_other_are_compared_once_both_are_there() -> None:
+    told: list[Straggler] = []
+    windows, detector = Windows(), Stragglers(0.0, host_of=lambda _: "here", tell=told.append)
+    for step in range(1, 60):
+        for rank in range(2):
+            work = 1.8 if rank == 1 else 0.9
+            if rank == 0 or step > 30:
+                windows.add(StepTimes(0, rank, step, 1, 2.0 * step, (0.0, work, 0.0, 2.0 - work, 0.0, 0.0)))
+        for window in windows.take(is_over=step <= 30):  # those of one rank, too
+            detector.add(window)
+    assert [each.ranks for each in told] == [(1,)]
