@@ -59,6 +59,7 @@ class Commits:
         self._models = {name: part for name, part in parts.items() if isinstance(part, ModelPart)}
         self._optimizers = [part for part in parts.values() if isinstance(part, OptimizerPart)]
         self._samplers = [part for part in parts.values() if isinstance(part, SamplerPart)]
+        self._reducing: list[ModelPart | OptimizerPart] = [*self._models.values(), *self._optimizers]
         self._global_batch = next((part for part in self._samplers if isinstance(part, GlobalBatch)), None)
         self._page: RankPage | None = None
         self._place = 0, 1  # the rank and the size of the world
@@ -196,9 +197,8 @@ class Commits:
         return True
 
     def _check_passed(self) -> None:
-        reducers = [model.reducer for model in self._models.values()]
-        for reducer in (*reducers, *(part.reducer for part in self._optimizers)):
-            if reducer is not None and reducer.last_failed:
+        for part in self._reducing:
+            if (reducer := part.reducer) is not None and reducer.last_failed:
                 raise CollectiveError(
                     f"commit() on rank {dist.get_rank()} after a backward pass that failed: let its exception end the "
                     "resilient function",

@@ -317,7 +317,7 @@ class SamplerPart(Part):
 
     def keep(self) -> None:
         self.count()
-        self._position = dict(self.sampler.state_dict())
+        self._position = self.sampler.state_dict()
 
     def to_send(self) -> Any:
         return self._position

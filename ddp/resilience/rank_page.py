@@ -57,7 +57,6 @@ class RankPage:
             stride += _room(tensor)
         self._stride = stride
         self._own = own
-        self._without_graph = torch.no_grad()  # making one takes as long as entering it
         length = _RECORDS * stride
         descriptor = os.open(os.environ[_VARIABLE], os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -132,8 +131,12 @@ class RankPage:
         self._random.keep(record)
         has_buffers = self._look_for_buffers()
         now = [*(get() for get in self._get_states), *(self._buffers if has_buffers else ())]
-        with self._without_graph:
+        has_graphs = torch.is_grad_enabled()
+        torch.set_grad_enabled(False)  # as a call, a tenth of what no_grad() takes
+        try:
             foreach_copy(self._kept[record][: len(now)], now)
+        finally:
+            torch.set_grad_enabled(has_graphs)
         own = b"" if self._own is None else self._own()
         if len(own) > _OWN_BYTES:
             raise UnsupportedError(
