@@ -173,7 +173,7 @@ def test_losses_with_parameter_servers_are_drawn_over_time(tmp_path: Path, monke
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [str(PS), "--epochs", "2"])
     runpy.run_path(str(PS), run_name="__main__")
-    servers = [sys.executable, "-m", "launcher", "run", "--ps", "1", "--nproc-per-node", "2"]
+    servers = [sys.executable, "-m", "launcher", "run", "--ps", "2", "--nproc-per-node", "2"]
     result = _run([*servers, str(PS), "--mode", "async", "--epochs", "3", "--plot", "ps.png"], tmp_path)
     found = re.search(r"async, 2 workers: test loss ([\d.]+)", result.stdout)
     assert float(found[1]) < 0.5

@@ -348,15 +348,16 @@ def _watch_exit() -> None:
 def _world_of(process: ProcessRole) -> World:
     """The workers as a world, without a process group; the evaluator has one of its own, with all of the data."""
     is_worker = process.role == "worker"
+    is_server = process.role == "ps"  # several may be on one host, each with a world of its own
     node_rank = os.environ.get("GROUP_RANK", "")
     placement = Placement(
         rank=process.index if is_worker else 0,
         world_size=process.workers if is_worker else 1,
-        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        local_rank=0 if is_server else int(os.environ.get("LOCAL_RANK", "0")),
+        local_world_size=1 if is_server else int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         node_rank=int(node_rank) if node_rank.isdecimal() else None,
         source="parameter_server",
     )
     # The evaluator comes after the workers of its host and may share a device with one of them.
-    device = choose_device(placement, "gloo" if process.role == "ps" else None, may_share=True)
+    device = choose_device(placement, "gloo" if is_server else None, may_share=True)
     return world_at(placement, device, "parameter_server")
