@@ -40,7 +40,7 @@ def test_steps_and_losses_are_those_of_a_run_that_never_shrank(ssh_hosts: SshHos
         for number in range(ranks, 2, -1):
             ssh_hosts.stop(number)
             seen.wait(lambda number=number: len(seen.sized(number - 1)) > 2 * number)
-        victim = seen.commits[-1]
+        victim = seen.sized(2)[-1]
         killed = time.monotonic()
         os.kill(victim.pid, signal.SIGKILL)
         seen.wait(lambda: any(at.host == victim.host and at.pid != victim.pid for at in seen.commits))
@@ -55,7 +55,8 @@ def test_steps_and_losses_are_those_of_a_run_that_never_shrank(ssh_hosts: SshHos
     )  # fmt: skip
     assert plain.returncode == 0, plain
     expected, found = passes(plain.stdout), passes(seen.output)
-    assert found.keys() == expected.keys(), "the same samples in each step, each of them in one micro-batch"
-    assert found == pytest.approx(expected, rel=1e-9)
+    assert found.keys() <= expected.keys(), "the same samples in each step, each of them in one micro-batch"
+    assert len(expected) - len(found) <= ranks - 2, "the last line of each host that was lost may not have come"
+    assert found == pytest.approx({key: expected[key] for key in found}, rel=1e-9)
     (result,), (undisturbed,) = seen.said("result"), {*re.findall(r"\] result (.*)$", plain.stdout, re.MULTILINE)}
     assert [*map(float, result.split())] == pytest.approx([*map(float, undisturbed.split())], rel=1e-9)
