@@ -83,7 +83,7 @@ def of_a_run(folder: Path, args: argparse.Namespace) -> None:
         ).stdout
 
     where = ["--simulate", "--nnodes", str(args.hosts), "--nproc-per-node", str(args.ranks)]
-    script = ["rank.py", str(1 / args.steps_per_s), str(START_S + args.for_s + 5.0)]
+    script = ["rank.py", str(1 / args.steps_per_s), str(START_S + args.for_s + 60.0)]
     dtrain("run", "--detach", "--run-id", "bench", *where, *script)
     try:
         controller = psutil.Process(json.loads(dtrain("ps", "--json"))[0]["pid"])

@@ -70,7 +70,7 @@ def test_the_global_batch_of_a_strategy_s_loader_stays_what_it_was(
     ssh_hosts: SshHosts, tmp_path: Path, joins_again: bool
 ) -> None:
     """10 samples a step, of which three ranks have 4, 3 and 3, and two ranks 5 each: the same steps in the end."""
-    epochs, pause_s = ("4", "0.25") if joins_again else ("2", "0.02")
+    epochs, pause_s = ("4", "0.25") if joins_again else ("2", "0.15")
     argv = options(ssh_hosts, "--hosts", "node1,node2,node3", "--nnodes", "1:3")
     with started_dtrain(*argv, epochs, pause_s, "10", cwd=tmp_path) as process:
         seen = TrainingSeen(process)
@@ -140,6 +140,20 @@ trainer = ddp.Trainer(net, torch.optim.Adam(net.parameters()), nn.CrossEntropyLo
 trainer.fit(data, epochs=2, global_batch_size=4)
 print("result", trainer.step, flush=True)
 """
+
+
+def test_all_start_again_where_a_fit_loses_a_host(ssh_hosts: SshHosts, tmp_path: Path) -> None:
+    script = tmp_path / "fit.py"
+    script.write_text(FIT)
+    argv = [*options(ssh_hosts, "--hosts", "node1,node2", "--nnodes", "1:2")[:-1], str(script)]
+    with started_dtrain(*argv, cwd=tmp_path, env={"DTRAIN_BACKEND": "gloo"}) as process:
+        seen = TrainingSeen(process)
+        seen.wait(lambda: len(seen.sized(2)) > 10)
+        ssh_hosts.stop(2)
+        stderr = seen.end_well()
+    assert "attempt 1 begins on 1 host, without node2" in stderr, stderr
+    assert "generation" not in stderr, "no rank was asked to go on in a smaller world"
+    assert seen.said("result") == {"120"}
 
 
 def test_all_start_again_where_a_host_joins_a_fit(ssh_hosts: SshHosts, tmp_path: Path) -> None:

@@ -363,7 +363,7 @@ def test_a_hung_run_that_is_stopped_shows_where_its_ranks_stood(script: Path) ->
     options = ["--run-id", "r", "--nproc-per-node", "3"]
     with started_dtrain("run", *options, script, cwd=script.parent) as process:
         wait_up(process, 3)
-        time.sleep(12)
+        time.sleep(15)
         began = time.monotonic()
         process.send_signal(signal.SIGTERM)
         _, said = process.communicate(timeout=60)
