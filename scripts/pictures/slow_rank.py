@@ -3,7 +3,7 @@
 python scripts/pictures/slow_rank.py
 
 Writes beside this file top.svg, what `dtrain top` shows of the slow rank, and plot.png, which `dtrain plot` draws.
-Needs a quiet machine, and dtrain[plot].
+Needs a quiet machine, and matplotlib.
 """
 
 from __future__ import annotations
