@@ -22,9 +22,9 @@ import ddp
 from ddp.comm.shared_memory import SharedSegment
 from ddp.comm.shm import memory
 from ddp.comm.shm.backend import connect, register, sharing
+from ddp.device_choice import agree_on_backend
 from ddp.environment import Placement
 from ddp.errors import ArgumentError, LaunchEnvironmentError, RendezvousError
-from ddp.world import _agreed_backend
 
 register()
 
@@ -212,7 +212,7 @@ def ranks_that_share_no_memory_go_by_gloo(folder: str) -> None:
 def _backend(store: Any, backend: str | None = None, device: str = "cpu") -> str:
     rank, size = dist.get_rank(), dist.get_world_size()
     here = Placement(rank, size, rank, size, None, "a test")
-    return _agreed_backend(here, backend, torch.device(device), store, timedelta(seconds=30))
+    return agree_on_backend(here, backend, torch.device(device), store, timedelta(seconds=30))
 
 
 def one_store_serves_several_times(folder: str) -> None:

@@ -9,8 +9,7 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from launcher.cli.runs.stacks import ask_stacks
@@ -47,16 +46,15 @@ def debug_rank(word: str, rank: int, *, port: int | None, say: Callable[[str], N
         said = _Said(asked, rank)
         said.start()
         try:
-            with said.checked_often():
-                first = _wait_until_open(entry, rank, said, say)
-                if "end" in first:
-                    raise _EndedError(first["end"], goes_on=False)
-                if port is None:
-                    _speak_pdb(asked, said, first, say)
-                else:
-                    from launcher.cli.runs.debug_editor import forward  # seldom needed
+            first = _wait_until_open(entry, rank, said, say)
+            if "end" in first:
+                raise _EndedError(first["end"], goes_on=False)
+            if port is None:
+                _speak_pdb(asked, said, first, say)
+            else:
+                from launcher.cli.runs.debug_editor import forward  # seldom needed
 
-                    forward(said.next_bytes, asked.send, asked.close, port, say)
+                forward(said.next_bytes, asked.send, asked.close, port, say)
         except _EndedError as ended:
             say(str(ended))
             return 0 if ended.goes_on else 1
@@ -76,7 +74,6 @@ class _Said:
         self._rank = rank
         self._queue: queue.SimpleQueue[Mapping[str, Any] | bytes | _EndedError] = queue.SimpleQueue()
         self._unread = b""
-        self._line_is_typed = False
         self._ended = False
         self._is_open = False
         self._is_raw = False
@@ -102,35 +99,27 @@ class _Said:
             raise said
         return said
 
-    @contextmanager
-    def checked_often(self) -> Iterator[None]:
-        """In this block, no Ctrl-C is missed, nor the end of the debugger while a line is typed.
+    def read_line(self, prompt: str) -> str:
+        """Let the user type a line. Raises _EndedError, KeyboardInterrupt, EOFError.
 
         readline shows its prompt, and then waits without a look at the signals that came before: only one that comes
-        while it waits has Python's handlers run.
+        while it waits has Python's handlers run. So a timer looks for Ctrl-C, and for the end of the debugger. It runs
+        in here only: SimpleQueue.get of CPython 3.11 may wait for ever if a signal comes at the end of its timeout.
         """
 
         def look(_: int, __: object) -> None:
-            if self._ended and self._line_is_typed:
-                self._line_is_typed = False
+            if self._ended:
+                signal.setitimer(signal.ITIMER_REAL, 0)
                 while True:
                     self.next()  # whose last one raises
 
         before = signal.signal(signal.SIGALRM, look)
         signal.setitimer(signal.ITIMER_REAL, LOOK_S, LOOK_S)
         try:
-            yield
+            return input(prompt)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
-
-    def read_line(self, prompt: str) -> str:
-        """Let the user type a line, within `checked_often`. Raises _EndedError, KeyboardInterrupt, EOFError."""
-        self._line_is_typed = True
-        try:
-            return input(prompt)
-        finally:
-            self._line_is_typed = False
 
     # In the thread
 
