@@ -66,7 +66,7 @@ def test_a_host_that_was_cut_off_comes_back_warm(network_hosts: NetworkHosts, tm
     script.write_text(SCRIPT.read_text().replace("entered = 0\n", "entered = 0\n" + SAYS_WHAT_IT_IS_FORKED_FROM))
     argv = [
         "run", "--ssh-config", network_hosts.ssh_config, "--heartbeat-timeout-s", f"{TIMEOUT_S:g}", "--grace-s", "1",
-        "--nproc-per-node", "1", "--hosts", "far1,far2,far3", "--nnodes", "1:3", "--keep-warm", "15s", script, "4",
+        "--nproc-per-node", "1", "--hosts", "far1,far2,far3", "--nnodes", "1:3", "--keep-warm", "120s", script, "4",
         "0.1",
     ]  # fmt: skip
     with started_dtrain(*argv, cwd=tmp_path) as process:
