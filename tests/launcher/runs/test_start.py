@@ -74,7 +74,7 @@ def test_an_elastic_run_says_many_unusable_hosts_at_once() -> None:
     drive = Drive(*MANY[:100], nnodes=(2, 100))
     for name in MANY[2:100]:
         assert notices(drive.lose(name, f"DNS lookup of {name} failed: no such name")) == []
-    assert "n[3-100] cannot be used for now: DNS lookup failed: no such name" in notices(drive.wait(SHOW_S[0]))[0]
+    assert "n[3-100] cannot be used for now: DNS lookup failed: no such name" in notices(drive.wait(SHOW_S[0]))
 
 
 def test_names_that_do_not_resolve_are_few_lines(tmp_path: Path) -> None:
