@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from testbed.network import NetworkHosts
-from testbed.processes import started_dtrain
+from testbed.processes import run_dtrain, started_dtrain
 from testbed.training_seen import TrainingSeen
 
 SCRIPT = Path(__file__).parents[2] / "ddp_worlds" / "elastic_script.py"
@@ -78,6 +78,8 @@ def test_a_host_that_was_cut_off_comes_back_warm(network_hosts: NetworkHosts, tm
         network_hosts.mend("far3")
         seen.wait(lambda: any(at.host == "far3" for at in seen.sized(3, after=given)))
         stderr = seen.end_well()
+    stopped = run_dtrain("warm", "--stop", "--ssh-config", network_hosts.ssh_config, "--hosts", "far1,far2,far3")
+    assert stopped.returncode == 0, stopped
     print(f"with it again {seen.sized(3, after=given)[0].time - given:.2f} s after its return")
     oldest = max(float(line.split()[1]) for line in seen.said("began") if line.startswith("far3"))
     assert oldest < given_at, stderr
