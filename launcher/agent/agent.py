@@ -227,7 +227,8 @@ class Agent:
         if not data:
             self._selector.unregister(0)
             self._writer.close()
-            self._exit(signal.SIGTERM, "the controller is gone", stays_warm=True)
+            has_lease = self._lease.duration_s > 0  # else no connection can have broken: the controller was killed
+            self._exit(signal.SIGTERM, "the controller is gone", stays_warm=has_lease)
             return
         try:
             for message in self._decoder.feed(data):

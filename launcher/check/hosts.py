@@ -45,7 +45,8 @@ def host_findings(
         if one.facts is None:
             message, fix = fix_in(one.problem)
             if any(words in one.problem for words in ("has no dtrain", "has dtrain", "older dtrain")):
-                fix = one.on_host(install_command(spec.python))
+                command = install_command(spec.python)
+                fix = one.on_host(command) if command else ""
             yield one.finding(_ERROR, "unusable", message, fix=fix or one.on_host("true"))
             continue
         there.append(one)

@@ -142,8 +142,7 @@ def control(request: Request, options: Options, limits: Limits, verbosity: Verbo
         logs = LogFiles(folder, console.say)
         output = OutputThread(console, logs, output_filter=request.output_filter)
         output.start()
-        tell_user = (lambda _: None) if verbosity.quiet else output.say
-        recording = Recording(folder, spec.run_id, say=tell_user, failed=output.cannot_write)
+        recording = Recording(folder, spec.run_id, say=output.say, failed=output.cannot_write)
         session = Session(
             spec,
             output,
@@ -156,7 +155,7 @@ def control(request: Request, options: Options, limits: Limits, verbosity: Verbo
             limits=limits,
             detachment=caller.detachment,
             timeline=recording.timeline,
-            say=tell_user,
+            say=(lambda _: None) if verbosity.quiet else output.say,
         )
 
         def show_progress(text: str) -> None:
@@ -169,13 +168,14 @@ def control(request: Request, options: Options, limits: Limits, verbosity: Verbo
                 if node_role is not None:  # there are commands of this run on other nodes
                     from launcher.cli.run_node import listen_for_nodes  # cryptography is slow to import
 
-                    listener = stack.enter_context(listen_for_nodes(node_role, spec, tell_user))
+                    listener = stack.enter_context(listen_for_nodes(node_role, spec, output.say))
                 shows_progress = os.isatty(caller.err) and not verbosity.quiet and not verbosity.as_json
                 controller = Controller(
                     spec if listener is None else replace(spec, master_addr=listener.address),
                     output,
                     show_progress=show_progress if shows_progress else lambda _: None,
-                    tell_user=tell_user,
+                    tell_user=output.say,
+                    quiet=verbosity.quiet,
                     opened=opened,
                     listener=listener,
                     recording=recording,

@@ -103,7 +103,7 @@ def check_here(spec: JobSpec) -> None:
         )
     if spec.command.kind is not CommandKind.SCRIPT:
         return
-    if re.fullmatch(r"python[\d.]*", spec.command.target) and not (spec.workdir / spec.command.target).exists():
+    if _is_interpreter(spec.command.target, spec.workdir):
         raise UsageError(f"leave out {spec.command.target}: dtrain starts the interpreter by itself (--python)")
     if all(host.remote for host in spec.hosts):
         return
@@ -113,6 +113,14 @@ def check_here(spec: JobSpec) -> None:
     if not os.path.exists(script):
         hint = "; for a module write -m, for another program --no-python" if not script.suffix else ""
         raise UsageError(f"the script {script} does not exist{hint}")
+
+
+def _is_interpreter(target: str, workdir: Path) -> bool:
+    """Whether a Python stands in the place of the script: by its name in PATH, or by its path."""
+    path = workdir / target
+    if not re.fullmatch(r"python(3(\.\d+)?)?", path.name):
+        return False
+    return path.is_file() and os.access(path, os.X_OK) if "/" in target else not path.exists()
 
 
 def _sources(options: Options) -> Sources:

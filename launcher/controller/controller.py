@@ -80,6 +80,7 @@ class Controller:
         *,
         show_progress: Callable[[str], None],
         tell_user: Callable[[str], None],
+        quiet: bool = False,
         opened: Mapping[str, Callable[[], Stream]],
         listener: Listener | None = None,
         recording: Recording | None = None,
@@ -87,7 +88,10 @@ class Controller:
         function: Sequence[bytes] = (),
         take: Callable[[str, Returned | Exited], None] | None = None,
     ) -> None:
-        """`function` are the frames with what the workers call; `take` gets what they return, and how each ended."""
+        """`function` are the frames with what the workers call; `take` gets what they return, and how each ended.
+
+        `quiet`: of the job's notices, `tell_user` gets only those that are errors.
+        """
         self._function = function
         self._take = take
         self._has_function: set[Link] = set()
@@ -99,6 +103,7 @@ class Controller:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.evidence_file: Path | None = None  # of the newest failure
         self._tell_user = tell_user
+        self._quiet = quiet
         self._recording = recording
         self._watch = watch  # the job, after each event and its time
         self._input = None if spec.stdin_rank is None else StandardInput(spec.stdin_rank, output, self.wake)
@@ -234,7 +239,8 @@ class Controller:
             elif isinstance(command, Close):
                 self._links[command.host].close()
             elif isinstance(command, Notice):
-                self._tell_user(command.text)
+                if command.is_error or not self._quiet:
+                    self._tell_user(command.text)
             elif isinstance(command, SaveEvidence):
                 self._keep(command)
             elif isinstance(command, Answer | PassOn | TookInput | CloseAsker):

@@ -182,9 +182,10 @@ class Close:
 
 @dataclass(frozen=True)
 class Notice:
-    """Say something to the user while the run goes on."""
+    """Say something to the user while the run goes on; with --quiet only if it is an error."""
 
     text: str
+    is_error: bool = False
 
 
 @dataclass(frozen=True)

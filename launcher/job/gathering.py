@@ -120,7 +120,7 @@ class Gathering:
         if self._timers.at(Timer.SHOW) < NEVER:
             self._not_shown[state.name] = reason
             return []
-        return [Notice(f"{state.name} cannot be used for now: {reason}")]
+        return [Notice(f"{state.name} cannot be used for now: {reason}", is_error=True)]
 
     def leave_out(self, attempt: AttemptState, cause: Failure | None) -> list[Command]:
         """Count which hosts ended attempts; dismiss those that did so too often in a row, if others are enough."""
@@ -167,7 +167,7 @@ class Gathering:
 
     def _leave_out(self, state: HostState, why: str) -> list[Command]:
         self._fleet.drop(state, why)
-        notice = Notice(f"{state.name} is excluded from further attempts: {why}")
+        notice = Notice(f"{state.name} is excluded from further attempts: {why}", is_error=True)
         if state.phase is HostPhase.READY:  # with workers, it stays until their attempt is over
             return [notice, *([] if self._fleet.works(state) else self._fleet.stop(state))]
         if state.phase is HostPhase.AWAY and not self._fleet.dirty(state):
@@ -228,12 +228,14 @@ class Gathering:
         if waits:
             self._timers.set(Timer.SHOW, now + SHOW_S[1])
         more = [f"and {len(lines) - SHOWN} other reasons"] if len(lines) > SHOWN else []
-        return [Notice("\n".join([*([progress] if progress else []), *lines[:SHOWN], *more]))]
+        notices = [Notice(progress)] if progress else []
+        return [*notices, Notice("\n".join([*lines[:SHOWN], *more]), is_error=True)] if lines else [*notices]
 
     def say_after_killed_runs(self) -> list[Command]:
         """Say what the hosts have found and ended of earlier runs; once for all of them."""
         found, self._after_killed_runs = self._after_killed_runs, {}
-        return [Notice(after_killed_runs(found))] if found else []
+        left = any(facts.not_ended for facts in found.values())
+        return [Notice(after_killed_runs(found), is_error=left)] if found else []
 
     def _first_choice(self, ready: int) -> bool:
         """Say whether as many hosts as can take part are ready, of those named first or in the last attempt."""

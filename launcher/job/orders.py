@@ -27,8 +27,8 @@ def mismatch(spec: JobSpec, hello: Hello) -> str | None:
     """Return why an agent cannot work with this controller, or None."""
     python = spec.python
     if hello.protocol != PROTOCOL or hello.version != __version__:
-        fix = install_command(python)
-        return f"has dtrain {hello.version}, here it is {__version__}; install the same there: {fix}"
+        advice = ": ".join(filter(None, ["install the same there", install_command(python)]))
+        return f"has dtrain {hello.version}, here it is {__version__}; {advice}"
     here = "{}.{}.{}".format(*sys.version_info[:3])
     if spec.command.kind is not CommandKind.PROGRAM and _minor(hello.python) != _minor(here):
         return f"{python} is Python {hello.python}, here it is {here}; name a Python {_minor(here)} with --python"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
+import shlex
 import sys
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 __all__ = [
     "TESTED_TORCH",
@@ -45,27 +48,46 @@ def version_of(distribution: str) -> str | None:
 
 
 def install_command(python: str, *options: str) -> str:
-    """Return the command that installs this dtrain for `python`, from where pip or uv installed it here.
+    """Return the command that installs this dtrain for `python`; empty if it is not known from where."""
+    source = _source()
+    return " ".join([python, "-m pip install", *options, shlex.quote(source)]) if source else ""
 
-    That is in direct_url.json (PEP 610): a folder, which has to be there too, or a repository. Without it, an index.
+
+@functools.cache
+def _source() -> str:
+    """Return from where pip or uv installed this dtrain, without passwords; empty if that is not there any more.
+
+    That is in direct_url.json (PEP 610): a path, which the other host has to have too, or an address. Of what came from
+    an index nothing is known: another index may have another dtrain, or none.
     """
     import importlib.metadata
     import json
-    import shlex
+
+    wrong = (OSError, ValueError, LookupError, TypeError, AttributeError)  # the file cannot be read, or is another one
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError, *wrong):
+        if text := importlib.metadata.distribution("dtrain").read_text("direct_url.json"):
+            return _source_in(json.loads(text))
+    return ""
+
+
+def _source_in(found: Any) -> str:
+    """Return what pip takes, of the content of a direct_url.json."""
     from urllib.parse import unquote, urlsplit
 
-    from launcher import __version__
-
-    source = f"dtrain=={__version__}"
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        if text := importlib.metadata.distribution("dtrain").read_text("direct_url.json"):
-            found = json.loads(text)
-            url, version_control = found["url"], found.get("vcs_info")
-            if version_control:
-                source = f"{version_control['vcs']}+{url}@{version_control['commit_id']}"
-            else:
-                source = unquote(urlsplit(url).path) if url.startswith("file:") else url
-    return " ".join([python, "-m pip install", *options, shlex.quote(source)])
+    parts = urlsplit(found["url"])
+    version_control, subdirectory = found.get("vcs_info"), found.get("subdirectory")
+    if parts.scheme == "file":
+        path = unquote(parts.path)
+        if not os.path.exists(path):  # a wheel or a folder of a build that was removed
+            return ""
+        if not version_control and not subdirectory:
+            return path
+    user = "git@" if parts.scheme == "ssh" and parts.username == "git" else ""
+    netloc = user + parts.netloc.rpartition("@")[2]
+    source = parts._replace(netloc=netloc, query="", fragment="").geturl()  # a query may have a token
+    if version_control:
+        source = f"{version_control['vcs']}+{source}@{version_control['commit_id']}"
+    return f"{source}#subdirectory={subdirectory}" if subdirectory else source
 
 
 def installed(distributions: Collection[str]) -> dict[str, str]:

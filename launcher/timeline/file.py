@@ -16,7 +16,8 @@ monotonic clock; `began` is the same moment by the wall clock.
 
 A new version has another number where something changes its meaning or goes. The file has LIMIT_BYTES at most: it is
 thinned then, in small pieces with pauses between them, which sums neighbouring steps up and drops the details of the
-older half. The oldest are thus the coarsest. A file that cannot be written costs itself, never the run.
+older half. The oldest are thus the coarsest. A run that ends meanwhile may leave it a little larger. A file that cannot
+be written costs itself, never the run.
 """
 
 from __future__ import annotations
@@ -47,8 +48,13 @@ PIECE_LINES = 100  # that are thinned without a pause: 2 ms, in which no other t
 PAUSE_S = 0.005
 END_S = 5.0  # for what waits, at the end
 _NAME = "dtrain timeline"
+_NEW = f".{TIMELINE}.new"  # what is thinned, until it is complete
 _to_json = json.JSONEncoder(separators=(",", ":")).encode
 Line = list[Any]
+
+
+class _GivenUp(Exception):
+    """The run ends, and what is being thinned would take too long."""
 
 
 class TimelineFile:
@@ -72,6 +78,7 @@ class TimelineFile:
         self._waiting: queue.SimpleQueue[Line | None] = queue.SimpleQueue()
         self._is_usable = True
         self._ends = threading.Event()
+        self._thins_until = math.inf
         self._thread = threading.Thread(target=self._work, name="timeline", daemon=True)
 
     def begin(self) -> None:
@@ -93,8 +100,9 @@ class TimelineFile:
 
     def close(self) -> None:
         """Wait for what waits, but not for ever."""
-        self._ends.set()
+        self._thins_until = time.monotonic() + END_S / 2
         self._waiting.put(None)
+        self._ends.set()
         if self._thread.ident is not None:
             self._thread.join(END_S)
 
@@ -109,6 +117,7 @@ class TimelineFile:
 
     def _write_all(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.with_name(_NEW).unlink(missing_ok=True)  # of a run that was killed
         with contextlib.ExitStack() as stack:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
             file = stack.enter_context(open(os.open(self.path, flags, 0o600), "ab", buffering=0))
@@ -122,13 +131,17 @@ class TimelineFile:
                 while data:
                     data = data[file.write(data) or 0 :]
                 if file.tell() > self._limit_bytes:
-                    _thin(self.path, int(THINNED * self._limit_bytes), self._pause)
+                    with contextlib.suppress(_GivenUp):
+                        _thin(self.path, int(THINNED * self._limit_bytes), self._pause)
                     stack.close()
                     file = stack.enter_context(open(self.path, "ab", buffering=0))
                 if is_last:
                     return
 
     def _pause(self) -> None:
+        """Wait between two pieces. At the end of the run, lines that wait come first; they may exceed the limit."""
+        if self._ends.is_set() and not (self._waiting.empty() and time.monotonic() < self._thins_until):
+            raise _GivenUp
         if self._waiting.qsize() < WAITING // 4:
             self._ends.wait(PAUSE_S)
 
@@ -167,7 +180,7 @@ def _encoded(lines: Iterable[Any]) -> bytes:
 
 def _thin(path: Path, most_bytes: int, pause: Callable[[], None]) -> None:
     """Make the file smaller, in its place. What cannot be made small enough loses its oldest lines."""
-    news = path.with_name(f".{path.name}.new")
+    news = path.with_name(_NEW)
     while (size := path.stat().st_size) > most_bytes:
         _rewrite(path, news, partial(_thinned, half=size // 2), pause)
         if path.stat().st_size > 0.9 * size:  # there is nothing left to sum up
@@ -179,10 +192,14 @@ def _rewrite(
 ) -> None:
     """Write the head, and what `change` makes of the other lines and their positions, line by line."""
     descriptor = os.open(news, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with path.open("rb") as old, open(descriptor, "wb") as file:
-        file.write(old.readline())
-        file.writelines(change(_positioned(old, pause)))
-    os.replace(news, path)
+    try:
+        with path.open("rb") as old, open(descriptor, "wb") as file:
+            file.write(old.readline())
+            file.writelines(change(_positioned(old, pause)))
+        os.replace(news, path)
+    except BaseException:
+        news.unlink(missing_ok=True)
+        raise
 
 
 def _positioned(file: Iterable[bytes], pause: Callable[[], None]) -> Iterator[tuple[int, bytes]]:

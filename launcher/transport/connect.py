@@ -175,7 +175,8 @@ def why_not_started(python: str, status: int | None, words: str, noise: bytes) -
         named = f" to {home[1]}" if home is not None else ""
         return f"{python} there cannot find its own library: PYTHONHOME may be set{named} there; unset it"
     if "No module named" in words:
-        return f"{python} there has no dtrain; install it: {install_command(python)}"
+        fix = install_command(python)
+        return f"{python} there has no dtrain; " + (f"install it: {fix}" if fix else "install the same version as here")
     said = [
         line.strip() for line in [*noise.decode("utf-8", "replace").splitlines(), *words.splitlines()] if line.strip()
     ]

@@ -289,9 +289,16 @@ def _begin_debugpy(channel: _Lines) -> None:
     # pydevd connects to a TCP port only. It is open for this one connection, which must come from this process.
     listening = socket.create_server(("127.0.0.1", 0), backlog=1)
     listening.settimeout(_DEBUGPY_S)
-    _serving = _start_untraced(_serve_debugpy, channel, listening, pydevd)
-    debugpy.configure(subProcess=False)  # or it changes fork and exec for good, and the script's children fail
-    debugpy.connect(listening.getsockname())  # returns once an editor has come and is ready, or the channel is lost
+    has_failed = threading.Event()
+    _serving = _start_untraced(_serve_debugpy, channel, listening, pydevd, has_failed)
+    try:
+        debugpy.configure(subProcess=False)  # or it changes fork and exec for good, and the script's children fail
+        debugpy.connect(listening.getsockname())  # returns once an editor has come and is ready, or the channel is lost
+    except BaseException:
+        has_failed.set()
+        with contextlib.suppress(OSError):
+            listening.shutdown(socket.SHUT_RDWR)  # which the thread closes then
+        raise
 
 
 def _import_debugpy() -> tuple[Any, Any]:
@@ -319,8 +326,11 @@ def _start_untraced(target: Any, *args: Any) -> threading.Thread:
     return thread
 
 
-def _serve_debugpy(channel: _Lines, listening: socket.socket, pydevd: Any) -> None:
-    """Pass on what debugpy and the editor say; at the end let the script go on without them."""
+def _serve_debugpy(channel: _Lines, listening: socket.socket, pydevd: Any, has_failed: threading.Event) -> None:
+    """Pass on what debugpy and the editor say; at the end let the script go on without them.
+
+    `has_failed`: debugpy will not connect, which the main thread says.
+    """
     theirs: socket.socket | None = None
     try:
         with listening:
@@ -330,7 +340,10 @@ def _serve_debugpy(channel: _Lines, listening: socket.socket, pydevd: Any) -> No
                     theirs.close()
                     theirs = None
     except OSError as error:
-        channel.say(end=f"debugpy could not be opened: no connection from it within {_DEBUGPY_S:g} s: {error}")
+        if has_failed.is_set():
+            return  # what pydevd has now may be of the script, or of another editor
+        why = f"no connection from it within {_DEBUGPY_S:g} s" if isinstance(error, TimeoutError) else error
+        channel.say(end=f"debugpy could not be opened: {why}")
     else:
         channel.say(ready=True)
         editor = channel.connection

@@ -329,7 +329,7 @@ class Compositions:
         del self._joining[name]
         end = [Send(host, EndAttempt(attempt.number, signal.SIGTERM)) for host in self._fleet.workers_of([name])]
         excluded = self._gathering.count_loss(name, failed=True) if failed else []
-        return [Notice(f"{name} does not join: {why}"), *end, *excluded]
+        return [Notice(f"{name} does not join: {why}", is_error=True), *end, *excluded]
 
 
 def _by_host(placement: Placement) -> dict[str, tuple[int, ...]]:

@@ -67,7 +67,9 @@ class Hangs:
             news = [each for each in blame.hung if (each.rank, each.pid) not in self._told]
             self._told.update((each.rank, each.pid) for each in news)
             advice = "dtrain leaves that to you; with --hang auto it would take such a rank as failed"
-            said = [Notice(f"{_who(attempt, each)} hangs: {_what(each, blame)}; {advice}") for each in news]
+            said = [
+                Notice(f"{_who(attempt, each)} hangs: {_what(each, blame)}; {advice}", is_error=True) for each in news
+            ]
             return [*said, SaveEvidence(attempt.number, number, blame.looked_at, asked=True)] if news else []
         attempt.evidence = blame.looked_at
         commands: list[Command] = [SaveEvidence(attempt.number, number, blame.looked_at, asked=False)]

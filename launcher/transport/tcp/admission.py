@@ -93,8 +93,9 @@ class NodeSlots:
         node = printable(greeting.hostname)
         if greeting.version != __version__ or greeting.protocol != PROTOCOL:
             fix = install_command(shlex.quote(sys.executable))
+            advice = ": ".join(filter(None, ["install the same on both", fix]))
             version = printable(greeting.version)
-            raise Refused(f"{node} has dtrain {version}, node 0 has {__version__}; install the same on both: {fix}")
+            raise Refused(f"{node} has dtrain {version}, node 0 has {__version__}; {advice}")
         if lines := differences(self._expected, greeting):
             raise Refused("\n  ".join([f"{node} was started with another command than node 0:", *lines]))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from testbed.network import NetworkHosts
-from testbed.processes import started_dtrain
+from testbed.processes import run_dtrain, started_dtrain
 from testbed.training_seen import TrainingSeen
 
 SCRIPT = Path(__file__).parents[2] / "ddp_worlds" / "elastic_script.py"
@@ -66,7 +66,7 @@ def test_a_host_that_was_cut_off_comes_back_warm(network_hosts: NetworkHosts, tm
     script.write_text(SCRIPT.read_text().replace("entered = 0\n", "entered = 0\n" + SAYS_WHAT_IT_IS_FORKED_FROM))
     argv = [
         "run", "--ssh-config", network_hosts.ssh_config, "--heartbeat-timeout-s", f"{TIMEOUT_S:g}", "--grace-s", "1",
-        "--nproc-per-node", "1", "--hosts", "far1,far2,far3", "--nnodes", "1:3", "--keep-warm", "15s", script, "4",
+        "--nproc-per-node", "1", "--hosts", "far1,far2,far3", "--nnodes", "1:3", "--keep-warm", "120s", script, "4",
         "0.1",
     ]  # fmt: skip
     with started_dtrain(*argv, cwd=tmp_path) as process:
@@ -78,6 +78,8 @@ def test_a_host_that_was_cut_off_comes_back_warm(network_hosts: NetworkHosts, tm
         network_hosts.mend("far3")
         seen.wait(lambda: any(at.host == "far3" for at in seen.sized(3, after=given)))
         stderr = seen.end_well()
+    stopped = run_dtrain("warm", "--stop", "--ssh-config", network_hosts.ssh_config, "--hosts", "far1,far2,far3")
+    assert stopped.returncode == 0, stopped
     print(f"with it again {seen.sized(3, after=given)[0].time - given:.2f} s after its return")
     oldest = max(float(line.split()[1]) for line in seen.said("began") if line.startswith("far3"))
     assert oldest < given_at, stderr

@@ -17,6 +17,8 @@ from torch import nn
 
 import ddp
 from ddp.comm.reduction import combine, payload_of
+from ddp.strategies.parameter_server.rendezvous import ProcessRole
+from ddp.strategies.parameter_server.strategy import _world_of as world_of_role
 from ddp.strategies.strategy import Strategy
 from ddp.world import World
 
@@ -224,3 +226,10 @@ def test_tensors_of_any_kind_are_reduced(dtype: torch.dtype, shape: list[int], r
 def test_what_cannot_be_reduced_is_named(operation: str, value: Any, message: str) -> None:
     with pytest.raises(ddp.errors.ArgumentError, match=message):
         payload_of(operation, value)
+
+
+def test_each_of_two_servers_on_a_host_is_a_world_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    world = world_of_role(ProcessRole("ps", index=1, workers=2, servers=2))
+    assert (world.rank, world.world_size, world.local_rank, world.local_world_size) == (0, 1, 0, 1)

@@ -527,6 +527,17 @@ def test_nothing_is_left_of_a_warm_run_that_is_killed(server: int, victim: str) 
     assert importer(run("script.py")) == server
 
 
+def test_nothing_stays_warm_on_this_machine_when_dtrain_is_killed(runtime: Path) -> None:
+    write(Path(), "script.py", WAITING)
+    with started_dtrain("run", "--keep-warm", "5m", "--grace-s", "1", "script.py") as process:
+        wait_until(lambda: [*Path().glob("up-*")], "it runs")
+        agent = psutil.Process(int(next(Path().glob("up-*")).name.partition("-")[2])).ppid()
+        os.kill(process.pid, signal.SIGKILL)
+        assert process.wait(100) != 0
+    wait_until(lambda: gone(agent), "its agent is gone")
+    assert describe() == []
+
+
 def test_simulated_hosts_keep_one_each(runtime: Path) -> None:
     options = ("--simulate", "--nnodes", "2", "--nproc-per-node", "1")
     first = run("--keep-warm", "5m", *options, "script.py")

@@ -9,6 +9,11 @@ import pytest
 from testbed.processes import run_dtrain, run_program, started
 from testbed.sshd import SshHosts
 
+from launcher.cli.request import check_here
+from launcher.errors import UsageError
+from launcher.hosts.host import Host, HostKind
+from launcher.placement.job_spec import CommandKind, JobSpec, WorkerCommand
+
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
@@ -89,6 +94,16 @@ def test_interpreter_in_the_place_of_the_script_is_left_out(tmp_path: Path, scri
         result = run_dtrain("run", *hosts, "python3", script, cwd=tmp_path)
         assert result.returncode == 2
         assert "leave out python3: dtrain starts the interpreter by itself (--python)" in result.stderr
+    here = (Host("here", HostKind.LOCAL),)
+    (tmp_path / "bin").mkdir()
+    for name in ("python", "python3", "python3.12"):
+        (tmp_path / "bin" / name).symlink_to(sys.executable)
+        for path in (f"bin/{name}", f"{tmp_path}/bin/{name}"):
+            with pytest.raises(UsageError, match=f"leave out {path}: dtrain starts the interpreter"):
+                check_here(JobSpec(WorkerCommand(CommandKind.SCRIPT, path), here, run_id="r", workdir=tmp_path))
+    (tmp_path / "python3").write_text("")  # a script of that name
+    command = WorkerCommand(CommandKind.SCRIPT, "./python3")
+    check_here(JobSpec(command, here, run_id="r", workdir=tmp_path))
 
 
 def test_nothing_to_run_says_how(tmp_path: Path) -> None:

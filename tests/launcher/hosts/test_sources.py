@@ -134,6 +134,20 @@ def test_a_discovery_script_may_close_its_output_before_it_ends(tmp_path: Path) 
         discover(_script(tmp_path, "echo a:1; echo no credentials >&2; exec >&- 2>&-; sleep 0.3; exit 3"))
 
 
+def test_quiet_does_not_hide_that_the_discovery_script_fails(tmp_path: Path) -> None:
+    script = _script(
+        tmp_path, "[ ! -e started ] || { echo >> failed; echo no credentials >&2; exit 3; }; echo localhost:1"
+    )
+    (tmp_path / "work.py").write_text(
+        "import os, time\nopen('started', 'w')\n"
+        "while not os.path.exists('failed') or os.path.getsize('failed') < 2: time.sleep(0.02)\n"  # the second time
+    )
+    result = run_dtrain("run", "-q", "--hosts-script", script, "--nnodes", "1:2", "work.py", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    (said,) = result.stderr.splitlines()
+    assert "ended with 3: no credentials" in said
+
+
 def test_a_discovery_script_that_runs_when_the_run_ends_is_not_complained_of(tmp_path: Path) -> None:
     script = _script(tmp_path, "if [ -e started ]; then touch asked; sleep 60; fi; echo localhost:1")
     (tmp_path / "work.py").write_text(
@@ -175,8 +189,8 @@ def test_who_is_found_joins_and_who_is_no_longer_named_is_left_out() -> None:
         job.handle(AgentMessage(name, 1, Started(0, rank, 9, now)), now)
     found = job.handle(Discovered((hosts[0], Host("c", HostKind.SSH, slots=2))), now)
     assert [c for c in found if isinstance(c, Open)] == [Open(Host("c", HostKind.SSH, slots=2), 1)]
-    assert [c.text for c in found if isinstance(c, Notice)] == [
-        "b is excluded from further attempts: it is no longer named by --hosts-script"
+    assert [c for c in found if isinstance(c, Notice)] == [
+        Notice("b is excluded from further attempts: it is no longer named by --hosts-script", is_error=True)
     ]
     grown = _ready(job, "c", now)
     assert {c.host for c in grown if isinstance(c, Send) and isinstance(c.message, EndAttempt)} == {"a", "b"}

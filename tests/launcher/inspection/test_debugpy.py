@@ -1,6 +1,7 @@
 """`dtrain debug --debugpy`: an editor in a rank that runs, which goes on as it would without it."""
 
 import json
+import os
 import re
 import socket
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ SCRIPT = """
 import os, pathlib, subprocess, sys, time
 
 start, children, go = map(pathlib.Path, ("start", "children", "go"))
+pathlib.Path("pid").write_text(str(os.getpid()))
 while not go.exists():
     time.sleep(0.02)
     if start.exists():
@@ -128,6 +130,13 @@ for number in map(int, os.listdir("/proc/self/fd")):
 """
 
 
+def _listens(pid: int) -> bool:
+    """Whether one of a process's descriptors is a TCP socket that listens."""
+    sockets = {os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir()}
+    lines = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+    return any(f"socket:[{line[9]}]" in sockets for line in lines if line[3] == "0A")
+
+
 @pytest.mark.parametrize(
     ("code", "text"),
     [
@@ -149,6 +158,8 @@ def test_a_debugpy_that_does_not_open_is_told_with_an_exit_code(code: str, text:
     result = run_dtrain("debug", "r", "--rank", "0", "--debugpy")
     assert result.returncode == 1, result
     assert text in result.stderr, result
+    pid = int((folder / "pid").read_text())
+    wait_until(lambda: not _listens(pid), "no port of the rank is open", timeout=30)
     assert children_of_the_rank(folder) == "7 0 8\n"
     (folder / "go").touch()
     assert run_dtrain("wait", "r").returncode == 0

@@ -819,6 +819,15 @@ def test_a_host_that_was_suspended_and_lost_is_never_fenced() -> None:
     assert [name for name, _ in drive.outcome.unchecked] == ["b"]
 
 
+@pytest.mark.parametrize("left", [[], ["pid 9 (python, state D)"]])
+def test_what_is_left_of_an_earlier_run_is_an_error_and_what_was_removed_is_none(left: list[str]) -> None:
+    drive = Drive("a")
+    drive.join("a")
+    commands = drive.say("a", drive.facts("a", killed_runs=1, ended=2, not_ended=left))
+    (notice,) = (command for command in commands if isinstance(command, Notice))
+    assert (notice.is_error, "; still there on a: pid 9" in notice.text) == (bool(left), bool(left))
+
+
 def test_what_cannot_be_ended_keeps_its_host_out_of_the_next_attempt() -> None:
     drive = running("a", "b", "c", nnodes=(1, 2), max_restarts=1)
     drive.fail(0, 7)

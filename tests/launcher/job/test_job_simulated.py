@@ -243,6 +243,7 @@ class World:
         self.cleaning: set[tuple[str, int]] = set()  # that have not answered yet, as far as the job knows
         self.enlisted: set[tuple[str, int]] = set()  # for the attempt
         self.roots: list[Root] = []
+        self.lost: set[tuple[str, int]] = set()  # hosts that an attempt has gone on without
         self.succeeded: set[tuple[int, int]] = set()
         self.members: tuple[str, ...] = ()
         self.attempt = -1
@@ -1334,6 +1335,7 @@ class World:
         self.disturbed(0.0)
         lost = [root for root in self.roots if (root.kind, root.host) == (FailureKind.HOST_LOST, cause.host)]
         assert lost or self.silent_reason(cause), f"{cause.host} was not lost: {self.roots}"
+        self.lost.add((cause.host, cause.attempt))
         for root in self.roots:  # also what failed there by itself, of which nobody heard in time
             root.alone |= root in lost or (root.host == cause.host and root.attempt == cause.attempt)
 
@@ -1374,7 +1376,7 @@ class World:
         first, second = (attempt.cause for attempt in past[-2:])
         if not second.host or first.host != second.host or first.attempt + 1 != second.attempt:
             return
-        if any(root.alone and (root.host, root.attempt) == (second.host, second.attempt) for root in self.roots):
+        if (second.host, second.attempt) in self.lost:
             return  # the others had gone on without it: a loss in an attempt that had made steps ends the row
         state = self.job.fleet.states[second.host]
         if self.job.fleet.wanted(state):

@@ -265,7 +265,7 @@ def test_a_resilient_rank_that_hangs_is_named_and_replaced_alone_and_no_bit_diff
 def test_a_stopped_rank_is_named_at_once_and_by_default_left_alone(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(RESILIENT)
-    with started_dtrain("run", "--nproc-per-node", "3", script, "stop", cwd=tmp_path) as process:
+    with started_dtrain("run", "-q", "--nproc-per-node", "3", script, "stop", cwd=tmp_path) as process:
         assert process.stderr is not None
         said = b""
         while b"hangs: " not in said:

@@ -12,6 +12,7 @@ from launcher.errors import PlacementError
 from launcher.hosts.folding import StartError, fold, lines_by_reason
 from launcher.hosts.host import Host, HostKind
 from launcher.hosts.ranges import expand
+from launcher.job.events import Notice
 from launcher.job.fleet import CONNECT_AT_ONCE
 from launcher.job.gathering import OTHER_REASONS_S, SHOW_S
 from launcher.machine import limits
@@ -45,9 +46,9 @@ def test_a_start_that_cannot_succeed_ends_soon_and_says_who_was_not_tried() -> N
     drive.lose("n2", "DNS lookup of n2 failed: no such name")
     assert opened(drive.commands)[CONNECT_AT_ONCE:] == [MANY[CONNECT_AT_ONCE]], "one place is free"
     drive.lose("n3", "DNS lookup of n3 failed: no such name")
-    (said,) = notices(drive.wait(SHOW_S[0]))
-    assert "0 of 1000 hosts ready; waiting for " in said
-    assert "n2, n3: DNS lookup failed: no such name" in said
+    far, wrong = (command for command in drive.wait(SHOW_S[0]) if isinstance(command, Notice))
+    assert ("0 of 1000 hosts ready; waiting for " in far.text, far.is_error) == (True, False)
+    assert (wrong.text, wrong.is_error) == ("n2, n3: DNS lookup failed: no such name", True)
     assert drive.job.outcome is None
     drive.wait(OTHER_REASONS_S - SHOW_S[0])
     drive.wait(5)
@@ -73,7 +74,7 @@ def test_an_elastic_run_says_many_unusable_hosts_at_once() -> None:
     drive = Drive(*MANY[:100], nnodes=(2, 100))
     for name in MANY[2:100]:
         assert notices(drive.lose(name, f"DNS lookup of {name} failed: no such name")) == []
-    assert "n[3-100] cannot be used for now: DNS lookup failed: no such name" in notices(drive.wait(SHOW_S[0]))[0]
+    assert "n[3-100] cannot be used for now: DNS lookup failed: no such name" in notices(drive.wait(SHOW_S[0]))
 
 
 def test_names_that_do_not_resolve_are_few_lines(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,32 @@ def test_a_run_that_ends_waits_for_no_pause_of_the_thinning(tmp_path: Path, monk
     file.close()
     assert (tmp_path / TIMELINE).stat().st_size <= 10_000
     assert sum(line[4] for line in read_lines(tmp_path)[1]) == 2000
+
+
+def test_a_run_that_ends_while_its_file_is_thinned_loses_no_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(lines: Iterator[tuple[int, bytes]], half: int) -> Iterator[bytes]:  # 40 s in all
+        for _, text in lines:
+            time.sleep(0.02)
+            yield text
+
+    monkeypatch.setattr("launcher.timeline.file.PIECE_LINES", 1)
+    monkeypatch.setattr("launcher.timeline.file._thinned", slow)
+    new = tmp_path / f".{TIMELINE}.new"
+    new.write_text("left by a run that was killed")
+    file = TimelineFile(tmp_path, "r", print, limit_bytes=10_000)
+    file.begin()
+    wait_until(lambda: not new.exists(), "it is removed")
+    lines: list[list[Any]] = [["steps", 0, 0, step, 1, float(step), [0.001] * 6] for step in range(1, 2001)]
+    for line in lines:
+        file.add(*line)
+    wait_until(new.exists, "it is being thinned")
+    file.add("event", "notice", 1.0, "the last")
+    file.close()
+    wait_until(lambda: [*read_lines(tmp_path)[1]][-1][-1] == "the last", "it is written", 20)
+    wait_until(lambda: not new.exists(), "nothing else is left")
+    assert sum(line[4] for line in read_lines(tmp_path)[1] if line[0] == "steps") == 2000
 
 
 def test_a_line_that_was_cut_costs_itself_and_not_the_next_or_the_writing(tmp_path: Path) -> None:
