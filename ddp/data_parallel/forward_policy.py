@@ -107,7 +107,7 @@ class ForwardPolicy:
             self._sets_aside = False
             self.reducer.fail("its backward pass was interrupted")
             self.reducer.settle()
-        if self.micro_batches is not None and not self.micro_batches.is_last:
+        if self.micro_batches is not None and torch.is_grad_enabled():
             self.micro_batches.before_pass()
         if steps_alone or self._steps_alone:
             self._watch.restart()

@@ -27,7 +27,7 @@ class MicroBatches:
         self.at = 0  # which of them comes next
         self.passes = 0  # that went through since the last commit
         self.users_own = 0  # forward passes since then whose gradients the script itself accumulates
-        self.before_pass: Callable[[], None] = lambda: None  # called before the forward of each pass but the last
+        self.before_pass: Callable[[], None] = lambda: None  # called before each forward with gradients
         self._spare = 0
         self._aside: dict[torch.Tensor, torch.Tensor] = {}  # the gradients of the step's passes so far
 

@@ -15,9 +15,9 @@ from ddp.resilience.global_batch import GlobalBatch
 
 
 @pytest.fixture
-def parts() -> tuple[nn.Module, torch.optim.Optimizer, ddp.DistributedSampler]:
+def parts(request: pytest.FixtureRequest) -> tuple[nn.Module, torch.optim.Optimizer, ddp.DistributedSampler]:
     model = nn.Linear(2, 1)
-    data = TensorDataset(torch.randn(12, 2))
+    data = TensorDataset(torch.randn(getattr(request, "param", 12), 2))
     return model, torch.optim.SGD(model.parameters(), lr=0.1), ddp.DistributedSampler(data)
 
 
@@ -164,10 +164,10 @@ def of_two(
     monkeypatch.setenv("DTRAIN_STATE_FILE", str(tmp_path / "page"))
     monkeypatch.setattr(ddp.DistributedDataParallel, "_least_ranks", 1)
     model, optimizer, sampler = parts
-    sampler.hand_out([0], 2, 0, lambda: None)
+    sampler.hand_out([0], 2, 0)
     sampler.load_state_dict(sampler.state_dict())
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    state = kept((model, optimizer, sampler), schedule=schedule, step=0)
+    state = kept((model, optimizer, sampler), schedule=schedule, step=0, begun=0, best=-1)
     part = state.commits.parts["sampler"]
     assert isinstance(part, GlobalBatch)
     sampler.num_replicas = 1
@@ -198,6 +198,44 @@ def test_a_step_of_two_batches_is_one_commit(of_two: ddp.State) -> None:
         assert of_two.step == of_two.schedule.last_epoch == sum(done)
         assert of_two.sampler.state_dict()["position"] == 4 * sum(done)
     assert done == [False, True] * 3
+
+
+@pytest.mark.parametrize("parts", [14], indirect=True)
+@pytest.mark.parametrize(("how", "most"), [("evaluates", 8), ("drops", 8), ("breaks", 6)])
+def test_what_is_done_between_two_epochs_stays(of_two: ddp.State, how: str, most: int) -> None:
+    """With an evaluation through the wrapper, a short batch that the DataLoader drops, a loop that is left early."""
+    sampler = of_two.sampler
+    rows = DataLoader(sampler.dataset, batch_size=2, sampler=sampler, drop_last=how == "drops")
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        for passes, (x,) in enumerate(rows):
+            if passes == most:
+                break
+            one_pass(of_two, x)
+            of_two.commit()
+        assert (of_two.best, of_two.schedule.last_epoch - of_two.step) == (epoch - 1, epoch)
+        if how == "evaluates":
+            with torch.no_grad():
+                of_two.model(torch.ones(1, 2))
+        of_two.best = epoch
+        of_two.schedule.step()
+        if how == "evaluates":
+            of_two.commit()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_is_done_before_the_forward_and_behind_the_commit_of_a_step_counts_once(
+    of_two: ddp.State, workers: int
+) -> None:
+    """Also at the end of an epoch, where the workers have drawn all batches."""
+    rows = DataLoader(of_two.sampler.dataset, batch_size=2, sampler=of_two.sampler, num_workers=workers)
+    for (x,) in rows:
+        of_two.begun += 1
+        one_pass(of_two, x)
+        of_two.sampler.advance(len(x))
+        if of_two.commit():
+            of_two.best += 1
+    assert (of_two.step, of_two.begun, of_two.best) == (3, 3, 2)
 
 
 def test_what_no_step_of_two_batches_can_be_made_of_is_an_error(of_two: ddp.State) -> None:
