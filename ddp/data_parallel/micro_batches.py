@@ -39,6 +39,11 @@ class MicroBatches:
         self.count, self.at, self.passes, self.users_own = count, 0, 0, 0
         self._aside.clear()
 
+    def end(self) -> None:
+        """Deal none any more, but keep their count."""
+        self.own, self.at, self.passes, self.users_own, self._spare = (), 0, 0, 0, 0
+        self._aside.clear()
+
     @property
     def is_last(self) -> bool:
         """Whether the pass that comes next, or runs, ends the step."""

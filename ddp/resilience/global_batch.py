@@ -39,16 +39,19 @@ class GlobalBatch(SamplerPart):
         self.micro_batches.before_pass = self._note_once
         self._batch = 0  # samples of one, but the last one of an epoch; 0 until a commit has shown it
         self._place = 0, 1
+        self._dealt: tuple[int, int] | None = None  # to which rank the sampler deals, of how many
         self._values: MutableMapping[str, Any] = {}
         self._parts: list[OptimizerPart | StatefulPart] = []
+        self._wrappers: list[DistributedDataParallel] = []
         self._noted: tuple[dict[str, Any], list[Any], list[int]] | None = None  # when the batch began
 
     def start(self, place: tuple[int, int], parts: Mapping[str, Part], values: MutableMapping[str, Any]) -> None:
         """Begin with as many shares as there are ranks at `place`, (rank, size); a rank that joins gets theirs later.
 
-        Raises UnsupportedError if the script has given its sampler other shares.
+        In a second function, as many as in the first one. Raises UnsupportedError if the script has given its sampler
+        other shares.
         """
-        if (self.sampler.rank, self.sampler.num_replicas) != place:
+        if (self.sampler.rank, self.sampler.num_replicas) not in (place, self._dealt):
             raise UnsupportedError(
                 f"{_KEEPS}: the sampler deals to rank {self.sampler.rank} of {self.sampler.num_replicas}, and this is "
                 f"rank {place[0]} of {place[1]}: leave num_replicas and rank out of DistributedSampler()"
@@ -56,10 +59,18 @@ class GlobalBatch(SamplerPart):
         call_before_batches(self.sampler, self._note)
         self._values, self._place = values, place
         self._parts = [part for part in parts.values() if isinstance(part, OptimizerPart | StatefulPart)]
-        for part in parts.values():
-            if isinstance(part, ModelPart) and part.wrapper is not None:
-                part.wrapper.step_in(self.micro_batches)
-        self.micro_batches.deal(place[1], *place)
+        models = [part for part in parts.values() if isinstance(part, ModelPart)]
+        self._wrappers = [part.wrapper for part in models if part.wrapper is not None]
+        for wrapper in self._wrappers:
+            wrapper.step_in(self.micro_batches)
+        self.micro_batches.deal(self.micro_batches.count or place[1], *place)
+
+    def end(self) -> None:
+        """The function has ended: each pass is a step. The shares stay dealt."""
+        for wrapper in self._wrappers:
+            wrapper.step_in(None)
+        self.micro_batches.end()
+        self._batch, self._noted = 0, None
 
     def obstacle(self, parts: Mapping[str, Part]) -> str:
         """Why steps cannot be of several passes, in words."""
@@ -90,6 +101,7 @@ class GlobalBatch(SamplerPart):
                 "again"
             )
         self.sampler.hand_out(steps.own, steps.count, self._batch)
+        self._dealt = self.sampler.rank, self.sampler.num_replicas
         super().begin(before_rest)
 
     def count(self) -> int:

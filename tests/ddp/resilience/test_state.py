@@ -1,5 +1,6 @@
 """What a State refuses, and what it does where no launcher replaces processes."""
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -7,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import ddp
-from ddp.errors import ArgumentError, UnsupportedError
+from ddp.errors import ArgumentError, BackwardError, UnsupportedError
 from ddp.resilience.global_batch import GlobalBatch
 
 
@@ -236,6 +238,35 @@ def test_what_is_done_before_the_forward_and_behind_the_commit_of_a_step_counts_
         if of_two.commit():
             of_two.best += 1
     assert (of_two.step, of_two.begun, of_two.best) == (3, 3, 2)
+
+
+def test_a_checkpoint_around_the_wrapper_is_no_pass_of_its_own(of_two: ddp.State) -> None:
+    alone = copy.deepcopy(of_two.model.module)
+    rows = DataLoader(of_two.sampler.dataset, batch_size=2, sampler=of_two.sampler)
+    for _, (x,) in zip(range(2), rows, strict=False):
+        checkpoint(of_two.model, x, use_reentrant=False).square().mean().backward()
+        (alone(x).square().mean() / 2).backward()
+        of_two.commit()
+    assert torch.allclose(of_two.model.module.weight.grad, alone.weight.grad)
+
+
+def test_a_second_backward_pass_before_a_commit_is_an_error(of_two: ddp.State) -> None:
+    of_two.model(torch.ones(2, 2)).sum().backward()
+    with pytest.raises(BackwardError, match=r"there was no state.commit\(\) since the one before"):
+        of_two.model(torch.ones(2, 2)).sum().backward()
+
+
+def test_after_the_function_each_pass_is_a_step_and_a_second_one_goes_on(of_two: ddp.State) -> None:
+    rows = DataLoader(of_two.sampler.dataset, batch_size=2, sampler=of_two.sampler)
+    assert [not one_pass(of_two, x) and of_two.commit() for (x,) in rows] == [False, True] * 3
+    of_two.commits.end()
+    for _ in range(2):
+        before = of_two.model.module.weight.detach().clone()
+        one_pass(of_two, torch.ones(2, 2))
+        assert not torch.equal(before, of_two.model.module.weight)
+    of_two.commits.begin(has_state=True)
+    of_two.sampler.set_epoch(1)
+    assert [not one_pass(of_two, x) and of_two.commit() for (x,) in rows] == [False, True] * 3
 
 
 def test_what_no_step_of_two_batches_can_be_made_of_is_an_error(of_two: ddp.State) -> None:
