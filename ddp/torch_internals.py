@@ -287,9 +287,11 @@ def not_traced(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-@functools.cache
 def after_scaled_steps(call: Callable[[], None]) -> None:
-    """Call it after each `torch.amp.GradScaler.step`, which may skip that of the optimizer; no hook tells so. 2.3."""
+    """Call it after each `torch.amp.GradScaler.step`, which may skip that of the optimizer; no hook tells so. 2.3.
+
+    It stays so as long as the process runs, so this is to be called once.
+    """
     step = torch.amp.GradScaler.step
 
     @functools.wraps(step)
