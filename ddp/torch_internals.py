@@ -16,6 +16,7 @@ import importlib
 import itertools
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import CodeType, FunctionType, ModuleType
@@ -286,9 +287,11 @@ def not_traced(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-@functools.cache
 def after_scaled_steps(call: Callable[[], None]) -> None:
-    """Call it after each `torch.amp.GradScaler.step`, which may skip that of the optimizer; no hook tells so. 2.3."""
+    """Call it after each `torch.amp.GradScaler.step`, which may skip that of the optimizer; no hook tells so. 2.3.
+
+    It stays so as long as the process runs, so this is to be called once.
+    """
     step = torch.amp.GradScaler.step
 
     @functools.wraps(step)
@@ -311,6 +314,40 @@ def swap_active_ddp_module(module: object) -> object:
     wrapper: Any = nn.parallel.DistributedDataParallel
     before, wrapper._active_ddp_module = getattr(wrapper, "_active_ddp_module", None), module
     return before
+
+
+@functools.cache
+@_unless_lacking
+def _tell_of_batches() -> weakref.WeakKeyDictionary[Any, weakref.WeakMethod[Callable[[], None]]]:
+    """Have every DataLoader look into the result when it is asked for a batch. It stays so."""
+    calls: weakref.WeakKeyDictionary[Any, weakref.WeakMethod[Callable[[], None]]] = weakref.WeakKeyDictionary()
+    iterator = torch.utils.data.dataloader._BaseDataLoaderIter
+    ask = iterator.__next__
+
+    @functools.wraps(ask)
+    def tell_and_ask(self: Any) -> Any:
+        found = calls.get(_sampler_of(self))
+        if found is not None and (call := found()) is not None:
+            call()
+        return ask(self)
+
+    iterator.__next__ = tell_and_ask  # type: ignore[method-assign]  # there is no hook
+    return calls
+
+
+@_unless_lacking
+def _sampler_of(iterator: Any) -> Any:
+    """What the DataLoader of an iterator draws from, by itself or through a BatchSampler. 1.2."""
+    batches = iterator._index_sampler
+    return getattr(batches, "sampler", batches)
+
+
+def call_before_batches(sampler: torch.utils.data.Sampler[int], method: Callable[[], None]) -> None:
+    """Call a bound method, which is not kept alive, whenever a DataLoader over `sampler` is asked for a batch. 1.2.
+
+    The sampler does not know when that is: workers draw ahead.
+    """
+    _tell_of_batches()[sampler] = weakref.WeakMethod(method)
 
 
 # Process groups.

@@ -90,7 +90,7 @@ class _Membership:
     joining: int = -1  # the generation that it connects to now
     connections: Connections = field(default_factory=Connections)
     on_devices: DeviceCollectives = field(default_factory=DeviceCollectives)
-    address: tuple[str, ...] = field(default_factory=lambda: store_address())
+    address: tuple[str, ...] = field(default_factory=store_address)
 
 
 _membership: _Membership | None = None

@@ -93,7 +93,6 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         self.drop_last = self.even == "drop"
         self.epoch = 0
         self._before_rest: Callable[[], None] | None = None
-        self._before_batch: Callable[[], None] = _do_nothing
         self._shares: Sequence[int] = (rank,)
         self._pass: _Pass | SharesInTurn
         self._batch = 0  # samples, where this rank has several shares
@@ -116,7 +115,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         if len(self._shares) > 1:
             places = [self._start + share for share in self._shares]
             self._pass = in_turn = SharesInTurn(
-                order, self._length, places, self.num_replicas, self.num_samples, self._batch, self._before_batch
+                order, self._length, places, self.num_replicas, self.num_samples, self._batch
             )
             return in_turn
         first, count = self._start + self.rank, self.num_samples
@@ -146,14 +145,14 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         """Have `call()` when the loaded pass goes on; not if it begins at its start, or another one begins instead."""
         self._before_rest = call if self._start else None
 
-    def hand_out(self, shares: Sequence[int], replicas: int, batch: int, before_batch: Callable[[], None]) -> None:
+    def hand_out(self, shares: Sequence[int], replicas: int, batch: int) -> None:
         """Hand out `shares` of so many replicas, in the next pass: batches of each in turn, and the last one's samples.
 
-        `batch` is the size of a batch, which matters where there are several shares; `before_batch` is called when the
-        first sample of one is asked for then. `trained` counts the samples of all of them.
+        `batch` is the size of a batch, which matters where there are several shares. `trained` counts the samples
+        of all of them.
         """
         self.rank, self.num_replicas = shares[-1], replicas
-        self._shares, self._batch, self._before_batch = tuple(shares), batch, before_batch
+        self._shares, self._batch = tuple(shares), batch
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the permutation of `epoch` and begin at its start. Every rank must call it with the same number.
@@ -280,10 +279,6 @@ class _Pass(Iterator[Iterator[int]]):
     def drawn(self) -> int:
         """How many indices were taken. The iterator of a list knows how many are left, so nobody has to count."""
         return self._computed - operator.length_hint(self._chunk)
-
-
-def _do_nothing() -> None:
-    """Stand in for a call that nobody has asked for."""
 
 
 def rank_and_size(before: str, group: dist.ProcessGroup | None = None) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -16,7 +16,7 @@ class SharesInTurn(Iterator[int]):
 
     Each has `count` samples, in batches of `batch`, the last of which may have fewer. Such a one ends the iteration
     where it ends, and the next call goes on with the next one: torch's BatchSampler asks on after an end, so that no
-    batch of a DataLoader has samples of two shares. `before_batch` is called when a batch begins.
+    batch of a DataLoader has samples of two shares.
     """
 
     def __init__(
@@ -27,11 +27,10 @@ class SharesInTurn(Iterator[int]):
         stride: int,
         count: int,
         batch: int,
-        before_batch: Callable[[], None],
     ) -> None:
         self.drawn = 0
         self._order, self._length, self._places, self._stride = order, length, places, stride
-        self._count, self._batch, self._before_batch = count, batch, before_batch
+        self._count, self._batch = count, batch
         self._turn = self._done = 0  # which share is next, and how many samples of it are done
         self._ends = False  # the batch that was begun last is short
         self._indices: Iterator[int] = iter(())
@@ -54,7 +53,6 @@ class SharesInTurn(Iterator[int]):
         if self._ends or not size:
             self._ends = False
             raise StopIteration
-        self._before_batch()
         begin = self._places[self._turn] + self._done * self._stride
         positions = torch.arange(begin, begin + size * self._stride, self._stride, device="cpu") % self._length
         self._indices = iter((positions if self._order is None else self._order(positions)).tolist())
@@ -66,5 +64,5 @@ class SharesInTurn(Iterator[int]):
 
 def ends_batches_early() -> bool:
     """Whether this torch's BatchSampler asks on where an iterator ended a batch; no documentation says that it does."""
-    shares = SharesInTurn(None, 6, (0, 3), 1, 3, 2, lambda: None)
+    shares = SharesInTurn(None, 6, (0, 3), 1, 3, 2)
     return [*torch.utils.data.BatchSampler(shares, 2, drop_last=False)] == [[0, 1], [3, 4], [2], [5]]

@@ -36,7 +36,7 @@ from ddp.data_parallel.step_watch import StepWatch
 from ddp.errors import BackwardError, DdpError
 from ddp.monitoring import timeline
 from ddp.monitoring.stall_report import finish
-from ddp.torch_internals import call_after_backward, in_backward_optimizers
+from ddp.torch_internals import call_after_backward, current_backward, in_backward_optimizers
 
 __all__ = ["BufferHook", "ForwardPolicy", "JoinedRankHook", "tensors_in"]
 
@@ -107,7 +107,7 @@ class ForwardPolicy:
             self._sets_aside = False
             self.reducer.fail("its backward pass was interrupted")
             self.reducer.settle()
-        if self.micro_batches is not None and not self.micro_batches.is_last:
+        if self.micro_batches is not None and torch.is_grad_enabled():
             self.micro_batches.before_pass()
         if steps_alone or self._steps_alone:
             self._watch.restart()
@@ -188,6 +188,10 @@ class ForwardPolicy:
         """Whether the other ranks wait for the next backward pass, or for one of the same step that follows it."""
         return self._mode in (_Mode.REDUCE, _Mode.SET_ASIDE)
 
+    def is_inside_backward(self) -> bool:
+        """Whether an announced backward pass runs in this thread: a forward now is a checkpoint's."""
+        return self.reducer.is_inside_backward() or (self._sets_aside and current_backward() != -1)
+
     def reduce_alone(self) -> None:
         """Take part in the reduction that the last forward announced, without a backward pass of this rank."""
         if self.is_announced and self.reducer.current is None:
@@ -233,7 +237,7 @@ class ForwardPolicy:
         if self._mode is not _Mode.SET_ASIDE:
             self.reducer.begin()
         elif not self._sets_aside:
-            self._refuse_kept(self._watch.is_kept())
+            self._refuse_other_grads(self._watch.is_kept())
             self._sets_aside = True
             call_after_backward(EndOfBackward(self._set_aside, self._was_dropped))
 
@@ -257,8 +261,16 @@ class ForwardPolicy:
             with self.reducer.lock:
                 self.reducer.fail("its backward pass raised an exception")
 
-    def _refuse_kept(self, is_kept: bool | None) -> None:
-        if is_kept and self.micro_batches is not None:
+    def _refuse_other_grads(self, is_kept: bool | None) -> None:
+        """Raise BackwardError for what would come into the sum of a step besides its micro-batches."""
+        if self.micro_batches is None:
+            return
+        if self.micro_batches.passes:
+            raise BackwardError(
+                "State(keep_global_batch=True): a backward pass began, and there was no state.commit() since the one "
+                "before: make one of each for a batch, and let the State accumulate"
+            )
+        if is_kept:
             raise BackwardError(
                 "State(keep_global_batch=True): a backward pass began while .grad held the averages of the last step, "
                 "so their sum would depend on the number of ranks: call optimizer.zero_grad() in each step"
@@ -275,7 +287,7 @@ class ForwardPolicy:
             )
         self._is_kept = self._watch.is_kept()
         if self.micro_batches is not None:
-            self._refuse_kept(self._is_kept)
+            self._refuse_other_grads(self._is_kept)
             self.micro_batches.put_back()
         if self._checksum is not None:
             self._checksum.take()

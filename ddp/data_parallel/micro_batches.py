@@ -27,7 +27,7 @@ class MicroBatches:
         self.at = 0  # which of them comes next
         self.passes = 0  # that went through since the last commit
         self.users_own = 0  # forward passes since then whose gradients the script itself accumulates
-        self.before_pass: Callable[[], None] = lambda: None  # called before the forward of each pass but the last
+        self.before_pass: Callable[[], None] = lambda: None  # called before each forward with gradients
         self._spare = 0
         self._aside: dict[torch.Tensor, torch.Tensor] = {}  # the gradients of the step's passes so far
 
@@ -37,6 +37,11 @@ class MicroBatches:
         self._spare = -(-count // ranks) - len(real)
         self.own = [(real or [rank % count])[0]] * self._spare + real
         self.count, self.at, self.passes, self.users_own = count, 0, 0, 0
+        self._aside.clear()
+
+    def end(self) -> None:
+        """Deal none any more, but keep their count."""
+        self.own, self.at, self.passes, self.users_own, self._spare = (), 0, 0, 0, 0
         self._aside.clear()
 
     @property

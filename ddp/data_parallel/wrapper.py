@@ -303,7 +303,7 @@ class DistributedDataParallel(TorchSurface):
             if self._has_synced_forward:
                 count_step_after(tensors_in(output))
             return output
-        if policy.reducer.is_inside_backward():
+        if policy.is_inside_backward():
             inputs, kwargs = self._on_device(inputs, kwargs)
             return self.module(*inputs, **kwargs)  # activation checkpointing
         policy.reducer.report.check_in_step()  # or the end of this pass would write into buckets on their way
@@ -493,8 +493,11 @@ class DistributedDataParallel(TorchSurface):
         """Average over the ranks of `group` from now on, as `_update_process_group`; for other modules of ddp."""
         self._update_process_group(group)
 
-    def step_in(self, micro_batches: MicroBatches) -> None:
-        """Let a step be over `micro_batches` from now on, also in a group of one rank; for other modules of ddp."""
+    def step_in(self, micro_batches: MicroBatches | None) -> None:
+        """Let a step be over `micro_batches` from now on, also in a group of one rank; for other modules of ddp.
+
+        None: over one pass again.
+        """
         self._micro_batches, self._least_ranks = micro_batches, 1
         if self._policy is not None:
             self._policy.micro_batches = micro_batches

@@ -36,6 +36,7 @@ HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _LIMIT_S = 60.0  # for what takes a second where all is well
 _TIMEOUT_S = 600.0  # of a group whose backend does not tell; that of NCCL
 _POLL_S = 5e-5
+_BUSY_S = 2e-3  # without a pause: an optimizer's step waits for it
 
 
 def can_be_ended(words: Collection[str]) -> bool:
@@ -99,9 +100,10 @@ class DeviceCollectives:
         """Wait until the current stream is done. After the timeout, end the collectives and raise CollectiveError."""
         event = torch.accelerator.current_stream(device).record_event()
         limit_s = _timeout_s(device)
-        deadline = monotonic() + limit_s
+        began = monotonic()
+        deadline = began + limit_s
         while not event.query():
-            time.sleep(_POLL_S)
+            time.sleep(_POLL_S if monotonic() > began + _BUSY_S else 0)
             if monotonic() < deadline:
                 continue
             deadline = max(deadline, debugged_until() + limit_s)

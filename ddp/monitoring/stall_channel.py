@@ -114,10 +114,11 @@ class StoreThread:
             key = f"{group_name}/{ordinal}"
             self._reporters[key] = weakref.ref(reporter)
             if self._thread is None and not self.trouble:
-                self._thread = threading.Thread(target=self._run, name="ddp-stall-report", daemon=True)
+                # The thread may end, and set self._thread to None, before start() returns.
+                thread = self._thread = threading.Thread(target=self._run, name="ddp-stall-report", daemon=True)
                 _running.add(self)
-                self._thread.start()
-                _threads.add(self._thread)
+                _threads.add(thread)
+                thread.start()
         return key
 
     def leave(self, key: str, step: int) -> None:
@@ -169,21 +170,15 @@ class StoreThread:
             and thread is not threading.current_thread()
         )
 
-    def end(self) -> threading.Thread | None:
-        """Leave the last words of this process and end the thread, in at most the time that a store may take.
-
-        Returns the thread for which it has waited.
+    def end(self) -> None:
+        """Have the thread leave the last words of this process, and end. `_end_store_threads` waits for it.
 
         A thread that came back from the store during the interpreter's teardown could abort the process; one in a
         request to a frozen TCPStore does not come back.
         """
-        thread = self._thread
-        if thread is not None and self._pid == os.getpid():
+        if self._thread is not None and self._pid == os.getpid():
             self._is_ending = True
             self._jobs.put(None)
-            thread.join(timeout=_STORE_TIMEOUT_S + 0.5)
-            return thread
-        return None
 
     # The thread
 
@@ -316,10 +311,16 @@ def store_thread_of_world(how_it_ends: Callable[[], tuple[str, bool]]) -> StoreT
 
 
 def _end_store_threads() -> None:
-    """Before the interpreter ends: a thread that lets go of its store afterwards would abort the process."""
-    waited_for = {store_thread.end() for store_thread in list(_running)}
-    for thread in set(_threads) - waited_for:
-        thread.join(timeout=_SLACK_S)
+    """Before the interpreter ends: a thread that lets go of its store afterwards would abort the process.
+
+    Waits for all together at most as long as a store may take.
+    """
+    for store_thread in list(_running):
+        store_thread.end()
+    until = time.monotonic() + _STORE_TIMEOUT_S + 0.5
+    for thread in list(_threads):
+        if thread.ident is not None:  # it was started
+            thread.join(max(0.0, until - time.monotonic()))
 
 
 def _forget_store_threads() -> None:

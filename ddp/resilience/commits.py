@@ -108,6 +108,11 @@ class Commits:
         else:
             self._check_left_out()
 
+    def end(self) -> None:
+        """The function has ended by itself."""
+        if self._global_batch is not None:
+            self._global_batch.end()
+
     def obstacle(self) -> str:
         """What would change in a step and not come back after a failure, in words; nothing if all will."""
         known: list[Any] = [part.wrapper for part in self._models.values()]

@@ -2,7 +2,7 @@
 
 A step has as many micro-batches as there were ranks at the beginning, whatever their number is now. The script's loop
 runs once for each of this rank, with its `optimizer.step()` and its `commit()`. But for the last one the optimizer
-finds no gradients, and what else the loop did to the State from the batch's first sample on is undone at the commit.
+finds no gradients, and what else the loop did to the State since it asked for the batch is undone at the commit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ddp.errors import ArgumentError, UnsupportedError
 from ddp.horovod.optimizer import is_distributed
 from ddp.resilience.copies import copied
 from ddp.resilience.parts import ModelPart, OptimizerPart, Part, SamplerPart, StatefulPart
-from ddp.torch_internals import version_of
+from ddp.torch_internals import call_before_batches, version_of
 
 __all__ = ["GlobalBatch", "check_objects"]
 
@@ -36,29 +36,41 @@ class GlobalBatch(SamplerPart):
     def __init__(self, sampler: DistributedSampler) -> None:
         super().__init__(sampler)
         self.micro_batches = MicroBatches()
-        self.micro_batches.before_pass = self._note
+        self.micro_batches.before_pass = self._note_once
         self._batch = 0  # samples of one, but the last one of an epoch; 0 until a commit has shown it
         self._place = 0, 1
+        self._dealt: tuple[int, int] | None = None  # to which rank the sampler deals, of how many
         self._values: MutableMapping[str, Any] = {}
         self._parts: list[OptimizerPart | StatefulPart] = []
+        self._wrappers: list[DistributedDataParallel] = []
         self._noted: tuple[dict[str, Any], list[Any], list[int]] | None = None  # when the batch began
 
     def start(self, place: tuple[int, int], parts: Mapping[str, Part], values: MutableMapping[str, Any]) -> None:
         """Begin with as many shares as there are ranks at `place`, (rank, size); a rank that joins gets theirs later.
 
-        Raises UnsupportedError if the script has given its sampler other shares.
+        In a second function, as many as in the first one. Raises UnsupportedError if the script has given its sampler
+        other shares.
         """
-        if (self.sampler.rank, self.sampler.num_replicas) != place:
+        if (self.sampler.rank, self.sampler.num_replicas) not in (place, self._dealt):
             raise UnsupportedError(
                 f"{_KEEPS}: the sampler deals to rank {self.sampler.rank} of {self.sampler.num_replicas}, and this is "
                 f"rank {place[0]} of {place[1]}: leave num_replicas and rank out of DistributedSampler()"
             )
+        call_before_batches(self.sampler, self._note)
         self._values, self._place = values, place
         self._parts = [part for part in parts.values() if isinstance(part, OptimizerPart | StatefulPart)]
-        for part in parts.values():
-            if isinstance(part, ModelPart) and part.wrapper is not None:
-                part.wrapper.step_in(self.micro_batches)
-        self.micro_batches.deal(place[1], *place)
+        models = [part for part in parts.values() if isinstance(part, ModelPart)]
+        self._wrappers = [part.wrapper for part in models if part.wrapper is not None]
+        for wrapper in self._wrappers:
+            wrapper.step_in(self.micro_batches)
+        self.micro_batches.deal(self.micro_batches.count or place[1], *place)
+
+    def end(self) -> None:
+        """The function has ended: each pass is a step. The shares stay dealt."""
+        for wrapper in self._wrappers:
+            wrapper.step_in(None)
+        self.micro_batches.end()
+        self._batch, self._noted = 0, None
 
     def obstacle(self, parts: Mapping[str, Part]) -> str:
         """Why steps cannot be of several passes, in words."""
@@ -88,7 +100,8 @@ class GlobalBatch(SamplerPart):
                 f"{_KEEPS}: the number of ranks has changed before a commit has shown the size of a batch. All start "
                 "again"
             )
-        self.sampler.hand_out(steps.own, steps.count, self._batch, self._note)
+        self.sampler.hand_out(steps.own, steps.count, self._batch)
+        self._dealt = self.sampler.rank, self.sampler.num_replicas
         super().begin(before_rest)
 
     def count(self) -> int:
@@ -121,6 +134,7 @@ class GlobalBatch(SamplerPart):
                 "passes were in no_sync(): make one of each for each commit(), and let the State accumulate"
             )
         if passes == 0 and steps.at == 0:
+            self._noted = None
             return True  # of values
         if passes == 0:
             raise ArgumentError(
@@ -136,11 +150,19 @@ class GlobalBatch(SamplerPart):
         return False
 
     def _note(self) -> None:
-        """A batch begins. What the loop does from here on to values, schedulers and settings is undone or committed."""
-        if self._noted is not None or self.micro_batches.is_last:
+        """A batch is asked for. What the loop does then to values, schedulers and settings is undone or committed.
+
+        One that is asked for after the backward pass is for later.
+        """
+        if self.micro_batches.passes or self.micro_batches.is_last:
             return
         told = [part.now() for part in self._parts]
         self._noted = {name: copied(value) for name, value in self._values.items()}, told, self._versions()
+
+    def _note_once(self) -> None:
+        """A forward pass begins, perhaps of a batch that no DataLoader was asked for."""
+        if self._noted is None:
+            self._note()
 
     def _undo(self) -> None:
         assert self._noted is not None

@@ -212,6 +212,7 @@ class _Loop:
                 traceback.clear_frames(error.__traceback__)  # graphs, and iterators with their processes
             else:
                 set_restart_policy(_ORDINARY)
+                commits.end()
                 return result
 
     def _join(self, commits: Commits) -> None:

@@ -46,7 +46,7 @@ class State:
     in the same order, when the world shrinks and when it grows again. Where a rank has several, the loop runs once for
     each: gradients are set aside after the backward pass of all but the last one, so that optimizers, clipping and
     `zero_grad()` find none, and `commit()` undoes what the loop did to values, schedulers and settings of the optimizer
-    since the batch was drawn. Then it returns False. What it cannot undo happens for each: running sums in local
+    since it asked for the batch. Then it returns False. What it cannot undo happens for each: running sums in local
     variables, statistics of batch normalization, random numbers, what the loop does after the commit. Where the
     ranks do not divide the batches, some ranks see one twice, and its gradients are dropped.
     """

@@ -52,7 +52,7 @@ def a_step_is_over_all_micro_batches(count: int, views: bool, weighted: bool, to
     weights = [1.0 + which if weighted else 1.0 for which in range(count)]
     for step in range(5):
         for at, which in enumerate(micro.own):
-            micro.at = at
+            micro.at, micro.passes = at, 0
             loss = loss_of(model, step, which)
             mine.zero_grad(set_to_none=to_none)  # between forward and backward, as many do
             model.backward(loss, weight=weights[which] if weighted else None)
@@ -61,9 +61,7 @@ def a_step_is_over_all_micro_batches(count: int, views: bool, weighted: bool, to
                 before = [parameter.detach().clone() for parameter in model.parameters()]
                 mine.step()
                 assert all(map(torch.equal, before, model.parameters()))
-        micro.at = 0
-        assert micro.passes == len(micro.own)
-        micro.passes = 0
+        assert micro.passes == 1
         theirs.zero_grad(set_to_none=to_none)
         for which in range(count):
             (loss_of(alone, step, which) * weights[which] / sum(weights)).backward()
@@ -85,12 +83,12 @@ def a_pass_that_fails_ends_the_step_on_all_ranks(count: int) -> None:
         del loss
     else:
         loss.backward()
-        micro.at = 1
+        micro.at, micro.passes = 1, 0
         with pytest.raises(PeerFailedError, match=r"rank 1.*its backward pass raised"):
             loss_of(model, 0, micro.own[1]).backward()
     micro.deal(count, rank, dist.get_world_size())
     for at, which in enumerate(micro.own):
-        micro.at = at
+        micro.at, micro.passes = at, 0
         loss_of(model, 1, which).backward()
     assert model.module.body[0].weight.grad is not None
 
@@ -102,8 +100,8 @@ def averages_that_are_left_in_place_are_refused(count: int) -> None:
     model.step_in(micro)
     micro.deal(count, dist.get_rank(), dist.get_world_size())
     for at, _ in enumerate(micro.own):
-        micro.at = at
+        micro.at, micro.passes = at, 0
         model(torch.ones(2, 3)).sum().backward()
-    micro.at = 0
+    micro.at, micro.passes = 0, 0
     with pytest.raises(BackwardError, match=r"call optimizer.zero_grad\(\) in each step"):
         model(torch.ones(2, 3)).sum().backward()

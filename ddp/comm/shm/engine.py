@@ -441,9 +441,9 @@ def close_all() -> None:
 
     The newest first: one that runs operations of others was made after them.
     """
+    until = time.monotonic() + _LEAVE_S
     for _, engine in sorted(_engines.items(), reverse=True):
         engine.close()
-    until = time.monotonic() + _LEAVE_S
     for thread in list(_threads):
         thread.join(max(0.0, until - time.monotonic()))
 

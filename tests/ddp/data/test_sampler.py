@@ -541,7 +541,7 @@ def test_a_rank_with_several_shares_gets_their_batches_in_turn(
     for rank in range(ranks):
         shares = [*range(rank, replicas, ranks)]
         sampler = ddp.DistributedSampler(data, ranks, rank, even=even)
-        sampler.hand_out(shares, replicas, batch, lambda: None)
+        sampler.hand_out(shares, replicas, batch)
         sampler.load_state_dict(sampler.state_dict())
         expected = [whole[share][step] for step in range(len(whole[0])) for share in shares]
         assert batches(sampler, len(shares)) == expected

@@ -1,5 +1,6 @@
 """What a State refuses, and what it does where no launcher replaces processes."""
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -7,17 +8,18 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import ddp
-from ddp.errors import ArgumentError, UnsupportedError
+from ddp.errors import ArgumentError, BackwardError, UnsupportedError
 from ddp.resilience.global_batch import GlobalBatch
 
 
 @pytest.fixture
-def parts() -> tuple[nn.Module, torch.optim.Optimizer, ddp.DistributedSampler]:
+def parts(request: pytest.FixtureRequest) -> tuple[nn.Module, torch.optim.Optimizer, ddp.DistributedSampler]:
     model = nn.Linear(2, 1)
-    data = TensorDataset(torch.randn(12, 2))
+    data = TensorDataset(torch.randn(getattr(request, "param", 12), 2))
     return model, torch.optim.SGD(model.parameters(), lr=0.1), ddp.DistributedSampler(data)
 
 
@@ -164,10 +166,10 @@ def of_two(
     monkeypatch.setenv("DTRAIN_STATE_FILE", str(tmp_path / "page"))
     monkeypatch.setattr(ddp.DistributedDataParallel, "_least_ranks", 1)
     model, optimizer, sampler = parts
-    sampler.hand_out([0], 2, 0, lambda: None)
+    sampler.hand_out([0], 2, 0)
     sampler.load_state_dict(sampler.state_dict())
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    state = kept((model, optimizer, sampler), schedule=schedule, step=0)
+    state = kept((model, optimizer, sampler), schedule=schedule, step=0, begun=0, best=-1)
     part = state.commits.parts["sampler"]
     assert isinstance(part, GlobalBatch)
     sampler.num_replicas = 1
@@ -198,6 +200,73 @@ def test_a_step_of_two_batches_is_one_commit(of_two: ddp.State) -> None:
         assert of_two.step == of_two.schedule.last_epoch == sum(done)
         assert of_two.sampler.state_dict()["position"] == 4 * sum(done)
     assert done == [False, True] * 3
+
+
+@pytest.mark.parametrize("parts", [14], indirect=True)
+@pytest.mark.parametrize(("how", "most"), [("evaluates", 8), ("drops", 8), ("breaks", 6)])
+def test_what_is_done_between_two_epochs_stays(of_two: ddp.State, how: str, most: int) -> None:
+    """With an evaluation through the wrapper, a short batch that the DataLoader drops, a loop that is left early."""
+    sampler = of_two.sampler
+    rows = DataLoader(sampler.dataset, batch_size=2, sampler=sampler, drop_last=how == "drops")
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        for passes, (x,) in enumerate(rows):
+            if passes == most:
+                break
+            one_pass(of_two, x)
+            of_two.commit()
+        assert (of_two.best, of_two.schedule.last_epoch - of_two.step) == (epoch - 1, epoch)
+        if how == "evaluates":
+            with torch.no_grad():
+                of_two.model(torch.ones(1, 2))
+        of_two.best = epoch
+        of_two.schedule.step()
+        if how == "evaluates":
+            of_two.commit()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_is_done_before_the_forward_and_behind_the_commit_of_a_step_counts_once(
+    of_two: ddp.State, workers: int
+) -> None:
+    """Also at the end of an epoch, where the workers have drawn all batches."""
+    rows = DataLoader(of_two.sampler.dataset, batch_size=2, sampler=of_two.sampler, num_workers=workers)
+    for (x,) in rows:
+        of_two.begun += 1
+        one_pass(of_two, x)
+        of_two.sampler.advance(len(x))
+        if of_two.commit():
+            of_two.best += 1
+    assert (of_two.step, of_two.begun, of_two.best) == (3, 3, 2)
+
+
+def test_a_checkpoint_around_the_wrapper_is_no_pass_of_its_own(of_two: ddp.State) -> None:
+    alone = copy.deepcopy(of_two.model.module)
+    rows = DataLoader(of_two.sampler.dataset, batch_size=2, sampler=of_two.sampler)
+    for _, (x,) in zip(range(2), rows, strict=False):
+        checkpoint(of_two.model, x, use_reentrant=False).square().mean().backward()
+        (alone(x).square().mean() / 2).backward()
+        of_two.commit()
+    assert torch.allclose(of_two.model.module.weight.grad, alone.weight.grad)
+
+
+def test_a_second_backward_pass_before_a_commit_is_an_error(of_two: ddp.State) -> None:
+    of_two.model(torch.ones(2, 2)).sum().backward()
+    with pytest.raises(BackwardError, match=r"there was no state.commit\(\) since the one before"):
+        of_two.model(torch.ones(2, 2)).sum().backward()
+
+
+def test_after_the_function_each_pass_is_a_step_and_a_second_one_goes_on(of_two: ddp.State) -> None:
+    rows = DataLoader(of_two.sampler.dataset, batch_size=2, sampler=of_two.sampler)
+    assert [not one_pass(of_two, x) and of_two.commit() for (x,) in rows] == [False, True] * 3
+    of_two.commits.end()
+    for _ in range(2):
+        before = of_two.model.module.weight.detach().clone()
+        one_pass(of_two, torch.ones(2, 2))
+        assert not torch.equal(before, of_two.model.module.weight)
+    of_two.commits.begin(has_state=True)
+    of_two.sampler.set_epoch(1)
+    assert [not one_pass(of_two, x) and of_two.commit() for (x,) in rows] == [False, True] * 3
 
 
 def test_what_no_step_of_two_batches_can_be_made_of_is_an_error(of_two: ddp.State) -> None:
