@@ -318,16 +318,20 @@ def swap_active_ddp_module(module: object) -> object:
 
 @functools.cache
 @_unless_lacking
-def _tell_of_batches() -> weakref.WeakKeyDictionary[Any, weakref.WeakMethod[Callable[[], None]]]:
-    """Have every DataLoader look into the result when it is asked for a batch. It stays so."""
-    calls: weakref.WeakKeyDictionary[Any, weakref.WeakMethod[Callable[[], None]]] = weakref.WeakKeyDictionary()
+def _tell_of_batches() -> dict[int, tuple[weakref.ref[Any], weakref.WeakMethod[Callable[[], None]]]]:
+    """Have every DataLoader look into the result, by the id of its sampler, when it is asked for a batch. It stays so.
+
+    The keys are no weak references: a sampler of somebody else may be a list, which has none and no hash.
+    """
+    calls: dict[int, tuple[weakref.ref[Any], weakref.WeakMethod[Callable[[], None]]]] = {}
     iterator = torch.utils.data.dataloader._BaseDataLoaderIter
     ask = iterator.__next__
 
     @functools.wraps(ask)
     def tell_and_ask(self: Any) -> Any:
-        found = calls.get(_sampler_of(self))
-        if found is not None and (call := found()) is not None:
+        sampler = _sampler_of(self)
+        known, method = calls.get(id(sampler), (None, None))
+        if known is not None and method is not None and known() is sampler and (call := method()) is not None:
             call()
         return ask(self)
 
@@ -347,7 +351,7 @@ def call_before_batches(sampler: torch.utils.data.Sampler[int], method: Callable
 
     The sampler does not know when that is: workers draw ahead.
     """
-    _tell_of_batches()[sampler] = weakref.WeakMethod(method)
+    _tell_of_batches()[id(sampler)] = weakref.ref(sampler), weakref.WeakMethod(method)
 
 
 # Process groups.
