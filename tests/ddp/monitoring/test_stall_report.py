@@ -99,7 +99,8 @@ def test_a_stall_names_the_rank_that_is_elsewhere_and_the_line_of_its_script(wor
         assert ", at tests/ddp_worlds/stall_report_cases.py:" in said
         assert " in until" in said
         assert "; parameters not ready: a.weight, b .bias" in said
-        assert "ranks 0, 2: in the all-reduce of bucket 1 of 1 for " in said
+    # On a busy machine one of them may answer the other too late.
+    assert any("ranks 0, 2: in the all-reduce of bucket 1 of 1 for " in ended.errors[rank] for rank in (0, 2))
     late = ended.results[1]
     assert late.startswith("ranks 0, 2 are missing: the all-reduce of bucket 1 of 1 of step 2 failed on rank 1 of 3")
     assert "ended with ddp.errors.CollectiveError: rank 1 is missing: rank 0 of 3 has waited " in late

@@ -245,6 +245,8 @@ def test_a_limit_of_locks_that_a_user_has_set_hides_nothing(hard: int) -> None:
         pytest.skip("this machine has such a limit itself")
     with started("sleep", "60", env=run_tag.variables) as process:
         resource.prlimit(process.pid, 10, (1000, hard))
+        # Popen returns as soon as the descriptors are closed; the kernel sets the new environment after that.
+        wait_until(lambda: run_tag.members(ancestor=None), "it is found")
         assert [found.pid for found in run_tag.members(ancestor=None)] == [process.pid]
 
 
