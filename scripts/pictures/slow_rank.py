@@ -60,7 +60,7 @@ def main() -> None:
             entry = choose("demo", entries())
             found = _with_straggler(entry)
             time.sleep(AFTER_S)
-            found = ask(entry, "top") or found
+            screen = screen_of(entry, ask(entry, "top") or found, height=30)  # now, for it shows the run's age
             pids = {each["rank"]: each["pid"] for each in json.loads(_dtrain("stacks", "demo", "--json"))["ranks"]}
             os.kill(pids[KILLED], signal.SIGKILL)
             time.sleep(2 * AFTER_S)
@@ -68,7 +68,7 @@ def main() -> None:
             _dtrain("stop", "demo")
         console = Console(record=True, width=WIDTH, force_terminal=True, file=open(os.devnull, "w"))  # noqa: SIM115
         console.print(Text("$ dtrain top demo", style="bold"))
-        console.print(screen_of(entry, found, height=30))
+        console.print(screen)
         console.save_svg(str(ROOT / "scripts/pictures/top.svg"), title=f"rank {SLOW} is slower than the others")
         picture = ROOT / "scripts/pictures/plot.png"
         _dtrain("plot", "demo", "-o", str(picture))
