@@ -393,9 +393,6 @@ class _MemoryMap(ctypes.Structure):
     ]  # fmt: skip
 
 
-_shown: list[Any] = []  # the memory that /proc/PID/cmdline and environ are read from
-
-
 def _show_as(argv: Sequence[str], env: dict[str, str]) -> None:
     """Have ps, and who reads /proc/PID/environ, see this command and these variables.
 
@@ -420,7 +417,7 @@ def _show_as(argv: Sequence[str], env: dict[str, str]) -> None:
     )  # fmt: skip
     size = ctypes.c_ulong(ctypes.sizeof(described))
     if libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, ctypes.byref(described), size, 0) == 0:
-        _shown.append(memory)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))  # never freed: it is read until the process has gone
 
 
 if __name__ == "__main__":

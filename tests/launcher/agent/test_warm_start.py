@@ -129,6 +129,17 @@ def test_a_forked_worker_is_what_a_started_one_is(tmp_path: Path, argv: tuple[st
     assert all(first[key] != second[key] for key in first), "workers share what must be random"
 
 
+def test_what_ps_shows_of_a_forked_worker_outlives_its_modules() -> None:
+    code = """
+        import launcher.agent.workers.fork_server as server
+        server._show_as(["train.py", "x" * 1000], {"RANK": "0"})
+        vars(server).clear()  # as the interpreter does at its end
+        print(*(open(f"/proc/self/{name}").read() for name in ("cmdline", "environ")))
+    """
+    result = run_program(sys.executable, "-c", textwrap.dedent(code))
+    assert result.stdout == f"train.py\0{'x' * 1000}\0 RANK=0\0\n", result.stderr
+
+
 @pytest.mark.parametrize("argv", [("look.py", "--lr", "1"), ("-m", "look", "x")], ids=["script", "module"])
 def test_so_is_one_forked_from_what_an_earlier_run_has_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argv: tuple[str, ...]
