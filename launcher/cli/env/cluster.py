@@ -11,10 +11,11 @@ from pathlib import Path
 
 from launcher.errors import UsageError
 from launcher.hosts.slurm_allocation import find_allocation
-from launcher.machine.card import SYSFS, pci_folder, read_text
+from launcher.machine.card import SYSFS, pci_folder
 from launcher.machine.devices import VENDORS, by_torch
 from launcher.machine.gpu_links import find_links
 from launcher.machine.rdma import RdmaPort, list_rdma_ports
+from launcher.machine.system_files import read_text
 from launcher.output.text import count
 
 __all__ = ["gpu_topology", "ptrace", "rdma_devices", "slurm_job"]
