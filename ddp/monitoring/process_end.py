@@ -33,8 +33,8 @@ def how_it_ends() -> tuple[str, bool]:
         return "has exited", False
     line = line_of_traceback(error.__traceback__)
     said = format_exception_only(error)[0].splitlines()[0]  # also if its str() fails
-    is_victim = isinstance(error, CollectiveError | dist.DistError) or "onnection closed by peer" in said
-    return f"ended with {printable(said, 250)}, at {line}", is_victim
+    is_secondary = isinstance(error, CollectiveError | dist.DistError) or "onnection closed by peer" in said
+    return f"ended with {printable(said, 250)}, at {line}", is_secondary
 
 
 _pending: list[Unfinished] = []

@@ -258,10 +258,10 @@ class StoreThread:
         return Answer(question, line, positions, dict(self._finished), has_group=dist.is_initialized())
 
     def _last_words(self) -> Answer:
-        ended, is_victim = how_it_ends()
+        ended, is_secondary = how_it_ends()
         steps = {key: reporter.position().step for key, reporter in self._living()[:MOST_POSITIONS]}
         steps.update(self._finished)
-        return Answer(_LAST_WORDS, finished=steps, ended=ended, is_victim=is_victim)
+        return Answer(_LAST_WORDS, finished=steps, ended=ended, is_secondary=is_secondary)
 
     def _tell(self, answer: Answer) -> None:
         self._open().set(_answer_key(self._rank), answer.to_json())

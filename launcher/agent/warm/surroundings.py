@@ -1,4 +1,4 @@
-"""What a process inherits or stands in that a later run must find the same, if it is to use one that was kept warm.
+"""What must be the same for a later run as for a process kept warm that it uses: limits, identity, control group, ...
 
 Found by an agent at its start, before it changes anything of itself. Its packages and variables are compared
 elsewhere: workers/keeper.py, workers/warm_start.py.
