@@ -82,11 +82,11 @@ class _Counter:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._count = _field(path, "oom_kill")
+        self._count = _kills(path)
         self._noticed: list[float] = []  # when, for each kill that was put down to nobody yet
 
     def look(self, now: float) -> None:
-        count = _field(self._path, "oom_kill")
+        count = _kills(self._path)
         self._noticed = [at for at in self._noticed if now - at <= RECENT_S]
         self._noticed += [now] * min(count - self._count, 1000)
         self._count = count
@@ -190,13 +190,10 @@ class _KernelLog:
         self.is_complete = False
 
 
-def _field(path: str, name: str) -> int:
-    """Return the number after a name in a file of `name number` lines; 0 where there is none."""
-    for line in read_text(path).splitlines():
-        key, _, value = line.partition(" ")
-        if key == name and value.isdigit():
-            return int(value)
-    return 0
+def _kills(path: str) -> int:
+    """Return how many processes were killed, by a file of `name number` lines; 0 where it does not say."""
+    found = re.search(r"^oom_kill (\d+)$", read_text(path), re.MULTILINE)
+    return 0 if found is None else int(found[1])
 
 
 def _number(path: str) -> int | None:
