@@ -26,7 +26,7 @@ from launcher.check.facts import Disk, HostFacts, Interface, Limit, Packages
 from launcher.errors import DtrainError
 from launcher.machine import network
 from launcher.machine.cgroup import folders_of
-from launcher.machine.devices import VENDORS
+from launcher.machine.gpus.vendors import VENDORS
 from launcher.machine.packages import assigned, folder_of, torch_file, version_of
 from launcher.machine.system_files import read_text
 from launcher.protocol.commands import Prepare

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
-__all__ = ["read_text"]
+__all__ = ["SYSFS", "read_text"]
+
+SYSFS = Path("/sys")
 
 
 def read_text(file: str | os.PathLike[str]) -> str:

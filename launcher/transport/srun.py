@@ -24,7 +24,7 @@ from launcher.errors import DtrainError, HostError, UsageError
 from launcher.hosts.host import Host
 from launcher.hosts.ranges import expand
 from launcher.hosts.slurm_allocation import Allocation, Node, find_allocation, step_title
-from launcher.machine.devices import VENDORS
+from launcher.machine.gpus.vendors import VENDORS
 from launcher.machine.network import choose_address, is_loopback
 from launcher.transport.local import LocalStream
 from launcher.transport.stream import Stream

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from launcher.errors import UsageError
 from launcher.hosts.slurm_allocation import find_allocation
-from launcher.machine.card import pci_folder
-from launcher.machine.devices import VENDORS, by_torch
-from launcher.machine.gpu_links import find_links
+from launcher.machine.gpus.card import pci_folder
+from launcher.machine.gpus.links import find_links
+from launcher.machine.gpus.vendors import VENDORS, by_torch
 from launcher.machine.rdma import RdmaPort, list_rdma_ports
 from launcher.machine.system_files import read_text
 from launcher.output.text import count

@@ -1,6 +1,6 @@
 """A GPU as its vendor's module lists it, and what a list of GPUs in the environment means.
 
-Used by nvidia.py, amd.py, intel.py and devices.py. Starts nothing and asks no driver.
+Used by nvidia.py, amd.py, intel.py and visible.py. Starts nothing and asks no driver.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from pathlib import Path
 
 from launcher.errors import UsageError
 from launcher.frozen import dataclass
+from launcher.machine.system_files import SYSFS
 
-__all__ = ["DEV", "SYSFS", "Card", "listed", "pci_folder", "select"]
+__all__ = ["DEV", "Card", "listed", "pci_folder", "select"]
 
-SYSFS = Path("/sys")
 DEV = Path("/dev")
 HIDDEN = ((), ("-1",), ("NoDevFiles",))  # the last by SLURM, for a job without GPUs
 
