@@ -45,7 +45,7 @@ def store_without_address(placement: Placement) -> Store:
             "(mpirun passes them on with -x MASTER_ADDR -x MASTER_PORT)"
         )
     global _file_store
-    path = _private_directory() / hashlib.sha256(placement.job_key.encode()).hexdigest()[:32]
+    path = _private_folder() / hashlib.sha256(placement.job_key.encode()).hexdigest()[:32]
     _file_store = FileStore(str(path), placement.world_size)
     return _file_store
 
@@ -59,13 +59,13 @@ def leave_file(world_size: int) -> None:
         Path(_file_store.path).unlink(missing_ok=True)  # type: ignore[attr-defined]  # not in torch's stubs
 
 
-def _private_directory() -> Path:
-    """A directory that no other user can write to or read: a store in it cannot be forged or watched."""
+def _private_folder() -> Path:
+    """A folder that no other user can write to or read: a store in it cannot be forged or watched."""
     path = Path(tempfile.gettempdir()) / f"ddp-{os.getuid()}"
     path.mkdir(mode=0o700, exist_ok=True)
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise RendezvousError(
-            f"{path} is not a directory that only this user can enter; remove it, or set TMPDIR or MASTER_ADDR"
+            f"{path} is not a folder that only this user can enter; remove it, or set TMPDIR or MASTER_ADDR"
         )
     return path

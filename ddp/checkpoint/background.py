@@ -14,7 +14,7 @@ import threading
 import traceback
 from collections.abc import Callable
 
-from ddp.monitoring.stall_report import end_process
+from ddp.monitoring.process_end import end_process
 
 __all__ = ["finish", "run", "start"]
 

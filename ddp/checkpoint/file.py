@@ -144,7 +144,7 @@ def write(folder: Path, step: int, content: Mapping[str, Any]) -> Path:
     with replacing(path) as file:
         stream = _Hashing(file)
         torch.save(dict(content), cast("IO[bytes]", stream))  # it calls write and flush only
-        stream.write(pack_trailer(step, stream.length, b""))
+        stream.write(pack_trailer(step, stream.length))
         stream.write(stream.sha.digest())
         if stream.error is not None:
             raise stream.error

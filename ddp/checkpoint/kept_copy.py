@@ -54,9 +54,9 @@ _ENTRY_CRC_AT, _LOCAL_CRC_AT, _LOCAL_BYTES = 16, 14, 30
 _HAS_DESCRIPTOR, _DESCRIPTOR = 8, b"PK\7\10"
 
 
-def pack_trailer(step: int, length: int, digest: bytes) -> bytes:
-    """Return what follows the `length` bytes of a state in a checkpoint's file."""
-    return HEAD.pack(MAGIC, VERSION, step, length) + digest
+def pack_trailer(step: int, length: int) -> bytes:
+    """Return what follows the `length` bytes of a state in a checkpoint's file, before their digest."""
+    return HEAD.pack(MAGIC, VERSION, step, length)
 
 
 @dataclass(frozen=True)
@@ -108,10 +108,10 @@ def find(path: Path | None = None) -> Note | None:
     return replace(note, argv=tuple(note.argv))
 
 
-def lock(descriptor: int, *, waits: bool = False) -> bool:
+def lock(descriptor: int) -> bool:
     """Claim the memory as long as the open file lives; return whether nobody else has it."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
@@ -132,7 +132,7 @@ def write_file(memory: int, note: Note) -> None:
             with data[begin : begin + _CHUNK_BYTES] as chunk:
                 file.write(chunk)
                 sha.update(chunk)
-        end = pack_trailer(note.step, len(data), b"")
+        end = pack_trailer(note.step, len(data))
         sha.update(end)
         file.write(end + sha.digest())
 

@@ -57,18 +57,18 @@ def combine(value: Any, payloads: Sequence[torch.Tensor]) -> Any:
     return _combined(operation, value, [values for _, values in given])
 
 
-def sum_of_all(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, *, divisor: int = 1) -> torch.Tensor:
+def sum_of_all(tensor: torch.Tensor, *, divisor: int = 1) -> torch.Tensor:
     """Return the sum of a tensor over the ranks, by `divisor`, as `combine` does: in all-reduces of 64 MB at most.
 
-    It is added in float64, or in int64. Every rank of `group` must call it with a tensor of one form; blocks.
+    It is added in float64, or in int64. Every rank must call it with a tensor of one form; blocks.
     """
     exact, dtype = _dtypes_of(tensor.dtype, is_mean=divisor > 1)
     total = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
     pieces = (torch.split(each.detach().reshape(-1), _PIECE_NUMEL) for each in (tensor, total))
-    with waiting_for_peers("the sum of a large tensor", group):
+    with waiting_for_peers("the sum of a large tensor"):
         for own, place in zip(*pieces, strict=True):
-            piece = own.to(device_of(group), exact, copy=True)
-            finish(dist.all_reduce(piece, group=group, async_op=True), device=piece.device)
+            piece = own.to(device_of(), exact, copy=True)
+            finish(dist.all_reduce(piece, async_op=True), device=piece.device)
             place.copy_(piece if divisor == 1 else piece.double() / divisor)
     return total
 

@@ -1,6 +1,6 @@
 """Averages over a group in two steps of bytes: to each rank its part of everybody's, then everybody's averages to all.
 
-The compressors of gradients (compression_half, compression_int8) say what the bytes mean; this module moves them, so
+The compressors of gradients (half, int8) say what the bytes mean; this module moves them, so
 that it works for any dtype on any backend, and never looks inside. With n ranks, a bucket is n rows; rank r owns row r:
 
 1. every rank sends row r of its own to rank r (all-to-all), and r makes one row of the n that it got;

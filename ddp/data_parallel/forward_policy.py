@@ -1,29 +1,25 @@
-"""Which backward passes DistributedDataParallel reduces: those of the forward passes that it has announced.
-
-And what a rank does that has no more inputs while others go on (`join`, and torch's `Join`). Per iteration, the ranks
-that still have inputs announce one (by Join itself), agree on whether gradients will be reduced and on whose buffers
-count, and go on; those that have joined take part in all of it with nothing.
-"""
+"""Which backward passes DistributedDataParallel reduces: those of the forward passes that it has announced."""
 
 from __future__ import annotations
 
-import dataclasses
 import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.join import JoinHook
 
 from ddp.comm.broadcast import BufferSync
 from ddp.comm.small_sum import reduce_options
 from ddp.data_parallel.backward_pass import EndOfBackward, Pass
 from ddp.data_parallel.buckets.step_status import RankStatus, StatusSum
+from ddp.data_parallel.buffer_hook import BufferHook
 from ddp.data_parallel.checksum import WeightChecksum
+from ddp.data_parallel.in_backward_optimizers import InBackwardOptimizers
 from ddp.data_parallel.micro_batches import MicroBatches
+from ddp.data_parallel.outputs import tensors_in
 from ddp.data_parallel.reducer import Reducer
 from ddp.data_parallel.status_errors import (
     drifted_meanwhile,
@@ -36,9 +32,9 @@ from ddp.data_parallel.step_watch import StepWatch
 from ddp.errors import BackwardError, DdpError
 from ddp.monitoring import timeline
 from ddp.monitoring.stall_report import finish
-from ddp.torch_internals import call_after_backward, current_backward, in_backward_optimizers
+from ddp.torch_internals import call_after_backward, current_backward
 
-__all__ = ["BufferHook", "ForwardPolicy", "JoinedRankHook", "tensors_in"]
+__all__ = ["ForwardPolicy"]
 
 _NOBODY = -1
 _MOST_OF_EQUAL_REPLICAS = 3  # passes after other steps on each rank that left replicas equal: the user makes them so
@@ -92,7 +88,7 @@ class ForwardPolicy:
         self._forwards: list[_Forward] = []
         self._had_foreign_leaf = False  # in the last forward, in the place of a parameter
         self.divides_by_active = False  # whether only ranks that have not joined count in the average
-        self._stepping: list[nn.Parameter] | None = None  # those with optimizers that step in backward
+        self._in_backward_optimizers: InBackwardOptimizers | None = None  # from the first forward pass on
         self._watch = StepWatch(reducer.module_watch.parameters, self._before_step)
         self._is_kept: bool | None = None  # the gradient of the last reduction, when this pass began
         self._steps_alone = False
@@ -115,8 +111,8 @@ class ForwardPolicy:
         self.reducer.module_watch = self.reducer.module_watch.follow(module)
         self.reducer.report.at("in forward")
         self.reducer.mark("forward")
-        if self._stepping is None:
-            self._stepping = _take_over_optimizers(self.reducer.module_watch.parameters)
+        if self._in_backward_optimizers is None:
+            self._in_backward_optimizers = InBackwardOptimizers(self.reducer.module_watch.parameters)
 
     @property
     def has_stale_buffers(self) -> bool:
@@ -162,7 +158,7 @@ class ForwardPolicy:
             return
         steps = self.micro_batches
         self._mode = _Mode.REDUCE if steps is None or (steps.is_last and not steps.is_spare) else _Mode.SET_ASIDE
-        self.reducer.be_last()
+        self.reducer.hooks.be_last()
         forward = _Forward()
         on_grad = self._output_hook(forward)
         for tensor in tensors_in(output):
@@ -349,11 +345,8 @@ class ForwardPolicy:
             self.micro_batches.passes += 1
         if self.buffer_hook is not None:
             self.buffer_hook.wait()
-        for parameter in self._stepping or ():
-            if parameter.grad is not None:
-                for optimizer in in_backward_optimizers(parameter):
-                    optimizer.step()
-                parameter.grad = None
+        if self._in_backward_optimizers is not None:
+            self._in_backward_optimizers.step()
         self._watch.delivered(self.reducer.first_used())
 
     def ended(self, *, has_failed: bool) -> None:
@@ -372,93 +365,3 @@ class ForwardPolicy:
     def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> None:
         """Lightning calls it: the backward pass that follows is reduced."""
         self.prepare(outputs, is_syncing=True, is_training=False)
-
-
-class BufferHook:
-    """A user's function that synchronises the buffers, in the place of the broadcast from rank 0. It is torch's.
-
-    `call(state, buffers by name)` runs before or after forward. The futures that it returns are waited for at the end
-    of backward, or before it runs again.
-    """
-
-    def __init__(self, state: object, call: Callable[..., Any], location: object) -> None:
-        self._state = state
-        self._call = call
-        # torch's enum is private, so it is known by its name; its default is after forward.
-        self.is_before = getattr(location, "name", None) == "PRE_FORWARD"
-        self._futures: list[torch.futures.Future[Any]] = []
-
-    def run(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
-        self.wait()
-        with torch.no_grad():
-            returned = self._call(self._state, dict(named))
-        if returned is not None:
-            self._futures += returned if isinstance(returned, list | tuple) else [returned]
-
-    def wait(self) -> None:
-        """Wait for what the hook returned."""
-        while self._futures:
-            self._futures.pop().wait()
-
-
-class JoinedRankHook(JoinHook):
-    """Keeps up the collectives of one wrapper on a rank that has joined, then gives all the last joiner's values."""
-
-    def __init__(
-        self,
-        policy: ForwardPolicy,
-        syncing_buffers: Callable[[int], AbstractContextManager[None]],
-        equalise: Callable[[int], None],
-    ) -> None:
-        self._policy = policy
-        self._syncing_buffers = syncing_buffers
-        self._equalise = equalise
-
-    def main_hook(self) -> None:
-        """Take part in one iteration of the others."""
-        syncs, root = self._policy.share_iteration(syncs=False, has_buffers=False)
-        with self._syncing_buffers(root):
-            pass
-        if syncs:
-            self._policy.reduce_as_joined()
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """Give every rank the parameters and buffers of one that joined last."""
-        _, root = self._policy.share_iteration(syncs=False, has_buffers=is_last_joiner)
-        self._policy.divides_by_active = False
-        self._equalise(root)
-        self._policy.replicas_equalised()
-        if not is_last_joiner:
-            self._policy.reducer.drop_gradients()  # of passes in which this rank only took part
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in what a module returned, however nested."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, list | tuple | set):
-        for item in value:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name))
-
-
-def _take_over_optimizers(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """Find those of `parameters` with optimizers that step in backward, and remove torch's own hooks for these.
-
-    With `torch.distributed.optim._apply_optimizer_in_backward`, torch lets them step as soon as a gradient is there,
-    which would be before it is averaged.
-    """
-    owners = [parameter for parameter in parameters if in_backward_optimizers(parameter)]
-    if owners:
-        from torch.distributed.optim import apply_optimizer_in_backward as theirs
-
-        for parameter in owners:
-            handles = theirs.param_to_optim_hook_handle_map
-            for handle in handles.get(parameter, []):  # type: ignore[no-untyped-call]  # torch has no types here
-                handle.remove()
-    return owners

@@ -24,8 +24,6 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch.autograd.graph import Node, get_gradient_edge
-from torch.utils.hooks import RemovableHandle
 
 from ddp.comm.broadcast import broadcast_tensors
 from ddp.comm.channel import Channel
@@ -39,6 +37,7 @@ from ddp.data_parallel.buckets.step_status import RankStatus, StatusSum
 from ddp.data_parallel.buckets.transfers import ready_twice
 from ddp.data_parallel.double_backward import GraphKeeper
 from ddp.data_parallel.explaining.explain import Explained
+from ddp.data_parallel.gradient_hooks import GradientHooks
 from ddp.data_parallel.module_watch import ModuleWatch
 from ddp.data_parallel.planning.bucket_planner import BucketPlanner
 from ddp.data_parallel.planning.step_timer import Moment
@@ -51,9 +50,7 @@ from ddp.torch_internals import (
     call_after_backward,
     check_engine,
     current_backward,
-    gradient_hooks,
     in_compiled_autograd,
-    will_be_reached,
 )
 
 __all__ = ["Reducer"]
@@ -119,18 +116,14 @@ class Reducer:
         self._repeated: set[int] = set()
         self._last_absent: frozenset[int] = frozenset()
         self._warned: set[str] = set()
-        # The nodes stay alive as long as somebody holds them: autograd only knows them weakly.
-        self._nodes: list[Node] = []
-        self.handles: list[RemovableHandle] = []
-        self._hooks_beside: list[Any] = []  # an ordered dict for each parameter, by ids of handles
+        self.hooks = GradientHooks()
         for member in self.members:
             self._watch(member)
 
     def close(self) -> None:
         """Remove the hooks: the owner is gone, or leaves the group."""
         self.is_closed = True
-        for handle in self.handles:
-            handle.remove()
+        self.hooks.remove()
         self.report.close()
 
     def use_hook(self, hook: CommHook) -> None:
@@ -166,20 +159,8 @@ class Reducer:
         return self._schedule.used_map()
 
     def _watch(self, member: Member) -> None:
-        self._nodes.append(get_gradient_edge(member.parameter).node)
-        register = member.parameter.register_post_accumulate_grad_hook
         hook = self._hook(member)
-        if self._has_several_devices:
-            hook = self._locked(hook)
-        self.handles.append(register(hook))  # type: ignore[no-untyped-call]  # torch has no types here
-        self._hooks_beside.append(gradient_hooks(member.parameter))
-
-    def be_last(self) -> None:
-        """Let hooks that the user registered after ours run before it, which sends what they leave."""
-        if max(map(len, self._hooks_beside)) > 1:
-            for hooks, own in zip(self._hooks_beside, self.handles, strict=True):
-                if own.id in hooks:  # torch goes by the order of insertion, which move_to_end() does not change
-                    hooks[own.id] = hooks.pop(own.id)
+        self.hooks.add(member.parameter, self._locked(hook) if self._has_several_devices else hook)
 
     def is_inside_backward(self) -> bool:
         """Whether a backward pass runs that will be reduced, in this thread: a forward now is a checkpoint's."""
@@ -255,7 +236,7 @@ class Reducer:
                 "not be averaged: keep it as long as you train"
             )
         with self.lock if self._has_several_devices else nullcontext():
-            if self.current is None and accumulates(self._nodes, self.warn):
+            if self.current is None and accumulates(self.hooks.nodes, self.warn):
                 self.policy.begin()
 
     def begin(self) -> None:
@@ -296,10 +277,9 @@ class Reducer:
     def _expect_absent(self) -> None:
         """Do not let buckets wait for parameters that this pass will not reach, if they were absent last time too.
 
-        Only the engine knows which it will reach, and even it does not see into reentrant checkpoints; so
-        a parameter that had a gradient last time is waited for.
+        A parameter that had a gradient last time is waited for, since a reentrant checkpoint may reach it.
         """
-        unreached = frozenset(index for index, node in enumerate(self._nodes) if not will_be_reached(node))
+        unreached = self.hooks.unreached()
         if unreached <= self._last_absent:
             for index in unreached:
                 self._schedule.transfer_of[index].missing.discard(index)
@@ -383,7 +363,7 @@ class Reducer:
             member = self.members[index]
             if index not in self.touched or member.parameter.grad is not None:
                 continue
-            if len(self._hooks_beside[index]) < 2:
+            if not self.hooks.has_others(index):
                 continue  # autograd calls the hook also for a gradient that a custom function left undefined
             if index in pass_.arrived if pass_.holds else index not in self._schedule.transfer_of[index].missing:
                 pass_.problem = BackwardError(

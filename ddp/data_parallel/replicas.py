@@ -66,7 +66,7 @@ def replica_of(model: nn.Module | None) -> Any:
     return model
 
 
-def weights_of(wrapper: Any) -> dict[str, torch.Tensor]:
+def weights_of(wrapper: Any) -> dict[str, nn.Parameter]:
     """The parameters that the ranks of a wrapper's group have in common, by name."""
     ignored = wrapper.parameters_to_ignore
     return {name: each for name, each in wrapper.module.named_parameters() if name not in ignored}

@@ -17,7 +17,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from ddp.comm.channel import Channel
 from ddp.data_parallel.buckets.bucket_plan import BucketLimits
 from ddp.data_parallel.buckets.comm_hook import CommHook, builtin_hook, checked_hook
-from ddp.data_parallel.forward_policy import BufferHook, ForwardPolicy, JoinedRankHook
+from ddp.data_parallel.buffer_hook import BufferHook
+from ddp.data_parallel.forward_policy import ForwardPolicy
+from ddp.data_parallel.joined_rank import JoinedRankHook
 from ddp.errors import DdpError, UnsupportedError
 from ddp.torch_internals import BoundedJoin, check_join, is_in_join
 
@@ -169,8 +171,8 @@ class TorchSurface(TorchDistributedDataParallel):
         """Nothing is sampled."""
 
     def _remove_autograd_hooks(self) -> None:
-        for handle in () if self._policy is None else self._policy.reducer.handles:
-            handle.remove()
+        if self._policy is not None:
+            self._policy.reducer.hooks.remove()
 
     def _check_reducer_finalized(self) -> None:
         """Backward returns when everything is reduced, so there is nothing to check."""

@@ -31,9 +31,10 @@ from ddp.data_parallel.buckets.comm_hook import CommHook
 from ddp.data_parallel.checksum import WeightChecksum
 from ddp.data_parallel.explaining.scaling_report import ScalingReport
 from ddp.data_parallel.explaining.step_report import StepReport
-from ddp.data_parallel.forward_policy import ForwardPolicy, tensors_in
+from ddp.data_parallel.forward_policy import ForwardPolicy
 from ddp.data_parallel.micro_batches import MicroBatches
 from ddp.data_parallel.module_watch import ModuleWatch, sparse_names
+from ddp.data_parallel.outputs import tensors_in
 from ddp.data_parallel.planning.bucket_planner import BucketPlanner, Measurement
 from ddp.data_parallel.planning.measuring import Measuring
 from ddp.data_parallel.reducer import Reducer

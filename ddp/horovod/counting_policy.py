@@ -87,7 +87,7 @@ class CountingPolicy:
 
     def reduce_now(self) -> None:
         """Average the gradients that wait, or take part in what other ranks average. Blocks."""
-        self._reducer.be_last()
+        self._reducer.hooks.be_last()
         self._reducer.reduce_now()
 
     # Called by the reducer: see PassPolicy

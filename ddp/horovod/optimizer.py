@@ -322,7 +322,7 @@ class _Engine:
         """Like the optimizer's own. Raises BackwardError while gradients wait to be averaged."""
         if self._reducer is not None and self._policy is not None:
             self._policy.settle()
-            self._reducer.be_last()
+            self._reducer.hooks.be_last()
         if self._counts.waiting:
             raise BackwardError(self._still_waiting("zero_grad()"))
         self._counts.averages = 0
@@ -360,7 +360,7 @@ class _Engine:
         self._counts.steps += 1
         self._counts.reductions = self._counts.averages = 0
         if self._reducer is not None:
-            self._reducer.be_last()
+            self._reducer.hooks.be_last()
         else:
             count_step()
 

@@ -4,8 +4,8 @@ DTRAIN_PROGRESS_FILE names a file of 40 bytes that the launcher made, little-end
 backward passes whose gradients are in place, that of durable checkpoints, what the failure of this process means to
 the others (`set_restart_policy`), a number that changes when a phase begins or ends, whose remainder by three is
 that phase (`phase`): a long evaluation or save is thus not taken for a hang; and the first number at the time of the
-newest checkpoint. Only this process writes to it. Without
-the variable, or with a file that cannot be mapped, nothing is told; that is never an error.
+newest checkpoint. Only this process writes to it. Without the variable, or with a file that cannot be mapped, nothing
+is told; that is never an error.
 """
 
 from __future__ import annotations

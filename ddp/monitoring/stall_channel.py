@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public, but not marked as exported
 
 from ddp.errors import UnsupportedError
+from ddp.monitoring.process_end import how_it_ends
 from ddp.monitoring.stall_text import MOST_POSITIONS, Answer, Heard, Position, printable
 from ddp.torch_internals import default_store
 
@@ -86,14 +87,13 @@ class _Question:
 class StoreThread:
     """The connection and the thread of one process in one world. `trouble` says why it works no more."""
 
-    def __init__(self, store: Store, rank: int, how_it_ends: Callable[[], tuple[str, bool]]) -> None:
+    def __init__(self, store: Store, rank: int) -> None:
         # Its short timeout bounds what waits for a key; other requests to a frozen TCPStore have no bound at all.
         own = store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
         self._store: Store | None = PrefixStore("ddp/stall_report", own)
         self._store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
         self._peer = _peer_of(self._store)
         self._rank = rank
-        self._how_it_ends = how_it_ends
         self._pid = os.getpid()
         self._jobs: SimpleQueue[Job | _Question | None] = SimpleQueue()  # its put() may be called in a destructor
         self._questions: list[_Question] = []
@@ -258,10 +258,10 @@ class StoreThread:
         return Answer(question, line, positions, dict(self._finished), has_group=dist.is_initialized())
 
     def _last_words(self) -> Answer:
-        ended, is_victim = self._how_it_ends()
+        ended, is_secondary = how_it_ends()
         steps = {key: reporter.position().step for key, reporter in self._living()[:MOST_POSITIONS]}
         steps.update(self._finished)
-        return Answer(_LAST_WORDS, finished=steps, ended=ended, is_victim=is_victim)
+        return Answer(_LAST_WORDS, finished=steps, ended=ended, is_secondary=is_secondary)
 
     def _tell(self, answer: Answer) -> None:
         self._open().set(_answer_key(self._rank), answer.to_json())
@@ -286,11 +286,8 @@ _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # also those th
 _inherited: list[object] = []
 
 
-def store_thread_of_world(how_it_ends: Callable[[], tuple[str, bool]]) -> StoreThread | None:
-    """Return that of the default group's store; None without one, or with a store that cannot be cloned.
-
-    `how_it_ends` is called when the interpreter ends, for the last words: how, and whether another rank is the cause.
-    """
+def store_thread_of_world() -> StoreThread | None:
+    """Return that of the default group's store; None without one, or with a store that cannot be cloned."""
     if not dist.is_initialized():
         return None
     try:
@@ -301,7 +298,7 @@ def store_thread_of_world(how_it_ends: Callable[[], tuple[str, bool]]) -> StoreT
     store_thread = _store_threads.get(store)
     if store_thread is None:
         try:
-            store_thread = _store_threads[store] = StoreThread(store, dist.get_rank(), how_it_ends)
+            store_thread = _store_threads[store] = StoreThread(store, dist.get_rank())
         except (NotImplementedError, RuntimeError):  # a store of the user's own
             return None
     # Again for each, so that it comes before whatever closes the group at exit: the last that came in goes first.

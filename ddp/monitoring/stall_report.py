@@ -1,28 +1,23 @@
 """Says who is missing, and where, when a collective fails or lasts too long.
 
 torch only knows that a receive timed out or that a peer closed its connection. A StallReport belongs to one wrapped
-model: its owner notes with `at` what this rank does, and waits for collectives with `wait`, or with `finish` inside
-of `waiting`: nothing else in `ddp` waits for a collective. When a wait goes
-wrong, the ranks tell each other through the store where they are (`ddp.monitoring.stall_channel` has the thread that
-does so while the main thread hangs), and the error is a report of it. Nothing here starts a collective.
+model. Its owner notes with `at` what this rank does, and waits for collectives with `wait`, or with `finish` inside
+of `waiting`. Nothing else in `ddp` waits for a collective. When a wait goes wrong, the ranks tell each other through
+the store where they are, and the error is a report of it. The thread of `ddp.monitoring.stall_channel` does so while
+the main thread hangs. Nothing here starts a collective.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
-import logging
-import os
-import signal
 import sys
 import threading
-import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from time import monotonic, sleep
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,9 +26,10 @@ from ddp.comm.shm.rounds import Lost
 from ddp.errors import ArgumentError, CollectiveError, DdpError
 from ddp.monitoring import timeline
 from ddp.monitoring.debuggers import debugged_until
+from ddp.monitoring.process_end import leave_pending
 from ddp.monitoring.stall_channel import StoreThread, store_thread_of_world
 from ddp.monitoring.stall_text import Heard, Position, Scene, describe_stall, find_missing, printable
-from ddp.monitoring.user_code import line_of_frame, line_of_traceback
+from ddp.monitoring.user_code import line_of_frame
 from ddp.torch_internals import device_types_of, is_by_gloo, timeout_of
 
 __all__ = [
@@ -41,7 +37,6 @@ __all__ = [
     "Pending",
     "StallReport",
     "at_files",
-    "end_process",
     "finish",
     "report_of",
     "waiting_for_peers",
@@ -110,7 +105,7 @@ class StallReport:
         if self.size > 1:
             with contextlib.suppress(KeyError):  # a group that torch did not make: its ranks' positions are not known
                 self._global_ranks = dist.get_process_group_ranks(group)
-                self._store_thread = store_thread_of_world(_how_it_ends)
+                self._store_thread = store_thread_of_world()
         self._key = "" if self._store_thread is None else self._store_thread.enter(group.group_name + kind, self)
 
     @property
@@ -154,7 +149,7 @@ class StallReport:
         except KeyboardInterrupt:
             if not is_device:
                 self._left = f"was interrupted in the {what}"
-                _keep_pending(work)
+                leave_pending(work)
             raise
 
     def _is_on_device(self, work: Pending, device: torch.device | None) -> bool:
@@ -185,7 +180,7 @@ class StallReport:
                         deadline = min(monotonic() + self.timeout_s, longest)
                         continue
                     self._left = f"has waited too long in the {what}"
-                    _keep_pending(work)
+                    leave_pending(work)
                     raise self._error(scene, heard) from error
         work.wait()  # raises what the work itself did, unless it came in the moment in which time was up
 
@@ -445,49 +440,3 @@ def _text_of(detail: Callable[[], str] | None) -> str:
         except Exception as error:  # its author's mistake must not cost the report
             return f"(no detail: {type(error).__name__})"
     return "(changes all the time)"
-
-
-def _how_it_ends() -> tuple[str, bool]:
-    """How this process ends, as seen when it does; and whether another rank is the cause."""
-    error = getattr(sys, "last_value", None)
-    if error is None or hasattr(sys, "ps1"):  # an interactive session goes on after an error
-        return "has exited", False
-    line = line_of_traceback(error.__traceback__)
-    said = traceback.format_exception_only(error)[0].splitlines()[0]  # also if its str() fails
-    is_victim = isinstance(error, CollectiveError | dist.DistError) or "onnection closed by peer" in said
-    return f"ended with {printable(said, 250)}, at {line}", is_victim
-
-
-_pending: list[Pending] = []  # those that nobody waits for any more, after a stall or Ctrl-C
-
-
-def _keep_pending(work: Pending) -> None:
-    _pending[:] = [*(other for other in _pending if not other.is_completed()), work]
-
-
-def _leave_at_once() -> None:
-    """End a process that ends with an exception, or by Ctrl-C, while a collective still hangs.
-
-    At the interpreter's teardown, gloo would wait for that until the group's own timeout (half an hour by default),
-    and neither the launcher nor the other ranks would learn that this rank has failed.
-    """
-    error = getattr(sys, "last_value", None)
-    if not isinstance(error, Exception | KeyboardInterrupt) or hasattr(sys, "ps1"):
-        return
-    if not all(work.is_completed() for work in _pending):
-        end_process(error)
-
-
-def end_process(error: BaseException) -> NoReturn:
-    """End this process as Python does after `error`, but without the rest of its teardown."""
-    logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, OSError, ValueError):  # missing or closed
-            stream.flush()
-    if isinstance(error, KeyboardInterrupt):
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-    os._exit(1)
-
-
-atexit.register(_leave_at_once)  # at import, so that what is registered later has run before

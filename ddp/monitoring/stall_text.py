@@ -15,7 +15,7 @@ __all__ = ["MOST_POSITIONS", "Answer", "Heard", "Position", "Scene", "describe_s
 MOST_POSITIONS = 32  # of models, in one answer
 _TEXT_LENGTH = 400
 _MOST_FINDINGS = 16  # of other ranks in a report, which should fit one screen
-_VICTIM = 5  # sorts after every other place
+_SECONDARY = 5  # sorts after every other place
 
 
 def printable(text: str, most: int = _TEXT_LENGTH) -> str:
@@ -41,7 +41,7 @@ class Answer:
 
     `line` is the user's code that its thread runs. `positions` are those of the models that live there, and `finished`
     has the steps of the models that are gone. `ended` says how it left, and is empty while it trains.
-    `is_victim`: it left because another rank did.
+    `is_secondary`: it left because another rank did.
     """
 
     question: int
@@ -49,7 +49,7 @@ class Answer:
     positions: Mapping[str, Position] = field(default_factory=dict)
     finished: Mapping[str, int] = field(default_factory=dict)
     ended: str = ""
-    is_victim: bool = False
+    is_secondary: bool = False
     has_group: bool = True
 
     def to_json(self) -> str:
@@ -77,7 +77,7 @@ class Answer:
                 positions=positions,
                 finished={str(key): int(step) for key, step in read["finished"].items()},
                 ended=printable(str(read["ended"])),
-                is_victim=bool(read["is_victim"]),
+                is_secondary=bool(read["is_secondary"]),
                 has_group=bool(read["has_group"]),
             )
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError):  # JSONDecodeError is a ValueError
@@ -144,7 +144,7 @@ def find_missing(scene: Scene, heard: Heard) -> list[int]:
     """Return the ranks of the group that are not where the one that asks waits, without those that left for another."""
     positions = _positions(scene, heard)
     elsewhere = [finding for finding in positions if finding.order]
-    causes = [finding for finding in elsewhere if finding.order != _VICTIM] or elsewhere
+    causes = [finding for finding in elsewhere if finding.order != _SECONDARY] or elsewhere
     return sorted(rank for finding in causes for rank, _ in positions[finding])
 
 
@@ -182,7 +182,7 @@ def _finding_of(scene: Scene, answer: Answer | None) -> tuple[_Finding, float]:
     if answer.ended or scene.key in answer.finished:
         ended = answer.ended or f"has deleted this model, and is at {answer.line}"
         after = f" (after step {answer.finished[scene.key]})" if scene.key in answer.finished else ""
-        return _Finding(_VICTIM if answer.is_victim else 2, ended + after), 0.0
+        return _Finding(_SECONDARY if answer.is_secondary else 2, ended + after), 0.0
     closed = "" if answer.has_group else "; it has closed its process group"
     if position is None:
         what = "has not come here yet" if "/calls/" in scene.key else "has not made this model (yet)"

@@ -1,9 +1,8 @@
-"""`python -m launcher.agent [KEY SCRIPT]` is the agent of one host; these say what may be kept warm for it.
+"""`python -m launcher.agent [KEY SCRIPT]` is the agent of one host; `--simulated` starts the agents of simulated hosts.
 
-Where something is, an agent forked from that takes its place: `guard ORDERS` and `agent ORDERS`, the number of
-an open file, are then the two halves of one (workers/keeper.py). With `--simulated`, it starts the agents of simulated
-hosts.
-Each imports no more than it needs: these are the milliseconds until a run begins.
+KEY and SCRIPT name a process that may be kept warm on the host. Where there is one, an agent forked from it takes this
+one's place: `guard ORDERS` and `agent ORDERS` are then its two processes, and ORDERS the number of an open file
+(workers/keeper.py). Each way imports no more than it needs: these are the milliseconds until a run begins.
 """
 
 import os

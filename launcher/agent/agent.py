@@ -16,7 +16,7 @@ from functools import partial
 from typing import NoReturn
 
 from launcher import __version__
-from launcher.agent.attempt import FUNCTION, READ_BYTES, Attempt
+from launcher.agent.attempt import FUNCTION, Attempt
 from launcher.agent.attempt_end import AttemptEnd
 from launcher.agent.cleanup.guard import reap
 from launcher.agent.cleanup.killed_runs import find_killed_runs, leave_identity
@@ -62,6 +62,7 @@ from launcher.protocol.reports import Bye, Hello, Swept
 from launcher.protocol.two_way import ChannelData, ChannelTaken, Heartbeat
 
 FLUSH_S = 5.0
+READ_BYTES = 1 << 16
 
 
 class Agent:
@@ -215,7 +216,7 @@ class Agent:
         last_words = self._store_process.ended(wait_statuses[store]) if store in wait_statuses else None
         if self._attempt is not None:
             if last_words is not None:
-                self._attempt.store_ended(last_words)
+                self._attempt.rendezvous.store_ended(last_words)
             self._attempt.ended(wait_statuses)
         self._debuggers.reaped(wait_statuses)
 
@@ -352,9 +353,9 @@ class Agent:
                 kept_copy=self._kept_copy,
             )
         if isinstance(message, OpenStore):
-            self._attempt.open_store(message, self._address(message))
+            self._attempt.rendezvous.open_store(message, self._address(message))
         elif isinstance(message, ReservePorts):
-            self._attempt.reserve_ports(message, self._address(message))
+            self._attempt.rendezvous.reserve_ports(message, self._address(message))
         elif isinstance(message, SharePrefixes):
             self._attempt.prefixes = message.prefixes
         else:

@@ -1,4 +1,4 @@
-"""One attempt on this host: its workers, what they write, and the store. Owned by main.py, ended by attempt_end.py."""
+"""One attempt on this host: its workers and what they share. Owned by agent.py, ended by attempt_end.py."""
 
 from __future__ import annotations
 
@@ -6,22 +6,23 @@ import errno
 import os
 import selectors
 import signal
-import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from launcher.agent.cleanup.run_tag import RunTag, clear_folder
 from launcher.agent.host_use import HostUseWatch
 from launcher.agent.kept_copy import KeptCopy
+from launcher.agent.rendezvous import Rendezvous
 from launcher.agent.signs_of_life import SignsOfLife
 from launcher.agent.step_times import StepTimesReader
-from launcher.agent.store import RendezvousStore, StoreProcess
+from launcher.agent.store import StoreProcess
 from launcher.agent.stream_writer import StreamWriter
 from launcher.agent.workers.cores import CoreChooser
 from launcher.agent.workers.memory_file import MemoryFile
+from launcher.agent.workers.output_pipes import OutputPipes
 from launcher.agent.workers.standard_input import StandardInput
 from launcher.agent.workers.warm_start import ForkServer
 from launcher.agent.workers.worker import BOOTSTRAP, Files, Worker, spawn
@@ -32,22 +33,16 @@ from launcher.machine.network import socket_interfaces
 from launcher.protocol.commands import (
     KillWorker,
     NextGeneration,
-    OpenStore,
     Prepare,
-    ReservePorts,
     RestartWorker,
     StartWorker,
 )
 from launcher.protocol.message import COMPOSED, RESILIENT
 from launcher.protocol.reports import (
     Exited,
-    Output,
-    PortsReserved,
     Returned,
     Started,
     Stepped,
-    StoreFailed,
-    StoreOpened,
 )
 from launcher.protocol.two_way import Heartbeat
 
@@ -58,9 +53,7 @@ __all__ = ["FUNCTION", "Attempt"]
 
 FUNCTION = "function"  # the file in the agent's folder with what workers call
 
-READ_BYTES = 1 << 16
 STEP_LOOK_S = 0.01  # between looks for the first step of a worker
-PIPE_READS = 32  # more than a pipe holds (at most 1 MiB)
 
 
 class Attempt:
@@ -101,16 +94,13 @@ class Attempt:
         self._before = (0, 0)  # what the workers that others have succeeded had made: steps, checkpoints
         self._folder = folder
         self._run_tag = run_tag
-        self._selector = selector
         self._writer = writer
-        self._store: RendezvousStore | None = None
-        self._store_process = store_process
         self._interfaces = prepared.interfaces
         self._sockets: dict[str, str] | None = None  # variables for gloo and NCCL, once they are known
-        self._reserved: list[socket.socket] = []
         self._cores = CoreChooser()
         self._memory: OomWatch | None = None
-        self._output_bytes = 0
+        self.rendezvous = Rendezvous(number, selector, writer, store_process)
+        self._output = OutputPipes(selector, writer)
         self.input = StandardInput(number, selector, writer)
 
     @property
@@ -120,13 +110,13 @@ class Attempt:
     @property
     def idle(self) -> bool:
         """Whether nothing of it ever ran: no worker, and no store that anybody connected to."""
-        return not self.workers and (self._store is None or self._store.listening is not None)
+        return not self.workers and not self.rendezvous.is_used
 
     @property
     def progress(self) -> int:
         """A number that changes whenever a worker writes something, makes a step or saves, or waits for input."""
         return (
-            self._output_bytes
+            self._output.read_bytes
             + self.input.waits
             + sum(self._before)
             + sum(sum(worker.progress) for worker in self.workers.values())
@@ -197,47 +187,6 @@ class Attempt:
         """How many training steps its workers said they made."""
         return self._before[0] + sum(worker.progress[0] for worker in self.workers.values())
 
-    def open_store(self, message: OpenStore, address: str) -> None:
-        self.close_store(keep_process=True)  # an earlier order may have been overtaken
-        try:
-            self._store = RendezvousStore(
-                address, message.port, self._store_process, self._selector, exact=message.exact
-            )
-        except DtrainError as error:
-            self._store_failed(str(error))
-            return
-        self._writer.send(StoreOpened(attempt=self.number, address=self._store.address, port=self._store.port))
-
-    def reserve_ports(self, message: ReservePorts, address: str) -> None:
-        """Bind as many free ports as are wanted, and hold them until a worker is started."""
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        try:
-            for _ in range(message.count):
-                self._reserved.append(socket.socket(family, socket.SOCK_STREAM))
-                self._reserved[-1].bind((address, 0))
-        except OSError as error:
-            self._store_failed(f"cannot find free ports on {address}: {error.strerror}")
-            return
-        ports = [reserved.getsockname()[1] for reserved in self._reserved]
-        self._writer.send(PortsReserved(attempt=self.number, address=address, ports=ports))
-
-    def _release_ports(self) -> None:
-        while self._reserved:
-            self._reserved.pop().close()
-
-    def store_ended(self, last_words: str) -> None:
-        """Take note that the store's process was reaped."""
-        if self._store is not None and self._store.listening is None:
-            self._store_failed(f"the store's process ended: {last_words}")
-
-    def _store_failed(self, reason: str) -> None:
-        self._writer.send(StoreFailed(attempt=self.number, reason=reason, time=time.monotonic()))
-
-    def close_store(self, *, keep_process: bool) -> int | None:
-        """Release the store's port; return the pid of its process if that has to be reaped yet."""
-        store, self._store = self._store, None
-        return None if store is None else store.close(keep_process=keep_process)
-
     def start(self, message: StartWorker) -> None:
         """Start a worker, and report that; once the fork server has its imports done, if there is one."""
         self._orders[message.rank] = message
@@ -300,22 +249,14 @@ class Attempt:
         if message.through:
             more = [f"{self._folder}/{FUNCTION}", str(files.returned)] if message.through == "function" else []
             argv = [sys.executable, "-u", str(BOOTSTRAP), message.through, *argv, *more]
-        self._release_ports()
-        if self._sockets is None:
-            self._sockets = socket_interfaces(message.env.get("MASTER_ADDR", "localhost"), self._interfaces)
-        sockets = self._sockets if self._interfaces else {}
-        own = {name: self.prefixes.get(name, "") + value for name, value in message.env.items()}
+        self.rendezvous.release_ports()
         is_first = message.rank not in self._lives
-        own["DTRAIN_GENERATION"] = str(message.generation if is_first else self._generation)
-        env = {**self._sockets, **message.defaults, **os.environ, **sockets, **own, **self._kept_copy.variables}
         try:
             cores = self._cores.choose(message)
         except DtrainError as error:
             self._never_started(message.rank, str(error), restart_policy)
             return False
-        threads = message.defaults.get("OMP_NUM_THREADS")
-        if cores and threads is not None and "OMP_NUM_THREADS" not in os.environ:
-            env["OMP_NUM_THREADS"] = str(min(int(threads), len(cores)))
+        env = self._environment(message, cores, message.generation if is_first else self._generation)
         by_exec = self._fork_server.why_not_for(message, {**env, **self._run_tag.variables}, cores)
         if self._memory is None:
             from launcher.machine.oom import OomWatch  # only where workers are started
@@ -364,11 +305,23 @@ class Attempt:
             Started(attempt=self.number, rank=message.rank, pid=worker.pid, time=worker.began, by_exec=by_exec)
         )
         self._unstepped += [worker] if self._reports_steps else []
-        if not self._writer.holding:
-            self._watch_pipes(worker)
-        if not by_exec and self._store is not None and self._fork_server.has_torch:
-            self._store.serve()  # a forked worker does not import torch, which is what would wake the store
+        self._output.begin(worker)
+        if not by_exec and self._fork_server.has_torch:
+            self.rendezvous.serve()  # a forked worker does not import torch, which is what would wake the store
         return True
+
+    def _environment(self, message: StartWorker, cores: Sequence[int], generation: int) -> dict[str, str]:
+        """The variables of a worker, but for those that name its files."""
+        if self._sockets is None:
+            self._sockets = socket_interfaces(message.env.get("MASTER_ADDR", "localhost"), self._interfaces)
+        sockets = self._sockets if self._interfaces else {}
+        own = {name: self.prefixes.get(name, "") + value for name, value in message.env.items()}
+        own["DTRAIN_GENERATION"] = str(generation)
+        env = {**self._sockets, **message.defaults, **os.environ, **sockets, **own, **self._kept_copy.variables}
+        threads = message.defaults.get("OMP_NUM_THREADS")
+        if cores and threads is not None and "OMP_NUM_THREADS" not in os.environ:
+            env["OMP_NUM_THREADS"] = str(min(int(threads), len(cores)))
+        return env
 
     def _never_started(self, rank: int, reason: str, restart_policy: int) -> None:
         self._writer.send(
@@ -420,7 +373,7 @@ class Attempt:
         for worker in self.workers.values():
             if worker.status is None or worker.reported:
                 continue
-            self._drain(worker)
+            self._output.drain(worker)
             while not self._writer.holding and (data := worker.read_returned()):
                 self._writer.send(Returned(attempt=self.number, rank=worker.rank, data=data))
             if not self._writer.holding or self._writer.closed:
@@ -439,8 +392,8 @@ class Attempt:
 
     def close(self) -> None:
         """Pass on what is still to be read, release everything and remove the workers' files."""
-        self.close_store(keep_process=True)
-        self._release_ports()
+        self.rendezvous.close_store(keep_process=True)
+        self.rendezvous.release_ports()
         for worker in self.workers.values():
             self._release(worker)
         for state in self._states.values():
@@ -453,49 +406,13 @@ class Attempt:
         clear_folder(self._folder, self.number)
 
     def _release(self, worker: Worker) -> None:
-        self._drain(worker)
-        if not self._writer.holding:
-            for descriptor in worker.pipes:
-                self._selector.unregister(descriptor)
+        self._output.end(worker)
         worker.close()
 
     def hold(self, hold: bool) -> None:
         """Stop or go on reading what the workers write."""
         for worker in self.workers.values():
-            if hold:
-                for descriptor in worker.pipes:
-                    self._selector.unregister(descriptor)
-            else:
-                self._watch_pipes(worker)
-
-    def _watch_pipes(self, worker: Worker) -> None:
-        for descriptor in worker.pipes:
-            read = partial(self._read_pipe, worker, descriptor)
-            self._selector.register(descriptor, selectors.EVENT_READ, read)
-
-    def _drain(self, worker: Worker) -> None:
-        for descriptor in list(worker.pipes):
-            for _ in range(PIPE_READS):  # what it wrote; a child of it may go on writing for ever
-                if self._writer.holding or not self._read_pipe(worker, descriptor):
-                    break
-
-    def _read_pipe(self, worker: Worker, descriptor: int) -> bool:
-        """Pass on what a worker wrote; return whether there may be more now."""
-        if self._writer.holding or descriptor not in worker.pipes:  # changed since the selector looked
-            return False
-        try:
-            data = os.read(descriptor, READ_BYTES)
-        except BlockingIOError:
-            return False
-        if not data:
-            self._selector.unregister(descriptor)
-            del worker.pipes[descriptor]
-            os.close(descriptor)
-            return False
-        self._output_bytes += len(data)
-        worker.wrote(worker.pipes[descriptor], data)
-        self._writer.send(Output(rank=worker.rank, stream=worker.pipes[descriptor], data=data))
-        return True
+            self._output.hold(worker, hold)
 
 
 def _hint(number: int | None) -> str:

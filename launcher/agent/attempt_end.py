@@ -40,9 +40,8 @@ class AttemptEnd:
         signum: int,
         kill_at: float,
     ) -> None:
-        self.final = (
-            False  # no attempt follows: the store's process is ended as well, and the fork server if it is not to stay
-        )
+        # No attempt follows: the store's process is ended as well, and the fork server if it is not to stay.
+        self.final = False
         self._attempt = attempt
         self._run_tag = run_tag
         self._store_process = store_process
@@ -99,7 +98,7 @@ class AttemptEnd:
         return self._done
 
     def _begin_sweep(self, now: float, *, stuck: bool) -> None:
-        killed = [None if self._attempt is None else self._attempt.close_store(keep_process=not self.final)]
+        killed = [None if self._attempt is None else self._attempt.rendezvous.close_store(keep_process=not self.final)]
         if self.final:
             killed.append(self._store_process.kill())
             if not self._fork_server.stays:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from launcher.errors import DtrainError, UsageError
 from launcher.frozen import replace
-from launcher.machine import devices
+from launcher.machine import processors
+from launcher.machine.gpus.visible import Gpus, find_gpus
 from launcher.machine.limits import room_for_workers
 from launcher.machine.network import choose_address
 from launcher.protocol.commands import Prepare
@@ -55,15 +56,15 @@ def find_facts(message: Prepare, *, problems: list[str], left: list[str]) -> Fac
 
 def find_resources(part: int, parts: int) -> Facts:
     """Return what this machine, or with --simulate a part of it, has for workers; nothing else is filled in."""
-    gpus, problems = devices.Gpus(), []
+    gpus, problems = Gpus(), []
     try:
-        gpus = devices.find_gpus(os.environ)
+        gpus = find_gpus(os.environ)
     except UsageError as error:
         problems.append(str(error))
     cores, limit = find_cores(part, parts)
     room, room_limit = room_for_workers(parts)
     return Facts(
-        gpus=list(devices.share(gpus.ids, part, parts)),
+        gpus=list(processors.share(gpus.ids, part, parts)),
         gpu_variable=gpus.variable,
         # What SLURM counts as given to us is certain, too.
         gpus_verified=gpus.verified or (bool(gpus.ids) and os.environ.get("SLURM_GPUS_ON_NODE") == str(len(gpus.ids))),
@@ -83,7 +84,7 @@ def likely_workers(said: str, facts: Facts) -> int:
 
 def find_cores(part: int, parts: int) -> tuple[Sequence[int], int]:
     """Return the processors of this machine, or with --simulate of a part of it, and how many may be busy at a time."""
-    return devices.divide(devices.cores(), _cpu_limit(), part, parts)
+    return processors.divide(processors.cores(), _cpu_limit(), part, parts)
 
 
 def _slots(said: str, gpus: int, cpu_limit: int) -> int | None:
@@ -105,7 +106,7 @@ def _program_problems(program: str, workdir: Path) -> list[str]:
 
 def _cpu_limit() -> int:
     """Return how many processors may be busy at a time: where SLURM confines nobody, what it gave all the same."""
-    limit = devices.cpu_limit()
+    limit = processors.cpu_limit()
     if "SLURM_CPUS_ON_NODE" not in os.environ:
         return limit
     from launcher.hosts.slurm_allocation import cpu_limit

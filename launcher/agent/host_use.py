@@ -90,7 +90,7 @@ class _GpuWatch:
         self._closed.set()
 
     def _work(self) -> None:
-        from launcher.machine.nvidia import usage
+        from launcher.machine.gpus.nvidia import usage
 
         while not self._closed.is_set():
             found = usage(self._gpus)

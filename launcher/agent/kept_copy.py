@@ -1,6 +1,6 @@
 """Memory of this host for a copy of what a worker saves, and the program that saves it when that worker is gone.
 
-Owned by main.py, from the first attempt to the last. The worker that uses the memory leaves a note beside it while its
+Owned by agent.py, from the first attempt to the last. The worker that uses the memory leaves a note beside it while its
 copy is whole: a JSON object of which this module knows `pid`, the worker's, and `argv`, the command that saves the copy
 with the memory as its standard input; empty once that is done. A worker that ends before gets it done so.
 """

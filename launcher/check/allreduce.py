@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.check.finding import Examined
-from launcher.machine.devices import vendor_named
+from launcher.machine.gpus.vendors import vendor_named
 from launcher.placement.job_spec import CommandKind, JobSpec, WorkerCommand, new_run_id
 from launcher.placement.roles import Roles
 

@@ -15,9 +15,10 @@ from typing import Any, TypeVar
 
 from launcher.check.facts import Driver, Gpu
 from launcher.errors import UsageError
-from launcher.machine import amd, intel
-from launcher.machine.card import SYSFS, Card, read_text
-from launcher.machine.devices import VENDORS, by_torch
+from launcher.machine.gpus import amd, intel
+from launcher.machine.gpus.card import Card
+from launcher.machine.gpus.vendors import VENDORS, by_torch
+from launcher.machine.system_files import SYSFS, read_text
 
 __all__ = ["find_cards"]
 

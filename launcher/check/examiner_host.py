@@ -26,8 +26,9 @@ from launcher.check.facts import Disk, HostFacts, Interface, Limit, Packages
 from launcher.errors import DtrainError
 from launcher.machine import network
 from launcher.machine.cgroup import folders_of
-from launcher.machine.devices import VENDORS
+from launcher.machine.gpus.vendors import VENDORS
 from launcher.machine.packages import assigned, folder_of, torch_file, version_of
+from launcher.machine.system_files import read_text
 from launcher.protocol.commands import Prepare
 
 __all__ = [
@@ -45,7 +46,7 @@ def find_host_facts(prepare: Prepare) -> HostFacts:
     os.environ.update(prepare.export)
     workdir = Path(prepare.workdir)
     total, free = memory()
-    umask = re.search(r"^Umask:\s*(\S+)", _text("/proc/self/status"), re.MULTILINE)
+    umask = re.search(r"^Umask:\s*(\S+)", read_text("/proc/self/status"), re.MULTILINE)
     return HostFacts(
         hostname=socket.gethostname(),
         machine=_machine(),
@@ -91,8 +92,8 @@ def memory() -> tuple[int, int]:
     host = psutil.virtual_memory()
     total, free = host.total, host.available
     for folder in folders_of("memory"):
-        most = (_text(f"{folder}/memory.max") or _text(f"{folder}/memory.limit_in_bytes")).strip()
-        used = (_text(f"{folder}/memory.current") or _text(f"{folder}/memory.usage_in_bytes")).strip()
+        most = read_text(f"{folder}/memory.max") or read_text(f"{folder}/memory.limit_in_bytes")
+        used = read_text(f"{folder}/memory.current") or read_text(f"{folder}/memory.usage_in_bytes")
         if most.isdigit() and used.isdigit() and int(most) < total:
             total, free = int(most), min(free, max(0, int(most) - int(used)))
     return total, free
@@ -176,7 +177,7 @@ def _nccl(torch_folder: str) -> str | None:
 
 def _machine() -> str:
     """Return what two names of one machine, or of one container's network, have in common."""
-    boot = _text("/proc/sys/kernel/random/boot_id").strip()
+    boot = read_text("/proc/sys/kernel/random/boot_id")
     try:
         network = os.readlink("/proc/self/ns/net")
     except OSError:
@@ -210,12 +211,5 @@ def _resolve(name: str) -> tuple[str, ...]:
 
 
 def _number(path: str) -> int | None:
-    text = _text(path).strip()
+    text = read_text(path)
     return int(text) if text.isdigit() and int(text) > 0 else None
-
-
-def _text(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8", errors="replace")
-    except OSError:  # speed of an interface without one is EINVAL
-        return ""

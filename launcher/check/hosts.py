@@ -13,7 +13,7 @@ from launcher.check.finding import Examined, Finding, Severity, fix_in, grouped,
 from launcher.errors import PlacementError
 from launcher.hosts.folding import fold
 from launcher.job.orders import mismatch
-from launcher.machine.devices import vendor_named
+from launcher.machine.gpus.vendors import vendor_named
 from launcher.machine.packages import install_command
 from launcher.output.text import size
 from launcher.placement.job_spec import JobSpec

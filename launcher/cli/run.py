@@ -12,9 +12,11 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from launcher.cli.control import Caller, Verbosity, control, error_file, run_at_end, write_all
+from launcher.cli.caller import Caller, Verbosity, error_file, write_all
+from launcher.cli.control import control
 from launcher.cli.options import Options, unknown_variables
 from launcher.cli.request import Request, check_here, read_request
+from launcher.cli.run_end import run_at_end
 from launcher.errors import DtrainError, NodeZeroTakenError, UsageError
 from launcher.hosts.sources import in_slurm
 from launcher.runs.housekeeping import Limits, hold

@@ -1,4 +1,4 @@
-"""Where the output of a run goes that a Python program has asked for: what sys.stdout and sys.stderr are there."""
+"""Where the output of launcher.launch() goes: to sys.stdout and sys.stderr of the Python program, whatever they are."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Which hosts can be used, and when an attempt can begin with them. Pure; owned by job.py.
 
 A run of fixed size waits until every host has answered, and begins only with all of them. An elastic one, and any
-attempt after the first, begins with the hosts it can have: once enough are ready, those on their way have a last call.
+attempt after the first, begins with the hosts it can have: once enough are ready, the others have a short time left.
 """
 
 from __future__ import annotations

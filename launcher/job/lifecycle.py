@@ -204,7 +204,7 @@ class Lifecycle:
         self.chaos.attempt_begins(self.attempt, now)
         self.compositions.begin()
         self._enter(Phase.OPENING_STORE)
-        # A run of fixed size has what is left of its time; for any other, a last call may have used it up.
+        # A run of fixed size has what is left of its time. Any other may have used it up waiting for more hosts.
         fixed = last is None and not spec.elastic
         self.timers.set(Timer.PHASE, self.timers.at(Timer.GATHER) if fixed else now + spec.start_timeout_s)
         for state in states:

@@ -1,4 +1,4 @@
-"""The end of a run: every host is stopped, heard out, and looked at once more if it was lost. Pure; owned by job.py."""
+"""The end of a run: every host is stopped and reports; a lost one is searched once more. Pure; owned by job.py."""
 
 from __future__ import annotations
 

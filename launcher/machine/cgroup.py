@@ -10,6 +10,8 @@ import os
 import re
 from pathlib import Path
 
+from launcher.machine.system_files import read_text
+
 __all__ = ["Cgroup", "folder_in", "folders_of", "own_folders"]
 
 _NAME = re.compile(r"dtrain-[0-9a-f]{16}")
@@ -28,7 +30,7 @@ class Cgroup:
             own = next((path for path, _ in own_folders() if os.path.exists(f"{path}/cgroup.procs")), None)
         except (OSError, ValueError, IndexError):
             return None
-        if own is None or _text(f"{own}/cgroup.type").strip() not in ("", "domain"):  # the root has no type
+        if own is None or read_text(f"{own}/cgroup.type") not in ("", "domain"):  # the root has no type
             return None
         return cls(f"{own}/{name}")
 
@@ -56,7 +58,7 @@ class Cgroup:
         """Return the members, those of nested groups too. One that only other pid namespaces see is left out."""
         found: set[int] = set()
         for folder in self._folders():
-            found.update(int(word) for word in _text(f"{folder}/cgroup.procs").split() if word.isdigit())
+            found.update(int(word) for word in read_text(f"{folder}/cgroup.procs").split() if word.isdigit())
         found.discard(0)
         return found
 
@@ -127,14 +129,6 @@ def folder_in(path: str, root: str, point: str) -> str | None:
 
 def _unescaped(field: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
-
-
-def _text(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8") as file:
-            return file.read()
-    except OSError:  # not there, or removed meanwhile
-        return ""
 
 
 def _write(path: str, text: str) -> None:

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.errors import DtrainError
-from launcher.machine.card import SYSFS, pci_folder
-from launcher.machine.devices import Gpus, share
+from launcher.machine.gpus.card import pci_folder
+from launcher.machine.gpus.visible import Gpus
+from launcher.machine.processors import share
+from launcher.machine.system_files import SYSFS
 
 __all__ = ["MODES", "Topology", "choose_cores", "nodes_of_gpus", "read_topology"]
 

@@ -14,8 +14,9 @@ import weakref
 
 from launcher.frozen import dataclass
 from launcher.machine.cgroup import own_folders
+from launcher.machine.system_files import read_text
 
-__all__ = ["OomWatch", "memory_in_use"]
+__all__ = ["OomWatch", "memory_in_use", "memory_size"]
 
 RECENT_S = 10.0  # a kill that was noticed longer ago was not of this worker
 LOG_RECORDS = 20_000  # at most so many are read at a time, which takes 50 ms
@@ -30,7 +31,7 @@ def memory_in_use() -> tuple[int, int]:
     host = _host_bytes()
     if limit is not None and used is not None and limit < host:
         return used, limit
-    available = re.search(r"MemAvailable:\s+(\d+) kB", _text("/proc/meminfo"))
+    available = re.search(r"MemAvailable:\s+(\d+) kB", read_text("/proc/meminfo"))
     return host - (int(available[1]) << 10 if available else 0), host
 
 
@@ -55,7 +56,7 @@ class OomWatch:
         self.look()
         kill = self._log.kills.pop(pid, None)
         if kill is not None:
-            return f"the out-of-memory killer: it held {_size(kill.held_bytes)}, {self._why(kill.in_group)}"
+            return f"the out-of-memory killer: it held {memory_size(kill.held_bytes)}, {self._why(kill.in_group)}"
         if self._log.is_complete:
             return ""
         if self._in_group.take():
@@ -68,12 +69,12 @@ class OomWatch:
     def _why(self, in_group: bool) -> str:
         limit, used = (None, None) if self._group is None else self._group.lowest_limit()
         if not in_group or (limit is None and not self._log.is_complete):
-            return f"the host has {_size(_host_bytes())} of memory"
+            return f"the host has {memory_size(_host_bytes())} of memory"
         if used is None and limit is not None:  # before Linux 5.19
-            return f"its memory limit is {_size(limit)}"
+            return f"its memory limit is {memory_size(limit)}"
         if used is None or limit is None or used < 0.9 * limit:  # the limit was that of a group below ours
             return "its memory cgroup was full"
-        return f"{_size(min(used, limit))} of {_size(limit)} of its memory limit were in use"
+        return f"{memory_size(min(used, limit))} of {memory_size(limit)} of its memory limit were in use"
 
 
 class _Counter:
@@ -81,11 +82,11 @@ class _Counter:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._count = _field(path, "oom_kill")
+        self._count = _kills(path)
         self._noticed: list[float] = []  # when, for each kill that was put down to nobody yet
 
     def look(self, now: float) -> None:
-        count = _field(self._path, "oom_kill")
+        count = _kills(self._path)
         self._noticed = [at for at in self._noticed if now - at <= RECENT_S]
         self._noticed += [now] * min(count - self._count, 1000)
         self._count = count
@@ -189,31 +190,21 @@ class _KernelLog:
         self.is_complete = False
 
 
-def _field(path: str, name: str) -> int:
-    """Return the number after a name in a file of `name number` lines; 0 where there is none."""
-    for line in _text(path).splitlines():
-        key, _, value = line.partition(" ")
-        if key == name and value.isdigit():
-            return int(value)
-    return 0
+def _kills(path: str) -> int:
+    """Return how many processes were killed, by a file of `name number` lines; 0 where it does not say."""
+    found = re.search(r"^oom_kill (\d+)$", read_text(path), re.MULTILINE)
+    return 0 if found is None else int(found[1])
 
 
 def _number(path: str) -> int | None:
-    text = _text(path).strip()
+    text = read_text(path)
     return int(text) if text.isdigit() else None
-
-
-def _text(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8", errors="surrogateescape") as file:
-            return file.read()
-    except OSError:
-        return ""
 
 
 def _host_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _size(number: int) -> str:
+def memory_size(number: int) -> str:
+    """Write a number of bytes of memory: `61.4 GiB`."""
     return f"{number / (1 << 30):.1f} GiB" if number >= 1 << 30 else f"{number / (1 << 20):.0f} MiB"

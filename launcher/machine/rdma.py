@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.machine.card import SYSFS, read_text
+from launcher.machine.system_files import SYSFS, read_text
 
 __all__ = ["RdmaPort", "list_rdma_ports"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from launcher.hangs.positions import Group, groups, main_thread, odd_ranks, scripts_frames, state_in_words
+from launcher.machine.oom import memory_size
 from launcher.output.text import ranges
 from launcher.protocol.reports import Evidence
 
@@ -62,7 +63,7 @@ def write_groups(evidence: Sequence[Evidence], *, whole: bool) -> str:
 
 
 def _whole(each: Evidence) -> str:
-    used = f"{_size(each.rss_bytes)} resident, {each.cpu_s:.1f} s of CPU"
+    used = f"{memory_size(each.rss_bytes)} resident, {each.cpu_s:.1f} s of CPU"
     header = f"rank {each.rank} (pid {each.pid}): {state_in_words(each)}, {used}"
     stack = each.stack.rstrip() or "its stack could not be read: it is not a Python program, or it did not answer"
     missing = [f"no native frames: {each.no_native}"] if each.no_native else []
@@ -80,7 +81,3 @@ def odd_one_out(evidence: Sequence[Evidence]) -> str:
         return ""
     who = f"{'rank' if len(odd) == 1 else 'ranks'} {ranges(odd)}"
     return f"{len(evidence) - len(odd)} of {len(evidence)} ranks wait for others: look at {who} first"
-
-
-def _size(number: int) -> str:
-    return f"{number / (1 << 30):.1f} GiB" if number >= 1 << 30 else f"{number / (1 << 20):.0f} MiB"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from launcher.machine.devices import value_for
+from launcher.machine.gpus.vendors import value_for
 from launcher.placement.job_spec import JobSpec
 from launcher.placement.placement import Placement, WorkerPlace
 from launcher.protocol.reports import StoreOpened

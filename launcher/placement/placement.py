@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from launcher.errors import PlacementError
 from launcher.hosts.host import Host
-from launcher.machine.devices import share
+from launcher.machine.processors import share
 from launcher.placement.job_spec import JobSpec
 from launcher.placement.roles import DEFAULT_ROLE, Roles
 from launcher.protocol.reports import Facts

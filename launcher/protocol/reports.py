@@ -22,7 +22,7 @@ class Hello(Report):
 @dataclass(frozen=True)
 class Facts(Report):
     gpus: list[str]  # ids to hand out, in order
-    gpu_variable: str  # CUDA_VISIBLE_DEVICES, or that of another vendor; see machine/devices.py
+    gpu_variable: str  # CUDA_VISIBLE_DEVICES, or that of another vendor; see machine/gpus/vendors.py
     gpus_verified: bool  # seen by the driver, not only listed in the environment
     cores: list[int]  # processors this host's workers may use
     cpu_limit: int  # how many at a time (cgroup quota)

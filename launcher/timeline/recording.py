@@ -40,7 +40,7 @@ class Recording:
         self._clocks: dict[str, tuple[int, ClockOffset]] = {}  # by host, with the link that it is of
         self._since: dict[tuple[str, str], float] = {}  # by host and phase, when it began
         self._ordered: dict[int, float] = {}  # by rank, when its start was
-        self._gone: set[str] = set()  # hosts that have said good-bye
+        self._gone: set[str] = set()  # hosts that have sent Bye
         self._attempt = -1
         self._placement: Placement | None = None
         self._hosts: dict[int, str] = {}  # by rank

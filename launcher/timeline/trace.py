@@ -117,7 +117,7 @@ def trace_events(lines: Iterable[Line]) -> Iterator[_Event]:
                 yield _instant(name, time, pid=place, tid=number, kind=kind, status=status)
                 last = max(last, time)
             case ["steps", int(attempt), int(number), int(step), int(steps), float() | int() as ended, list(phases_s)]:
-                rank(attempt, number).steps.append(_steps(attempt, step, steps, ended, phases_s))
+                rank(attempt, number).steps.append(_steps(step, steps, ended, phases_s))
                 last = max(last, ended)
             case ["span", int(attempt), int(number), str(kind), float() | int() as began, float() | int() as ended]:
                 rank(attempt, number).parts.append(_Slice(kind, began, ended))
@@ -136,7 +136,7 @@ def trace_events(lines: Iterable[Line]) -> Iterator[_Event]:
     yield from _names(hosts, {(place, number) for place, _, number in ranks})
 
 
-def _steps(attempt: int, step: int, steps: int, ended: float, phases_s: list[float]) -> _Slice:
+def _steps(step: int, steps: int, ended: float, phases_s: list[float]) -> _Slice:
     name = f"step {step}" if steps == 1 else f"steps {step - steps + 1}-{step}"
     about = {f"{phase}_ms": round(each_s * 1e3, 3) for phase, each_s in zip(PHASES, phases_s, strict=False)}
     return _Slice(name, ended - math.fsum(phases_s), ended, steps=steps, **about)

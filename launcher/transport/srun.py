@@ -5,7 +5,7 @@ From ONE_STEP_FROM nodes on that have the same of the job, one srun starts a tas
 
 Each is a job step that overlaps all others and has everything that the job has on its nodes. What srun would read from
 the job's environment as options of its own is kept from it: those options are the job's, and mean something else or
-are refused in a step. What it says of a failure is put into words by which somebody can go on.
+are refused in a step. Its messages of failures are put into words that name the next step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from launcher.errors import DtrainError, HostError, UsageError
 from launcher.hosts.host import Host
 from launcher.hosts.ranges import expand
 from launcher.hosts.slurm_allocation import Allocation, Node, find_allocation, step_title
-from launcher.machine.devices import VENDORS
+from launcher.machine.gpus.vendors import VENDORS
 from launcher.machine.network import choose_address, is_loopback
 from launcher.transport.local import LocalStream
 from launcher.transport.stream import Stream

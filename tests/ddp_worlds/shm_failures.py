@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # public, but not marked as exported
 
 from ddp.comm.shm.backend import register
-from ddp.comm.shm.engine import close_all
 from ddp.comm.shm.group import ShmGroup
 from ddp.comm.shm.hosts_group import HostsGroup
+from ddp.comm.shm.process_end import close_all
 from ddp.comm.shm.rounds import Lost
 from ddp.errors import CollectiveError
 

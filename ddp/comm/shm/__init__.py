@@ -18,7 +18,7 @@ float8 are combined in float32 and rounded once within a host. Over several host
 tensor's type, and then the sum of those once more.
 
 Bottom up: `waiting` (futex, fence), `agreement` (one answer for all ranks), `memory` (what is mapped where), `rounds`
-(counters, headers, dead ranks), `combine` and `collectives` (the algorithms), `messages` (send and recv), `engine`
-(what runs when, and in which thread), `work`, `flat` and `other_devices` (what tensors may be), `group` (the process
-group), `backend` (what makes it known to torch).
+(counters, headers, dead ranks), `combine` and `collectives` (the algorithms), `messages` (send and recv), `process_end`
+(closes groups with the process), `engine` (what runs when, and in which thread), `work`, `flat` and `other_devices`
+(what tensors may be), `group` (the process group), `backend` (what makes it known to torch).
 """

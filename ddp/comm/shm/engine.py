@@ -10,28 +10,23 @@ An error breaks the group: all that is queued and all that comes later fails wit
 
 from __future__ import annotations
 
-import atexit
-import itertools
-import os
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from ddp.comm.shm.collectives import Steps
 from ddp.comm.shm.messages import Messages, Receive, Send
+from ddp.comm.shm.process_end import LEAVE_S, end_with_process, join_at_end
 from ddp.comm.shm.rounds import Lost, Rounds, not_done, refused
 from ddp.monitoring.debuggers import debugged_until
 
-__all__ = ["Engine", "Operation", "close_all", "end_with_process"]
+__all__ = ["Engine", "Operation"]
 
 _PAUSE_S = 0.0002  # what the thread leaves to a caller that waits at once: then nothing is handed over
 _LOOK_S = 0.05
-_LEAVE_S = 5.0  # how long `close` waits for another thread: a callback may hang
 
 
 class Operation:
@@ -197,7 +192,7 @@ class Engine:
                 return
             self._is_done(last, float("inf"))
 
-    def close(self, last_words: str = "", limit_s: float = _LEAVE_S) -> None:
+    def close(self, last_words: str = "", limit_s: float = LEAVE_S) -> None:
         """Fail what is not done, tell the other ranks, with `last_words` of a failure, and end the thread.
 
         Waits for other threads up to `limit_s` each: if one still drives then, it does the rest. May be repeated.
@@ -403,7 +398,7 @@ class Engine:
                 self._thread = threading.Thread(target=self._serve, name="shm", daemon=True)
                 self._thread_calls = False
                 self._thread.start()
-                _threads.add(self._thread)
+                join_at_end(self._thread)
 
     def _serve(self) -> None:
         """Drive what is left. A thread that calls callbacks has a successor: they may wait for another operation."""
@@ -424,34 +419,3 @@ class Engine:
                 if self._thread is not threading.current_thread():
                     return
                 self._thread_calls = False
-
-
-_engines: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by when they were made
-_numbers = itertools.count()
-_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # also those that have a successor
-
-
-def end_with_process(engine: Any) -> None:
-    """Call its `close()` before the interpreter ends, and its `leave_to_parent()` in a forked child."""
-    _engines[next(_numbers)] = engine
-
-
-def close_all() -> None:
-    """Before the interpreter ends: a thread that wants its lock afterwards would abort the process.
-
-    The newest first: one that runs operations of others was made after them.
-    """
-    until = time.monotonic() + _LEAVE_S
-    for _, engine in sorted(_engines.items(), reverse=True):
-        engine.close()
-    for thread in list(_threads):
-        thread.join(max(0.0, until - time.monotonic()))
-
-
-def _leave_all() -> None:
-    for engine in list(_engines.values()):
-        engine.leave_to_parent()
-
-
-atexit.register(close_all)
-os.register_at_fork(after_in_child=_leave_all)

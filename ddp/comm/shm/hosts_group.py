@@ -18,8 +18,9 @@ import torch.distributed as dist
 
 from ddp.comm.shm.across_hosts import AcrossHosts
 from ddp.comm.shm.collectives import Steps
-from ddp.comm.shm.engine import Operation, end_with_process
+from ddp.comm.shm.engine import Operation
 from ddp.comm.shm.group import ShmGroup, or_elsewhere
+from ddp.comm.shm.process_end import end_with_process
 from ddp.comm.shm.rounds import not_done, refused
 
 __all__ = ["HostsGroup"]

@@ -2,8 +2,8 @@
 
 They travel in host memory: behind the gradients of the last bucket, or alone where gradients are on a device, which the
 host must not wait for. The reducer writes this rank's numbers when backward has ended, since until then a rank may
-fail, and reads the sums when all else is on its way. Every rank reads the same sums, so all of them come to the same
-conclusion in the same iteration.
+fail, and reads the sums when all else is on its way. Every rank reads the same sums, so all of them decide the
+same in the same iteration.
 """
 
 from __future__ import annotations

@@ -25,11 +25,14 @@ from torch.utils.hooks import RemovableHandle
 
 from ddp.comm.fingerprint import fingerprints
 from ddp.comm.objects import gather_values
+from ddp.data_parallel.replicas import weights_of
 from ddp.errors import ArgumentError, DdpError, UnsupportedError
 from ddp.monitoring.progress import count_step
 from ddp.monitoring.stall_report import waiting_for_peers
 from ddp.resilience.parts import Part, accompany
+from ddp.strategies.local_sgd.outer_optimizer import OuterOptimizer
 from ddp.strategies.local_sgd.rank_state import RankState, average, compare
+from ddp.strategies.local_sgd.settings import Settings, check_wrapped
 from ddp.torch_internals import call_after_backward, is_in_join
 
 __all__ = ["LocalSGD"]
@@ -87,15 +90,14 @@ class LocalSGD:
         outer_momentum: float = 0.0,
         nesterov: bool = True,
     ) -> None:
-        self._settings = _Settings(every, after, outer_lr, outer_momentum, nesterov)
+        self._settings = Settings(every, after, outer_lr, outer_momentum, nesterov)
         wrapper: Any = model
-        _check(wrapper, optimizer)
+        check_wrapped(wrapper, optimizer)
         self._model: Callable[[], Any] = weakref.ref(model)  # a wrapper of either class, or None
         self._step = 0
         self._own_steps = 0  # of this rank alone, since the replicas were last equal
         self._round = _Round()
-        self._anchors: dict[str, torch.Tensor] = {}  # where the own steps started; only with an outer optimizer
-        self._momenta: dict[str, torch.Tensor] = {}
+        self._outer = OuterOptimizer(self._settings)
         self._has_backward = True  # since the optimizer's last step
         self._unseen_steps = 0
         self._warned: set[str] = set()
@@ -145,25 +147,15 @@ class LocalSGD:
         """
         self._refuse_if_diverged()
         step = self._step + self._round.is_complete
-        return {"step": step, "outer_momentum": {name: tensor.detach() for name, tensor in self._momenta.items()}}
+        return {"step": step, "outer_momentum": {name: tensor.detach() for name, tensor in self._outer.momenta.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned, perhaps in a world of another size. Load it on every rank.
 
         Raises ArgumentError for momenta that do not fit the model.
         """
-        parameters = dict(_parameters(self._wrapper()))
-        momenta = state["outer_momentum"]
-        for name, tensor in momenta.items():
-            if name not in parameters or parameters[name].shape != tensor.shape:
-                has = f"has shape {tuple(parameters[name].shape)}" if name in parameters else "is missing"
-                raise ArgumentError(f"momentum of {name!r} with shape {tuple(tensor.shape)}, which {has} in the model")
+        self._outer.load(state["outer_momentum"], weights_of(self._wrapper()))
         self._step, self._own_steps, self._round = int(state["step"]), 0, _Round()
-        self._anchors = {}
-        self._momenta = {
-            name: torch.empty_like(parameters[name], requires_grad=False).copy_(tensor)
-            for name, tensor in momenta.items()
-        }
 
     def close(self) -> None:
         """Go back to averaging gradients in every step, for good. Call `sync()` before: a warning says if you did not.
@@ -204,8 +196,8 @@ class LocalSGD:
             self._watch_gradients(model)
         self._round = _Round(is_open=True, is_own=is_own)
         if is_own:
-            if self._settings.has_outer and not self._anchors:
-                self._anchors = _copies(model)
+            if self._outer.needs_starts:
+                self._outer.begin(weights_of(model))
             # Both wrappers decide in forward whether its backward reduces. Restored at once, so that the attribute
             # keeps saying what the user wants and no_sync() can be told from this.
             model.require_backward_grad_sync = False
@@ -250,7 +242,7 @@ class LocalSGD:
         hook = self._on_gradient  # neither copies nor pickles of a parameter have it
         self._gradient_hooks += [
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch has no types here
-            for _, parameter in _parameters(model)
+            for parameter in weights_of(model).values()
             if parameter.requires_grad
         ]
 
@@ -289,17 +281,18 @@ class LocalSGD:
         group: dist.ProcessGroup = model.process_group
         everybody_waits = False
         while not everybody_waits:
-            if self._settings.has_outer and not self._anchors:
-                self._anchors = _copies(model)
-            named = [*_parameters(model), *_buffers(model)]
+            parameters = weights_of(model)
+            if self._outer.needs_starts:
+                self._outer.begin(parameters)
+            named = [*parameters.items(), *_buffers(model)]
             mine = RankState(
                 is_waiting=is_waiting,
                 step=self._step,
                 own_steps=self._own_steps,
                 settings=asdict(self._settings),
                 values=fingerprints(dict(named)),
-                anchors=fingerprints(self._anchors),
-                momenta=fingerprints(self._momenta),
+                starts=fingerprints(self._outer.starts),
+                momenta=fingerprints(self._outer.momenta),
             )
             states = [mine]
             if group.size() > 1:
@@ -308,25 +301,10 @@ class LocalSGD:
             compare(states)
             if any(state.own_steps for state in states):
                 average(group, [tensor for name, tensor in named if len({state.values[name] for state in states}) > 1])
-                self._step_outside(model)
-            self._step, self._own_steps, self._anchors = max(state.step for state in states), 0, {}
+                self._outer.step(parameters)
+            self._step, self._own_steps, self._outer.starts = max(state.step for state in states), 0, {}
             self._part.changed()
             everybody_waits = not is_waiting or all(state.is_waiting for state in states)
-
-    def _step_outside(self, model: Any) -> None:
-        """Step from the anchors by SGD as torch's: momentum * velocity + gradient, looked ahead with Nesterov."""
-        settings = self._settings
-        for name, parameter in _parameters(model):
-            if name not in self._anchors:
-                continue
-            anchor = self._anchors[name]
-            gradient = anchor - parameter
-            if settings.outer_momentum:
-                velocity = self._momenta.setdefault(name, torch.zeros_like(gradient))
-                velocity.mul_(settings.outer_momentum).add_(gradient)
-                ahead = gradient.add(velocity, alpha=settings.outer_momentum)
-                gradient = ahead if settings.nesterov else velocity
-            parameter.copy_(anchor.sub_(gradient, alpha=settings.outer_lr))
 
 
 class _AveragingPart(Part):
@@ -348,41 +326,12 @@ class _AveragingPart(Part):
 
     def to_send(self) -> Any:
         local = self._local()
-        return None if local is None else (self._kept, local._anchors, local._momenta)
+        return None if local is None else (self._kept, local._outer.starts, local._outer.momenta)
 
     def receive(self, sent: Any) -> None:
         if (local := self._local()) is not None:
-            self._kept, local._anchors, local._momenta = sent
+            self._kept, local._outer.starts, local._outer.momenta = sent
             self.roll_back()
-
-
-@dataclass(frozen=True)
-class _Settings:
-    every: int
-    after: int
-    outer_lr: float
-    outer_momentum: float
-    nesterov: bool
-
-    def __post_init__(self) -> None:
-        for name, least in (("every", 1), ("after", 0)):
-            value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise ArgumentError(f"{name}={value!r}; it must be an int, {least} or more")
-        if not self.outer_lr > 0:
-            raise ArgumentError(f"outer_lr={self.outer_lr!r}; it must be more than 0 (1: plain averaging)")
-        if not 0 <= self.outer_momentum < 1:
-            raise ArgumentError(f"outer_momentum={self.outer_momentum!r}; it must be from 0 to less than 1")
-
-    @property
-    def has_outer(self) -> bool:
-        """Whether the average is more than taken as it is."""
-        return self.outer_lr != 1 or self.outer_momentum != 0
-
-    @property
-    def is_ordinary(self) -> bool:
-        """Whether averaging gradients does the same."""
-        return self.every == 1 and not self.has_outer
 
 
 @dataclass
@@ -412,38 +361,10 @@ def _do_nothing(*_: object) -> None:
     """Stand in for the hook in a copy."""
 
 
-def _check(model: Any, optimizer: Any) -> None:
-    if not all(hasattr(model, name) for name in ("module", "process_group", "require_backward_grad_sync")):
-        raise ArgumentError(f"model is a {type(model).__name__}: wrap it in ddp.DistributedDataParallel first")
-    names = {kind.__name__ for kind in type(optimizer).__mro__}
-    if "ZeroRedundancyOptimizer" in names:
-        raise UnsupportedError("ZeroRedundancyOptimizer steps for other ranks too, so none can step by itself")
-    if "StandInOptimizer" in names:
-        raise UnsupportedError(
-            "the optimizer that prepare() of central_storage or parameter_server returned steps for all ranks, so none "
-            "can step by itself: make LocalSGD with the model and optimizer that were never given to prepare()"
-        )
-    if "LBFGS" in names:
-        raise UnsupportedError("LBFGS evaluates the model several times in a step, and must not find it averaged then")
-    if not hasattr(optimizer, "register_step_post_hook"):
-        raise ArgumentError(f"optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
-    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if not any(id(parameter) in stepped for parameter in model.parameters()):
-        raise ArgumentError("the optimizer steps none of the model's parameters: make it from model.parameters()")
-
-
-def _parameters(model: Any) -> list[tuple[str, nn.Parameter]]:
-    return [(n, p) for n, p in model.module.named_parameters() if n not in model.parameters_to_ignore]
-
-
 def _buffers(model: Any) -> list[tuple[str, torch.Tensor]]:
     if not model.broadcast_buffers:
         return []
     return [(n, b) for n, b in model.module.named_buffers() if n not in model.parameters_to_ignore]
-
-
-def _copies(model: Any) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in _parameters(model) if p.requires_grad}
 
 
 def _remove(*lists: list[RemovableHandle]) -> None:

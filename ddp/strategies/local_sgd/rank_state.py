@@ -27,7 +27,7 @@ class RankState:
     own_steps: int
     settings: Mapping[str, Any]
     values: Mapping[str, int]
-    anchors: Mapping[str, int]
+    starts: Mapping[str, int]
     momenta: Mapping[str, int]
 
 
@@ -49,7 +49,7 @@ def compare(states: Sequence[RankState]) -> None:
                     entry=what,
                 )
         for what, theirs, expected in (
-            ("starting point of the last steps", state.anchors, first.anchors),
+            ("starting point of the last steps", state.starts, first.starts),
             ("outer momentum", state.momenta, first.momenta),
         ):
             for name in (*expected, *theirs):

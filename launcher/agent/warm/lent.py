@@ -1,7 +1,7 @@
-"""Guard and agent of a run to come, which a process kept warm has forked ahead (workers/keeper.py): until there is one.
+"""A guard and an agent that a process kept warm has forked ahead (workers/keeper.py): they wait here for a run.
 
-Each has its imports done when it waits here; then it takes on what the process has whose place the agent takes. What
-is not taken on (limits, umask, control group, what the interpreter read at its start) was compared before.
+Each has its imports done. When a run comes, it takes over the state of the process whose place the agent takes. What
+cannot be taken over (limits, umask, control group, what the interpreter read at its start) was compared before.
 """
 
 from __future__ import annotations

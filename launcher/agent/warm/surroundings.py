@@ -1,4 +1,4 @@
-"""What a process inherits or stands in that a later run must find the same, if it is to use one that was kept warm.
+"""What must be the same for a later run as for a process kept warm that it uses: limits, identity, control group, ...
 
 Found by an agent at its start, before it changes anything of itself. Its packages and variables are compared
 elsewhere: workers/keeper.py, workers/warm_start.py.
@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 
 from launcher import __version__
+from launcher.machine.system_files import read_text
 
 __all__ = ["READ_AT_START", "find_surroundings"]
 
@@ -39,7 +40,7 @@ _DEVICES = re.compile("nvidia[0-9]*|kfd|renderD[0-9]+")
 def find_surroundings() -> dict[str, str]:
     """Return them by what a report calls them."""
     found: dict[str, str] = {}
-    for line in _text("/proc/self/status").splitlines():
+    for line in read_text("/proc/self/status").splitlines():
         name, _, value = line.partition(":")
         if name in _STATUS:
             found[_STATUS[name]] = found.get(_STATUS[name], "") + value.strip() + " "
@@ -48,16 +49,16 @@ def find_surroundings() -> dict[str, str]:
     found["scheduling policy"] = f"{os.sched_getscheduler(0)} {os.sched_getparam(0).sched_priority}"
     found["priority of input and output"] = _io_priority()
     found["memory policy"] = _memory_policy()
-    found["personality"] = _text("/proc/self/personality").strip()
-    found["security label"] = _text("/proc/self/attr/current").strip("\0\n ")
-    found["out-of-memory score"] = _text("/proc/self/oom_score_adj").strip()
-    found["control group"] = _OF_LOGIN.sub("/*.scope", _text("/proc/self/cgroup"))
+    found["personality"] = read_text("/proc/self/personality")
+    found["security label"] = read_text("/proc/self/attr/current").strip("\0\n ")
+    found["out-of-memory score"] = read_text("/proc/self/oom_score_adj")
+    found["control group"] = _OF_LOGIN.sub("/*.scope", read_text("/proc/self/cgroup"))
     kinds = ("cgroup", "ipc", "mnt", "net", "pid", "time", "user", "uts")
     found["namespaces"] = " ".join(filter(None, map(_namespace, kinds)))
     root = os.stat("/")
     found["root folder"] = f"{root.st_dev} {root.st_ino}"
     found["GPUs"] = " ".join(
-        [*_listing("/dev", _DEVICES), *_listing("/dev/dri", _DEVICES), _text("/proc/driver/nvidia/version")]
+        [*_listing("/dev", _DEVICES), *_listing("/dev/dri", _DEVICES), read_text("/proc/driver/nvidia/version")]
     )
     found["interpreter"] = f"{sys.executable} {sys.version} {sys.prefix}"
     found["folders of packages (sys.path)"] = "\n".join(path for path in sys.path if path not in ("", "/"))
@@ -103,11 +104,3 @@ def _listing(folder: str, names: re.Pattern[str]) -> list[str]:
         return sorted(name for name in os.listdir(folder) if names.fullmatch(name))
     except OSError:
         return []
-
-
-def _text(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8", errors="surrogateescape") as file:
-            return file.read()
-    except OSError:  # none there
-        return ""

@@ -24,11 +24,12 @@ class CoreChooser:
         """Return the processors that a worker is to be bound to; empty: all that there are. Raises DtrainError."""
         if not message.numa_binding:
             return ()
-        from launcher.machine import devices, numa
+        from launcher.machine import numa, processors
+        from launcher.machine.gpus.visible import find_gpus
 
         if self._topology is None:
-            gpus = devices.find_gpus(os.environ)
-            self._topology = numa.read_topology(devices.cores()), gpus.ids, numa.nodes_of_gpus(gpus)
+            gpus = find_gpus(os.environ)
+            self._topology = numa.read_topology(processors.cores()), gpus.ids, numa.nodes_of_gpus(gpus)
         topology, ids, nodes = self._topology
         own = ids.index(message.gpu) if nodes and message.gpu in ids else message.local_rank
         return numa.choose_cores(message.numa_binding, topology, nodes, own, message.local_world_size)

@@ -2,13 +2,13 @@
 
 Started by the agent (warm_start.py) as `python -u .../workers/fork_server.py script|module TARGET NAMES KEEP`, in the
 workers' working directory, with the variables that they share; NAMES are how the names of others begin. Its standard
-input is a socket to the agent. It says whether it is fit to be forked from, and if not, why; then, for every request,
+input is a socket to the agent. It says whether workers can be forked from it, and if not, why; then, for every request,
 it forks a process that becomes the agent's child, and answers with its pid. Requests are JSON in a file in memory,
 beside the descriptors of the new process's streams. It ends with its input, or with the agent; but with KEEP `1`, the
 agent may have it stay for later runs (keeper.py).
 
-A process forked here must be what a started one is (bootstrap.py), so this one keeps its hands off: it imports, and
-nothing else. What importing printed is printed again by each worker.
+A process forked here must be what a started one is (bootstrap.py), so this one imports, and does nothing
+else. What importing printed is printed again by each worker.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Loaded by fork_server.py alone, into its process. To the agent that a later run starts here it lends a new guard, a new
 agent and a new fork server, forked from this process: the first two then execute dtrain's own program, the third is as
-this process was when its imports were done. All three are there before the run is (agent/warm/lent.py), or their start
-would be a third of its own. A later run's processes hold nothing of an earlier one's.
+this process was when its imports were done. All three are forked before a run comes (agent/warm/lent.py): to fork them
+then would take a third of its start. A later run's processes hold nothing of an earlier one's.
 
 Requests are JSON, each with its answer, on connections whose other end must be of the same user.
 """

@@ -1,4 +1,4 @@
-"""One worker after another in the same place, while all others of the attempt go on. Owned by attempt.py.
+"""Starts a failed worker again alone, while all others of the attempt go on. Owned by attempt.py.
 
 What a dead worker left on this host (children, daemons, what holds its ports or its GPU's memory) is ended first, and
 nothing of anybody else. Never waits, and starts nothing itself.

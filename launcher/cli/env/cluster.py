@@ -11,10 +11,11 @@ from pathlib import Path
 
 from launcher.errors import UsageError
 from launcher.hosts.slurm_allocation import find_allocation
-from launcher.machine.card import SYSFS, pci_folder, read_text
-from launcher.machine.devices import VENDORS, by_torch
-from launcher.machine.gpu_links import find_links
+from launcher.machine.gpus.card import pci_folder
+from launcher.machine.gpus.links import find_links
+from launcher.machine.gpus.vendors import VENDORS, by_torch
 from launcher.machine.rdma import RdmaPort, list_rdma_ports
+from launcher.machine.system_files import read_text
 from launcher.output.text import count
 
 __all__ = ["gpu_topology", "ptrace", "rdma_devices", "slurm_job"]
@@ -22,7 +23,7 @@ __all__ = ["gpu_topology", "ptrace", "rdma_devices", "slurm_job"]
 PTRACE_BIT = 19  # of a process's capabilities
 
 
-def gpu_topology(env: Mapping[str, str], sysfs: Path = SYSFS) -> dict[str, str]:
+def gpu_topology(env: Mapping[str, str]) -> dict[str, str]:
     """Return how the GPUs are connected, with the NUMA node of each; empty for less than two."""
     for vendor in by_torch([vendor for vendor in VENDORS if vendor.is_present()]):
         try:
@@ -33,18 +34,18 @@ def gpu_topology(env: Mapping[str, str], sysfs: Path = SYSFS) -> dict[str, str]:
             break
     else:
         return {}
-    links = find_links(vendor, cards, sysfs)
+    links = find_links(vendor, cards)
     pairs = sum(map(len, links.values()))
     shown = {
         name: "every pair" if len(found) == pairs else ", ".join(f"{one}-{other}" for one, other in found)
         for name, found in links.items()
     }
-    nodes = {str(card.index): _node(card.bus_id, sysfs) for card in cards if card.bus_id}
+    nodes = {str(card.index): _node(card.bus_id) for card in cards if card.bus_id}
     return {**shown, "NUMA nodes": ", ".join(f"{gpu} on {node}" for gpu, node in nodes.items())} if shown else {}
 
 
-def rdma_devices(sysfs: Path = SYSFS) -> dict[str, str]:
-    return {f"{port.device} port {port.port}": _port(port) for port in list_rdma_ports(sysfs)}
+def rdma_devices() -> dict[str, str]:
+    return {f"{port.device} port {port.port}": _port(port) for port in list_rdma_ports()}
 
 
 def slurm_job(env: Mapping[str, str]) -> dict[str, str]:
@@ -84,8 +85,8 @@ def _capabilities(proc: Path) -> int:
     return next((int(line.split()[1], 16) for line in lines if line.startswith("CapEff:")), 0)
 
 
-def _node(bus_id: str, sysfs: Path) -> str:
-    return read_text(pci_folder(bus_id, sysfs) / "numa_node") or "?"
+def _node(bus_id: str) -> str:
+    return read_text(pci_folder(bus_id) / "numa_node") or "?"
 
 
 def _port(port: RdmaPort) -> str:

@@ -37,7 +37,9 @@ from launcher.check.facts import Driver, Interface, Packages
 from launcher.cli.env.cluster import gpu_topology, ptrace, rdma_devices, slurm_job
 from launcher.cli.env.torch_question import TorchQuestion
 from launcher.errors import UsageError
-from launcher.machine import devices
+from launcher.machine import processors
+from launcher.machine.gpus.vendors import vendor_named
+from launcher.machine.gpus.visible import find_gpus
 from launcher.machine.packages import torch_build, version_of
 from launcher.output.text import size
 
@@ -120,7 +122,7 @@ def _report(settings: Mapping[str, Any], packages: Packages) -> dict[str, Any]:
             "ptrace": ptrace(),
         },
         "hardware": {
-            "processors": f"{os.cpu_count()}, {len(devices.cores())} to be used, {devices.cpu_limit()} at a time",
+            "processors": f"{os.cpu_count()}, {len(processors.cores())} to be used, {processors.cpu_limit()} at a time",
             "memory": f"{size(total)}, {size(free)} free",
             "GPUs": [_gpu(gpu.name, gpu.memory_bytes, gpu.lost) for gpu in driver.gpus],
             "GPUs for workers": _for_workers(driver),
@@ -248,12 +250,12 @@ def _gpu(name: str, memory_bytes: int | None, lost: str) -> str:
 def _for_workers(driver: Driver) -> str:
     """Say how many GPUs a run here would hand out, and by which variable; or why it leaves those of `driver` alone."""
     try:
-        gpus = devices.find_gpus(os.environ)
+        gpus = find_gpus(os.environ)
     except UsageError as error:
         return f"none: {error}"
     if gpus.ids:
         return f"{len(gpus.ids)} ({gpus.variable})"
-    vendor = devices.vendor_named(driver.vendor)
+    vendor = vendor_named(driver.vendor)
     if (
         driver.gpus and vendor.name != "NVIDIA" and torch_build() != vendor.built
     ):  # NVIDIA's count without torch as well

@@ -16,7 +16,7 @@ from launcher.runs.control import ask
 from launcher.runs.record import read_manifest
 from launcher.runs.registry import LOST, Entry, entries
 
-__all__ = ["percent", "show_history", "show_runs", "span", "state_of"]
+__all__ = ["number", "percent", "show_history", "show_runs", "span", "state_of"]
 
 COMMAND_CHARACTERS = 60
 ASKED_AT_ONCE = 16
@@ -100,10 +100,10 @@ def _cells(row: Row) -> dict[str, str]:
     return {
         "run": row["run_id"],
         "state": row["state"],
-        "hosts": _number(row["hosts"]),
-        "workers": _number(row["workers"]),
-        "step": _number(row["step"] or None),
-        "step/s": _number(row["steps_per_s"]),
+        "hosts": number(row["hosts"]),
+        "workers": number(row["workers"]),
+        "step": number(row["step"] or None),
+        "step/s": number(row["steps_per_s"]),
         "age": span(row["age_s"]),
         "goodput": percent(row["goodput"]),
         "command": _cut(row["command"]),
@@ -134,8 +134,8 @@ def _past_cells(row: Row) -> dict[str, str]:
         "began": local_time(row["began"]),
         "took": "-" if row["took_s"] is None else span(row["took_s"]),
         "state": row["state"],
-        "exit": _number(row["exit_code"]),
-        "attempts": _number(row["attempts"]),
+        "exit": number(row["exit_code"]),
+        "attempts": number(row["attempts"]),
         "commit": commit,
         "command": _cut(row["command"]),
     }
@@ -145,7 +145,7 @@ def _print(rows: Sequence[Mapping[str, str]]) -> None:
     sys.stdout.write("".join(f"{line}\n" for line in table(rows)))
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
     return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 

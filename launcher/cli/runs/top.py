@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from launcher.cli.runs.steer import end_of, how_it_ended
-from launcher.cli.runs.table import percent, span
+from launcher.cli.runs.table import number, percent, span
 from launcher.errors import RunError
 from launcher.output.text import count, ranges, size
 from launcher.runs.control import ask
@@ -131,7 +131,7 @@ def _of_rank(rank: Content) -> list[str]:
     return [
         rank["host"],
         str(rank["rank"]),
-        _number(rank["step"]),
+        number(rank["step"]),
         _time(rank["step_s"]),
         _time(rank["own_s"]),
         _part(rank["wait_s"], rank["step_s"]),
@@ -148,7 +148,7 @@ def _of_host(host: Content, ranks: Sequence[Content]) -> list[str]:
     return [
         host["host"],
         ranges(rank["rank"] for rank in ranks),
-        _number(max((rank["step"] or 0 for rank in ranks), default=0) or None),
+        number(max((rank["step"] or 0 for rank in ranks), default=0) or None),
         _time(step_s),
         _time(_mean(ranks, "own_s")),
         _part(wait_s, step_s),
@@ -162,10 +162,6 @@ def _of_host(host: Content, ranks: Sequence[Content]) -> list[str]:
 def _mean(ranks: Sequence[Content], name: str) -> float | None:
     known = [rank[name] for rank in ranks if rank[name] is not None]
     return sum(known) / len(known) if known else None
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _time(seconds: float | None) -> str:

@@ -1,1 +1,1 @@
-"""Agents on hosts that are reached by SSH: stream.py is the entrance."""
+"""Agents on hosts that are reached by SSH. Start at stream.py."""

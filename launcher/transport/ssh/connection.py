@@ -28,7 +28,7 @@ from launcher.transport.ssh.trust import Trust
 
 __all__ = ["SshConnection", "open_connection"]
 
-CLOSE_S = 1.0  # to say good-bye through a jump host, which may hang
+CLOSE_S = 1.0  # to close the connection through a jump host, which may hang
 MOST_HOPS = 8
 CONNECT_AT_ONCE = 32
 REFUSED_S = (0.3, 0.5, 0.9, 1.3)  # pauses after refused connections: a server that restarts, or a wrong port

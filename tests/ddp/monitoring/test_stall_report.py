@@ -310,10 +310,10 @@ def _at(step: int, phase: str, **options: Any) -> Answer:
     return Answer(1, line="train.py:8 in main", positions={"0/0": place}, **options)
 
 
-def test_the_likeliest_cause_comes_first_and_victims_are_not_it() -> None:
+def test_the_likeliest_cause_comes_first_and_secondary_failures_are_not_it() -> None:
     here = _at(4, "all-reduce", is_waiting=True)
     answers = dict.fromkeys(range(1, 100), here)
-    answers[7] = Answer(2**53, finished={"0/0": 4}, ended="ended with CollectiveError: rank 9", is_victim=True)
+    answers[7] = Answer(2**53, finished={"0/0": 4}, ended="ended with CollectiveError: rank 9", is_secondary=True)
     answers[8] = _at(3, "all-reduce", is_waiting=True)
     answers[9] = answers[10] = _at(4, "user code")
     answers[11] = _at(4, "user code", has_group=False)

@@ -18,9 +18,10 @@ from testbed.require import require
 from launcher.cli.env import report
 from launcher.cli.env.cluster import ptrace, slurm_job
 from launcher.cli.env.torch_question import TorchQuestion
-from launcher.machine import gpu_links, rdma
-from launcher.machine.card import Card
-from launcher.machine.devices import vendor_named
+from launcher.machine import rdma
+from launcher.machine.gpus.card import Card
+from launcher.machine.gpus.links import find_links
+from launcher.machine.gpus.vendors import vendor_named
 from launcher.machine.packages import TESTED_TORCH, how_tested
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ def test_links_are_of_their_own_or_by_the_place_in_the_tree(tmp_path: Path) -> N
     for index, place in enumerate(below):
         machine.add_pci(f"0000:1{index}:00.0", below=place, numa_node=index // 4)
         cards.append(Card(str(index), index, bus_id=f"00000000:1{index}:00.0"))
-    found = gpu_links.find_links(vendor_named("Intel"), cards, machine.sys)
+    found = find_links(vendor_named("Intel"), cards, machine.sys)
     assert found == {
         "same PCIe switch": [(0, 1)],
         "same PCIe root": [(0, 2), (1, 2)],
@@ -142,7 +143,7 @@ def test_links_are_of_their_own_or_by_the_place_in_the_tree(tmp_path: Path) -> N
         "across NUMA nodes": [(0, 4), (1, 4), (2, 4), (3, 4)],
     }
     unknown = [Card("0", 0, bus_id="0000:aa:00.0"), Card("1", 1, bus_id="0000:bb:00.0"), Card("2", 2)]
-    assert gpu_links.find_links(vendor_named("Intel"), unknown, machine.sys) == {"PCIe": [(0, 1)]}
+    assert find_links(vendor_named("Intel"), unknown, machine.sys) == {"PCIe": [(0, 1)]}
 
 
 def test_ports_that_do_not_work_are_shown_as_such(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from testbed.processes import Result, run_dtrain, run_program
 
-from launcher.machine.devices import cores, cpu_limit, share
+from launcher.machine.processors import cores, cpu_limit, share
 
 NO_GPUS = {"CUDA_VISIBLE_DEVICES": None, "HIP_VISIBLE_DEVICES": None}
 

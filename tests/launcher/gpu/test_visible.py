@@ -9,7 +9,8 @@ from typing import NamedTuple
 import pytest
 from testbed.processes import Result, run_dtrain, run_program
 
-from launcher.machine.card import SYSFS, pci_folder
+from launcher.machine.gpus.card import pci_folder
+from launcher.machine.system_files import SYSFS
 
 pytestmark = pytest.mark.gpu
 
@@ -18,8 +19,8 @@ DEADLINE_S = 240.0  # a first use of the device loads kernels
 IN_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 FIND = """
 import json, os
-from launcher.machine import devices, nvidia
-gpus = devices.find_gpus(os.environ)
+from launcher.machine.gpus import nvidia, visible
+gpus = visible.find_gpus(os.environ)
 print(json.dumps([gpus.ids, gpus.bus_ids, {card.name: card.uuid for card in nvidia.list_cards(os.environ)}]))
 """
 SHOW = """

@@ -13,7 +13,7 @@ from testbed import REPOSITORY
 from testbed.processes import Result, run_dtrain, run_program
 from testbed.require import require
 
-from launcher.machine.devices import cores, cpu_limit, share
+from launcher.machine.processors import cores, cpu_limit, share
 
 pytestmark = pytest.mark.ordinary_user
 
@@ -24,7 +24,7 @@ SLICES_OF_1 = ("MIG-00000001-0000-4000-8000-000000000000", "MIG-00000001-0001-40
 
 FIND = """
 import os, sys
-from launcher.machine.devices import find_gpus
+from launcher.machine.gpus.visible import find_gpus
 from launcher.errors import UsageError
 for inherited in sys.argv[1:] or [os.environ.get("CUDA_VISIBLE_DEVICES")]:
     if inherited is not None:

@@ -9,7 +9,7 @@ import pytest
 from testbed.processes import run_dtrain
 
 from launcher.errors import DtrainError
-from launcher.machine.devices import Gpus
+from launcher.machine.gpus.visible import Gpus
 from launcher.machine.numa import Topology, choose_cores, nodes_of_gpus, read_topology
 
 GPUS = [0, 0, 1, 3]  # the NUMA nodes of four GPUs; node 2 has none

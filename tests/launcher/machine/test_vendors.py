@@ -10,9 +10,9 @@ from testbed.gpu_machine import GpuMachine
 from testbed.processes import Result, run_program
 
 from launcher.errors import UsageError
-from launcher.machine import amd, intel
-from launcher.machine.card import Card
-from launcher.machine.devices import cores
+from launcher.machine.gpus import amd, intel
+from launcher.machine.gpus.card import Card
+from launcher.machine.processors import cores
 
 pytestmark = pytest.mark.ordinary_user
 
@@ -23,7 +23,7 @@ UNSET: dict[str, str | None] = dict.fromkeys(LISTS)
 FIND = """
 import json, sys
 from dataclasses import asdict
-from launcher.machine.devices import find_gpus
+from launcher.machine.gpus.visible import find_gpus
 from launcher.errors import UsageError
 for env in json.loads(sys.argv[1]):
     try:

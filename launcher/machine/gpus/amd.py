@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from launcher.frozen import replace
-from launcher.machine.card import DEV, SYSFS, Card, read_text, select
+from launcher.machine.gpus.card import DEV, Card, select
+from launcher.machine.system_files import SYSFS, read_text
 
 __all__ = ["TOPOLOGY", "is_present", "linked", "list_cards", "numbered", "read_properties"]
 

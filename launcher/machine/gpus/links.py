@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from itertools import combinations, takewhile
 from pathlib import Path
 
-from launcher.machine.card import SYSFS, Card, pci_folder, read_text
-from launcher.machine.devices import Vendor
+from launcher.machine.gpus.card import Card, pci_folder
+from launcher.machine.gpus.vendors import Vendor
+from launcher.machine.system_files import SYSFS, read_text
 
 __all__ = ["find_links"]
 

@@ -1,30 +1,15 @@
-"""What this host has to hand out: GPUs, without ever starting their runtime, and processors.
-
-Called by the agent on its own host. A list of GPUs that is inherited (CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES,
-ROCR_VISIBLE_DEVICES, ZE_AFFINITY_MASK) restricts them. One table, VENDORS, has what differs between kinds of GPUs.
-"""
+"""What differs between kinds of GPUs: one table, VENDORS."""
 
 from __future__ import annotations
 
-import math
-import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import TypeVar
 
 from launcher.frozen import dataclass
-from launcher.machine import amd, intel, nvidia
-from launcher.machine.card import Card, listed, select
-from launcher.machine.cgroup import folders_of
+from launcher.machine.gpus import amd, intel, nvidia
+from launcher.machine.gpus.card import Card
 from launcher.machine.packages import torch_build
 
-__all__ = [
-    "VENDORS", "Gpus", "Vendor", "by_torch", "cores", "cpu_limit", "divide", "find_gpus", "share", "value_for",
-    "vendor_named",
-]  # fmt: skip
-
-
-T = TypeVar("T")
+__all__ = ["VENDORS", "Vendor", "by_torch", "value_for", "vendor_named"]
 
 
 @dataclass(frozen=True)
@@ -133,39 +118,6 @@ VENDORS = (
 )
 
 
-@dataclass(frozen=True)
-class Gpus:
-    """GPU ids in the order in which workers get them: integers, `GPU-<uuid>`, `MIG-<uuid>`, `0.1`.
-
-    `verified` is False where only the environment names them and no driver answered; then there are no `bus_ids`.
-    `numbers_are_certain` is False where a number may mean another card than the one at that place in `bus_ids`.
-    """
-
-    ids: tuple[str, ...] = ()
-    variable: str = "CUDA_VISIBLE_DEVICES"
-    verified: bool = False
-    bus_ids: tuple[str, ...] = ()  # PCI addresses, of all or of none
-    numbers_are_certain: bool = True
-
-
-def find_gpus(env: Mapping[str, str]) -> Gpus:
-    """Return the GPUs that this process's children may use: those that torch was built for.
-
-    NVIDIA's count for a torch without any. Raises UsageError where the environment names a GPU that is not there.
-    """
-    for vendor in by_torch([vendor for vendor in VENDORS if vendor.is_present()], alone=True):
-        cards = vendor.list_cards(env)
-        if cards is not None:
-            return _visible(vendor, cards, env)
-    for vendor in by_torch([vendor for vendor in VENDORS if vendor.inherited(env) or vendor.filter in env]):
-        if (inherited := vendor.inherited(env)) is not None:
-            ids = listed(inherited[1])
-        else:
-            ids = tuple(str(place) for place in range(len(listed(env[vendor.filter]))))
-        return Gpus(ids, vendor.variables[0])
-    return Gpus()
-
-
 def vendor_named(name: str) -> Vendor:
     return next(vendor for vendor in VENDORS if vendor.name == name)
 
@@ -182,65 +134,3 @@ def by_torch(vendors: Sequence[Vendor], *, alone: bool = False) -> list[Vendor]:
 def value_for(variable: str, visible: str) -> str:
     """Return what to set the variable to, so that a process sees these GPUs; none, if `visible` is empty."""
     return visible or next((vendor.nothing for vendor in VENDORS if vendor.variables[0] == variable), "")
-
-
-def _visible(vendor: Vendor, cards: Sequence[Card], env: Mapping[str, str]) -> Gpus:
-    if (inherited := vendor.inherited(env)) is None:
-        chosen = vendor.pick([card.name for card in cards], cards)
-    else:
-        variable, value = inherited
-        chosen = vendor.pick(listed(value), select(value, cards, variable))
-    return Gpus(
-        tuple(card.name for card in chosen),
-        vendor.variables[0],
-        True,
-        tuple(card.bus_id for card in chosen) if all(card.bus_id for card in chosen) else (),
-        vendor.is_certain(chosen, cards, env),
-    )
-
-
-def cores() -> tuple[int, ...]:
-    """Return the processors that this process may run on."""
-    return tuple(sorted(os.sched_getaffinity(0)))
-
-
-def cpu_limit(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:
-    """Return how many processors may be busy at a time: the affinity, or the cgroups' quota if that is less."""
-    limit = float(len(os.sched_getaffinity(0)))
-    for folder in folders_of("cpu", root, membership):
-        quota, period = _quota(folder)
-        if quota > 0 and period > 0:
-            limit = min(limit, quota / period)
-    return max(1, math.floor(limit))
-
-
-def _quota(folder: Path) -> tuple[float, float]:
-    try:
-        if (folder / "cpu.max").exists():
-            quota, period = (folder / "cpu.max").read_text().split()
-            return (0.0 if quota == "max" else float(quota)), float(period)
-        if (folder / "cpu.cfs_quota_us").exists():
-            return float((folder / "cpu.cfs_quota_us").read_text()), float((folder / "cpu.cfs_period_us").read_text())
-    except (OSError, ValueError):  # not readable from inside this container
-        return 0.0, 0.0
-    return 0.0, 0.0
-
-
-def share(things: tuple[T, ...], part: int, parts: int) -> tuple[T, ...]:
-    """Return the `part`-th of `parts` contiguous shares; the first ones are larger where it does not divide.
-
-    >>> [share(("0", "1", "2"), part, 2) for part in range(2)]
-    [('0', '1'), ('2',)]
-    """
-    size, more = divmod(len(things), parts)
-    start = part * size + min(part, more)
-    return things[start : start + size + (part < more)]
-
-
-def divide(cores: tuple[int, ...], limit: int, part: int, parts: int) -> tuple[tuple[int, ...], int]:
-    """Return the processors of the `part`-th of `parts` simulated hosts, and how many of them may be busy at a time.
-
-    With fewer processors than hosts, all hosts share all of them.
-    """
-    own = share(cores, part, parts) or cores
-    return own, min(max(1, limit // parts), len(own))

@@ -1,6 +1,6 @@
 """A GPU as its vendor's module lists it, and what a list of GPUs in the environment means.
 
-Used by nvidia.py, amd.py, intel.py and devices.py. Starts nothing and asks no driver.
+Used by nvidia.py, amd.py, intel.py and visible.py. Starts nothing and asks no driver.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from pathlib import Path
 
 from launcher.errors import UsageError
 from launcher.frozen import dataclass
+from launcher.machine.system_files import SYSFS
 
-__all__ = ["DEV", "SYSFS", "Card", "listed", "pci_folder", "read_text", "select"]
+__all__ = ["DEV", "Card", "listed", "pci_folder", "select"]
 
-SYSFS = Path("/sys")
 DEV = Path("/dev")
 HIDDEN = ((), ("-1",), ("NoDevFiles",))  # the last by SLURM, for a job without GPUs
 
@@ -81,11 +81,3 @@ def pci_folder(bus_id: str, sysfs: Path = SYSFS) -> Path:
     """Return the folder of a PCI device by its address, of which NVML writes the domain with eight digits."""
     domain, _, rest = bus_id.lower().partition(":")
     return sysfs / "bus/pci/devices" / f"{domain[-4:]}:{rest}"
-
-
-def read_text(file: Path) -> str:
-    """Return what a file of sysfs says; empty where it is not there, or not for this process to read."""
-    try:
-        return file.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:  # a device cgroup refuses to read what is not for this container
-        return ""

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from launcher.frozen import dataclass, replace
-from launcher.machine.card import DEV, SYSFS, Card, listed, read_text
+from launcher.machine.gpus.card import DEV, Card, listed
+from launcher.machine.system_files import SYSFS, read_text
 
 __all__ = ["in_order", "is_present", "list_cards"]
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import combinations
 
 from launcher.frozen import replace
-from launcher.machine.card import Card
+from launcher.machine.gpus.card import Card
 
 __all__ = ["as_written", "linked", "list_cards", "numbers_are_certain", "usage"]
 

@@ -1,0 +1,65 @@
+"""SGD on what the ranks have done by themselves: a step from their starting point, towards their average."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddp.errors import ArgumentError
+from ddp.strategies.local_sgd.settings import Settings
+
+__all__ = ["OuterOptimizer"]
+
+_Parameters = Mapping[str, nn.Parameter]
+
+
+class OuterOptimizer:
+    """Keeps the starting points of the ranks' own steps and the momenta, by the parameters' names.
+
+    `starts` is empty until `begin`, and always where the average is taken as it is. Both are the same on every rank.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.starts: dict[str, torch.Tensor] = {}
+        self.momenta: dict[str, torch.Tensor] = {}
+
+    @property
+    def needs_starts(self) -> bool:
+        """Whether `begin` is to be called before the rank steps by itself."""
+        return self._settings.has_outer and not self.starts
+
+    def begin(self, parameters: _Parameters) -> None:
+        """Copy the parameters: from here the rank steps by itself."""
+        self.starts = {name: each.detach().clone() for name, each in parameters.items() if each.requires_grad}
+
+    def step(self, parameters: _Parameters) -> None:
+        """Step from the starts by SGD as torch's: momentum * velocity + gradient, looked ahead with Nesterov.
+
+        `parameters` are the averages over the ranks, and are overwritten.
+        """
+        settings = self._settings
+        for name, start in self.starts.items():
+            parameter = parameters[name]
+            gradient = start - parameter
+            if settings.outer_momentum:
+                velocity = self.momenta.setdefault(name, torch.zeros_like(gradient))
+                velocity.mul_(settings.outer_momentum).add_(gradient)
+                ahead = gradient.add(velocity, alpha=settings.outer_momentum)
+                gradient = ahead if settings.nesterov else velocity
+            parameter.copy_(start.sub_(gradient, alpha=settings.outer_lr))
+
+    def load(self, momenta: Mapping[str, Any], parameters: _Parameters) -> None:
+        """Go on with momenta of a checkpoint. Raises ArgumentError for those that do not fit."""
+        for name, tensor in momenta.items():
+            if name not in parameters or parameters[name].shape != tensor.shape:
+                has = f"has shape {tuple(parameters[name].shape)}" if name in parameters else "is missing"
+                raise ArgumentError(f"momentum of {name!r} with shape {tuple(tensor.shape)}, which {has} in the model")
+        self.starts = {}
+        self.momenta = {
+            name: torch.empty_like(parameters[name], requires_grad=False).copy_(tensor)
+            for name, tensor in momenta.items()
+        }

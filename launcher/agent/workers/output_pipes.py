@@ -1,0 +1,76 @@
+"""What the workers of one attempt write: read from their pipes and passed on to the controller, while that reads."""
+
+from __future__ import annotations
+
+import os
+import selectors
+from functools import partial
+
+from launcher.agent.stream_writer import StreamWriter
+from launcher.agent.workers.worker import Worker
+from launcher.protocol.reports import Output
+
+__all__ = ["OutputPipes"]
+
+READ_BYTES = 1 << 16
+PIPE_READS = 32  # more than a pipe holds (at most 1 MiB)
+
+
+class OutputPipes:
+    """Reads the pipes of workers, from `begin` until `end`, unless `writer` has too much unsent."""
+
+    def __init__(self, selector: selectors.BaseSelector, writer: StreamWriter) -> None:
+        self.read_bytes = 0  # of all workers
+        self._selector = selector
+        self._writer = writer
+
+    def begin(self, worker: Worker) -> None:
+        """Read what a worker writes, from now on; while the writer holds, from `hold(False)` on."""
+        if not self._writer.holding:
+            self._watch(worker)
+
+    def hold(self, worker: Worker, hold: bool) -> None:
+        """Stop or go on reading what a worker writes."""
+        if hold:
+            self._unwatch(worker)
+        else:
+            self._watch(worker)
+
+    def drain(self, worker: Worker) -> None:
+        """Pass on what a worker wrote up to now."""
+        for descriptor in list(worker.pipes):
+            for _ in range(PIPE_READS):  # what it wrote; a child of it may go on writing for ever
+                if self._writer.holding or not self._read(worker, descriptor):
+                    break
+
+    def end(self, worker: Worker) -> None:
+        """Pass on what a worker wrote up to now, and read no more."""
+        self.drain(worker)
+        if not self._writer.holding:
+            self._unwatch(worker)
+
+    def _watch(self, worker: Worker) -> None:
+        for descriptor in worker.pipes:
+            self._selector.register(descriptor, selectors.EVENT_READ, partial(self._read, worker, descriptor))
+
+    def _unwatch(self, worker: Worker) -> None:
+        for descriptor in worker.pipes:
+            self._selector.unregister(descriptor)
+
+    def _read(self, worker: Worker, descriptor: int) -> bool:
+        """Pass on what a worker wrote; return whether there may be more now."""
+        if self._writer.holding or descriptor not in worker.pipes:  # changed since the selector looked
+            return False
+        try:
+            data = os.read(descriptor, READ_BYTES)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._selector.unregister(descriptor)
+            del worker.pipes[descriptor]
+            os.close(descriptor)
+            return False
+        self.read_bytes += len(data)
+        worker.wrote(worker.pipes[descriptor], data)
+        self._writer.send(Output(rank=worker.rank, stream=worker.pipes[descriptor], data=data))
+        return True

@@ -1,0 +1,72 @@
+"""Who asks for a run, and what is said to them: in a terminal by `dtrain run`, or from a Python program."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from launcher.errors import UsageError
+
+if TYPE_CHECKING:
+    from launcher.protocol.reports import Exited, Returned
+    from launcher.runs.detach import Detachment
+
+__all__ = ["Caller", "Verbosity", "error_file", "write_all"]
+
+
+@dataclass(frozen=True)
+class Verbosity:
+    """How much dtrain says of itself, in what form, by what, and where it writes how the run ended."""
+
+    quiet: bool
+    verbose: bool
+    as_json: bool
+    say: Callable[[str], None]
+    error_json: Path | None
+
+    def tell(self, text: str) -> None:
+        """Say what is neither an error nor the report."""
+        if not self.quiet:
+            self.say(text)
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who asks for a run: the `words` that its record keeps, and the descriptors that it writes to.
+
+    Of a Python program: `function` are the frames with what the workers call, and `take` gets what they say of that.
+    """
+
+    words: list[str]
+    out: int = 1
+    err: int = 2
+    detachment: Detachment | None = None
+    function: Sequence[bytes] = ()
+    take: Callable[[str, Returned | Exited], None] | None = None
+
+    @property
+    def is_program(self) -> bool:
+        return self.take is not None
+
+
+def error_file(text: str | None) -> Path | None:
+    """Return where --error-json is to be written. Raises UsageError."""
+    if text is None:
+        return None
+    path = Path(text).expanduser()
+    if not path.parent.is_dir():
+        raise UsageError(f"--error-json: the folder {path.parent} does not exist; make it, or name a file elsewhere")
+    if path.is_dir():
+        raise UsageError(f"--error-json: {path} is a folder; name a file")
+    return path
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    """Write the bytes, if anybody reads them."""
+    with contextlib.suppress(OSError):
+        while data:
+            data = data[os.write(descriptor, data) :]

@@ -1,0 +1,161 @@
+"""What follows a run that has ended: its report, the job's place in SLURM's queue, the command of --on-end.
+
+Called by control.py, and by those who call that.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from launcher.cli.caller import Caller, Verbosity, write_all
+from launcher.cli.options import Options
+from launcher.cli.request import Request
+
+if TYPE_CHECKING:
+    from launcher.job.outcome import Outcome
+    from launcher.output.writer import OutputThread
+    from launcher.timeline.goodput import Parts
+    from launcher.timeline.stragglers import Straggler
+
+__all__ = ["Ended", "Ending", "requeue", "run_at_end"]
+
+GOODPUT_FROM_S = 60.0  # of a run of which no steps are known, a shorter one needs no words on its time
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended. `caught`: signals to this process that ended it, and would have ended this process.
+
+    `state` is that of its record, `folder` None where its files could not be written.
+    """
+
+    outcome: Outcome
+    report: str
+    caught: tuple[int, ...]
+    state: str
+    folder: Path | None
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What is known of a run at its end, and whom it is said to."""
+
+    request: Request
+    verbosity: Verbosity
+    caller: Caller
+    outcome: Outcome
+    folder: Path | None
+    evidence_file: Path | None
+    parts: Parts | None
+    stragglers: Sequence[Straggler]
+
+    def report(self, output: OutputThread) -> str:
+        """Say how the run ended, and return it."""
+        from launcher.output.report import report
+
+        self._write_error_json()
+        self._tell_notes()
+        text = report(self.outcome, folder=self.folder, tail=output.tail, evidence_file=self.evidence_file)
+        self._show(text)
+        return text
+
+    def _write_error_json(self) -> None:
+        file = self.verbosity.error_json
+        if file is None:
+            return
+        from launcher.output.error_json import write_error_json
+
+        try:
+            write_error_json(
+                file,
+                self.outcome,
+                folder=self.folder,
+                evidence_file=self.evidence_file,
+                parts=self.parts,
+                stragglers=self.stragglers,
+            )
+        except OSError as error:
+            self.verbosity.say(f"--error-json: {file} cannot be written: {error.strerror}")
+
+    def _tell_notes(self) -> None:
+        """Say what is worth knowing besides how it ended."""
+        from launcher.output.insight import goodput_line
+        from launcher.output.text import count
+        from launcher.output.warm import warm_lines
+
+        spec, verbosity, outcome, parts = self.request.spec, self.verbosity, self.outcome, self.parts
+        if verbosity.verbose:
+            workers, hosts = count(outcome.world_size, "worker"), count(outcome.hosts, "host")
+            ran = f"{workers} on {hosts} for {outcome.duration_s:.1f} s"
+            verbosity.say(f"run {spec.run_id}: {ran}")
+            if outcome.forked:
+                were = f"{count(outcome.forked, 'worker')} {'was' if outcome.forked == 1 else 'were'}"
+                verbosity.say(f"{were} forked from processes that had imported their packages")
+        if verbosity.verbose or spec.start_method == "fork":
+            for reason in outcome.by_exec:
+                verbosity.tell(f"workers were started by exec: {reason}")
+        ranks = self.request.output_filter.ranks
+        if outcome.error is None and ranks and max(ranks) >= outcome.world_size:
+            named = ",".join(map(str, sorted(ranks)))
+            verbosity.say(f"--only-rank {named}: there were only ranks 0 to {outcome.world_size - 1}")
+        if outcome.error is None and spec.stdin_rank is not None and spec.stdin_rank >= outcome.world_size:
+            verbosity.say(
+                f"--stdin {spec.stdin_rank}: there were only ranks 0 to {outcome.world_size - 1}; none read it"
+            )
+        for line in warm_lines(spec, outcome, verbose=verbosity.verbose):
+            verbosity.tell(line)
+        if parts is not None and (parts.is_measured or parts.wall_s >= GOODPUT_FROM_S):
+            verbosity.tell(goodput_line(parts))
+
+    def _show(self, text: str) -> None:
+        from launcher.output.console import takes_colour
+
+        outcome, verbosity = self.outcome, self.verbosity
+        if self.caller.is_program and outcome.exit_code != 0:
+            return
+        if not text or (verbosity.quiet and not (outcome.left or outcome.unchecked or outcome.exit_code != 0)):
+            return
+        failed = outcome.error is not None or outcome.cause is not None
+        if verbosity.as_json:
+            from launcher.output.error_json import as_json
+            from launcher.output.json_lines import report_line
+
+            facts = as_json(outcome, self.folder, self.evidence_file, parts=self.parts, stragglers=self.stragglers)
+            write_all(self.caller.err, report_line(text, facts, failed=failed))
+            return
+        first, newline, rest = text.partition("\n")
+        colour = failed and takes_colour(self.caller.err)
+        verbosity.say(f"\x1b[1;31m{first}\x1b[0m{newline}{rest}" if colour else text)
+
+
+def run_at_end(ended: Ended, options: Options, verbosity: Verbosity, caller: Caller) -> None:
+    """Run the command of --on-end, which may start the run again under its name. Blocks."""
+    if options.on_end is None:
+        return
+    from launcher.runs.on_end import IN_ON_END, run_on_end
+
+    is_from_file = dict(options.origins).get("on_end") not in ("command line", "DTRAIN_ON_END")
+    if is_from_file and IN_ON_END in os.environ:  # the end of this run would start the next one, without end
+        return
+    run_on_end(
+        options.on_end, ended.outcome, ended.state, ended.folder,
+        say=verbosity.say, out=caller.out, err=caller.err,
+    )  # fmt: skip
+
+
+def requeue(outcome: Outcome, verbosity: Verbosity) -> int:
+    """Have SLURM start the job again, unless it was cancelled; return the exit code."""
+    from launcher.hosts import slurm_allocation
+
+    if outcome.signum is not None and slurm_allocation.is_cancelled(os.environ):
+        verbosity.tell("the job was cancelled; it is not queued again")
+        return 128 + outcome.signum
+    verbosity.tell("queueing the job again")
+    problem = slurm_allocation.requeue(os.environ)  # SLURM ends this process for it, perhaps before it has answered
+    if problem is not None:
+        verbosity.say(problem)
+    return outcome.exit_code

@@ -1,0 +1,1 @@
+"""The GPUs of this machine, found without ever starting their runtime. Start at visible.py."""

@@ -1,0 +1,63 @@
+"""Which GPUs this host has to hand out.
+
+Called by the agent on its own host. A list of GPUs that is inherited (CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES,
+ROCR_VISIBLE_DEVICES, ZE_AFFINITY_MASK) restricts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from launcher.frozen import dataclass
+from launcher.machine.gpus.card import Card, listed, select
+from launcher.machine.gpus.vendors import VENDORS, Vendor, by_torch
+
+__all__ = ["Gpus", "find_gpus"]
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """GPU ids in the order in which workers get them: integers, `GPU-<uuid>`, `MIG-<uuid>`, `0.1`.
+
+    `verified` is False where only the environment names them and no driver answered; then there are no `bus_ids`.
+    `numbers_are_certain` is False where a number may mean another card than the one at that place in `bus_ids`.
+    """
+
+    ids: tuple[str, ...] = ()
+    variable: str = "CUDA_VISIBLE_DEVICES"
+    verified: bool = False
+    bus_ids: tuple[str, ...] = ()  # PCI addresses, of all or of none
+    numbers_are_certain: bool = True
+
+
+def find_gpus(env: Mapping[str, str]) -> Gpus:
+    """Return the GPUs that this process's children may use: those that torch was built for.
+
+    NVIDIA's count for a torch without any. Raises UsageError where the environment names a GPU that is not there.
+    """
+    for vendor in by_torch([vendor for vendor in VENDORS if vendor.is_present()], alone=True):
+        cards = vendor.list_cards(env)
+        if cards is not None:
+            return _visible(vendor, cards, env)
+    for vendor in by_torch([vendor for vendor in VENDORS if vendor.inherited(env) or vendor.filter in env]):
+        if (inherited := vendor.inherited(env)) is not None:
+            ids = listed(inherited[1])
+        else:
+            ids = tuple(str(place) for place in range(len(listed(env[vendor.filter]))))
+        return Gpus(ids, vendor.variables[0])
+    return Gpus()
+
+
+def _visible(vendor: Vendor, cards: Sequence[Card], env: Mapping[str, str]) -> Gpus:
+    if (inherited := vendor.inherited(env)) is None:
+        chosen = vendor.pick([card.name for card in cards], cards)
+    else:
+        variable, value = inherited
+        chosen = vendor.pick(listed(value), select(value, cards, variable))
+    return Gpus(
+        tuple(card.name for card in chosen),
+        vendor.variables[0],
+        True,
+        tuple(card.bus_id for card in chosen) if all(card.bus_id for card in chosen) else (),
+        vendor.is_certain(chosen, cards, env),
+    )
