@@ -1597,3 +1597,14 @@ def test_the_run_s_key_is_in_no_text() -> None:
     starts = messages(drive.commands, StartWorker)
     assert {start.env["DTRAIN_RUN_KEY"] for start in starts} == {"canary"}
     assert "canary" not in repr(drive.commands)
+
+
+def test_a_rank_that_finished_while_the_others_waited_for_it_is_known() -> None:
+    drive = running("a", "b")
+    drive.say("b", drive.exited("b", 3))
+    lost = {"type": "RuntimeError", "message": "Connection closed by peer"}
+    drive.fail(0, error=lost)
+    drive.wait(ROOT_WAIT_S, heard="ab")
+    drive.stop_all()
+    assert drive.outcome.cause is not None
+    assert (drive.outcome.cause.rank, drive.outcome.finished_before) == (0, (3,))
