@@ -98,7 +98,6 @@ def _check(args: Sequence[str], folder: Path, *, is_submitted: bool) -> bool:
     import click
 
     from launcher.cli.config_file import Group
-    from launcher.cli.main import cli
     from launcher.cli.options import Options, takes_options
     from launcher.cli.request import check_script, check_texts, parse_command, workdir_of
 
@@ -108,7 +107,7 @@ def _check(args: Sequence[str], folder: Path, *, is_submitted: bool) -> bool:
         found.append(options)
 
     command = click.command("run", context_settings={"allow_interspersed_args": False})(takes_options(keep))
-    Group("dtrain", commands={**cli.commands, "run": command}).main(["run", *args], "dtrain", standalone_mode=False)
+    Group("dtrain", commands={"run": command}).main(["run", *args], "dtrain", standalone_mode=False)
     for options in found:
         check_texts(options)
         workdir = workdir_of(None) / folder / (options.workdir or "")
