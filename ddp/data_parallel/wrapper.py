@@ -162,7 +162,7 @@ class DistributedDataParallel(TorchSurface):
         given = {**locals()}
         nn.Module.__init__(self)  # torch's own constructor is for its reducer
         Joinable.__init__(self)
-        timeline.prepare()
+        timeline.prepare(self)
         check_torchs_arguments(given)
         self.process_group = checked_group(process_group, device_mesh)
         self._number = _made[self.process_group.group_name]  # a copy has that of its original

@@ -103,7 +103,7 @@ def DistributedOptimizer(  # Horovod's name, and a class to its users
     settings = _Settings(backward_passes_per_step, op, compression, sparse_as_dense, bucket_cap_mb, stall_timeout_s)
     names = _names_of(optimizer, named_parameters)
     engine = _Engine(optimizer, link, settings, names)
-    timeline.prepare()
+    timeline.prepare(optimizer)
     _engines[optimizer] = engine
     for name in _METHODS:  # of this object alone: a copy is a plain optimizer, and would not know its parameters' hooks
         setattr(optimizer, name, getattr(engine, name))

@@ -11,8 +11,9 @@ plus its kind, and eight 64-bit floats, of which those at the end are 0 where a 
 
 Times are seconds of the monotonic clock; they say where the thread was that trains, also on a device. A step is over
 when the optimizer's step is, or a GradScaler has skipped it; if no optimizer was ever seen, when the next forward
-begins after a reduction. What comes before the first forward is no step. Details are recorded of a step now and then. A
-span counts as "other" in the step in which it lies.
+begins after a reduction. Where models are known (`prepare`), only optimizers of their parameters count. What comes
+before the first forward is no step. Details are recorded of a step now and then. A span counts as "other" in the step
+in which it lies.
 
 Only this process writes: one that is forked from it records nothing. Without the variable, or with a file that cannot
 be mapped, nothing is recorded; that is never an error. In a step nothing calls the system, or keeps memory.
@@ -26,6 +27,7 @@ import os
 import struct
 import sys
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -279,8 +281,8 @@ def _watch_optimizers() -> None:
 
 
 @not_traced
-def _before_step(optimizer: object, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
-    if _recorder is not None:
+def _before_step(optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+    if _recorder is not None and _is_of_training(optimizer):
         has_closure = len(args) > 1 or kwargs.get("closure") is not None
         _recorder.optimizer_begins(id(optimizer), has_closure=has_closure)
 
@@ -309,9 +311,33 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
-def prepare() -> None:
-    """Be ready before the first step: in one that calls a closure, the optimizer begins before the first forward."""
+_trained: weakref.WeakSet[torch.nn.Module | torch.optim.Optimizer] = weakref.WeakSet()
+_found: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
+
+
+def prepare(trained: torch.nn.Module | torch.optim.Optimizer) -> None:
+    """Be ready for the first step of a model, or of its optimizer, which begins before its forward if it has a closure.
+
+    From now on the steps of optimizers of other parameters are no steps of the training.
+    """
     _opened()
+    _trained.add(trained)
+    _found.clear()
+
+
+def _is_of_training(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it steps a parameter of what was given to `prepare`, or nothing was."""
+    if (is_of_training := _found.get(optimizer)) is None:
+        known = {id(parameter) for trained in _trained for parameter in _parameters(trained)}
+        own = map(id, _parameters(optimizer))
+        is_of_training = _found[optimizer] = not known or not known.isdisjoint(own)
+    return is_of_training
+
+
+def _parameters(trained: torch.nn.Module | torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    if isinstance(trained, torch.nn.Module):
+        return trained.parameters()
+    return (parameter for group in trained.param_groups for parameter in group["params"])
 
 
 def forward() -> None:

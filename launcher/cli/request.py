@@ -36,7 +36,16 @@ from launcher.placement.job_spec import (
 )
 from launcher.placement.roles import Roles, roles_of
 
-__all__ = ["Request", "check_here", "listed_hosts", "parse_command", "read_request"]
+__all__ = [
+    "Request",
+    "check_here",
+    "check_script",
+    "check_texts",
+    "listed_hosts",
+    "parse_command",
+    "read_request",
+    "workdir_of",
+]
 
 _SOURCES = ("hosts", "hostfile", "hosts_script", "simulate")
 # What the job has under the same name and type as the options.
@@ -85,13 +94,16 @@ def read_request(options: Options, *, wait: bool = False) -> Request:
         spec = replace(_spec(options, node_role.hosts, nproc, roles), nproc=None, master_port=None, master_addr=None)
     if options.log_format == "json" and options.lines == "merge":
         raise UsageError("--lines merge is for text; --log-format json shows each line with its rank")
-    output_filter = OutputFilter(
+    return Request(spec, node_role, _output_filter(options), tuple(notices))
+
+
+def _output_filter(options: Options) -> OutputFilter:
+    return OutputFilter(
         ranks=parse_ranks(options.only_rank, "--only-rank"),
         local_ranks=parse_ranks(options.local_ranks_filter, "--local-ranks-filter"),
         redirected=parse_std(options.redirects, "--redirects"),
         teed=parse_std(options.tee, "--tee"),
     )
-    return Request(spec, node_role, output_filter, tuple(notices))
 
 
 def check_here(spec: JobSpec) -> None:
@@ -101,18 +113,36 @@ def check_here(spec: JobSpec) -> None:
             f"the script is {spec.command.target}, but rank 0 does not read the standard input of this command; "
             "save the script to a file, or leave --stdin, --detach out"
         )
-    if spec.command.kind is not CommandKind.SCRIPT:
+    check_script(spec.command, spec.workdir, is_seen=not all(host.remote for host in spec.hosts))
+
+
+def check_script(command: WorkerCommand, workdir: Path, *, is_seen: bool) -> None:
+    """Find a script that is none, and if the hosts' files are seen here (`is_seen`) also one that is missing."""
+    if command.kind is not CommandKind.SCRIPT:
         return
-    if _is_interpreter(spec.command.target, spec.workdir):
-        raise UsageError(f"leave out {spec.command.target}: dtrain starts the interpreter by itself (--python)")
-    if all(host.remote for host in spec.hosts):
+    if _is_interpreter(command.target, workdir):
+        raise UsageError(f"leave out {command.target}: dtrain starts the interpreter by itself (--python)")
+    if not is_seen:
         return
-    if not spec.workdir.is_dir():
-        raise UsageError(f"the working directory {spec.workdir} does not exist; see --workdir")
-    script = spec.workdir / spec.command.target
+    if not workdir.is_dir():
+        raise UsageError(f"the working directory {workdir} does not exist; see --workdir")
+    script = workdir / command.target
     if not os.path.exists(script):
         hint = "; for a module write -m, for another program --no-python" if not script.suffix else ""
         raise UsageError(f"the script {script} does not exist{hint}")
+
+
+def check_texts(options: Options) -> None:
+    """Check the options whose texts are read without a look at the hosts or this machine. Raises UsageError."""
+    roles = roles_of(
+        options.role, chief=options.chief, ps=options.ps, evaluator=options.evaluator, ends_with=options.ends_with
+    )
+    _nproc(options.nproc_per_node, roles)
+    parse_ecosystems(options.env_for, roles)
+    parse_hang(options.hang)
+    if options.chaos is not None:
+        parse_chaos(options.chaos)
+    _output_filter(options)
 
 
 def _is_interpreter(target: str, workdir: Path) -> bool:
@@ -174,7 +204,7 @@ def _spec(
         command=parse_command(options),
         hosts=hosts,
         nproc=nproc,
-        workdir=_workdir(options.workdir),
+        workdir=workdir_of(options.workdir),
         python=options.python or sys.executable,
         stdin_rank=_stdin(options, hosts),
         export=tuple(parse_exports(options.export, dict(os.environ), remote=travels).items()),
@@ -250,7 +280,7 @@ def parse_command(options: Options) -> WorkerCommand:
     return WorkerCommand(kind, words[0], words[1:])
 
 
-def _workdir(named: str | None) -> Path:
+def workdir_of(named: str | None) -> Path:
     """Return the working directory by the name under which the user knows it: other hosts may have no such links."""
     if named is not None:
         return Path(named).expanduser().absolute()

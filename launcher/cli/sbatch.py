@@ -29,13 +29,14 @@ Usage: dtrain sbatch [OPTIONS OF sbatch] [--print] -- [OPTIONS OF dtrain run] SC
   dtrain sbatch --nodes=2 --gpus-per-node=4 --time=4:00:00 -- train.py --lr 1e-3
   dtrain sbatch --nodes=2 --requeue --print -- --max-restarts 3 train.py
 
-  --print shows the script instead of submitting it. With --requeue, USR1 reaches every worker two minutes before
+  --print shows the script instead of submitting it. A script that does not exist here is not submitted; if only the
+  nodes have it: dtrain sbatch --print ... | sbatch. With --requeue, USR1 reaches every worker two minutes before
   the job's end; once a checkpoint is saved, the job is queued again.
 """
 AHEAD_S = 120  # the time from USR1 to the end of the job
 _SAFE = re.compile(r"[A-Za-z0-9_@%+=:,./\[\]~^-]+")
-_SHORT = {"-A": "account", "-C": "constraint", "-G": "gpus", "-J": "job-name", "-M": "clusters", "-e": "error",
-          "-o": "output", "-p": "partition", "-q": "qos", "-t": "time"}  # fmt: skip
+_SHORT = {"-A": "account", "-C": "constraint", "-D": "chdir", "-G": "gpus", "-J": "job-name", "-M": "clusters",
+          "-e": "error", "-o": "output", "-p": "partition", "-q": "qos", "-t": "time"}  # fmt: skip
 _VARIABLES = {"time": "TIMELIMIT"}  # of an option that is called otherwise
 
 
@@ -50,7 +51,10 @@ def run_sbatch(args: Sequence[str]) -> int:
         return 0
     options = [arg for arg in ours if arg != "--print"]
     script = os.fsencode(batch_script(options, theirs, dtrain=_dtrain()))
-    if len(options) < len(ours):
+    is_shown = len(options) < len(ours)  # perhaps for another machine, which has the files
+    if not _check(theirs, Path(_named(options).get("chdir") or "."), is_submitted=not is_shown):
+        return 0
+    if is_shown:
         sys.stdout.flush()
         os.write(1, script)
         return 0
@@ -87,6 +91,33 @@ def batch_script(options: Sequence[str], args: Sequence[str], *, dtrain: Sequenc
         f"exec {shlex.join([*dtrain, 'run', *run])}",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _check(args: Sequence[str], folder: Path, *, is_submitted: bool) -> bool:
+    """Refuse what `dtrain run ARGS` would refuse in the job, which starts in `folder`; return False for --help."""
+    import click
+
+    from launcher.cli.config_file import Group
+    from launcher.cli.options import Options, takes_options
+    from launcher.cli.request import check_script, check_texts, parse_command, workdir_of
+
+    found: list[Options] = []
+
+    def keep(options: Options) -> None:
+        found.append(options)
+
+    command = click.command("run", context_settings={"allow_interspersed_args": False})(takes_options(keep))
+    Group("dtrain", commands={"run": command}).main(["run", *args], "dtrain", standalone_mode=False)
+    for options in found:
+        check_texts(options)
+        workdir = workdir_of(None) / folder / (options.workdir or "")
+        try:
+            check_script(parse_command(options), workdir, is_seen=is_submitted)
+        except UsageError as error:
+            raise UsageError(
+                f"{error}\nnothing was submitted; if only the nodes have it, use --print | sbatch"
+            ) from error
+    return bool(found)
 
 
 def _split(args: Sequence[str]) -> tuple[list[str], list[str]]:

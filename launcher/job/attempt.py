@@ -50,6 +50,7 @@ class AttemptState:
         self.ports_wanted: set[str] = set()  # hosts that have not reserved theirs yet
         self.provoked_at: dict[str, float] = {}  # when the first of a host's workers ended because its agent made it
         self.ended: set[int] = set()
+        self.finished_at: dict[int, float] = {}  # by rank, of those that ended with 0 by themselves
         self.failing: dict[int, Failure] = {}  # by rank, of workers whose process had not ended yet
         self._timers = timers
         self._stall_s = NEVER if stall_s is None else stall_s
@@ -179,6 +180,7 @@ class AttemptState:
             self.stopped.add(exited.rank)
             self.provoked_at.setdefault(host, at)
         elif exited.status == 0:
+            self.finished_at[exited.rank] = at
             self._succeeded |= exited.rank in self._needed
             self._needed.discard(exited.rank)
             self._unfinished[host] -= 1
@@ -197,6 +199,7 @@ class AttemptState:
     def start_again(self, rank: int, now: float) -> int:
         """Note that a worker that has ended is started again; return its TORCHELASTIC_RESTART_COUNT."""
         self.ended.discard(rank)
+        self.finished_at.pop(rank, None)
         self.made_progress(now)
         self._restarts[rank] = self._restarts.get(rank, 0) + 1
         return self.number + self._restarts[rank]

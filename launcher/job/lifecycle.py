@@ -57,7 +57,7 @@ class Lifecycle:
         self.evidence = EvidenceRounds(timers)
         self.stacks = StackQuestions(self.evidence)
         self.debuggers = Debuggers()
-        self.hangs = Hangs(spec.hang)
+        self.hangs = Hangs(spec.hang, meets=not spec.roles.others)
         self.chaos = Chaos(spec.chaos, timers, now)
         self.restarts = Restarts(spec, timers)
         self.generations = Generations(spec, timers)
@@ -333,6 +333,8 @@ class Lifecycle:
     def _looked(self, now: float) -> list[Command]:
         """Act on ranks that hang, if the look that is over shows any."""
         number, found = self.evidence.end_look()
+        if self.phase is Phase.RUNNING and (apart := self.hangs.apart(found, now)) is not None:
+            return self.hangs.tell(self.current, apart, number)
         blame = self.hangs.blame(found, now)
         if self.phase is not Phase.RUNNING or blame is None or self.debuggers.any_open:
             return []

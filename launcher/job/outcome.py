@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from launcher.errors import DtrainError
 from launcher.job.attempt import AttemptState
 from launcher.job.chaos import FaultCost
-from launcher.job.failure import Failure, FailureKind, first_cause
+from launcher.job.failure import SLACK_S, Failure, FailureKind, first_cause, looks_like_consequence
 from launcher.job.fleet import Fleet
 from launcher.job.host_state import HostState
 from launcher.placement.job_spec import JobSpec
@@ -50,6 +50,9 @@ class Outcome:
     forked: int = 0  # workers of the last attempt that had their packages imported before they began
     by_exec: tuple[str, ...] = ()  # why others were not forked
     stdin_rank: int | None = None  # which rank had this command's standard input
+    finished_before: tuple[
+        int, ...
+    ] = ()  # ranks whose end by themselves, with 0, the cause looks like a consequence of
     warm: tuple[tuple[str, Bye], ...] = ()  # what each host said of processes that are kept warm
 
 
@@ -94,6 +97,7 @@ def build_outcome(
         signum=signum,
         cause=cause,
         secondary_failures=_secondary_failures(secondary_failures, cause),
+        finished_before=() if attempt is None or cause is None else _finished_before(attempt, cause),
         stopped=0 if attempt is None else len(attempt.stopped),
         world_size=0 if attempt is None else attempt.world_size,
         hosts=len(fleet.used),
@@ -113,6 +117,12 @@ def build_outcome(
         stdin_rank=spec.stdin_rank,
         warm=tuple(fleet.byes.items()),
     )
+
+
+def _finished_before(attempt: AttemptState, cause: Failure) -> tuple[int, ...]:
+    if not looks_like_consequence(cause):
+        return ()
+    return tuple(sorted(rank for rank, at in attempt.finished_at.items() if at <= cause.at + SLACK_S))
 
 
 def _secondary_failures(failures: Sequence[Failure], cause: Failure | None) -> tuple[Failure, ...]:

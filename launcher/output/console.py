@@ -152,7 +152,7 @@ class Console:
         """Show whole lines of a rank; those of a progress bar as they are."""
         now = time.monotonic()
         if self._merges[line.stream] and not is_bar and self._merger.takes(lines, now):
-            self._merger.add(rank, line.stream, lines.split(b"\n"), now)
+            self._merger.add(rank, line.stream, lines, now)
             self._put_held(now)
         else:
             self._put(line.stream, self._written(line.prefix, lines))
@@ -175,7 +175,8 @@ class Console:
                 who = f"[{label(held.ranks, self._merger.ranks)}] ".encode()
                 prefix = self._in_colour(held.stream, who, b"1")
             last = held.stream
-            together += b"%b%b\n" % (prefix, held.text)
+            text = held.text.replace(b"\n", b"\n" + prefix) if held.count > 1 else held.text
+            together += b"%b%b\n" % (prefix, text)
         if together:
             self._put_now(last, bytes(together))
 

@@ -2,14 +2,14 @@
 
 A line waits PAUSE_S after the last rank that wrote it, LONGEST_S at most, and no longer than until all ranks have.
 Lines leave in the order in which they came first, so those of one rank are never reordered: a rank joins a line only if
-that came after its own newest one.
+that came after its own newest one. Lines that came in one piece are compared as one while
+the pieces of all ranks are equal.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from launcher.output.text import ranges
@@ -24,13 +24,16 @@ MOST_LINES = 2000
 MOST_BYTES = 1 << 18
 
 
-@dataclass
+@dataclass(slots=True)
 class HeldLine:
+    """A line, or several that one rank wrote at once, whose numbers are `number` and those that follow."""
+
     number: int
     stream: int
     text: bytes
     until: float  # at the latest
     due: float
+    count: int = 1
     ranks: list[int] = field(default_factory=list)
 
 
@@ -41,6 +44,7 @@ class LineMerger:
         self.ranks = 0
         self._held: deque[HeldLine] = deque()
         self._equal: dict[tuple[int, bytes], list[HeldLine]] = {}
+        self._blocks = 0  # of the held, so many are several lines; before the first of them stand single lines only
         self._newest: dict[int, int] = {}  # by rank, the number of its newest line
         self._number = 0
         self._period_end = 0.0
@@ -59,26 +63,70 @@ class LineMerger:
             return False
         return self.ranks > 1
 
-    def add(self, rank: int, stream: int, texts: Iterable[bytes], now: float) -> None:
+    def add(self, rank: int, stream: int, lines: bytes, now: float) -> None:
         """Take whole lines of a rank, in their order."""
         newest = self._newest.get(rank, 0)
-        for text in texts:
-            equal = self._equal.get((stream, text))
-            if equal is None:
-                equal = self._equal[stream, text] = []
-            if not equal or equal[-1].number <= newest:
-                self._number += 1
-                self._lines += 1
-                self._bytes += len(text)
-                line = HeldLine(self._number, stream, text, until=now + LONGEST_S, due=0.0)
-                equal.append(line)
-                self._held.append(line)
-            else:
-                line = equal[bisect_right(equal, newest, key=_number)]
-            line.ranks.append(rank)
-            line.due = min(now + PAUSE_S, line.until) if len(line.ranks) < self.ranks else now
-            newest = line.number
+        if (held := self._find(stream, lines, newest)) is not None:
+            newest = self._join(held, rank, now)
+        elif not self._held or newest == self._number:  # none of them can be equal to one that is held
+            newest = self._join(self._hold(stream, lines, now), rank, now)
+        else:
+            if self._blocks:
+                self._split_blocks()
+            for text in lines.split(b"\n"):
+                held = self._find(stream, text, newest) or self._hold(stream, text, now)
+                newest = self._join(held, rank, now)
         self._newest[rank] = newest
+
+    def _find(self, stream: int, text: bytes, newest: int) -> HeldLine | None:
+        """Return the first that is equal and came after the line `newest`."""
+        equal = self._equal.get((stream, text))
+        if equal is None or equal[-1].number <= newest:
+            return None
+        return equal[bisect_right(equal, newest, key=_number)]
+
+    def _join(self, held: HeldLine, rank: int, now: float) -> int:
+        """Return the number of the rank's newest line."""
+        held.ranks.append(rank)
+        held.due = min(now + PAUSE_S, held.until) if len(held.ranks) < self.ranks else now
+        return held.number + held.count - 1
+
+    def _hold(self, stream: int, text: bytes, now: float) -> HeldLine:
+        count = text.count(b"\n") + 1
+        held = HeldLine(self._number + 1, stream, text, now + LONGEST_S, 0.0, count)
+        self._number += count
+        self._lines += count
+        self._bytes += len(text)
+        self._append(held)
+        return held
+
+    def _append(self, held: HeldLine) -> None:
+        self._held.append(held)
+        self._blocks += held.count > 1
+        equal = self._equal.get((held.stream, held.text))
+        if equal is None:
+            self._equal[held.stream, held.text] = [held]
+        else:
+            equal.append(held)
+
+    def _split_blocks(self) -> None:
+        """Make single lines of all, since another rank's may be equal to some of them."""
+        newest = []
+        while self._blocks:
+            newest.append(held := self._held.pop())
+            self._forget(held, -1)
+        for held in reversed(newest):
+            for at, text in enumerate(held.text.split(b"\n")):
+                number = held.number + at
+                self._append(HeldLine(number, held.stream, text, held.until, held.due, 1, held.ranks.copy()))
+
+    def _forget(self, held: HeldLine, at: int) -> None:
+        """Hold no longer the first (0) or last (-1) of those that are equal."""
+        self._blocks -= held.count > 1
+        equal = self._equal[held.stream, held.text]
+        equal.pop(at)
+        if not equal:
+            del self._equal[held.stream, held.text]
 
     @property
     def next_due(self) -> float | None:
@@ -90,10 +138,7 @@ class LineMerger:
         left = []
         while self._held and self._held[0].due <= now:
             line = self._held.popleft()
-            equal = self._equal[line.stream, line.text]
-            equal.pop(0)  # a line leaves before those that are equal and came later
-            if not equal:
-                del self._equal[line.stream, line.text]
+            self._forget(line, 0)  # a line leaves before those that are equal and came later
             left.append(line)
         return left
 

@@ -23,7 +23,7 @@ from launcher.job.failure import (
 from launcher.job.outcome import Outcome
 from launcher.output.logfiles import STREAM_NAMES, log_folder
 from launcher.output.stacks import odd_one_out, one_line
-from launcher.output.text import count, printable, table
+from launcher.output.text import count, printable, ranges, table
 
 __all__ = ["report"]
 
@@ -150,8 +150,8 @@ def _exception(cause: Failure) -> list[str]:
     if cause.kind is not FailureKind.RAISED:
         return []
     shown = [line for line in cause.message.splitlines() if line.strip()]
-    if (more := len(shown) - MESSAGE_LINES) > 1:
-        shown[MESSAGE_LINES:] = [f"(and {more} more lines)"]
+    if (more := len(shown) - MESSAGE_LINES) > 1:  # the last one says most where another traceback is quoted
+        shown[MESSAGE_LINES - 1 : -1] = [f"({more} more lines)"]
     first = ": ".join(filter(None, (cause.error_type, *shown[:1])))
     lines = [printable(line) for line in (first, *shown[1:]) if line]
     if cause.where:
@@ -190,6 +190,11 @@ def _consequences(outcome: Outcome, cause: Failure) -> list[str]:
         (same if _is_the_same(failure, cause) else others).append(failure)
     counted = group_secondary_failures(others)
     lines = _left_out(outcome)
+    if outcome.finished_before:
+        shown = ranges(outcome.finished_before)
+        who = f"rank {shown}" if len(outcome.finished_before) == 1 else f"ranks {shown}"
+        it = "it" if len(outcome.finished_before) == 1 else "them"
+        lines.append(f"{who} had finished before, with code 0: others still waited for {it}")
     if same:
         who = f"all {outcome.world_size} workers" if len(same) + 1 == outcome.world_size else count(len(same), "other")
         lines.append(f"{who} raised the same {cause.error_type or 'exception'}")

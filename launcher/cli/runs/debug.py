@@ -72,7 +72,8 @@ class _Said:
     def __init__(self, asked: Question, rank: int) -> None:
         self._asked = asked
         self._rank = rank
-        self._queue: queue.SimpleQueue[Mapping[str, Any] | bytes | _EndedError] = queue.SimpleQueue()
+        # No SimpleQueue: in CPython 3.11 its `get` waits for ever if a signal, as Ctrl-C, comes as its time is over.
+        self._queue: queue.Queue[Mapping[str, Any] | bytes | _EndedError] = queue.Queue()
         self._unread = b""
         self._ended = False
         self._is_open = False
@@ -104,7 +105,7 @@ class _Said:
 
         readline shows its prompt, and then waits without a look at the signals that came before: only one that comes
         while it waits has Python's handlers run. So a timer looks for Ctrl-C, and for the end of the debugger. It runs
-        in here only: SimpleQueue.get of CPython 3.11 may wait for ever if a signal comes at the end of its timeout.
+        in here only: its handler uses the queue.
         """
 
         def look(_: int, __: object) -> None:

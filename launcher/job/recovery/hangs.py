@@ -7,9 +7,10 @@ restart policy says (restarts.py); its failure then has a kind of its own.
 from __future__ import annotations
 
 import signal
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+from launcher.hangs.meeting import Apart, MeetingWatch
 from launcher.hangs.positions import rank_position
 from launcher.hangs.watch import Blame, HangPolicy, HangWatch
 from launcher.job.attempt import AttemptState
@@ -21,23 +22,31 @@ from launcher.protocol.two_way import Heartbeat
 
 __all__ = ["Hangs"]
 
+NAMED = 8  # ranks, of those that a message counts
+
 
 class Hangs:
-    """`policy` is the user's; `watch` has what was seen so far."""
+    """`policy` is the user's; `meets`: all ranks join one process group, if they join any."""
 
-    def __init__(self, policy: HangPolicy) -> None:
+    def __init__(self, policy: HangPolicy, *, meets: bool = True) -> None:
         self.policy = policy
         self._watch = HangWatch(policy)
+        self._meeting = MeetingWatch(policy) if meets else None
+        self._is_for_meeting = False  # the look that is under way
         self._killed: dict[tuple[int, int], tuple[str, str]] = {}  # by rank and pid: what it did, and where
         self._told: set[tuple[int, int]] = set()
 
     def begin(self) -> None:
         """Begin anew, with an attempt."""
         self._watch.begin()
+        if self._meeting is not None:
+            self._meeting.begin()
         self._killed, self._told = {}, set()
 
     def heard(self, host: str, beat: Heartbeat) -> None:
         self._watch.heard(host, beat)
+        if beat.steps and self._meeting is not None:
+            self._meeting.end()
 
     def lose(self, host: str, ranks: Collection[int]) -> None:
         """Go on without the workers of a lost host."""
@@ -52,10 +61,39 @@ class Hangs:
 
     def wants_look(self, now: float) -> bool:
         """Whether all ranks are to be looked at; not while one that is killed has not ended."""
-        return self.policy.watches and not self._killed and self._watch.wants_look(now)
+        if not self.policy.watches or self._killed:
+            return False
+        is_for_hangs = self._watch.wants_look(now)
+        self._is_for_meeting = not is_for_hangs and self._meeting is not None and self._meeting.wants_look(now)
+        return is_for_hangs or self._is_for_meeting
+
+    def apart(self, evidence: tuple[Evidence, ...], now: float) -> Apart | None:
+        """Return which ranks wait for others to meet, if the look is for that."""
+        if not self._is_for_meeting or self._meeting is None:
+            return None
+        return self._meeting.looked(evidence, now)
+
+    def tell(self, attempt: AttemptState, apart: Apart, number: int) -> list[Command]:
+        """Tell the user of ranks that do not meet; torch's own time limit ends them."""
+        have = "has" if len(apart.waiting) == 1 else "have"
+        lines = [f"{_ranks(apart.waiting)} {have} waited in init_process_group for {apart.waited_s:.0f} s or more"]
+        running = {each.rank for each in apart.looked_at}
+        if absent := sorted(running - {*apart.waiting}):
+            lines.append(f"  {_on_hosts(attempt, absent)} {'has' if len(absent) == 1 else 'have'} not called it yet")
+        if ended := sorted({*attempt.ranks} - running):
+            lines.append(f"  {_on_hosts(attempt, ended)} {'has' if len(ended) == 1 else 'have'} ended")
+        if apart.connecting:
+            lines.append(f"  {_on_hosts(attempt, apart.connecting)} cannot reach the store yet; does the script set")
+            lines.append("  MASTER_ADDR or MASTER_PORT? For the network between the hosts: dtrain check")
+        elif not absent and not ended:
+            lines.append("  all have called it; does the script set RANK, WORLD_SIZE or another address itself?")
+        lines.append("  dtrain waits on, and does not say this again; torch gives up after 30 minutes by default")
+        return [Notice("\n".join(lines)), SaveEvidence(attempt.number, number, apart.looked_at, asked=True)]
 
     def blame(self, evidence: tuple[Evidence, ...], now: float) -> Blame | None:
         """Return which ranks hang by this look, if any; it has found nothing where not all hosts have answered."""
+        if self._is_for_meeting:
+            return None
         if not evidence:
             self._watch.missed(now)
             return None
@@ -91,6 +129,15 @@ class Hangs:
             return failure
         what, where = found
         return replace(failure, kind=FailureKind.HUNG, message=what, where=where)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    named = ", ".join(map(str, ranks[:NAMED])) + (", ..." if len(ranks) > NAMED else "")
+    return f"rank {named}" if len(ranks) == 1 else f"{len(ranks)} ranks ({named})"
+
+
+def _on_hosts(attempt: AttemptState, ranks: Sequence[int]) -> str:
+    return f"{_ranks(ranks)} on {', '.join(dict.fromkeys(attempt.host_of(rank) for rank in ranks[:NAMED]))}"
 
 
 def _who(attempt: AttemptState, evidence: Evidence) -> str:

@@ -41,6 +41,8 @@ def _forget() -> None:
     if timeline._recorder is not None:
         timeline._recorder.record_step()
     timeline._recorder, timeline._is_looked_for = None, False
+    timeline._trained.clear()
+    timeline._found.clear()
 
 
 def _read(path: Path, kind: int) -> list[tuple[float, ...]]:
@@ -151,6 +153,24 @@ def test_a_step_that_calls_a_closure_has_its_passes(ring: Path, kind: type[torch
         assert phases["data"] >= STRETCH_S
         assert phases["forward"] >= STRETCH_S
         assert phases["optimizer"] > 0
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_an_optimizer_of_other_parameters_makes_no_step(ring: Path) -> None:
+    model, optimizer = _model()
+    other = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    other.step(lambda: 1.0)
+    time.sleep(STRETCH_S)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = model(torch.ones(2)).sum()
+        other.step()
+        loss.backward()
+        optimizer.step()
+        other.step(lambda: 1.0)
+    steps = _read(ring, STEP)
+    assert [step for step, *_ in steps] == [1, 2]
+    assert steps[0][2] == 0.0  # what came before the first forward is no part of it
 
 
 @pytest.mark.usefixtures("group_of_one")

@@ -1,9 +1,12 @@
 """What SLURM's variables say, what srun is told and says, and the scripts that sbatch gets. Without a SLURM."""
 
+import os
 import shlex
 import subprocess
 from collections.abc import Mapping
+from pathlib import Path
 
+import click
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -271,8 +274,29 @@ def test_bash_gives_the_arguments_on_as_they_were() -> None:
         (["--nodes=2", "--"], "nothing to run"),
         (["--wrap=ls", "--", "train.py"], "--wrap is what dtrain sbatch does"),
         (["--comment=a\nexit", "--", "train.py"], "more than one line"),
+        (["--", "--nproc-per-node", "many", "train.py"], "--nproc-per-node is 'many'"),
+        (["--", "--hang", "never", "train.py"], "hang"),
     ],
 )
 def test_words_that_make_no_job_are_refused(words: list[str], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         run_sbatch([*words[: words.index("--")], "--print", *words[words.index("--") :]] if "--" in words else words)
+
+
+def test_what_dtrain_run_would_refuse_is_not_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    submitted = tmp_path / "bin/submitted"
+    sbatch = tmp_path / "bin/sbatch"
+    sbatch.parent.mkdir()
+    sbatch.write_text(f"#!/bin/sh\ncat > {submitted}\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", str(sbatch.parent), prepend=os.pathsep)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=r"the script \S+/train.py does not exist\nnothing was submitted"):
+        run_sbatch(["--nodes=2", "--", "train.py"])
+    with pytest.raises(click.NoSuchOption, match="--nprocs"):
+        run_sbatch(["--nodes=2", "--", "--nprocs", "2", "train.py"])
+    assert not submitted.exists()
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub/train.py").touch()
+    assert run_sbatch(["-D", "sub", "--", "train.py", "--nprocs"]) == 0
+    assert submitted.read_text().endswith("run train.py --nprocs\n")

@@ -2,7 +2,10 @@
 
 import json
 import os
+import queue
 import signal
+import socket
+import threading
 import time
 from pathlib import Path
 
@@ -10,6 +13,9 @@ import pytest
 from testbed.processes import Result, run_dtrain, started_dtrain, wait_until
 from testbed.sshd import SshHosts
 from testbed.terminal import Terminal, dtrain_on_terminal
+
+from launcher.cli.runs.debug import _Said
+from launcher.runs.questions import Question
 
 PROMPT = "(Pdb rank {}) "
 
@@ -327,3 +333,24 @@ def test_a_rank_of_an_ssh_host_is_debugged_in_a_run_in_the_foreground(ssh_hosts:
         out, _ = run.communicate(timeout=60)
         assert run.returncode == 0
         assert b"Pdb" not in out
+
+
+def test_a_signal_as_the_time_for_an_answer_ends_does_not_make_it_longer() -> None:
+    """As Ctrl-C after three seconds without a prompt; queue.SimpleQueue of CPython 3.11 waits for ever then."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    said = _Said(Question(ours), 0)
+    said.start()
+    before = signal.signal(signal.SIGALRM, lambda *_: None)
+    too_late = threading.Timer(30, theirs.close)  # which ends the wait by another error
+    too_late.start()
+    try:
+        for number in range(400):
+            signal.setitimer(signal.ITIMER_REAL, 0.002 + (number % 40 - 20) * 5e-6)
+            with pytest.raises(queue.Empty):
+                said.next(0.002)
+    finally:
+        too_late.cancel()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        theirs.close()
+        ours.close()

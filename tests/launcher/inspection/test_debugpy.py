@@ -88,6 +88,8 @@ def attached(folder: Path) -> Iterator[Editor]:
             attach = editor.begin("attach", justMyCode=False)
             editor.ask("configurationDone")
             editor.answer(attach)
+            with pytest.raises(ConnectionRefusedError):  # a second editor does not wait: debugpy has one
+                socket.create_connection(("127.0.0.1", int(found[1])))
             yield editor
             editor.ask("disconnect", terminateDebuggee=False)
         finally:

@@ -9,6 +9,7 @@ import pytest
 from testbed.job_drive import Drive, T, closed, messages, notices, opened, tells, told
 
 from launcher.errors import HostError, PlacementError, StoreError
+from launcher.hangs.watch import HangPolicy
 from launcher.hosts.folding import StartError
 from launcher.hosts.host import Host, HostKind
 from launcher.job.events import (
@@ -57,6 +58,8 @@ from launcher.protocol.reports import (
     Swept,
 )
 from launcher.protocol.two_way import Heartbeat
+
+OFF = HangPolicy(watches=False)
 
 # ---- the start -----------------------------------------------------------------------------------------------
 
@@ -552,7 +555,7 @@ def test_a_host_that_is_silent_meanwhile_is_waited_for_and_is_the_cause() -> Non
 
 
 def test_a_stall_is_a_failure_of_its_own() -> None:
-    drive = running("a", "b", stall_timeout_s=20.0, start_timeout_s=10.0)
+    drive = running("a", "b", stall_timeout_s=20.0, start_timeout_s=10.0, hang=OFF)
     for progress in range(30):
         drive.say("a", Heartbeat(drive.time("a"), progress), after_s=1)
         drive.say("b", Heartbeat(drive.time("b"), 7))
@@ -568,7 +571,7 @@ def test_a_stall_is_a_failure_of_its_own() -> None:
 
 def test_the_time_until_the_first_step_does_not_count_as_a_stall() -> None:
     """But no longer than --start-timeout-s; after a step each silence counts."""
-    drive = Drive("a", "b", stall_timeout_s=12.0, start_timeout_s=60.0)
+    drive = Drive("a", "b", stall_timeout_s=12.0, start_timeout_s=60.0, hang=OFF)
     drive.run()
     drive.say("a", Heartbeat(drive.time("a"), progress=17))  # what importing has printed
     assert told(drive.wait(59, heard="ab"), Collect) == []
@@ -578,7 +581,7 @@ def test_the_time_until_the_first_step_does_not_count_as_a_stall() -> None:
 
 
 def test_a_run_that_never_makes_a_step_stalls_once_the_time_for_its_start_is_over() -> None:
-    drive = running("a", "b", stall_timeout_s=12.0, start_timeout_s=60.0)
+    drive = running("a", "b", stall_timeout_s=12.0, start_timeout_s=60.0, hang=OFF)
     assert told(drive.wait(59.5, heard="ab"), Collect) == []
     assert told(drive.wait(0.5, heard="ab"), Collect) == ["a", "b"]
 
@@ -1594,3 +1597,14 @@ def test_the_run_s_key_is_in_no_text() -> None:
     starts = messages(drive.commands, StartWorker)
     assert {start.env["DTRAIN_RUN_KEY"] for start in starts} == {"canary"}
     assert "canary" not in repr(drive.commands)
+
+
+def test_a_rank_that_finished_while_the_others_waited_for_it_is_known() -> None:
+    drive = running("a", "b")
+    drive.say("b", drive.exited("b", 3))
+    lost = {"type": "RuntimeError", "message": "Connection closed by peer"}
+    drive.fail(0, error=lost)
+    drive.wait(ROOT_WAIT_S, heard="ab")
+    drive.stop_all()
+    assert drive.outcome.cause is not None
+    assert (drive.outcome.cause.rank, drive.outcome.finished_before) == (0, (3,))

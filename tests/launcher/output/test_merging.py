@@ -26,10 +26,10 @@ def merger(ranks: int) -> LineMerger:
 
 def test_a_line_waits_for_others_until_all_have_written_it() -> None:
     lines = merger(3)
-    lines.add(0, 1, [b"loss"], 10.0)
-    lines.add(2, 1, [b"loss"], 10.0)
+    lines.add(0, 1, b"loss", 10.0)
+    lines.add(2, 1, b"loss", 10.0)
     assert lines.leave(10.0 + 0.9 * PAUSE_S) == []
-    lines.add(1, 1, [b"loss"], 10.0 + 0.9 * PAUSE_S)
+    lines.add(1, 1, b"loss", 10.0 + 0.9 * PAUSE_S)
     (line,) = lines.leave(10.0 + 0.9 * PAUSE_S)
     assert (line.text, sorted(line.ranks)) == (b"loss", [0, 1, 2])
     assert lines.next_due is None
@@ -38,15 +38,15 @@ def test_a_line_waits_for_others_until_all_have_written_it() -> None:
 def test_no_line_waits_longer_than_the_longest_time() -> None:
     lines = merger(100)
     for rank in range(50):
-        lines.add(rank, 1, [b"x"], 10.0 + rank * LONGEST_S / 60)
+        lines.add(rank, 1, b"x", 10.0 + rank * LONGEST_S / 60)
     assert lines.next_due == 10.0 + LONGEST_S
     assert len(lines.leave(10.0 + LONGEST_S)[0].ranks) == 50
 
 
 def test_streams_are_not_mixed() -> None:
     lines = merger(2)
-    lines.add(0, 1, [b"x"], 0.0)
-    lines.add(1, 2, [b"x"], 0.0)
+    lines.add(0, 1, b"x", 0.0)
+    lines.add(1, 2, b"x", 0.0)
     assert [line.ranks for line in lines.leave(1.0)] == [[0], [1]]
 
 
@@ -61,24 +61,34 @@ def test_lines_of_one_rank_are_never_reordered_lost_or_doubled(seed: int) -> Non
         rank, stream = chance.randrange(4), chance.choice([1, 2])
         texts = [chance.choice([b"", b"a", b"b"]) for _ in range(chance.randrange(1, 4))]
         wrote[rank] += [(stream, text) for text in texts]
-        lines.add(rank, stream, texts, now)
+        lines.add(rank, stream, b"\n".join(texts), now)
         for line in lines.leave(chance.choice([now, 0.0])):
             assert len({*line.ranks}) == len(line.ranks)
             for each in line.ranks:
-                read[each].append((line.stream, line.text))
+                read[each] += [(line.stream, text) for text in line.text.split(b"\n")]
     for line in lines.leave(float("inf")):
         for each in line.ranks:
-            read[each].append((line.stream, line.text))
+            read[each] += [(line.stream, text) for text in line.text.split(b"\n")]
     assert read == wrote
+
+
+def test_lines_are_equal_however_they_came() -> None:
+    lines = merger(3)
+    for rank, pieces in enumerate(([b"a\nb", b"c\nd"], [b"a\nb", b"c\nd"], [b"a", b"b\nc", b"d"])):
+        for piece in pieces:
+            lines.add(rank, 1, piece, 0.0)
+    left = lines.leave(0.0)
+    assert b"\n".join(line.text for line in left) == b"a\nb\nc\nd"
+    assert all(line.ranks == [0, 1, 2] for line in left)
 
 
 def test_a_flood_is_not_held() -> None:
     lines = merger(2)
-    flood = [b"%d" % number for number in range(MOST_LINES)]
+    flood = b"\n".join(b"%d" % number for number in range(MOST_LINES))
     assert lines.takes(b"", 0.0)
     lines.add(0, 1, flood, 0.0)
     assert not lines.takes(b"", 0.0)
-    assert not lines.takes(b"\n".join(flood), LONGEST_S)  # it goes on
+    assert not lines.takes(flood, LONGEST_S)  # it goes on
     assert not lines.takes(b"few", 2 * LONGEST_S)
     assert lines.takes(b"few", 3 * LONGEST_S)
 

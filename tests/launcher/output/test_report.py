@@ -71,7 +71,14 @@ def test_exception_below_the_users_line_names_both() -> None:
 def test_long_messages_are_cut_and_counted() -> None:
     cause = failure(error_type="RuntimeError", message="\n".join(f"line {n}" for n in range(30)))
     shown = lines(outcome(cause))
-    assert shown[1:6] == ["RuntimeError: line 0", "line 1", "line 2", "line 3", "(and 26 more lines)"]
+    assert shown[1:6] == ["RuntimeError: line 0", "line 1", "line 2", "(26 more lines)", "line 29"]
+
+
+def test_a_rank_that_finished_while_others_waited_for_it_is_named() -> None:
+    cause = failure(message="Connection closed by peer [127.0.0.1]:47497", inside="barrier")
+    said = "rank 2 had finished before, with code 0: others still waited for it"
+    assert said in lines(outcome(cause, finished_before=(2,)))
+    assert not any("finished before" in line for line in lines(outcome(cause)))
 
 
 @pytest.mark.parametrize(

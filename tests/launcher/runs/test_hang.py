@@ -375,3 +375,36 @@ def test_a_hung_run_that_is_stopped_shows_where_its_ranks_stood(script: Path) ->
     assert f"ranks 0,2 are at {script}:{STEP} in train_step, inside all_reduce" in text
     assert "look at rank 1 first" in text
     assert "runs/r/attempt_0/evidence-1.txt" in text
+
+
+APART = """
+import os, pathlib, time
+import torch.distributed as dist
+
+def prepare():
+    while not pathlib.Path("go").exists():
+        time.sleep(0.1)
+
+if os.environ["RANK"] == "1":
+    prepare()
+dist.init_process_group("gloo")
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_that_wait_for_one_that_does_not_come_to_the_process_group_are_named_once(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(APART)
+    with started_dtrain("run", "--nproc-per-node", "3", "--hang", "4s", "script.py", cwd=tmp_path) as process:
+        assert process.stderr is not None
+        said = []
+        while not said or b"stacks of all ranks" not in said[-1]:
+            said.append(process.stderr.readline())
+            assert said[-1], said
+        (tmp_path / "go").touch()
+        _, rest = process.communicate(timeout=60)
+    text = b"".join(said).decode()
+    assert process.returncode == 0
+    assert re.search(r"2 ranks \(0, 2\) have waited in init_process_group for \d+ s or more", text), text
+    assert re.search(r"rank 1 on \S+ has not called it yet", text), text
+    assert re.search(r"rank 1 is at .*script.py:\d+ in prepare", text), text
+    assert b"init_process_group" not in rest
