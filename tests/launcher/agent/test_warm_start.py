@@ -367,6 +367,26 @@ PACKAGES = {
 }
 
 
+def test_a_fork_server_that_is_killed_is_replaced(tmp_path: Path) -> None:
+    source = """
+        import contextlib, numpy, os, psutil, sys, time
+        def servers():
+            for process in psutil.Process(os.getppid()).children():
+                with contextlib.suppress(psutil.Error):
+                    if any("fork_server" in word for word in process.cmdline()):
+                        yield process
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            (server,) = servers()
+            server.kill()
+            while not {*servers()} - {server}:
+                time.sleep(0.01)
+            sys.exit(3)
+    """
+    result = run_verbose(tmp_path, "--max-restarts", "1", write(tmp_path, "script.py", source))
+    assert result.returncode == 0, result
+    assert result.stderr.count(FORKED) == 2, result
+
+
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder whose modules count as installed."""
