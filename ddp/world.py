@@ -36,7 +36,14 @@ from ddp.generation.connections import Connections
 from ddp.generation.device_collectives import NCCL_BESIDE_GLOO, DeviceCollectives, can_be_ended
 from ddp.generation.meeting import REFUSED, meet
 from ddp.generation.pending_group import is_pending, make_pending_group
-from ddp.group_store import leave_file, store_address, store_at_address, store_without_address
+from ddp.group_store import (
+    has_hung_up,
+    leave_file,
+    peer_of,
+    store_address,
+    store_at_address,
+    store_without_address,
+)
 from ddp.monitoring.progress import set_restart_policy
 from ddp.torch_internals import backend_of, device_types_of, is_by_gloo, number_groups_anew
 
@@ -337,7 +344,7 @@ def _take_place(member: _Membership, variables: Mapping[str, str]) -> None:
         return
     os.environ.update(variables)
     member.placement = placement = read_placement(os.environ)
-    if (address := store_address()) != member.address:
+    if (address := store_address()) != member.address or _is_gone(member.store):
         member.store = store_at_address(placement, member.timeout or _TIMEOUT)
         member.store.set(_BACKEND_KEY, member.backend)
         member.address = address
@@ -345,6 +352,13 @@ def _take_place(member: _Membership, variables: Mapping[str, str]) -> None:
         now = world_at(placement, _world.device, _world.backend)
         for name, value in vars(now).items():
             object.__setattr__(_world, name, value)  # the user has it
+
+
+def _is_gone(store: Store) -> bool:
+    """Whether the server of a store has ended; another one may listen at its address since."""
+    peer = peer_of(store)
+    with peer or contextlib.nullcontext():
+        return has_hung_up(peer)
 
 
 def own_store(number: int) -> Store:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any, Literal, get_args
 
@@ -98,6 +99,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         self._batch = 0  # samples, where this rank has several shares
         self._length = len(dataset)
         self.places = 0  # how often it was put to a place from which a pass begins
+        self.told = 0  # how often `advance` was called
         self._begin_at(0)
 
     def __iter__(self) -> Iterator[int]:
@@ -130,6 +132,11 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
     def drawn(self) -> int:
         """How many samples this pass has handed out."""
         return self._pass.drawn
+
+    @property
+    def is_drawn_elsewhere(self) -> bool:
+        """Whether the samples of this pass are taken by another thread than the one that asks."""
+        return self._pass.thread not in (0, threading.get_ident())
 
     @property
     def start(self) -> int:
@@ -180,6 +187,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
             )
         self._trained += samples
         self._advanced = True
+        self.told += 1
 
     def state_dict(self) -> dict[str, int | bool | str]:
         """Return the place in the epoch in numbers that do not depend on the world size. Any rank may call it.
@@ -212,7 +220,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
     @property
     def _is_over(self) -> bool:
         """Whether the pass was trained on, as far as it was, so that what comes now is another one."""
-        return self._advanced or (self._pass.is_exhausted and self.num_samples == 0)
+        return self._trained > 0 or (self._pass.is_exhausted and self.num_samples == 0)
 
     def _begin_at(self, position: int) -> None:
         """Let the next pass hand out what follows the first `position` samples of the shared permutation."""
@@ -260,8 +268,10 @@ class _Pass(Iterator[Iterator[int]]):
         self._computed = 0
         self._chunk: Iterator[int] = iter(())
         self.is_exhausted = False  # asked for more than there is
+        self.thread = 0  # that has asked last
 
     def __next__(self) -> Iterator[int]:
+        self.thread = threading.get_ident()
         size = min(_CHUNK, self._count - self._computed)
         if size == 0:
             self.is_exhausted = True

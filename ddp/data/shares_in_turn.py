@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -29,6 +30,7 @@ class SharesInTurn(Iterator[int]):
         batch: int,
     ) -> None:
         self.drawn = 0
+        self.thread = 0  # that has begun a batch last
         self._order, self._length, self._places, self._stride = order, length, places, stride
         self._count, self._batch = count, batch
         self._turn = self._done = 0  # which share is next, and how many samples of it are done
@@ -49,6 +51,7 @@ class SharesInTurn(Iterator[int]):
 
     def _begin_batch(self) -> None:
         """Compute the indices of the next batch. Raises StopIteration where there is none, or a short one has ended."""
+        self.thread = threading.get_ident()
         size = min(self._batch, self._count - self._done)
         if self._ends or not size:
             self._ends = False

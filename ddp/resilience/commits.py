@@ -19,7 +19,7 @@ from torch import nn
 
 from ddp.checkpoint import rng
 from ddp.comm.broadcast_objects import broadcast_object
-from ddp.errors import CollectiveError, ReplacementError, UnsupportedError
+from ddp.errors import ArgumentError, CollectiveError, ReplacementError, UnsupportedError
 from ddp.generation.pending_group import left_out
 from ddp.horovod.optimizer import is_distributed
 from ddp.resilience.copies import copied
@@ -52,10 +52,6 @@ class Commits:
         self.parts = dict(parts)
         self._values = values
         self._own = own
-        for name, part in [*parts.items()]:
-            if isinstance(part, ModelPart) and part.companion is not None:
-                self.parts[f"what goes with {name}"] = part.companion
-                part.companion.changed = self.amend
         self._models = {name: part for name, part in parts.items() if isinstance(part, ModelPart)}
         self._optimizers = [part for part in parts.values() if isinstance(part, OptimizerPart)]
         self._samplers = [part for part in parts.values() if isinstance(part, SamplerPart)]
@@ -92,8 +88,11 @@ class Commits:
         tensors = [each for model in self._models.values() for each in model.tensors]
         tensors += [each for optimizer in self._optimizers for each in optimizer.parameters]
         self.devices = sorted({each.device for each in tensors if each.device.type != "cpu"}, key=str)
-        for model in self._models.values():
+        for name, model in self._models.items():
             model.keeps_buffers = bool(self.devices)
+            if (companion := model.companion) is not None:
+                self.parts[f"what goes with {name}"] = companion
+                companion.changed = self.amend
         for optimizer in self._optimizers:
             optimizer.call_before_step(self._settle if self.devices else None)
         for model in self._models.values():
@@ -104,14 +103,17 @@ class Commits:
             self._global_batch.start(self._place, self.parts, self._values)
         if has_state:
             self.number = -1
-            self.take()
+            self._count()
+            self._keep()
         else:
             self._check_left_out()
 
     def end(self) -> None:
-        """The function has ended by itself."""
-        if self._global_batch is not None:
-            self._global_batch.end()
+        """The function has ended."""
+        self._page = None
+        for part in self.parts.values():
+            part.end()
+            part.changed = Part.changed
 
     def obstacle(self) -> str:
         """What would change in a step and not come back after a failure, in words; nothing if all will."""
@@ -185,13 +187,31 @@ class Commits:
     def take(self) -> bool:
         """Commit the present state; return whether that is one, and not in the middle of a step of several passes."""
         if self._page is None:  # nobody could take it over
-            for sampler in self._samplers:
-                sampler.count()
+            self._count()
             return True
-        assert self.number is not None
         self._check_passed()
         if self._global_batch is not None and not self._global_batch.ends_step():
             return False
+        has_stepped = any(part.has_stepped for part in self._optimizers)
+        if self._count() and has_stepped:
+            raise ArgumentError(
+                "the optimizer has stepped, and nothing was drawn from the sampler since the last commit. If the loop "
+                "draws samples ahead, nobody knows which ones were trained on: call sampler.advance(len(batch)) before "
+                "each state.commit(). Call sampler.advance(0) if this step has none"
+            )
+        self._keep()
+        return True
+
+    def _count(self) -> bool:
+        """Count what was trained on since the last commit; return whether the samplers stand still."""
+        for sampler in self._samplers:
+            sampler.count()
+        return bool(self._samplers) and all(sampler.stands_still for sampler in self._samplers)
+
+    def _keep(self) -> None:
+        """Keep the present state as that of the next commit."""
+        assert self._page is not None
+        assert self.number is not None
         if self.devices and not (self._optimizers and all(part.is_settled for part in self._optimizers)):
             self._settle()
         for part in self.parts.values():
@@ -199,7 +219,6 @@ class Commits:
         self._kept = copied(self._values)
         self.number += 1
         self._page.commit(self.number)
-        return True
 
     def _check_passed(self) -> None:
         for part in self._reducing:
@@ -292,7 +311,7 @@ class Commits:
         for sampler in self._samplers:
             sampler.begin(None if random is None else partial(rng.restore, random))
         self.number = number - 1
-        self.take()
+        self._keep()
 
 
 def _buffers(tables: Sequence[Mapping[str, torch.Tensor | None]]) -> list[torch.Tensor]:

@@ -146,6 +146,7 @@ class GlobalBatch(SamplerPart):
             return True
         self._undo()
         self.sampler.advance(0)  # nothing yet, so that its place can be saved
+        self._told += 1
         steps.at += 1
         return False
 

@@ -164,7 +164,8 @@ class _Loop:
             set_restart_policy(_ORDINARY)  # all have to start again
             raise
         finally:
-            self._is_inside = False
+            self._is_inside, self._commits = False, None
+            commits.end()
         self._has_left = True
         note_finished()
         if self._announcements.newest > self._generation:
@@ -212,7 +213,6 @@ class _Loop:
                 traceback.clear_frames(error.__traceback__)  # graphs, and iterators with their processes
             else:
                 set_restart_policy(_ORDINARY)
-                commits.end()
                 return result
 
     def _join(self, commits: Commits) -> None:

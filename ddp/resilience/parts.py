@@ -37,10 +37,16 @@ _companions: weakref.WeakKeyDictionary[nn.Module, Part] = weakref.WeakKeyDiction
 class Part:
     """One of a State. What it does not override does nothing.
 
+    It has hooks in the script's objects from the beginning of the resilient function until `end()`: some of these live
+    as long as a parameter, which would keep the whole State.
+
     Who changes a model outside of an optimizer's step, on all ranks at once, calls `changed()` of its part then.
     """
 
     changed: Callable[[], None] = staticmethod(lambda: None)
+
+    def end(self) -> None:
+        """The function has ended: leave no hook behind."""
 
     @property
     def is_dirty(self) -> bool:
@@ -124,6 +130,12 @@ class ModelPart(Part):
                 self._handle.remove()
             self._handle = self.module.register_forward_hook(_AfterForward(call))
 
+    def end(self) -> None:
+        if (reducer := self.reducer) is not None:
+            reducer.before_last_bucket = None
+        if self._handle is not None:
+            self._handle.remove()
+
     def interrupted(self) -> None:
         """Keep what the group that has failed knew."""
         reducer = self.reducer
@@ -193,11 +205,16 @@ class OptimizerPart(Part):
         self._states: list[dict[str, Any] | None] = []
         self._settle: Callable[[], bool] | None = None
         self._settled = False
-        self._handle = optimizer.register_step_pre_hook(self._before_step)
+        self._handle: RemovableHandle | None = None
 
     @property
     def is_dirty(self) -> bool:
         return self._has_stepped and not self.keeps_tensors
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether it has begun a step since the newest commit."""
+        return self._has_stepped
 
     @property
     def is_settled(self) -> bool:
@@ -207,8 +224,11 @@ class OptimizerPart(Part):
     def call_before_step(self, settle: Callable[[], bool] | None) -> None:
         """Have `settle()` before each step, behind what others do then, such as `ddp.horovod`; False: it could not."""
         self._settle = settle
-        self._handle.remove()
         self._handle = self.optimizer.register_step_pre_hook(self._before_step)
+
+    def end(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
 
     @property
     def parameters(self) -> list[torch.Tensor]:
@@ -314,9 +334,10 @@ class SamplerPart(Part):
         self.sampler = sampler
         self._position: dict[str, Any] = {}
         self._counted = 0, 0  # where the sampler began, and samples trained on since then, at the newest commit
+        self._told = 0  # calls of `advance` until then
+        self.stands_still = False  # no sample of the newest commit was drawn after the one before, as far as is known
 
     def keep(self) -> None:
-        self.count()
         self._position = self.sampler.state_dict()
 
     def to_send(self) -> Any:
@@ -357,10 +378,13 @@ class SamplerPart(Part):
             return 0
         place, trained = self._counted
         before = trained if sampler.places == place else 0
-        if sampler.trained == before and sampler.drawn > sampler.trained:
-            _check_no_workers()
+        is_told = sampler.told != self._told
+        if not is_told and sampler.drawn > sampler.trained:
+            _check_draws_now(sampler)
             sampler.advance(sampler.drawn - sampler.trained)
-        self._counted = sampler.places, sampler.trained
+        self._counted, self._told = (sampler.places, sampler.trained), sampler.told
+        # With "exact", a rank may have no sample in the last step.
+        self.stands_still = not is_told and sampler.trained == before and sampler.even != "exact"
         return sampler.trained - before
 
 
@@ -390,10 +414,14 @@ def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
 
 
-def _check_no_workers() -> None:
+def _check_draws_now(sampler: DistributedSampler) -> None:
+    why = ""
     if multiprocessing.active_children():
+        why = "this process has children by multiprocessing, perhaps the workers of a DataLoader, which draw samples "
+    elif sampler.is_drawn_elsewhere:
+        why = "another thread draws samples "
+    if why:
         raise ArgumentError(
-            "this process has children by multiprocessing, perhaps the workers of a DataLoader, which draw samples "
-            "ahead, so nobody knows how many this step has trained on: call sampler.advance(len(batch)) before "
+            f"{why}ahead, so nobody knows how many this step has trained on: call sampler.advance(len(batch)) before "
             "state.commit()"
         )

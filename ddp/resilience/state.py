@@ -113,8 +113,9 @@ class State:
 
         Call it on every rank after each step of the optimizer, with no collective between the two; with several
         optimizers, after the last one's. Communicates nothing. A DistributedSampler whose `advance` nobody has called
-        is advanced by what it has handed out; where a DataLoader may have workers, which draw ahead, ArgumentError says
-        to call it; so must who draws ahead in a thread. CollectiveError after a backward pass that failed.
+        is advanced by what it has handed out. ArgumentError says to call it where samples are drawn ahead, as far as
+        this can be seen: where a DataLoader may have workers, where another thread draws, and when the optimizer has
+        stepped after a commit without a sample drawn. CollectiveError after a backward pass that failed.
         """
         is_done = self.commits.take()
         if is_done and (join_point := self.commits.join_point) is not None and self.commits.number is not None:

@@ -17,7 +17,10 @@ import pytest
 import torch
 from ddp_worlds.nursery import Nursery
 from testbed.processes import Result
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not marked as exported
+from torch.distributed import (  # type: ignore[attr-defined]  # public, but not marked as exported
+    HashStore,
+    TCPStore,
+)
 
 import ddp
 from ddp import device_choice, world
@@ -315,3 +318,23 @@ def test_more_ranks_than_devices_are_an_error(
     with pytest.raises(ddp.errors.LaunchEnvironmentError, match=rf"2 {kind.upper()} devices .*{variable}=not set"):
         world.init()
     assert not joined
+
+
+def test_another_store_at_the_same_address_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host of the store was lost, and is back before the others meet again."""
+    opened = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = opened.port
+    here = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "1"}
+    here |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in here.items():
+        monkeypatch.setenv(name, value)
+    placement = world.read_placement(os.environ)
+    client = world.store_at_address(placement, timedelta(seconds=30))
+    member = world._Membership(placement, client, "gloo", None, None, can_be_ended=False)
+    world._take_place(member, here)
+    assert member.store is client
+    del opened
+    opened = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    world._take_place(member, here)
+    assert member.store is not client
+    assert opened.check(["ddp/backend"]), "those that start later find it there"

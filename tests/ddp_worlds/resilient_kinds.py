@@ -4,9 +4,11 @@ A word is `rank.step.place`, such as `1.5.backward`: the first process that come
 dies. Each rank prints at the end what must not depend on failures.
 """
 
+import gc
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -231,5 +233,17 @@ def central() -> list[Any]:
 kinds = {"adversarial": adversarial, "torch": torchs, "horovod": horovods, "local": local, "central": central,
          "foreign": foreign}  # fmt: skip
 found = kinds[sys.argv[1]]()
+
+
+def left() -> list[str]:
+    gc.collect()
+    held = (ddp.State, nn.Module, torch.optim.Optimizer)
+    return sorted({type(each).__name__ for each in gc.get_objects() if issubclass(type(each), held)})
+
+
+deadline = time.monotonic() + 60.0
+while left() and time.monotonic() < deadline:
+    time.sleep(0.1)  # the thread of stall reports may look at one now
+print("left", left(), flush=True)
 sums = [f"{torch.as_tensor(value).double().sum().item():.17g}" for value in found]
 print("result", *sums, torch.rand(1).item(), flush=True)

@@ -279,8 +279,8 @@ class ForkServer:
         """Return why a worker cannot be forked that is to have these variables and processors; empty if it can."""
         if not message.through:
             return "it is no Python script"
-        if self.why_not:
-            return self.why_not
+        if self.why_not or self.is_loading:
+            return self.why_not or "the imports of its process are not done"
         if (message.through, message.argv[0]) != self._program:
             return "it runs another program than most"
         if cores:
@@ -383,9 +383,12 @@ class ForkServer:
         return pid
 
     def ended(self) -> None:
-        """Take note that its process ended by itself and was reaped."""
+        """Take note that its process ended by itself and was reaped. Starts another, if that one was fit."""
+        was_fit = not (self.why_not or self.is_loading)
         self.pid = None
         self.kill("its process has ended")
+        if was_fit:
+            self._start_one()
 
     def kill(self, why: str = "it was ended") -> int | None:
         """End its process, and return the pid of a child that is to be reaped. Nothing is forked any more."""

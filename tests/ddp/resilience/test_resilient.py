@@ -158,29 +158,47 @@ def test_a_checkpoint_loaded_before_the_function_is_no_obstacle(tmp_path: Path) 
     assert "attempt 1 begins" not in result.stderr
 
 
-DIES_WHILE_IT_CONNECTS = """\
+DIES_WHILE_IT_MEETS_THE_OTHERS = """\
 from ddp import world as ddp_world
 
 
-def connect(member, store):
-    if member.joining == 1 and world.rank == 1:
+def dies(*names):
+    for name in names:
+        try:
+            Path(name).touch(exist_ok=False)
+        except FileExistsError:
+            continue
         os.kill(os.getpid(), signal.SIGKILL)
-    if member.joining == 1 and world.rank == 0:
+
+
+def meet(*arguments):
+    if world.rank == 1 and "1.2.forward.kill" in os.listdir():
+        dies("before it is at the store")
+    return really_meet(*arguments)
+
+
+def connect(member, store):
+    if member.joining > 0 and world.rank == 1:
+        dies("while it connects", "while it connects again")
+    if member.joining == 2 and world.rank == 0:
         time.sleep(600)  # as gloo waits for a rank that has told where it is to be found, and whose host is off now
     really_connect(member, store)
 
 
+really_meet, ddp_world.meet = ddp_world.meet, meet
 really_connect, ddp_world._connect = ddp_world._connect, connect
 """
 
 
-def test_a_rank_that_dies_while_it_connects_is_replaced_and_who_waits_for_it_too(
+def test_a_rank_that_dies_again_and_again_while_it_meets_the_others_is_replaced_and_who_waits_for_it_too(
     tmp_path: Path, undisturbed: Callable[[int, str], Results]
 ) -> None:
     """Rank 0 waits for what nobody can break, until it ends by itself. Rank 2 has the state meanwhile."""
-    script = changed(tmp_path, ("entered = 0\n", DIES_WHILE_IT_CONNECTS + "entered = 0\n"))
-    result = run(tmp_path, 3, "1.2.forward.kill", restarts=3, backend="gloo", script=script)
+    script = changed(tmp_path, ("entered = 0\n", DIES_WHILE_IT_MEETS_THE_OTHERS + "entered = 0\n"))
+    result = run(tmp_path, 3, "1.2.forward.kill", restarts=5, backend="gloo", script=script)
     assert result.returncode == 0, result
+    died = {"before it is at the store", "while it connects", "while it connects again"}
+    assert {each.name for each in tmp_path.iterdir()} >= died
     assert "rank 0 waits for a rank that is gone, and ends" in result.stderr + result.stdout
-    assert result.stderr.count("only this worker restarts") == 3, result.stderr
+    assert result.stderr.count("only this worker restarts") == 5, result.stderr
     assert said(result, "result") == undisturbed(3, "gloo")

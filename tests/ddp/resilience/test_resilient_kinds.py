@@ -28,6 +28,7 @@ def test_failures_change_no_bit(tmp_path: Path, kind: str, failures: tuple[str, 
     assert result.stderr.count("only this worker restarts") == len(failures), result.stderr
     assert said(result, "result") == expected
     assert expected.keys() == {0, 1}
+    assert said(result, "left") == {0: "[]", 1: "[]"}, "models and the State go with their last reference"
 
 
 def test_replicas_that_step_by_themselves_go_on_equal(tmp_path: Path) -> None:
@@ -35,6 +36,7 @@ def test_replicas_that_step_by_themselves_go_on_equal(tmp_path: Path) -> None:
     assert result.returncode == 0, result  # its ranks compare their weights at the end
     assert result.stderr.count("only this worker restarts") == 2, result.stderr
     assert said(result, "result").keys() == {0, 1}
+    assert said(result, "left") == {0: "[]", 1: "[]"}
 
 
 def test_central_storage_is_refused_with_what_to_do(tmp_path: Path) -> None:

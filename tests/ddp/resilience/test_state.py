@@ -1,7 +1,9 @@
 """What a State refuses, and what it does where no launcher replaces processes."""
 
 import copy
-from collections.abc import Iterator
+import queue
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,13 @@ def parts(request: pytest.FixtureRequest) -> tuple[nn.Module, torch.optim.Optimi
     model = nn.Linear(2, 1)
     data = TensorDataset(torch.randn(getattr(request, "param", 12), 2))
     return model, torch.optim.SGD(model.parameters(), lr=0.1), ddp.DistributedSampler(data)
+
+
+@pytest.fixture
+def page(group_of_one: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the launcher gives a rank of a resilient function, and a group."""
+    (tmp_path / "page").touch()
+    monkeypatch.setenv("DTRAIN_STATE_FILE", str(tmp_path / "page"))
 
 
 def test_without_a_launcher_the_function_just_runs() -> None:
@@ -109,6 +118,76 @@ def test_a_commit_under_a_loader_with_workers_needs_advance(
     state.commit()
 
 
+def drawn_in_a_thread(loader: DataLoader) -> Iterator[torch.Tensor]:
+    batches: queue.Queue[torch.Tensor | None] = queue.Queue(1)
+
+    def draw() -> None:
+        for (x,) in loader:
+            batches.put(x)
+        batches.put(None)
+
+    threading.Thread(target=draw, daemon=True).start()
+    while (x := batches.get()) is not None:
+        yield x
+
+
+def drawn_ahead(loader: DataLoader) -> Iterator[torch.Tensor]:
+    """One batch ahead, as loaders that copy to a device do."""
+    batches = iter(loader)
+    following = next(batches, None)
+    while (now := following) is not None:
+        following = next(batches, None)
+        yield now[0]
+
+
+def drawn_at_once(loader: DataLoader) -> Iterator[torch.Tensor]:
+    indices = [*loader.sampler]
+    for first in range(0, len(indices), 2):
+        yield torch.stack([loader.dataset[index][0] for index in indices[first : first + 2]])
+
+
+@pytest.mark.usefixtures("page")
+@pytest.mark.parametrize(
+    ("draw", "commits", "message"),
+    [
+        (drawn_in_a_thread, 0, "another thread draws samples ahead"),
+        (drawn_ahead, 5, "nothing was drawn from the sampler since the last commit"),
+        (drawn_at_once, 1, "nothing was drawn from the sampler since the last commit"),
+    ],
+)
+def test_a_loader_of_the_script_s_own_that_draws_ahead_needs_advance(
+    parts: tuple[nn.Module, torch.optim.Optimizer, ddp.DistributedSampler],
+    draw: Callable[[DataLoader], Iterator[torch.Tensor]],
+    commits: int,
+    message: str,
+) -> None:
+    """With it, the place in the epoch is that of the step. advance(0) is for a step without samples."""
+    model, optimizer, sampler = parts
+    state = ddp.State(model=model, optimizer=optimizer, sampler=sampler)
+    state.commits.begin(has_state=True)
+    loader = DataLoader(sampler.dataset, batch_size=2, sampler=sampler)
+
+    def epoch(number: int, *, tells: bool) -> None:
+        sampler.set_epoch(number)
+        for step, x in enumerate(draw(loader)):
+            model(x).sum().backward()
+            optimizer.step()
+            if tells:
+                sampler.advance(len(x))
+            state.commit()
+            assert sampler.state_dict()["position"] == 2 * (step + 1) or not tells
+            if tells and step == 2:
+                optimizer.step()
+                sampler.advance(0)
+                state.commit()
+
+    epoch(0, tells=True)
+    assert state.commits.number == 7
+    with pytest.raises(ArgumentError, match=message):
+        epoch(1, tells=False)
+    assert state.commits.number == 7 + commits
+
+
 def kept(parts: tuple[nn.Module, torch.optim.Optimizer, ddp.DistributedSampler], **changed: Any) -> ddp.State:
     model, optimizer, sampler = parts
     given = {"model": ddp.DistributedDataParallel(model), "optimizer": optimizer, "sampler": sampler}
@@ -156,14 +235,9 @@ def test_a_commit_of_several_batches_is_refused_where_the_global_batch_is_kept(
 
 @pytest.fixture
 def of_two(
-    parts: tuple[nn.Module, torch.optim.Optimizer, ddp.DistributedSampler],
-    group_of_one: None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    parts: tuple[nn.Module, torch.optim.Optimizer, ddp.DistributedSampler], page: None, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[ddp.State]:
     """A State on the one rank that is left of two, after a first commit."""
-    (tmp_path / "page").touch()
-    monkeypatch.setenv("DTRAIN_STATE_FILE", str(tmp_path / "page"))
     monkeypatch.setattr(ddp.DistributedDataParallel, "_least_ranks", 1)
     model, optimizer, sampler = parts
     sampler.hand_out([0], 2, 0)

@@ -378,6 +378,33 @@ PACKAGES = {
 }
 
 
+def test_a_fork_server_that_is_killed_is_replaced(tmp_path: Path) -> None:
+    source = """
+        import contextlib, numpy, os, psutil, sys, time
+        def servers():
+            for process in psutil.Process(os.getppid()).children():
+                with contextlib.suppress(psutil.Error):
+                    if any("fork_server" in word for word in process.cmdline()):
+                        yield process
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            if os.environ["RANK"] == "1":
+                open("begun", "w").close()
+                time.sleep(1000)
+            deadline = time.monotonic() + 60
+            while not os.path.exists("begun") and time.monotonic() < deadline:
+                time.sleep(0.01)
+            known = {*servers()}  # perhaps also one that it has forked just now
+            min(known, key=lambda process: process.pid).kill()
+            while not {*servers()} - known and time.monotonic() < deadline:
+                time.sleep(0.01)
+            sys.exit(3)
+    """
+    result = run_verbose(tmp_path, "--max-restarts", "1", write(tmp_path, "script.py", source))
+    assert result.returncode == 0, result
+    assert "rank 0 on vm exited with code 3" in result.stderr, result
+    assert "started by exec" not in result.stderr
+
+
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder whose modules count as installed."""

@@ -117,8 +117,8 @@ class Run:
         self.lines += [re.sub(r"^\[[^]]*\] ", "", line).split() for line in out.decode().splitlines()]
         return self.process.returncode, err.decode()
 
-    def pid(self, who: str) -> int:
-        return int(self.said("is", who)[-1][0])
+    def pid(self, who: str, life: int = -1) -> int:
+        return int(self.said("is", who)[life][0])
 
     def said(self, *words: str) -> list[list[str]]:
         return [line[len(words) :] for line in self.lines if line[: len(words)] == list(words)]
@@ -135,13 +135,13 @@ def _argv(script: Path, launching: list[str | Path], options: dict[str, object],
     return ["run", *launching, script, json.dumps(options), *more]
 
 
-def test_a_worker_and_a_server_that_are_killed_come_back_to_where_training_is(
+def test_a_worker_that_is_killed_and_a_server_that_is_stopped_come_back_to_where_training_is(
     ssh_hosts: SshHosts, script: Path
 ) -> None:
     every = 20
     options = {"mode": "async", "snapshots": str(script.parent / "snapshots"), "snapshot_every": every}
     hosts: list[str | Path] = ["--ssh-config", ssh_hosts.ssh_config, "--hosts", "node1,node2", "--nproc-per-node", "1"]
-    launching = [*hosts, "--ps", "1", "--evaluator", "--max-restarts", "3"]
+    launching = [*hosts, "--ps", "1", "--evaluator", "--max-restarts", "3", "--hang", "auto"]
     argv = _argv(script, launching, options, "10", "0.02", str(script.parent), "worker1")
     with started_dtrain(*argv, cwd=script.parent) as process:
         run = Run(process)
@@ -152,9 +152,10 @@ def test_a_worker_and_a_server_that_are_killed_come_back_to_where_training_is(
         if not run.said("epoch", "worker0", "5"):
             run.until("epoch", "worker0", "5")
         reached = int(run.until("epoch", "worker0", "7")[0])
-        os.kill(run.pid("ps0"), signal.SIGKILL)
+        os.kill(run.pid("ps0"), signal.SIGSTOP)  # the others wait, and no socket breaks
         code, stderr = run.end()
     assert code == 0, stderr
+    assert f"(pid {run.pid('ps0', 0)}) hangs: a signal has stopped it" in stderr
     assert "; only this worker restarts (restart 1 of 3)" in stderr
     assert "; only this worker restarts (restart 2 of 3)" in stderr
     snapshot = [int(step) for step in re.findall(r"goes on from the snapshot of step (\d+)", stderr)]
