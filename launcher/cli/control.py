@@ -12,13 +12,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.cli.options import Options
 from launcher.cli.request import Request
 from launcher.errors import UsageError
+from launcher.frozen import dataclass, replace
 from launcher.runs.housekeeping import Limits
 from launcher.transport.connect import start_agents
 
