@@ -21,7 +21,7 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 MARK = "DTRAIN_TEST_MARK"
 NO_MARK = "0" * 32  # as long as all others
@@ -61,6 +61,8 @@ class DtrainServer:
 
 class ForkedDtrain(subprocess.Popen[bytes]):
     """A `dtrain` that the server has forked. The server is its parent, and says how it has ended."""
+
+    used_s: ClassVar = 0.0  # CPU time of all that have ended
 
     def __init__(self, server: DtrainServer, request: bytes, args: Sequence[str], stdin: int) -> None:
         self._server = server
@@ -103,7 +105,9 @@ class ForkedDtrain(subprocess.Popen[bytes]):
                 if not poll.poll(None if timeout is None else 1000 * max(timeout, 0)):
                     assert timeout is not None
                     raise subprocess.TimeoutExpired(self.args, timeout)
-                self.returncode = int(self._line().removeprefix("ended "))
+                _, code, used_s = self._line().split()
+                self.returncode = int(code)
+                ForkedDtrain.used_s += float(used_s)
                 os.close(self._status)
             return self.returncode
 
@@ -122,9 +126,10 @@ def _serve(requests: socket.socket) -> None:
         for key, _ in waiting.select():
             if key.fileobj is not requests:
                 pid, status = key.data
-                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                _, exit_status, used = os.wait4(pid, 0)
+                code = os.waitstatus_to_exitcode(exit_status)
                 with contextlib.suppress(BrokenPipeError):  # a test that does not want to know
-                    os.write(status, b"ended %d\n" % code)
+                    os.write(status, b"ended %d %.3f\n" % (code, used.ru_utime + used.ru_stime))
                 waiting.unregister(key.fileobj)
                 os.close(status)
                 os.close(key.fd)

@@ -162,8 +162,10 @@ def wait_until(condition: Callable[[], object], what: str, timeout: float = TIME
 
 
 def _cpu_s() -> float:
-    """CPU time of this process and of its children that have ended."""
-    return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    """CPU time of this process, of its children that have ended, and of each `dtrain` forked for it."""
+    return ForkedDtrain.used_s + sum(
+        sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    )
 
 
 def wait_up(process: "subprocess.Popen[bytes]", workers: int = 2) -> None:

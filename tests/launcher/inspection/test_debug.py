@@ -10,6 +10,7 @@ import pytest
 from testbed.processes import Result, run_dtrain, started_dtrain, wait_until
 from testbed.sshd import SshHosts
 from testbed.terminal import Terminal, dtrain_on_terminal
+from testbed.warm import HEADER
 
 PROMPT = "(Pdb rank {}) "
 
@@ -224,12 +225,11 @@ def test_what_goes_wrong_at_the_prompt_is_not_the_script_s(folder: Path) -> None
     end()
 
 
-COLLECTIVE = """
+COLLECTIVE = f"""{HEADER}
 import pathlib, time
-import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-pathlib.Path(f"tick{rank}").write_text("1")
+pathlib.Path("tick" + str(rank)).write_text("1")
 if rank == 0:
     while not pathlib.Path("come").exists():
         time.sleep(0.05)
@@ -239,12 +239,13 @@ while not pathlib.Path("go").exists():
 """
 
 
+@pytest.mark.usefixtures("warm")
 def test_a_rank_in_a_collective_opens_when_it_comes_back(folder: Path) -> None:
     (folder / "script.py").write_text(COLLECTIVE)
     detached("--nproc-per-node", "2", "script.py")
     with dtrain_on_terminal("debug", "r", "--rank", "1", cwd=folder) as terminal:
         terminal.read_until("the debugger opens when it comes back to Python")
-        assert f"rank 1 is at {folder}/script.py:10 in <module>, inside all_reduce" in terminal.shown
+        assert f"rank 1 is at {folder}/script.py:12 in <module>, inside all_reduce" in terminal.shown
         assert PROMPT.format(1) not in terminal.shown
         terminal.type("\x03")
         assert terminal.wait() == 0
@@ -258,9 +259,8 @@ def test_a_rank_in_a_collective_opens_when_it_comes_back(folder: Path) -> None:
 
 
 # All wait for rank 1 in backward, and give up after 3 s.
-TRAINING = """
+TRAINING = f"""{HEADER}
 import os, pathlib, time
-import torch, ddp
 ddp.init()
 rank = int(os.environ["RANK"])
 model = ddp.DistributedDataParallel(torch.nn.Linear(2, 2), stall_timeout_s=3)
@@ -272,7 +272,7 @@ while True:
         there += pathlib.Path("go").exists()
         torch.distributed.broadcast(there, 0)
     model(torch.ones(1, 2)).sum().backward()
-    pathlib.Path(f"tick{rank}").write_text(str(n))
+    pathlib.Path("tick" + str(rank)).write_text(str(n))
     if there.item():
         break
     time.sleep(0.02)
@@ -280,6 +280,7 @@ while True:
 HELD_S = 12.0  # longer than each of the limits
 
 
+@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize("where", [["--nproc-per-node", "2"], ["--simulate", "--nnodes", "2", "--nproc-per-node", "1"]])
 def test_a_debugger_may_be_held_for_longer_than_every_timeout(where: list[str], folder: Path) -> None:
     (folder / "script.py").write_text(TRAINING)
@@ -304,6 +305,7 @@ def test_a_debugger_may_be_held_for_longer_than_every_timeout(where: list[str], 
     assert "hang" not in (folder / "runs/r/console.log").read_text()
 
 
+@pytest.mark.usefixtures("warm")
 def test_without_a_debugger_the_same_limits_end_the_run(folder: Path) -> None:
     (folder / "script.py").write_text(TRAINING)
     detached("--stall-timeout-s", "3", "--nproc-per-node", "2", "script.py")
