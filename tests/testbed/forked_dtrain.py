@@ -115,7 +115,14 @@ class ForkedDtrain(subprocess.Popen[bytes]):
 def _inherited(env: Mapping[str, str]) -> tuple[dict[str, str], set[int]]:
     """Return the variables and the ignored signals that make another process of what is started here."""
     ignored = {number for number in signal.valid_signals() if signal.getsignal(number) is signal.SIG_IGN}
-    return {name: value for name, value in env.items() if name.startswith(_AT_START)}, ignored
+    variables = {name: value for name, value in env.items() if name.startswith(_AT_START)}
+    if not any(Path(folder, "sitecustomize.py").exists() for folder in _folders_of_modules(env)):
+        variables.pop("PYTHONPATH", None)  # what is forked gets its folders
+    return variables, ignored
+
+
+def _folders_of_modules(env: Mapping[str, str]) -> list[str]:
+    return [os.path.abspath(folder) for folder in env.get("PYTHONPATH", "").split(os.pathsep) if folder]
 
 
 def _serve(requests: socket.socket) -> None:
@@ -155,11 +162,12 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
     os.chdir(request["cwd"])
     for number, descriptor in enumerate(streams):
         os.dup2(descriptor, number)
+    installed = sys.path[1 + len(_folders_of_modules(os.environ)) :]
     os.environ.clear()
     os.environ.update(request["env"])
+    sys.path[:] = [request["cwd"], *_folders_of_modules(os.environ), *installed]
     _show_mark(request["env"][MARK])
     tempfile.tempdir = None  # it is asked for anew
-    sys.path[0] = request["cwd"]
     sys.argv = [str(Path(launcher.__file__).with_name("__main__.py")), *request["words"]]
     os.write(status, b"pid %d\n" % os.getpid())
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
