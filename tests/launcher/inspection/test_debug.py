@@ -122,19 +122,18 @@ def test_a_breakpoint_is_come_to_again_and_again_until_it_is_cleared(folder: Pat
     end()
 
 
-@pytest.mark.parametrize("keys", ["q\n", "exit\n", "\x04", "\x03", "c\n"])
-def test_each_way_to_leave_lets_the_rank_go_on(keys: str, folder: Path) -> None:
+def test_each_way_to_leave_lets_the_rank_go_on(folder: Path) -> None:
     detached("--nproc-per-node", "1", "script.py", workers=1)
-    with dtrain_on_terminal("debug", "r", "--rank", "0", cwd=folder) as terminal:
-        debugger = Debugger(terminal, 0)
-        debugger.wait_prompt()
-        terminal.type(keys)
-        assert terminal.wait() == 0
-        assert "rank 0 goes on without the debugger" in terminal.shown
-    assert_goes_on(0)
-    again = debug(0, "p 'again'\nq\n")
-    assert again.returncode == 0, again
-    assert "'again'" in again.stdout
+    for keys in ("q\n", "exit\n", "\x04", "\x03", "c\n"):
+        with dtrain_on_terminal("debug", "r", "--rank", "0", cwd=folder) as terminal:
+            Debugger(terminal, 0).wait_prompt()
+            terminal.type(keys)
+            assert terminal.wait() == 0, repr(keys)
+            assert "rank 0 goes on without the debugger" in terminal.shown, repr(keys)
+        assert_goes_on(0)
+        again = debug(0, "p 'again'\nq\n")
+        assert again.returncode == 0, (keys, again)
+        assert "'again'" in again.stdout, repr(keys)
     end()
 
 
