@@ -18,7 +18,7 @@ from testbed.lab import Lab
 from testbed.namespaces import find_part
 from testbed.network import NetworkHosts
 from testbed.once import folder_of_run
-from testbed.processes import MARK, describe, everyone, kill, left_behind
+from testbed.processes import MARK, describe, dtrain_server_if_started, everyone, kill, left_behind
 from testbed.quick import is_heavy, is_quick
 from testbed.require import require
 from testbed.slurm import Node, SlurmCluster
@@ -67,6 +67,11 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in tuple(os.environ):
         if name.startswith(FOREIGN_PREFIXES) or name in FOREIGN_NAMES:
             del os.environ[name]
+
+
+def pytest_unconfigure() -> None:
+    if (server := dtrain_server_if_started()) is not None:
+        server.close()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -211,7 +216,7 @@ def nothing_left_behind(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     marks = {mark, *(lab.mark for lab in labs)}
 
     def left_now() -> list[psutil.Process]:
-        return left_behind(before, marks, {*_helpers_of_python(), *(pid for lab in labs for pid in lab.pids)})
+        return left_behind(before, marks, {*_helpers(), *(pid for lab in labs for pid in lab.pids)})
 
     deadline = time.monotonic() + LEFT_BEHIND_S
     while (left := left_now()) and time.monotonic() < deadline:
@@ -222,7 +227,9 @@ def nothing_left_behind(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
         pytest.fail(f"still running {LEFT_BEHIND_S:g} s after the test:\n{found}", pytrace=False)
 
 
-def _helpers_of_python() -> Iterator[int]:
-    # multiprocessing starts it once and keeps it until the interpreter ends.
+def _helpers() -> Iterator[int]:
+    """What is started once and kept until the end: by the testbed, and by multiprocessing."""
+    if (server := dtrain_server_if_started()) is not None:
+        yield server.pid
     if (pid := resource_tracker._resource_tracker._pid) is not None:
         yield pid

@@ -1,12 +1,25 @@
 """The test bed itself: what it promises to find, it finds."""
 
+import os
+import signal
 import subprocess
 import uuid
 from pathlib import Path
 
 import psutil
 import pytest
-from testbed.processes import MARK, everyone, kill, left_behind, run_program, wait_until
+from testbed.forked_dtrain import ForkedDtrain
+from testbed.processes import (
+    MARK,
+    everyone,
+    kill,
+    left_behind,
+    marked,
+    run_dtrain,
+    run_program,
+    started_dtrain,
+    wait_until,
+)
 from testbed.quick import is_heavy
 from testbed.require import require
 from testbed.sshd import SshHosts
@@ -34,6 +47,33 @@ def test_a_timeout_kills_the_whole_tree_and_keeps_the_output() -> None:
     assert result.timed_out
     assert result.stdout == "begun\n"
     assert result.wall_s < 60
+
+
+def test_a_forked_dtrain_is_a_process_of_its_own(tmp_path: Path) -> None:
+    with started_dtrain("run", "--no-python", "sleep", "600", cwd=tmp_path, env={"OWN": "1"}) as process:
+        assert isinstance(process, ForkedDtrain)
+        ours = {os.environ[MARK]}
+        wait_until(lambda: [each for each in marked(ours, OWN="1") if each.name() == "sleep"], "the worker is there")
+        assert process.pid in {each.pid for each in marked(ours)}
+        assert (os.getsid(process.pid), os.readlink(f"/proc/{process.pid}/cwd")) == (process.pid, str(tmp_path))
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.01)
+        assert process.poll() is None
+        process.kill()
+        assert process.wait() == process.poll() == -signal.SIGKILL
+    assert run_dtrain("--version").returncode == 0
+    assert run_dtrain("run", "none.py", cwd=tmp_path).returncode == 2
+
+
+@pytest.mark.parametrize("variable", ["PYTHONHASHSEED", "LD_PRELOAD", "PYTHONPATH"])
+def test_a_dtrain_that_python_would_start_in_another_way_is_not_forked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text("")
+    monkeypatch.setenv(variable, {"PYTHONHASHSEED": "1", "LD_PRELOAD": "", "PYTHONPATH": str(tmp_path)}[variable])
+    with started_dtrain("--version") as process:
+        assert not isinstance(process, ForkedDtrain)
+        assert process.wait() == 0
 
 
 @pytest.mark.parametrize(("ci", "outcome"), [("", pytest.skip.Exception), ("true", pytest.fail.Exception)])

@@ -9,7 +9,6 @@ import difflib
 import os
 import sys
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from launcher.cli import torchrun
 from launcher.cli.help import Command
 from launcher.cli.options import CONFIG_SOURCE, Listed
 from launcher.errors import UsageError
+from launcher.frozen import dataclass
 
 __all__ = ["ConfigFile", "Group", "current_folder", "nearest", "read_config_file"]
 

@@ -12,12 +12,12 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 from launcher.cli.caller import Caller, Verbosity
 from launcher.cli.options import Options
 from launcher.cli.request import Request
 from launcher.cli.run_end import Ended, Ending, requeue
+from launcher.frozen import replace
 from launcher.runs.housekeeping import Limits
 from launcher.transport.connect import start_agents
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.cli.options import Options
 from launcher.errors import UsageError
+from launcher.frozen import dataclass
 from launcher.hosts.host import Host, HostKind
 from launcher.placement.job_spec import DEFAULT_PORT
 from launcher.protocol.message import AGENT_MACHINE, AGENT_SLOTS

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+from launcher.frozen import dataclass
 from launcher.protocol.reports import Evidence
 
 __all__ = [

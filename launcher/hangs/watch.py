@@ -22,8 +22,8 @@ some have shown OUTPUTS signs. What comes before takes as long as it takes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from launcher.frozen import dataclass
 from launcher.hangs.positions import main_thread, odd_ranks
 from launcher.protocol.reports import Evidence
 from launcher.protocol.two_way import Heartbeat

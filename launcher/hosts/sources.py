@@ -11,10 +11,10 @@ import subprocess
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.errors import DtrainError, UsageError
+from launcher.frozen import dataclass
 from launcher.hosts.host import Host, HostKind, own_name, parse_hosts
 
 __all__ = ["DISCOVERY_S", "Sources", "choose_hosts", "discover", "in_slurm", "wait_for_discovery"]

@@ -13,9 +13,9 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
 
+from launcher.frozen import dataclass
 from launcher.protocol.reports import Exited, Failing
 
 __all__ = [

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from launcher.errors import DtrainError
+from launcher.frozen import dataclass
 from launcher.job.attempt import AttemptState
 from launcher.job.chaos import FaultCost
 from launcher.job.failure import SLACK_S, Failure, FailureKind, first_cause, looks_like_consequence

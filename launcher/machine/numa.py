@@ -7,10 +7,10 @@ does not bind, gives its workers its NUMA nodes in turn.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.errors import DtrainError
+from launcher.frozen import dataclass
 from launcher.machine.gpus.card import pci_folder
 from launcher.machine.gpus.visible import Gpus
 from launcher.machine.processors import share

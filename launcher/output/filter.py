@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 from launcher.errors import UsageError
+from launcher.frozen import dataclass, field
 
 __all__ = ["OutputFilter", "parse_ranks", "parse_std"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
 
 from launcher.errors import UsageError
+from launcher.frozen import dataclass
 
 __all__ = ["ChaosPlan", "Fault", "parse_chaos"]
 

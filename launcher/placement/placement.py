@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from launcher.errors import PlacementError
+from launcher.frozen import dataclass, replace
 from launcher.hosts.host import Host
 from launcher.machine.processors import share
 from launcher.placement.job_spec import JobSpec

@@ -5,6 +5,7 @@ that changed their parent, group or session. SSH sessions inherit nothing: `test
 """
 
 import contextlib
+import functools
 import os
 import re
 import resource
@@ -13,12 +14,15 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-MARK = "DTRAIN_TEST_MARK"
+from testbed.forked_dtrain import MARK as MARK
+from testbed.forked_dtrain import DtrainServer, ForkedDtrain
+
 TIMED_OUT = 124  # as timeout(1) has it
 _OTHERS = re.compile(r"^dtrain: removed what .* killed had left on .*\n", re.MULTILINE)
 TIMEOUT_S = 100.0  # more than anything takes, also beside other work, and less than a test may
@@ -43,7 +47,7 @@ def run_dtrain(*args: str | Path, **options: Any) -> Result:
 
     What it says of runs that other tests have killed is left out, unless it has a TMPDIR of its own.
     """
-    result = run_program(sys.executable, "-m", "launcher", *args, **options)
+    result = _run(partial(started_dtrain, *args), **options)
     if "TMPDIR" in (options.get("env") or {}):
         return result
     return replace(result, stderr=_OTHERS.sub("", result.stderr))
@@ -61,8 +65,18 @@ def run_program(
     `env` is laid over this process's environment, a None in it removes the name. A program that had to be
     killed has the return code `TIMED_OUT` and what it printed until then.
     """
+    return _run(partial(started, *argv), env=env, cwd=cwd, stdin=stdin, timeout=timeout)
+
+
+def _run(
+    start: Callable[..., contextlib.AbstractContextManager["subprocess.Popen[bytes]"]],
+    env: Mapping[str, str | None] | None = None,
+    cwd: Path | None = None,
+    stdin: str | None = None,
+    timeout: float = TIMEOUT_S,
+) -> Result:
     began = time.monotonic()
-    with started(*argv, env=env, cwd=cwd, stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE) as process:
+    with start(env=env, cwd=cwd, stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE) as process:
         data = None if stdin is None else stdin.encode()
         try:
             out, err = process.communicate(data, timeout=timeout)
@@ -75,28 +89,57 @@ def run_program(
     return Result(returncode, _text(out), _text(err), wall_s)
 
 
-def started_dtrain(*args: str | Path, **options: Any) -> contextlib.AbstractContextManager["subprocess.Popen[bytes]"]:
-    """Yield a running `dtrain ARGS`, for tests that signal it or read it live; see `started`, which has the options."""
-    return started(sys.executable, "-m", "launcher", *args, **options)
+def started_dtrain(
+    *args: str | Path,
+    env: Mapping[str, str | None] | None = None,
+    cwd: Path | None = None,
+    stdin: int = subprocess.DEVNULL,
+) -> contextlib.AbstractContextManager["subprocess.Popen[bytes]"]:
+    """Yield a running `dtrain ARGS`, for tests that signal it or read it live; `started` says what the options are.
+
+    It is forked from a process that has imported it, where that makes no difference (forked_dtrain.py).
+    """
+    words = [os.fspath(arg) for arg in args]
+    argv = [sys.executable, "-m", "launcher", *words]
+    server = dtrain_server()
+    if (request := server.request(words, _environment(env or {}), cwd)) is None:
+        return started(*argv, env=env, cwd=cwd, stdin=stdin)
+    return _until_its_end(ForkedDtrain(server, request, argv, stdin))
 
 
-@contextlib.contextmanager
+@functools.cache
+def dtrain_server() -> DtrainServer:
+    """The process from which this one's `dtrain` are forked."""
+    return DtrainServer()
+
+
+def dtrain_server_if_started() -> DtrainServer | None:
+    return dtrain_server() if dtrain_server.cache_info().currsize else None
+
+
 def started(
     *argv: str | Path,
     env: Mapping[str, str | None] | None = None,
     cwd: Path | None = None,
     stdin: int = subprocess.DEVNULL,
-) -> Iterator[subprocess.Popen[bytes]]:
+) -> contextlib.AbstractContextManager["subprocess.Popen[bytes]"]:
     """Yield a running program with its output in pipes; kill its tree if it still runs at the end."""
-    with subprocess.Popen(
-        [os.fspath(arg) for arg in argv],
-        env=_environment(env or {}),
-        cwd=cwd,
-        stdin=stdin,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    ) as process:
+    return _until_its_end(
+        subprocess.Popen(
+            [os.fspath(arg) for arg in argv],
+            env=_environment(env or {}),
+            cwd=cwd,
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+    )
+
+
+@contextlib.contextmanager
+def _until_its_end(process: "subprocess.Popen[bytes]") -> Iterator["subprocess.Popen[bytes]"]:
+    with process:
         try:
             yield process
         finally:
@@ -119,8 +162,10 @@ def wait_until(condition: Callable[[], object], what: str, timeout: float = TIME
 
 
 def _cpu_s() -> float:
-    """CPU time of this process and of its children that have ended."""
-    return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    """CPU time of this process, of its children that have ended, and of each `dtrain` forked for it."""
+    return ForkedDtrain.used_s + sum(
+        sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    )
 
 
 def wait_up(process: "subprocess.Popen[bytes]", workers: int = 2) -> None:

@@ -6,8 +6,7 @@ run. Bytes of both directions are only passed on: who sends them knows how many 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
+from launcher.frozen import dataclass, replace
 from launcher.job.attempt import AttemptState
 from launcher.job.events import (
     Answer,

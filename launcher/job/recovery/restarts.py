@@ -15,8 +15,8 @@ fourth kind may have failed only since another process did, the restart of that 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
+from launcher.frozen import dataclass, replace
 from launcher.job.attempt import AttemptState
 from launcher.job.events import Command, Notice, Send
 from launcher.job.failure import SLACK_S, Failure, FailureKind, looks_like_consequence

@@ -13,6 +13,7 @@ import pytest
 from testbed.processes import Result, run_dtrain, started_dtrain, wait_until
 from testbed.sshd import SshHosts
 from testbed.terminal import Terminal, dtrain_on_terminal
+from testbed.warm import HEADER
 
 from launcher.cli.runs.debug import _Said
 from launcher.runs.questions import Question
@@ -127,19 +128,18 @@ def test_a_breakpoint_is_come_to_again_and_again_until_it_is_cleared(folder: Pat
     end()
 
 
-@pytest.mark.parametrize("keys", ["q\n", "exit\n", "\x04", "\x03", "c\n"])
-def test_each_way_to_leave_lets_the_rank_go_on(keys: str, folder: Path) -> None:
+def test_each_way_to_leave_lets_the_rank_go_on(folder: Path) -> None:
     detached("--nproc-per-node", "1", "script.py", workers=1)
-    with dtrain_on_terminal("debug", "r", "--rank", "0", cwd=folder) as terminal:
-        debugger = Debugger(terminal, 0)
-        debugger.wait_prompt()
-        terminal.type(keys)
-        assert terminal.wait() == 0
-        assert "rank 0 goes on without the debugger" in terminal.shown
-    assert_goes_on(0)
-    again = debug(0, "p 'again'\nq\n")
-    assert again.returncode == 0, again
-    assert "'again'" in again.stdout
+    for keys in ("q\n", "exit\n", "\x04", "\x03", "c\n"):
+        with dtrain_on_terminal("debug", "r", "--rank", "0", cwd=folder) as terminal:
+            Debugger(terminal, 0).wait_prompt()
+            terminal.type(keys)
+            assert terminal.wait() == 0, repr(keys)
+            assert "rank 0 goes on without the debugger" in terminal.shown, repr(keys)
+        assert_goes_on(0)
+        again = debug(0, "p 'again'\nq\n")
+        assert again.returncode == 0, (keys, again)
+        assert "'again'" in again.stdout, repr(keys)
     end()
 
 
@@ -230,12 +230,11 @@ def test_what_goes_wrong_at_the_prompt_is_not_the_script_s(folder: Path) -> None
     end()
 
 
-COLLECTIVE = """
+COLLECTIVE = f"""{HEADER}
 import pathlib, time
-import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-pathlib.Path(f"tick{rank}").write_text("1")
+pathlib.Path("tick" + str(rank)).write_text("1")
 if rank == 0:
     while not pathlib.Path("come").exists():
         time.sleep(0.05)
@@ -245,12 +244,13 @@ while not pathlib.Path("go").exists():
 """
 
 
+@pytest.mark.usefixtures("warm")
 def test_a_rank_in_a_collective_opens_when_it_comes_back(folder: Path) -> None:
     (folder / "script.py").write_text(COLLECTIVE)
     detached("--nproc-per-node", "2", "script.py")
     with dtrain_on_terminal("debug", "r", "--rank", "1", cwd=folder) as terminal:
         terminal.read_until("the debugger opens when it comes back to Python")
-        assert f"rank 1 is at {folder}/script.py:10 in <module>, inside all_reduce" in terminal.shown
+        assert f"rank 1 is at {folder}/script.py:12 in <module>, inside all_reduce" in terminal.shown
         assert PROMPT.format(1) not in terminal.shown
         terminal.type("\x03")
         assert terminal.wait() == 0
@@ -264,9 +264,8 @@ def test_a_rank_in_a_collective_opens_when_it_comes_back(folder: Path) -> None:
 
 
 # All wait for rank 1 in backward, and give up after 3 s.
-TRAINING = """
+TRAINING = f"""{HEADER}
 import os, pathlib, time
-import torch, ddp
 ddp.init()
 rank = int(os.environ["RANK"])
 model = ddp.DistributedDataParallel(torch.nn.Linear(2, 2), stall_timeout_s=3)
@@ -278,7 +277,7 @@ while True:
         there += pathlib.Path("go").exists()
         torch.distributed.broadcast(there, 0)
     model(torch.ones(1, 2)).sum().backward()
-    pathlib.Path(f"tick{rank}").write_text(str(n))
+    pathlib.Path("tick" + str(rank)).write_text(str(n))
     if there.item():
         break
     time.sleep(0.02)
@@ -286,6 +285,7 @@ while True:
 HELD_S = 12.0  # longer than each of the limits
 
 
+@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize("where", [["--nproc-per-node", "2"], ["--simulate", "--nnodes", "2", "--nproc-per-node", "1"]])
 def test_a_debugger_may_be_held_for_longer_than_every_timeout(where: list[str], folder: Path) -> None:
     (folder / "script.py").write_text(TRAINING)
@@ -310,6 +310,7 @@ def test_a_debugger_may_be_held_for_longer_than_every_timeout(where: list[str], 
     assert "hang" not in (folder / "runs/r/console.log").read_text()
 
 
+@pytest.mark.usefixtures("warm")
 def test_without_a_debugger_the_same_limits_end_the_run(folder: Path) -> None:
     (folder / "script.py").write_text(TRAINING)
     detached("--stall-timeout-s", "3", "--nproc-per-node", "2", "script.py")

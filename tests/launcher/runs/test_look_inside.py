@@ -18,6 +18,7 @@ from testbed import REPOSITORY
 from testbed.processes import run_dtrain, started_dtrain, wait_until
 from testbed.require import require
 from testbed.terminal import Terminal, dtrain_on_terminal
+from testbed.warm import HEADER
 
 from launcher.cli.runs.top import FRAME, screen_of
 from launcher.runs.control import Control, ask
@@ -26,10 +27,9 @@ from launcher.timeline.goodput import PARTS
 
 # Makes steps of some 30 ms. The words are `rank.from.to.what`: who is slow in which steps, in its data or its forward;
 # or `rank.step.kill`: who kills itself there, once.
-TRAINING = """
+TRAINING = f"""{HEADER}
 import os, signal, sys, time
 from pathlib import Path
-import torch, ddp
 from ddp.monitoring.progress import count_checkpoint
 world = ddp.init()
 steps, resilient, words = int(sys.argv[1]), sys.argv[2] == "resilient", [word.split(".") for word in sys.argv[3:]]
@@ -163,6 +163,7 @@ def _plain(shown: str) -> list[str]:
     return [line.rpartition("\r")[2] for line in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown).split("\r\n")]
 
 
+@pytest.mark.usefixtures("warm")
 def test_steps_made_twice_after_a_restart_are_no_goodput(folder: Path) -> None:
     result = run_dtrain(
         "run", "--nproc-per-node", "2", "--max-restarts", "1", "--run-id", "r", "--error-json", "end.json",
@@ -180,6 +181,7 @@ def test_steps_made_twice_after_a_restart_are_no_goodput(folder: Path) -> None:
     assert failed["cause"]
 
 
+@pytest.mark.usefixtures("warm")
 def test_where_the_others_live_on_the_recovery_is_no_goodput(folder: Path) -> None:
     result = run_dtrain(
         "run", "--nproc-per-node", "2", "--max-restarts", "1", "--run-id", "r", "train.py", "80", "resilient",
@@ -194,6 +196,7 @@ def test_where_the_others_live_on_the_recovery_is_no_goodput(folder: Path) -> No
     assert "failures" in result.stderr
 
 
+@pytest.mark.usefixtures("warm")
 def test_quiet_says_nothing_of_its_time_and_a_short_script_without_ddp_neither(folder: Path) -> None:
     Path("short.py").write_text("print('short')\n")
     assert "goodput" not in run_dtrain("run", "--run-id", "r", "short.py").stderr
@@ -294,8 +297,13 @@ def test_the_use_of_gpus_is_shown_where_nvml_knows_it(nvml: Path, listed: str) -
     env = {"LD_LIBRARY_PATH": str(nvml), "FAKE_GPUS": "3", "CUDA_VISIBLE_DEVICES": listed or None}
     with started_dtrain("run", "--nproc-per-node", "gpu", "count.py", "100000", env=env):
         wait_until(_runs, "it runs")
-        wait_until(lambda: all(rank["gpu_percent"] is not None for rank in _top()["ranks"]), "NVML was asked")
-        ranks = _top()["ranks"]
+        ranks: list[dict[str, Any]] = []
+
+        def was_asked() -> bool:
+            ranks[:] = _top()["ranks"]
+            return len(ranks) == 3 and all(rank["gpu_percent"] is not None for rank in ranks)
+
+        wait_until(was_asked, "NVML was asked")
         used = {rank["rank"]: (rank["gpu_percent"], rank["gpu_memory_bytes"] >> 30) for rank in ranks}
         first, second = (1, 0) if listed else (0, 1)
         assert used == {first: (60, 10), second: (80, 11), 2: (0, 12)}

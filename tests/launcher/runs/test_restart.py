@@ -8,10 +8,10 @@ from pathlib import Path
 import psutil
 import pytest
 from testbed.processes import MARK, marked, run_dtrain, started_dtrain, wait_up
+from testbed.warm import HEADER
 
-GLOO = """\
+GLOO = f"""{HEADER}
 import os, signal, time
-import torch.distributed as dist
 dist.init_process_group("gloo")
 dist.barrier()
 attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
@@ -60,6 +60,7 @@ def script(tmp_path: Path) -> Path:
     return tmp_path / "script.py"
 
 
+@pytest.mark.usefixtures("warm")
 def test_workers_meet_again_in_a_fresh_store_after_one_was_killed(where: list[str], script: Path) -> None:
     script.write_text(GLOO)
     result = run_dtrain("run", "--run-id", "r", "--max-restarts", "2", *where, script, cwd=script.parent)
