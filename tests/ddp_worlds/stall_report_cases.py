@@ -36,8 +36,8 @@ from ddp.monitoring import stall_report as stall_report_module
 from ddp.monitoring.stall_report import HostWork, StallReport
 
 kept: object = None
-DEADLINE_S = 80.0  # less than the group's own timeout
-GROUP_TIMEOUT_S = 160.0
+DEADLINE_S = 30.0  # less than the group's own timeout
+GROUP_TIMEOUT_S = 60.0
 STALL_S = 0.6
 DEVICE = torch.device("meta")  # of which gloo moves nothing, as of CUDA with NCCL
 
