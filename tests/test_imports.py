@@ -1,5 +1,6 @@
 """The launcher never imports torch or ddp in its own processes, ddp never the launcher; and each only downwards."""
 
+import functools
 import json
 import sys
 from graphlib import TopologicalSorter
@@ -28,6 +29,7 @@ FAT = {
 LAUNCHER, DDP = modules("launcher"), modules("ddp")
 STORE = "launcher.agent.store_process"  # runs in a process of its own
 FORK_SERVER = "launcher.agent.workers.fork_server"
+ONE_STRATEGY = "import ddp; ddp.strategy('all_reduce')"
 # Top down: each imports only what stands behind it. Packages inside of a package have lines of their own.
 ORDERS = {
     "launcher": [
@@ -79,6 +81,7 @@ def test_nothing_of_the_launcher_imports_these_programs(program: str) -> None:
     assert [name for name, imported in graph("launcher").items() if program in imported] == []
 
 
+@functools.cache
 def _loaded(statement: str) -> set[str]:
     """Return the modules in a fresh interpreter after a statement, submodules too, without what it starts with."""
     code = f"import sys; before = set(sys.modules); {statement}; import json; print(json.dumps([*sys.modules]))"
@@ -113,12 +116,12 @@ def test_the_top_of_the_launcher_imports_launch_when_it_is_first_used() -> None:
 
 
 def test_importing_ddp_loads_nothing_of_the_launcher() -> None:
-    assert not {name for name in _loaded("import ddp") if name.partition(".")[0] == "launcher"}
+    assert not {name for name in _loaded(ONE_STRATEGY) if name.partition(".")[0] == "launcher"}
 
 
 def test_torch_xla_is_the_tpu_strategy_s_alone_and_loaded_only_for_it() -> None:
     assert [name for name, file in DDP.items() if "torch_xla" in _packages(file)] == ["ddp.strategies.tpu.mesh"]
-    loaded = _loaded("import ddp; ddp.strategy('all_reduce')")
+    loaded = _loaded(ONE_STRATEGY)
     assert "ddp.strategies.all_reduce" in loaded
     assert not {name for name in loaded if "torch_xla" in name or "strategies.tpu" in name}
 

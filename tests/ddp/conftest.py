@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 
 import pytest
-import torch.distributed as dist
 
 
 @pytest.fixture
 def group_of_one() -> Iterator[None]:
+    import torch.distributed as dist  # heavy: not for the quick tests, which read this file too
+
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

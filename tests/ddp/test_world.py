@@ -71,8 +71,8 @@ def reports(result: subprocess.CompletedProcess[str] | Result) -> list[dict[str,
     return sorted(lines, key=lambda line: line["rank"])
 
 
-def test_alone_it_is_a_world_of_one_and_ends_quietly(script: Path) -> None:
-    result = run([sys.executable, script])
+def test_alone_it_is_a_world_of_one_and_ends_quietly(nursery: Nursery, tmp_path: Path) -> None:
+    result = nursery.program(textwrap.dedent(REPORT), tmp_path)
     (report,) = reports(result)
     assert report == {
         "rank": 0,

@@ -386,6 +386,7 @@ def main(parent: Path, names: Sequence[str]) -> None:
     import torch._dynamo  # noqa: F401  # which the first step of an optimizer imports, in seconds
 
     _import_what_ddp_does(parent)
+    nursery.share_memory()
     began = time.monotonic()
     ranks = _run(parent, 2, "noted")
     if not isinstance(ranks[0], tuple):

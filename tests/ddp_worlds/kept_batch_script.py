@@ -11,10 +11,10 @@ import time
 from pathlib import Path
 
 import torch
-from torch import nn
 
 import ddp
 
+nn = torch.nn
 SAMPLES = 70
 epochs, pause_s = int(sys.argv[1]), float(sys.argv[2])
 world = ddp.init()

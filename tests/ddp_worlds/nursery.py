@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
 import importlib
 import os
 import pickle
@@ -147,6 +148,7 @@ def _serve(folder: Path, listener: socket.socket) -> None:
     import torch._dynamo  # noqa: F401  # which the first step of an optimizer imports, in seconds
     from ddp_worlds import data_parallel_cases  # noqa: F401  # imports torch and ddp, before the first fork
 
+    share_memory()
     clients: set[int] = set()
     while True:
         while select.select([listener], [], [], 0.1)[0]:
@@ -195,11 +197,19 @@ def _import_ahead(module: str) -> None:
     """Import it once, here, and not in every rank: torch's fsdp and tensor take a second of CPU."""
     if module in _ONLY_IN_RANKS:
         return
-    with warnings.catch_warnings(), contextlib.suppress(ImportError):  # which the ranks meet as well
-        _make_warnings_errors()
-        importlib.import_module(module)
+    if module not in sys.modules:
+        with warnings.catch_warnings(), contextlib.suppress(ImportError):  # which the ranks meet as well
+            _make_warnings_errors()
+            importlib.import_module(module)
+        share_memory()
     threads = os.listdir("/proc/self/task") if sys.platform == "linux" else [1]
     assert len(threads) == 1, f"{module} starts a thread when it is imported, after which nothing may be forked"
+
+
+def share_memory() -> None:
+    """Have no collection of a rank go through what is imported: that writes to the pages, which are then copied."""
+    gc.collect()
+    gc.freeze()
 
 
 def _make_warnings_errors() -> None:

@@ -598,6 +598,8 @@ def serve() -> None:
     for line in sys.stdin:
         if "hangs_elsewhere" in line:
             import torch._dynamo  # noqa: F401  # which each first optimizer imports, in seconds
+        gc.collect()
+        gc.freeze()  # what is imported, which else each collection of a rank would write to
         worlds: list[list[int]] = []
         for world in json.loads(line):
             worlds.append([])

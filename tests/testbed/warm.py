@@ -40,7 +40,7 @@ class WarmProcess(Lab):
         self.folder.chmod(0o700)
         script = self.folder.with_suffix(".py")
         script.write_text(HEADER)
-        self._dtrain("--start", "--keep-warm", "20m", script)
+        self._dtrain("--start", "--start-timeout-s", "90", "--keep-warm", "20m", script)
         self._pids = [each["pid"] for host in json.loads(self._dtrain("--json")).values() for each in host["warm"]]
 
     def _closers(self) -> Iterable[Callable[[], object]]:

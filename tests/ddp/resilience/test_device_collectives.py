@@ -1,7 +1,5 @@
 """What a failure means where collectives are queued on a device. No GPU: see late_collectives."""
 
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ddp_worlds.nursery import Nursery
 from testbed.resilient import run as run_script
 from testbed.resilient import said
 
@@ -166,7 +165,9 @@ def test_ranks_that_leave_errors_to_others_or_to_torch_are_told() -> None:
         ("torch.accelerator.synchronize = lambda *_: time.sleep(60)", "cpu does not answer"),
     ],
 )
-def test_a_process_ends_whose_device_does_not_come_back(breaks: str, says: str) -> None:
+def test_a_process_ends_whose_device_does_not_come_back(
+    nursery: Nursery, tmp_path: Path, breaks: str, says: str
+) -> None:
     """As if it had died: the launcher replaces it."""
     script = f"""if True:
         import time, torch
@@ -178,7 +179,7 @@ def test_a_process_ends_whose_device_does_not_come_back(breaks: str, says: str) 
         {breaks}
         device_collectives.DeviceCollectives().let_go([torch.device("cpu")])
         print("goes on")"""
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    ended = nursery.program(script, tmp_path)
     assert (ended.returncode, ended.stdout) == (1, "")
     assert says in ended.stderr
     assert "this process ends, to be replaced" in ended.stderr

@@ -23,6 +23,7 @@ def passes(output: str) -> dict[tuple[int, str], float]:
     return found
 
 
+@pytest.mark.usefixtures("warm")  # for the run without hosts
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_steps_and_losses_are_those_of_a_run_that_never_shrank(ssh_hosts: SshHosts, tmp_path: Path, ranks: int) -> None:
     """Three ranks become two, or four three and two; one of these is killed, and then all are there again.

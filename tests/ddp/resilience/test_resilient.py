@@ -1,6 +1,5 @@
 """A rank fails in training under dtrain: it alone is replaced, and the run ends with the bits of an undisturbed one."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,7 +38,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str]
 @pytest.mark.parametrize(
     ("ranks", "backend", "failures"),
     [
-        (3, "", ("1.2.forward.kill", "0.4.backward.kill", "2.6.step.kill", "0.9.commit.raise", "1.11.load.exit")),
+        (3, "", ("1.2.forward.kill", "0.4.backward.kill", "2.6.step.kill", "0.9.commit.raise", "1.11.load.exit",
+                 "0.15.forward.raise", "2.15.forward.raise")),  # the last two at once
         (3, "gloo", ("1.0.load.kill", "0.4.step.kill", "2.5.commit.kill", "1.7.forward.raise", "1.24.end.kill")),
         (2, "", ("0.0.backward.kill", "0.12.load.kill", "1.24.commit.kill", "1.36.end.kill")),
         # Rank 2 dies when its gradients are on their way; rank 0 has stepped with them, rank 1 has not.
@@ -56,20 +56,16 @@ def test_failures_change_no_bit(
     replaced = [failure for failure in failures if not failure.endswith("hear")]
     assert result.stderr.count("only this worker restarts") == len(replaced), result.stderr
     assert said(result, "entered").keys() == {*range(ranks)}
+    recorded = [path.read_text().count('"recovery"') for path in tmp_path.glob("runs/*/timeline.jsonl")]
+    assert max(recorded) > 0
 
 
-def test_only_the_loss_of_another_rank_is_recorded_as_a_recovery(tmp_path: Path) -> None:
+def test_a_failure_of_ones_own_is_not_recorded_as_a_recovery(tmp_path: Path) -> None:
     result = run(tmp_path, 1, "0.30.forward.raise", restarts=0)
     assert result.returncode == 1, result
-    spans = []
-    for path in tmp_path.glob("runs/*/timeline.jsonl"):
-        lines = [json.loads(line) for line in path.read_text().splitlines()[1:]]
-        spans += [line[3] for line in lines if line[0] == "span"]
-    assert "recovery" not in spans
-    other = run(tmp_path, 2, "0.30.forward.raise", "1.30.forward.kill", restarts=3)
-    assert other.returncode == 0, other
-    spans = [path.read_text().count('"recovery"') for path in tmp_path.glob("runs/*/timeline.jsonl")]
-    assert max(spans) > 0
+    recorded = [path.read_text() for path in tmp_path.glob("runs/*/timeline.jsonl")]
+    assert recorded
+    assert not any('"recovery"' in text for text in recorded)
 
 
 def changed(folder: Path, *pairs: tuple[str, str]) -> Path:
@@ -126,14 +122,6 @@ def test_a_model_that_is_left_behind_is_an_error_and_never_trains_alone(tmp_path
     assert result.returncode == 0
 
 
-def test_two_ranks_that_raise_at_once_are_both_replaced(
-    tmp_path: Path, undisturbed: Callable[[int, str], Results]
-) -> None:
-    result = run(tmp_path, 3, "0.4.forward.raise", "2.4.forward.raise", restarts=2)
-    assert result.returncode == 0, result
-    assert said(result, "result") == undisturbed(3, "")
-
-
 def test_a_failure_that_the_script_swallows_is_no_commit(
     tmp_path: Path, undisturbed: Callable[[int, str], Results]
 ) -> None:
@@ -145,9 +133,9 @@ def test_a_failure_that_the_script_swallows_is_no_commit(
                 continue
 """
     script = changed(tmp_path, ("            loss.backward()\n", swallow))
-    result = run(tmp_path, 2, "1.3.forward.kill", restarts=1, script=script)
+    result = run(tmp_path, 3, "1.3.forward.kill", restarts=1, script=script)
     assert result.returncode == 0, result
-    assert said(result, "result") == undisturbed(2, "")
+    assert said(result, "result") == undisturbed(3, "")
 
 
 def test_a_checkpoint_loaded_before_the_function_is_no_obstacle(tmp_path: Path) -> None:
