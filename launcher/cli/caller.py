@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.errors import UsageError
+from launcher.frozen import dataclass
 
 if TYPE_CHECKING:
     from launcher.protocol.reports import Exited, Returned

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.cli.caller import Caller, Verbosity, write_all
 from launcher.cli.options import Options
 from launcher.cli.request import Request
+from launcher.frozen import dataclass
 
 if TYPE_CHECKING:
     from launcher.job.outcome import Outcome

@@ -9,8 +9,8 @@ by itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from launcher.frozen import dataclass
 from launcher.hangs.positions import main_thread
 from launcher.hangs.watch import HangPolicy
 from launcher.protocol.reports import Evidence
