@@ -197,6 +197,7 @@ class TorchSurface(TorchDistributedDataParallel):
 
     def _register_builtin_comm_hook(self, comm_hook_type: object) -> None:
         self._use_hook(builtin_hook(comm_hook_type, self.process_group))
+        self._hook_name = str(comm_hook_type)
 
     def _register_buffer_comm_hook(
         self, state: object, hook: Callable[..., Any], comm_hook_location: object = None

@@ -188,6 +188,10 @@ def what_others_read_of_a_wrapper() -> None:
     told, torchs = model._get_ddp_logging_data(), theirs._get_ddp_logging_data()
     for name in ("world_size", "rank", "module_name", "find_unused_parameters", "gradient_as_bucket_view"):
         assert told[name] == torchs[name], name
+    hooked = ddp.DistributedDataParallel(build("mlp"))
+    for wrapper in (hooked, theirs):
+        wrapper._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    assert hooked._get_ddp_logging_data()["comm_hook"] == theirs._get_ddp_logging_data()["comm_hook"]
     model._set_ddp_runtime_logging_sample_rate(1)
     model._check_reducer_finalized()
     model._set_static_graph()

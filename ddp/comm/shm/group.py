@@ -104,7 +104,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu"), *map(torch.device, self._others.backends(self) if self._others else ())]
+        return [torch.device("cpu")] if self._others is None else self._others.device_types(self)
 
     def elsewhere(self, tensor: torch.Tensor) -> Any:
         """The group of torch's own that moves a tensor which this one does not."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, but not marked as exported
 
@@ -25,14 +26,18 @@ class OtherDevices:
 
     def backends(self, group: dist.ProcessGroup) -> dict[str, str]:
         """The backends of a group's other devices, by type. While torch still makes the group: all that it could be."""
-        try:
-            config = dist.get_backend_config(group)
-        except (AssertionError, RuntimeError, ValueError):  # torch does not know it yet
+        known = _backends_of(group)
+        if known is None:
             known = dict(dist.Backend.default_device_backend_map)
-        else:
-            known = dict(pair.split(":") for pair in config.split(","))
         known.pop("cpu", None)
         return known
+
+    def device_types(self, group: dist.ProcessGroup) -> list[torch.device]:
+        """The types of devices whose tensors a group moves, the host's first; empty while torch still makes the group.
+
+        torch 2.15 asks then: it attaches a recorder, which needs torch's own backends, unless this is empty.
+        """
+        return [] if _backends_of(group) is None else [*map(torch.device, ("cpu", *self.backends(group)))]
 
     def group_for(self, group: dist.ProcessGroup, device: str) -> dist.ProcessGroup:
         """The group that moves tensors of a type of device; RuntimeError if `group` has no backend for it."""
@@ -57,3 +62,12 @@ class OtherDevices:
         groups, self._groups = self._groups, {}
         for made in groups.values():
             destroy_device_group(made)
+
+
+def _backends_of(group: dist.ProcessGroup) -> dict[str, str] | None:
+    """The backends that a group was asked for, by type of device; None while torch still makes it."""
+    try:
+        config = dist.get_backend_config(group)
+    except (AssertionError, RuntimeError, TypeError, ValueError):  # by version of torch
+        return None
+    return dict(pair.split(":") for pair in config.split(","))
