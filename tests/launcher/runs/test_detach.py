@@ -84,6 +84,7 @@ def test_a_detached_run_goes_on_and_gives_its_exit_code(folder: Path) -> None:
     controller = psutil.Process(run["pid"])
     assert controller.terminal() is None
     assert os.getsid(controller.pid) == controller.pid
+    wait_until(lambda: dtrain("logs", run_id).stdout.count(" up\n") == 2, "both workers have printed")
     (folder / "go").touch()
     waited = dtrain("wait", run_id[:10])
     assert (waited.returncode, waited.stdout, waited.stderr) == (7, "", ""), waited
