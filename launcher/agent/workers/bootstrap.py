@@ -274,10 +274,23 @@ def _write_error_files(error: BaseException) -> None:
             json.dump({"message": {"message": f"{name}: {message}", "extraInfo": extra}}, file)
 
 
-def _write_facts(facts: dict[str, str], *, only_if_new: bool = False) -> None:
+def _write_exit_facts(status: int, error: SystemExit) -> None:
+    """Write the exit code and the line that gave it, unless an exception is known that led to it."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path or os.path.exists(path + ".facts"):
+        return
+    try:
+        where, inside = _position(error)
+    except Exception as problem:  # the script's folder may have a traceback.py of its own
+        where = inside = ""
+        print(f"dtrain: where sys.exit was called is not known: {problem}", file=sys.stderr)
+    _write_facts({"status": str(status), "where": where, "inside": inside})
+
+
+def _write_facts(facts: dict[str, str]) -> None:
     """Write what the agent reads of this worker's failure, with its time."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path or os.getpid() != _pid or (only_if_new and os.path.exists(path + ".facts")):
+    if not path or os.getpid() != _pid:
         return
     import json
     import time
@@ -329,10 +342,10 @@ def _end(error: BaseException | None) -> None:
     """Tell the agent of a bad exit code, since the end itself may take long; end the process if a group is open."""
     status = 0 if error is None else 1
     if isinstance(error, SystemExit):
-        error.__traceback__ = error.__context__ = None  # they would keep what the script holds
         status = error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)
         if status:
-            _write_facts({"status": str(status)}, only_if_new=True)
+            _write_exit_facts(status, error)
+        error.__traceback__ = error.__context__ = None  # they would keep what the script holds
     if not _has_open_group():
         return
     if isinstance(error, SystemExit) and not isinstance(error.code, int | None):
