@@ -140,7 +140,7 @@ def _failure(
         after.append(outcome.no_restart_reason)
     after += _scan(outcome)
     after += _no_input(outcome, cause)
-    after += _no_cuda(cause)
+    after += _hint(cause)
     stream, words = _last_words(cause, tail)
     after += _next_step(cause, stream, folder, evidence_file)
     room = max(MESSAGE_LINES, min(TAIL_LINES, SCREEN_LINES - len(before) - len(after)))
@@ -190,7 +190,10 @@ def _no_input(outcome: Outcome, cause: Failure) -> list[str]:
     ]
 
 
-def _no_cuda(cause: Failure) -> list[str]:
+def _hint(cause: Failure) -> list[str]:
+    """Say what to do about a cause that does not say it itself."""
+    if "out-of-memory killer" in cause.killer:
+        return ["to need less memory: fewer workers on each host (--nproc-per-node), or a smaller batch"]
     if cause.kind is not FailureKind.RAISED or not _NO_CUDA.search(cause.message):
         return []
     return [f"the torch on {cause.host} is built without CUDA; dtrain check shows torch and GPUs of each host"]
@@ -304,7 +307,7 @@ def _scan(outcome: Outcome) -> list[str]:
 def _next_step(cause: Failure, stream: int, folder: Path | None, evidence_file: Path | None) -> list[str]:
     """Return, last of all, where everything is kept and the command that shows it."""
     if folder is None:
-        return ["the output was not kept: the log files could not be written"]
+        return ["not all output was kept: the log files could not be written"]
     logs = log_folder(folder, cause.attempt, cause.rank)
     stacks = [] if evidence_file is None else [f"stacks of all ranks: {_quote(evidence_file)}"]
     if cause.rank is not None:

@@ -95,6 +95,13 @@ def test_a_torch_without_cuda_is_named_with_the_command_that_shows_it(message: s
     assert said not in lines(outcome(failure(message="CUDA out of memory")))
 
 
+def test_what_to_do_about_too_little_memory_is_said() -> None:
+    said = "to need less memory: fewer workers on each host (--nproc-per-node), or a smaller batch"
+    killed = failure(kind=FailureKind.KILLED, status=-9, killer="probably the out-of-memory killer: ...")
+    assert said in lines(outcome(killed))
+    assert said not in lines(outcome(dataclasses.replace(killed, killer="")))
+
+
 def test_a_crash_is_shown_without_frames_of_dtrain_and_loaded_libraries() -> None:
     own = '  File "/home/me/train.py", line 3 in step'
     ours = [f'  File "/opt/x/launcher/agent/workers/{name}.py", line 9 in f' for name in ("bootstrap", "fork_server")]
@@ -365,7 +372,7 @@ def test_stacks_are_named_before_the_command() -> None:
 
 def test_without_log_files_no_command_is_offered() -> None:
     shown = lines(outcome(failure()), folder=None)
-    assert shown[-1] == "the output was not kept: the log files could not be written"
+    assert shown[-1] == "not all output was kept: the log files could not be written"
 
 
 def test_lost_host_points_to_the_output_of_all() -> None:
