@@ -177,7 +177,8 @@ def holder(port: int) -> str:
     for connection in connections:
         if connection.status == psutil.CONN_LISTEN and connection.laddr[1:] == (port,) and connection.pid:
             try:
-                return f"pid {connection.pid} ({' '.join(psutil.Process(connection.pid).cmdline())[:80]})"
+                words = " ".join(psutil.Process(connection.pid).cmdline()).split()  # which may have lines of code
+                return f"pid {connection.pid} ({' '.join(words)[:80]})"
             except psutil.Error:  # ended meanwhile, or another user's
                 return f"pid {connection.pid}"
     return "a process of another user"

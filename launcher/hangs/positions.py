@@ -61,9 +61,12 @@ def rank_position(evidence: Evidence) -> RankPosition:
     state = state_in_words(evidence)
     if not frames:
         return RankPosition("", "", "", state)
+    frames = _without_bootstrap(frames)
     own = next((number for number, frame in enumerate(frames) if _is_own(frame)), 0)
-    at, inside = frames[own], frames[0].function
-    return RankPosition(str(at), _call(frames[1:own]), inside if inside != at.function else "", state)
+    at, called, inside = frames[own], frames[:own], frames[0].function
+    if called and called[0].file.startswith("<frozen importlib"):  # whose functions tell nobody anything
+        return RankPosition(str(at), _call(called) or "an import", "", state)
+    return RankPosition(str(at), _call(called[1:]), inside if inside != at.function else "", state)
 
 
 def groups(evidence: Sequence[Evidence]) -> list[Group]:
@@ -198,6 +201,13 @@ def _unescaped(text: str) -> str:
         return match[0] if 0xD800 <= number < 0xE000 or number > 0x10FFFF else chr(number)
 
     return _ESCAPED.sub(character, text)
+
+
+def _without_bootstrap(frames: Sequence[Frame]) -> list[Frame]:
+    """Return the frames without what the bootstrap does in an import of the script's, and what called the script."""
+    kept = scripts_frames(frames)
+    last = max((number for number, frame in enumerate(kept) if frame.file.startswith(_BOOTSTRAP)), default=-1)
+    return kept[last + 1 :] or kept
 
 
 def _call(frames: Sequence[Frame]) -> str:

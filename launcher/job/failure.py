@@ -77,7 +77,8 @@ class Failure:
 
     `status` is the exit code, or minus the signal that killed it. `provoked` says that the worker
     was already being stopped when it ended, although it had failed before. `killer` says who killed it, where that
-    is known; `inside` is the function in which it raised, `where` the line of the user's own code above that.
+    is known; `inside` is the function in which it raised or called sys.exit, `where` the line of the user's own code
+    above that.
     `failed_ranks` are those that an error of `ddp` names: it is a consequence of their failure, even if it names none.
     """
 
@@ -109,14 +110,14 @@ class Failure:
 
 def failure_of(host: str, exited: Exited | Failing, at: float, *, attempt: int) -> Failure:
     """Return what the bad end of a worker was, or will be."""
-    error = exited.error
+    said = exited.error or {}
     if exited.pid == 0:
         kind = FailureKind.NEVER_STARTED
-    elif error is not None:
+    elif "type" in said:
         kind = FailureKind.RAISED
     else:
         kind = FailureKind.KILLED if exited.status < 0 else FailureKind.EXITED
-    said = error or {}
+        said = {} if kind is FailureKind.KILLED else said
     named = said.get("failed_ranks")
     return Failure(
         kind=kind,

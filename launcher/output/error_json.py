@@ -13,9 +13,10 @@ One object. Every key is always there; what does not apply is null, an empty lis
                     after_s, log_folder}. kind: "raised", "exited", "killed", "never started", "host lost",
                     "store lost", "stalled", "hung". exit_status is null and signal a name for what a signal
                     killed. where: "file:line in function" of the user's own code; inside: the function that raised
-                    below it
+                    below it; of "exited" where it called sys.exit, else empty
     secondary_failures
                     what failed after the cause by itself: {count, groups: [{count, kind, how, ranks}]}
+    finished_before ranks that had ended with code 0 while others, the cause among them, still waited for them
     left_out        failures, as in cause, of processes that the others went on without; the cause may be one of them
     worker_restarts how often one process alone was started again
     faults          of --chaos: [{action, target, at_s, detection_s, recovery_s, steps_lost}]; at_s after the begin of
@@ -114,6 +115,7 @@ def as_json(
                 for group in group_secondary_failures(outcome.secondary_failures)
             ],
         },
+        "finished_before": list(outcome.finished_before),
         "left_out": [_of_cause(failure, folder) for failure in outcome.left_out],
         "worker_restarts": outcome.worker_restarts,
         "faults": [_of_fault(fault) for fault in outcome.faults],

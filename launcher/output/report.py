@@ -5,6 +5,7 @@ Pure. At most SCREEN_LINES lines or so; what is cut is counted, and is whole in 
 
 from __future__ import annotations
 
+import re
 import shlex
 import signal
 from collections.abc import Callable, Sequence
@@ -26,6 +27,13 @@ from launcher.output.stacks import odd_one_out, one_line
 from launcher.output.text import count, printable, ranges, table
 
 __all__ = ["report"]
+
+_NO_CUDA = re.compile(
+    "Torch not compiled with CUDA|no attribute '_cuda_|doesn't have NCCL built in|Tried to instantiate dummy base class"
+)
+_OF_A_CRASH = re.compile(
+    r'  File ".*/launcher/agent/workers/(bootstrap|fork_server)\.py", line \d+ in |Extension modules: '
+)
 
 SCREEN_LINES = 36
 TAIL_LINES = 12
@@ -132,10 +140,13 @@ def _failure(
         after.append(outcome.no_restart_reason)
     after += _scan(outcome)
     after += _no_input(outcome, cause)
+    after += _hint(cause)
     stream, words = _last_words(cause, tail)
     after += _next_step(cause, stream, folder, evidence_file)
     room = max(MESSAGE_LINES, min(TAIL_LINES, SCREEN_LINES - len(before) - len(after)))
-    last = [f"the last lines of its {STREAM_NAMES[stream]}:", *(f"| {line}" for line in words[-room:])] if words else []
+    last = (
+        [f"the last lines of its {STREAM_NAMES[stream]}:", *(f"| {line}" for line in words[-room:])] if stream else []
+    )
     return [*before, *_indent(last), *_indent(after)]
 
 
@@ -147,6 +158,8 @@ def _headline(outcome: Outcome, cause: Failure) -> str:
 
 
 def _exception(cause: Failure) -> list[str]:
+    if cause.kind is FailureKind.EXITED and cause.where:
+        return [f"it called sys.exit {_at(cause)}"]
     if cause.kind is not FailureKind.RAISED:
         return []
     shown = [line for line in cause.message.splitlines() if line.strip()]
@@ -155,10 +168,14 @@ def _exception(cause: Failure) -> list[str]:
     first = ": ".join(filter(None, (cause.error_type, *shown[:1])))
     lines = [printable(line) for line in (first, *shown[1:]) if line]
     if cause.where:
-        own = cause.where.rpartition(" in ")[2]
-        inside = f", inside {cause.inside}" if cause.inside and cause.inside != own else ""
-        lines.append(printable(f"at {cause.where}{inside}"))
+        lines.append(_at(cause))
     return lines
+
+
+def _at(cause: Failure) -> str:
+    own = cause.where.rpartition(" in ")[2]
+    inside = f", inside {cause.inside}" if cause.inside and cause.inside != own else ""
+    return printable(f"at {cause.where}{inside}")
 
 
 def _no_input(outcome: Outcome, cause: Failure) -> list[str]:
@@ -173,14 +190,26 @@ def _no_input(outcome: Outcome, cause: Failure) -> list[str]:
     ]
 
 
+def _hint(cause: Failure) -> list[str]:
+    """Say what to do about a cause that does not say it itself."""
+    if "out-of-memory killer" in cause.killer:
+        return ["to need less memory: fewer workers on each host (--nproc-per-node), or a smaller batch"]
+    if cause.kind is not FailureKind.RAISED or not _NO_CUDA.search(cause.message):
+        return []
+    return [f"the torch on {cause.host} is built without CUDA; dtrain check shows torch and GPUs of each host"]
+
+
 def _last_words(cause: Failure, tail: Callable[[int, int], list[str]]) -> tuple[int, list[str]]:
-    """Return what the worker wrote last, and on which stream: on stderr if it wrote anything there."""
+    """Return what the worker wrote last, and on which stream: stderr if it wrote anything there, 0 if nowhere.
+
+    What a crash prints of dtrain's own files and of loaded libraries is in the log file only.
+    """
     if cause.rank is None or cause.kind is FailureKind.NEVER_STARTED:
-        return 2, []
+        return 0, []
     for stream in (2, 1):
         if words := tail(cause.rank, stream):
-            return stream, words
-    return 2, []
+            return stream, [line for line in words if not _OF_A_CRASH.match(line)]
+    return 0, []
 
 
 def _consequences(outcome: Outcome, cause: Failure) -> list[str]:
@@ -278,12 +307,14 @@ def _scan(outcome: Outcome) -> list[str]:
 def _next_step(cause: Failure, stream: int, folder: Path | None, evidence_file: Path | None) -> list[str]:
     """Return, last of all, where everything is kept and the command that shows it."""
     if folder is None:
-        return ["the output was not kept: the log files could not be written"]
+        return ["not all output was kept: the log files could not be written"]
     logs = log_folder(folder, cause.attempt, cause.rank)
     stacks = [] if evidence_file is None else [f"stacks of all ranks: {_quote(evidence_file)}"]
     if cause.rank is not None:
-        where = f"its whole output: {_quote(logs)}/stdout.log, stderr.log"
-        return [where, *stacks, f"see it: less {_quote(logs / f'{STREAM_NAMES[stream]}.log')}"]
+        if stream:
+            where = f"its whole output: {_quote(logs)}/stdout.log, stderr.log"
+            return [where, *stacks, f"see it: less {_quote(logs / f'{STREAM_NAMES[stream]}.log')}"]
+        return ["it wrote no output", *stacks, *([f"see it: less {_quote(evidence_file)}"] if evidence_file else [])]
     see = f"tail {_quote(logs)}/*/stderr.log" if evidence_file is None else f"less {_quote(evidence_file)}"
     return [f"the output of all workers: {_quote(logs)}", *stacks, f"see it: {see}"]
 

@@ -124,7 +124,9 @@ class Exited(Report):
     ran_s: float
     provoked: bool  # the agent had already signalled it
     killer: str  # who killed it, where that is known; else empty
-    error: dict[str, str] | None  # type, message, where, inside, failed_ranks; from the file that the worker wrote
+    error: (
+        dict[str, str] | None
+    )  # type, message, where, inside, failed_ranks, as the worker wrote; where only: of sys.exit
     error_file: str | None  # that file's whole text
     time: float  # of the exception where one is known, else of the exit
     restart_policy: int = 0  # see job/recovery/restarts.py; 0: its failure ends the attempt

@@ -27,6 +27,8 @@ if TYPE_CHECKING:  # typing itself takes 5 ms to import, in every worker
 STACK_SIGNAL = 51  # the same in evidence.py, which says why
 DEBUGGER_SIGNAL = 52  # the same in debugging/channels.py
 LEAVE_S = 60.0  # for collectives that are under way when the script ends
+_IMPORT_PAUSE_S = 0.02
+_DEBUGPY = ("debugpy", "pydevd", "_pydev")  # how its packages begin
 _OUTPUT_FAILED = 120  # what Python ends with when standard output cannot be written
 
 _pid = 0  # of the worker: a process that the script forks is not it
@@ -40,7 +42,6 @@ def main() -> None:
     sys.argv = [target, *args]
     sys.orig_argv[:] = [executable, *(["-m"] if kind == "module" else []), target, *args]
     _print_stacks()
-    _take_debuggers()
     if os.environ.get("RANK") == "0":
         sys.meta_path.insert(0, _WakeStore())
     try:
@@ -54,7 +55,9 @@ def main() -> None:
 def _run(kind: str, target: str) -> None:
     program = {"script": _script, "module": _module, "function": _function}[kind]
     try:
-        program(target)()
+        run = program(target)
+        _take_debuggers()  # which may import debugpy: from where the script would
+        run()
     except SystemExit:
         raise
     except BaseException as error:
@@ -93,10 +96,25 @@ def _take_debuggers() -> None:
     if not path:
         return
     import _signal
+    import _thread
+    import time  # all built in: the handler itself must import nothing
 
     def open_debugger(_: int, frame: types.FrameType | None) -> None:
-        if os.getpid() == _pid:
-            in_worker().open_debugger(path + ".debugger", frame)
+        if os.getpid() != _pid:
+            return
+        if _imports_what_debuggers_need(frame):
+            _thread.start_new_thread(signal_again, (_thread.get_ident(),))
+            return
+        try:
+            debugger = in_worker()
+        except Exception as error:  # the script's folder may have a pdb.py of its own
+            print(f"dtrain: no debugger can be imported: {type(error).__name__}: {error}", file=sys.stderr)
+            return
+        debugger.open_debugger(path + ".debugger", frame)
+
+    def signal_again(main_thread: int) -> None:
+        time.sleep(_IMPORT_PAUSE_S)
+        _signal.pthread_kill(main_thread, DEBUGGER_SIGNAL)
 
     def in_worker() -> Any:
         if not _debugging:
@@ -115,6 +133,23 @@ def _take_debuggers() -> None:
         _signal.signal(DEBUGGER_SIGNAL, open_debugger)
     except (OSError, ValueError) as error:  # the script runs as well without
         print(f"dtrain: no debugger can be opened in this worker: {error}", file=sys.stderr)
+
+
+def _imports_what_debuggers_need(frame: types.FrameType | None) -> bool:
+    """Say whether the main thread was interrupted in the import of a module that a debugger imports too.
+
+    The debugger would find half of that module. A script's own module may take the whole training to import: in such
+    a one it opens.
+    """
+    if frame is not None and frame.f_code.co_filename.startswith("<frozen importlib"):
+        return True  # which may hold locks
+    while frame is not None:
+        if frame.f_code.co_name == "_find_and_load" and frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            package = frame.f_locals["name"].partition(".")[0]
+            if package in sys.stdlib_module_names or package.startswith(_DEBUGPY):
+                return True
+        frame = frame.f_back
+    return False
 
 
 def _script(path: str) -> Callable[[], object]:
@@ -239,10 +274,23 @@ def _write_error_files(error: BaseException) -> None:
             json.dump({"message": {"message": f"{name}: {message}", "extraInfo": extra}}, file)
 
 
-def _write_facts(facts: dict[str, str], *, only_if_new: bool = False) -> None:
+def _write_exit_facts(status: int, error: SystemExit) -> None:
+    """Write the exit code and the line that gave it, unless an exception is known that led to it."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path or os.path.exists(path + ".facts"):
+        return
+    try:
+        where, inside = _position(error)
+    except Exception as problem:  # the script's folder may have a traceback.py of its own
+        where = inside = ""
+        print(f"dtrain: where sys.exit was called is not known: {problem}", file=sys.stderr)
+    _write_facts({"status": str(status), "where": where, "inside": inside})
+
+
+def _write_facts(facts: dict[str, str]) -> None:
     """Write what the agent reads of this worker's failure, with its time."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path or os.getpid() != _pid or (only_if_new and os.path.exists(path + ".facts")):
+    if not path or os.getpid() != _pid:
         return
     import json
     import time
@@ -294,10 +342,10 @@ def _end(error: BaseException | None) -> None:
     """Tell the agent of a bad exit code, since the end itself may take long; end the process if a group is open."""
     status = 0 if error is None else 1
     if isinstance(error, SystemExit):
-        error.__traceback__ = error.__context__ = None  # they would keep what the script holds
         status = error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)
         if status:
-            _write_facts({"status": str(status)}, only_if_new=True)
+            _write_exit_facts(status, error)
+        error.__traceback__ = error.__context__ = None  # they would keep what the script holds
     if not _has_open_group():
         return
     if isinstance(error, SystemExit) and not isinstance(error.code, int | None):

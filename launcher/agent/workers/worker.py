@@ -325,7 +325,7 @@ class Worker:
             pid=self.pid,
             status=_exit_code(facts),
             ran_s=failed_at - self.began,
-            error=_raised(facts),
+            error=_error(facts, None),
             time=failed_at,
         )
 
@@ -344,7 +344,7 @@ class Worker:
             ran_s=failed_at - self.began,
             provoked=self.provoked,
             killer=self.killer,
-            error=_raised(facts) or _elastic_error(text),
+            error=_error(facts, text),
             error_file=text,
             time=failed_at,
             restart_policy=self.restart_policy,
@@ -386,8 +386,11 @@ def _exit_code(facts: Mapping[str, str] | None) -> int:
     return int(status) if status.isdecimal() and 0 < len(status) <= 3 else 1
 
 
-def _raised(facts: dict[str, str] | None) -> dict[str, str] | None:
-    return facts if facts and "type" in facts else None
+def _error(facts: dict[str, str] | None, error_file: str | None) -> dict[str, str] | None:
+    """Return what it raised, else what torch elastic's file says, else only where it called sys.exit."""
+    if facts is not None and "type" in facts:
+        return facts
+    return _elastic_error(error_file) or (facts if facts is not None and facts.get("where") else None)
 
 
 def _read_text(path: Path) -> str | None:

@@ -179,6 +179,10 @@ def test_segfault_shows_where_and_exits_139(tmp_path: Path) -> None:
     assert ours.returncode == 128 + signal.SIGSEGV
     assert "was killed by SIGSEGV" in ours.stderr
     assert "line 3 in crash" in ours.stderr
+    report = [line for line in ours.stderr.splitlines() if line.startswith("dtrain:")]
+    assert any("line 3 in crash" in line for line in report)
+    assert not any("bootstrap.py" in line for line in report), "no frames of dtrain's"
+    assert "bootstrap.py" in Path(tmp_path, report[-1].rpartition("less ")[2]).read_text(), "the file has all"
 
 
 def test_error_file_is_torch_elastics(tmp_path: Path) -> None:
@@ -205,6 +209,7 @@ WHERE = {
         "script.py:6 in f",
         "backward",
     ),
+    "at the exit": ("import sys\ndef f(): sys.exit('no data')\nf()", "script.py:2 in f", "f"),
     "in no function": ("x = = 1", "script.py:1", ""),
 }
 

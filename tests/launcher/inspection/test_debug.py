@@ -109,6 +109,33 @@ def test_variables_are_seen_and_changed_and_lines_are_stepped_through(start_meth
     end()
 
 
+# A module that the debugger imports too, here in the script's folder. Half of it is there when the debugger is asked.
+SLOW_MODULE = """
+import os, pathlib, signal
+reads, writes = os.pipe()
+os.set_blocking(writes, False)
+signal.set_wakeup_fd(writes)
+pathlib.Path("tick0").touch()
+while os.read(reads, 1)[0] != 52:
+    pass
+signal.set_wakeup_fd(-1)
+exec(compile(pathlib.Path(os.__file__).with_name("bdb.py").read_text(), "bdb.py", "exec"))
+"""
+
+
+def test_a_rank_that_imports_what_the_debugger_needs_opens_when_that_is_there(folder: Path) -> None:
+    """The script trains in an import of its own, which does not end: in that the debugger opens."""
+    (folder / "bdb.py").write_text(SLOW_MODULE)
+    (folder / "script.py").rename(folder / "training.py")
+    (folder / "script.py").write_text("import bdb\nimport training\n")
+    detached("script.py", workers=1)
+    result = debug(0, "p 'open'\nq\n")
+    assert (result.returncode, "'open'" in result.stdout) == (0, True), result
+    assert_goes_on(0)
+    assert "'open'" in debug(0, "p 'open'\nq\n").stdout
+    end()
+
+
 def test_a_breakpoint_is_come_to_again_and_again_until_it_is_cleared(folder: Path) -> None:
     detached("--nproc-per-node", "2", "script.py")
     with dtrain_on_terminal("debug", "r", "--rank", "0", cwd=folder) as terminal:

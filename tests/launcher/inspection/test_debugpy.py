@@ -157,10 +157,10 @@ def test_a_debugpy_that_does_not_open_is_told_with_an_exit_code(code: str, text:
     debugger = "import debugpy\ndef get_global_debugger(): return getattr(debugpy, 'USED', None)\n"
     (folder / "pydevd.py").write_text(f"{debugger}def stoptrace(): pass\n")
     assert run_dtrain("run", "--detach", "--run-id", "r", "script.py").returncode == 0
-    wait_until(lambda: (folder / "pid").exists() and (folder / "pid").read_text(), "the script runs")
     result = run_dtrain("debug", "r", "--rank", "0", "--debugpy")
     assert result.returncode == 1, result
     assert text in result.stderr, result
+    wait_until(lambda: (folder / "pid").exists() and (folder / "pid").read_text(), "the script runs")
     pid = int((folder / "pid").read_text())
     wait_until(lambda: not _listens(pid), "no port of the rank is open", timeout=30)
     assert children_of_the_rank(folder) == "7 0 8\n"

@@ -112,7 +112,9 @@ def test_failures_that_are_alike_are_said_in_one_phrase(
     ("status", "pid", "error", "kind"),
     [
         (3, 1, None, FailureKind.EXITED),
+        (3, 1, {"status": "3", "where": "t.py:1", "inside": "f"}, FailureKind.EXITED),
         (-11, 1, None, FailureKind.KILLED),
+        (-11, 1, {"status": "3", "where": "t.py:1", "inside": "f"}, FailureKind.KILLED),
         (1, 1, {"type": "ValueError", "message": "x", "where": "t.py:1"}, FailureKind.RAISED),
         (127, 0, {"type": "", "message": "could not be started", "where": ""}, FailureKind.NEVER_STARTED),
     ],
@@ -122,6 +124,7 @@ def test_kinds_of_failures(status: int, pid: int, error: dict[str, str] | None, 
     failure = failure_of("a", said, 12.0, attempt=4)
     assert (failure.kind, failure.attempt, failure.rank, failure.killer) == (kind, 4, 2, "the kernel")
     assert failure.error_type == (error or {}).get("type", "")
+    assert failure.where == ("" if kind is FailureKind.KILLED else (error or {}).get("where", ""))
 
 
 # ---- which of several was the first by itself -------------------------------------------------------------------

@@ -68,6 +68,48 @@ def test_exception_below_the_users_line_names_both() -> None:
     assert "at /home/me/train.py:7 in step" in lines(outcome(own))
 
 
+def test_an_exit_code_is_shown_with_the_line_that_gave_it() -> None:
+    exited = failure(
+        kind=FailureKind.EXITED, status=3, error_type="", message="", where="/home/me/train.py:7 in main", inside="main"
+    )
+    shown = lines(outcome(exited), stderr=["no data"])
+    assert shown[:2] == [
+        "rank 1 on sim1 (pid 812) exited with code 3 after 1.1 s",
+        "it called sys.exit at /home/me/train.py:7 in main",
+    ]
+    parser = dataclasses.replace(exited, inside="error")
+    assert "it called sys.exit at /home/me/train.py:7 in main, inside error" in lines(outcome(parser))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "Torch not compiled with CUDA enabled",
+        "module 'torch._C' has no attribute '_cuda_setDevice'",
+        "Distributed package doesn't have NCCL built in",
+    ],
+)
+def test_a_torch_without_cuda_is_named_with_the_command_that_shows_it(message: str) -> None:
+    said = "the torch on sim1 is built without CUDA; dtrain check shows torch and GPUs of each host"
+    assert said in lines(outcome(failure(message=message)))
+    assert said not in lines(outcome(failure(message="CUDA out of memory")))
+
+
+def test_what_to_do_about_too_little_memory_is_said() -> None:
+    said = "to need less memory: fewer workers on each host (--nproc-per-node), or a smaller batch"
+    killed = failure(kind=FailureKind.KILLED, status=-9, killer="probably the out-of-memory killer: ...")
+    assert said in lines(outcome(killed))
+    assert said not in lines(outcome(dataclasses.replace(killed, killer="")))
+
+
+def test_a_crash_is_shown_without_frames_of_dtrain_and_loaded_libraries() -> None:
+    own = '  File "/home/me/train.py", line 3 in step'
+    ours = [f'  File "/opt/x/launcher/agent/workers/{name}.py", line 9 in f' for name in ("bootstrap", "fork_server")]
+    words = ["Fatal Python error: Segmentation fault", own, *ours, "Extension modules: numpy._core (total: 1)"]
+    shown = lines(outcome(failure(kind=FailureKind.KILLED, status=-11, message="")), stderr=words)
+    assert [line for line in shown if line.startswith("| ")] == [f"| {words[0]}", f"| {own}"]
+
+
 def test_long_messages_are_cut_and_counted() -> None:
     cause = failure(error_type="RuntimeError", message="\n".join(f"line {n}" for n in range(30)))
     shown = lines(outcome(cause))
@@ -312,8 +354,16 @@ def test_next_step_is_a_command_that_a_shell_understands() -> None:
     assert silent[-1] == "see it: less runs/r1/attempt_0/1/stdout.log"
 
 
+def test_an_empty_file_is_not_offered() -> None:
+    stacks = Path("runs/r1/attempt_0/evidence-1.txt")
+    assert lines(outcome(failure()), evidence_file=stacks)[-3:] == [
+        "it wrote no output", f"stacks of all ranks: {stacks}", f"see it: less {stacks}"
+    ]  # fmt: skip
+    assert lines(outcome(failure()))[-1] == "it wrote no output"
+
+
 def test_stacks_are_named_before_the_command() -> None:
-    shown = lines(outcome(failure()), evidence_file=Path("runs/r1/attempt_0/evidence-1.txt"))
+    shown = lines(outcome(failure()), stderr=["x"], evidence_file=Path("runs/r1/attempt_0/evidence-1.txt"))
     assert shown[-2:] == [
         "stacks of all ranks: runs/r1/attempt_0/evidence-1.txt",
         "see it: less runs/r1/attempt_0/1/stderr.log",
@@ -322,7 +372,7 @@ def test_stacks_are_named_before_the_command() -> None:
 
 def test_without_log_files_no_command_is_offered() -> None:
     shown = lines(outcome(failure()), folder=None)
-    assert shown[-1] == "the output was not kept: the log files could not be written"
+    assert shown[-1] == "not all output was kept: the log files could not be written"
 
 
 def test_lost_host_points_to_the_output_of_all() -> None:

@@ -13,6 +13,7 @@ from launcher.protocol.reports import Evidence
 
 TORCH = "/home/me/.venv/lib/python3.12/site-packages/torch"
 DDP = REPOSITORY / "ddp"
+BOOTSTRAP = str(REPOSITORY / "launcher/agent/workers/bootstrap.py")
 
 
 def evidence(rank: int, stack: str, *, state: str = "S", waits_in: str = "") -> Evidence:
@@ -130,6 +131,28 @@ def test_what_was_called_of_a_library_is_named(call: str) -> None:
     assert one_line(group) == f"rank 0 is at /home/me/train.py:40 in step, in {call}, inside wait"
 
 
+IMPORT = [
+    ("<frozen importlib._bootstrap>", 1140, "_find_spec"),
+    ("<frozen importlib._bootstrap>", 1360, "_find_and_load"),
+]
+IMPORTS = {
+    "an import": IMPORT,
+    "an import, which wakes the store": [
+        (f"{LIB}/socket.py", 850, "create_connection"), (BOOTSTRAP, 425, "find_spec"), *IMPORT
+    ],
+    "the import of torch": [
+        (BOOTSTRAP, 425, "find_spec"), *IMPORT, (f"{TORCH}/__init__.py", 240, "<module>"), IMPORT[1]
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", IMPORTS)
+def test_a_rank_that_imports_is_at_its_own_line_not_in_the_bootstrap(what: str) -> None:
+    called_by = ("<frozen runpy>", 88, "_run_code"), (BOOTSTRAP, 76, "_run")
+    (group,) = groups([evidence(0, stack(*IMPORTS[what], STEP, MAIN, *called_by))])
+    assert one_line(group) == f"rank 0 is at /home/me/train.py:40 in step, in {what.partition(',')[0]}"
+
+
 def test_this_python_prints_what_is_understood() -> None:
     stop = threading.Event()
     threads = [threading.Thread(target=stop.wait, name=name) for name in ("a", 'b "(most recent call first):')]
@@ -177,9 +200,9 @@ def test_name_that_is_not_ascii_is_shown_as_it_is() -> None:
         "/usr/lib/python3/dist-packages/numpy/core.py",
         "/usr/lib/python3.12/socket.py",
         "/usr/lib64/python3.12/socket.py",
-        "<frozen importlib._bootstrap>",
+        "<frozen runpy>",
         str(DDP / "reducer.py"),
-        str(REPOSITORY / "launcher/agent/workers/bootstrap.py"),
+        str(REPOSITORY / "launcher/agent/debugging/in_worker.py"),
     ],
 )
 def test_library_is_not_the_users_own(library: str) -> None:
