@@ -385,8 +385,12 @@ def prepare():
     while not pathlib.Path("go").exists():
         time.sleep(0.1)
 
-if os.environ["RANK"] == "1":
+rank = os.environ["RANK"]
+if rank == "1":
     prepare()
+pathlib.Path(f"came-{rank}").touch()
+while rank != "1" and not (pathlib.Path("came-0").exists() and pathlib.Path("came-2").exists()):
+    time.sleep(0.01)
 dist.init_process_group("gloo")
 dist.destroy_process_group()
 """
@@ -401,7 +405,8 @@ def test_ranks_that_wait_for_one_that_does_not_come_to_the_process_group_are_nam
             said.append(process.stderr.readline())
             assert said[-1], said
         (tmp_path / "go").touch()
-        _, rest = process.communicate(timeout=60)
+        rest = process.stderr.read()
+        process.wait(60)
     text = b"".join(said).decode()
     assert process.returncode == 0
     assert re.search(r"2 ranks \(0, 2\) have waited in init_process_group for \d+ s or more", text), text
