@@ -18,7 +18,7 @@ from testbed.lab import Lab
 from testbed.namespaces import find_part
 from testbed.network import NetworkHosts
 from testbed.once import folder_of_run
-from testbed.processes import MARK, describe, dtrain_server_if_started, everyone, kill, left_behind
+from testbed.processes import MARK, describe, dtrain_server_if_started, everyone, keep_variables, kill, left_behind
 from testbed.quick import is_heavy, is_quick
 from testbed.require import require
 from testbed.slurm import Node, SlurmCluster
@@ -67,6 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in tuple(os.environ):
         if name.startswith(FOREIGN_PREFIXES) or name in FOREIGN_NAMES:
             del os.environ[name]
+    keep_variables()
 
 
 def pytest_unconfigure() -> None:

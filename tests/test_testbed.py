@@ -5,9 +5,11 @@ import signal
 import subprocess
 import uuid
 from pathlib import Path
+from threading import Thread
 
 import psutil
 import pytest
+from testbed import processes
 from testbed.forked_dtrain import ForkedDtrain
 from testbed.processes import (
     MARK,
@@ -49,31 +51,69 @@ def test_a_timeout_kills_the_whole_tree_and_keeps_the_output() -> None:
     assert result.wall_s < 60
 
 
-def test_a_forked_dtrain_is_a_process_of_its_own(tmp_path: Path) -> None:
+@pytest.fixture
+def forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "EXHAUSTIVE", False)
+
+
+def test_a_forked_dtrain_is_a_process_of_its_own(tmp_path: Path, forks: None) -> None:
     with started_dtrain("run", "--no-python", "sleep", "600", cwd=tmp_path, env={"OWN": "1"}) as process:
         assert isinstance(process, ForkedDtrain)
         ours = {os.environ[MARK]}
         wait_until(lambda: [each for each in marked(ours, OWN="1") if each.name() == "sleep"], "the worker is there")
         assert process.pid in {each.pid for each in marked(ours)}
         assert (os.getsid(process.pid), os.readlink(f"/proc/{process.pid}/cwd")) == (process.pid, str(tmp_path))
+        assert psutil.Process(process.pid).cmdline()[1:] == ["-m", "launcher", "run", "--no-python", "sleep", "600"]
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.01)
         assert process.poll() is None
+        waiting = Thread(target=process.wait, daemon=True)
+        waiting.start()
+        assert process.poll() is None, "another thread's wait holds up nobody"
         process.kill()
         assert process.wait() == process.poll() == -signal.SIGKILL
+        waiting.join()
     assert run_dtrain("--version").returncode == 0
     assert run_dtrain("run", "none.py", cwd=tmp_path).returncode == 2
 
 
-@pytest.mark.parametrize("variable", ["PYTHONHASHSEED", "LD_PRELOAD", "PYTHONPATH"])
+def test_what_goes_wrong_with_a_forked_dtrain_is_said(tmp_path: Path, forks: None) -> None:
+    with pytest.raises(FileNotFoundError, match="none"):
+        run_dtrain("--version", cwd=tmp_path / "none")
+    for name in ("tomllib", "tomli"):  # of which one is imported where there is a file
+        (tmp_path / f"{name}.py").write_text("raise ValueError('broken')")
+    (tmp_path / "dtrain.toml").write_text("")
+    with started_dtrain("env", cwd=tmp_path) as process:
+        assert isinstance(process, ForkedDtrain)
+        assert b"ValueError: broken" in process.communicate(timeout=60)[1]
+        assert process.returncode == 1
+    server = processes.dtrain_server()
+    ended = server.pid
+    kill([psutil.Process(ended)])
+    assert run_dtrain("--version").returncode == 0
+    assert server.pid != ended
+
+
+@pytest.mark.parametrize(
+    ("variable", "module"),
+    [
+        ("PYTHONHASHSEED", ""),
+        ("LD_PRELOAD", ""),
+        ("PYTHONPATH", "sitecustomize"),
+        ("PYTHONPATH", "click"),
+        ("", "rich"),
+    ],
+)
 def test_a_dtrain_that_python_would_start_in_another_way_is_not_forked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forks: None, variable: str, module: str
 ) -> None:
-    (tmp_path / "sitecustomize.py").write_text("")
-    monkeypatch.setenv(variable, {"PYTHONHASHSEED": "1", "LD_PRELOAD": "", "PYTHONPATH": str(tmp_path)}[variable])
-    with started_dtrain("--version") as process:
+    if module:
+        (tmp_path / f"{module}.py").write_text("from os import _exit\n_exit(5)")
+    if variable:
+        monkeypatch.setenv(variable, {"PYTHONHASHSEED": "1", "LD_PRELOAD": "", "PYTHONPATH": str(tmp_path)}[variable])
+    with started_dtrain("--version", cwd=None if variable else tmp_path) as process:
         assert not isinstance(process, ForkedDtrain)
-        assert process.wait() == 0
+        assert process.wait(60) == (5 if module in {"sitecustomize", "click"} else 0)
 
 
 @pytest.mark.parametrize(("ci", "outcome"), [("", pytest.skip.Exception), ("true", pytest.fail.Exception)])

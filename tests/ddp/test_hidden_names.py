@@ -16,7 +16,7 @@ from testbed.processes import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 ALL = torchs_names(FILE.read_text(encoding="utf-8"))
-NAMES = ALL if EXHAUSTIVE else ALL[::32]
+NAMES = ALL if EXHAUSTIVE else ALL[::32]  # every 32nd: each takes a second
 # What nobody says, since ddp does without it or cannot know whether torch has it under another name.
 SILENT = {
     "_torchdynamo_disable": "set, not read: torch.compile would look into the wrapper",

@@ -1,7 +1,8 @@
 """`dtrain` forked from a process that has imported it: its imports are half of the CPU time of a short run.
 
-What is forked has a session, streams, variables and a folder of its own, as what `python -m launcher` starts. A test
-that starts that itself, for the start is what it shows, and one that changes how Python starts, gets no fork.
+What is forked has a session, streams, variables and a folder of its own, as what `python -m launcher` starts. No fork:
+a test that runs `python -m launcher` itself, one that sets what changes how Python starts (`_AT_START`, sitecustomize,
+limits), one whose folders have a module that would be imported instead of one that is imported here, and the full set.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import ctypes
 import gc
 import json
 import os
+import resource
 import select
 import selectors
 import signal
@@ -19,40 +21,66 @@ import subprocess
 import sys
 import tempfile
 import threading
+import traceback
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 MARK = "DTRAIN_TEST_MARK"
 NO_MARK = "0" * 32  # as long as all others
-MAX_REQUEST_BYTES = 100_000
+MAX_MESSAGE_BYTES = 100_000
 _AT_START = ("PYTHON", "LC_", "LANG", "LD_", "MALLOC_", "TZ")  # what Python, libc and the linker read of variables
+_BY_SITE = ("sitecustomize", "usercustomize")  # imported at the start of Python if they are there
 
 
 class DtrainServer:
-    """The process from which they are forked. It ends with the one that made it."""
+    """The process from which they are forked, started anew if it has ended. It ends with the one that made it."""
 
-    def __init__(self) -> None:
+    def __init__(self, variables: Mapping[str, str]) -> None:
+        self._variables = {**variables, MARK: NO_MARK}
+        self._start()
+
+    def _start(self) -> None:
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._inherited = _inherited(os.environ)
+        self._inherited = _inherited(self._variables)
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "testbed.forked_dtrain", str(theirs.fileno())],
                 cwd=Path(__file__).parents[1],
-                env={**os.environ, MARK: NO_MARK},
+                env=self._variables,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
         self.pid = self._process.pid
+        self._imported: dict[str, str] = json.loads(self.socket.recv(MAX_MESSAGE_BYTES))
 
-    def request(self, words: Sequence[str], env: Mapping[str, str], cwd: Path | None) -> bytes | None:
+    def request(self, argv: Sequence[str], env: Mapping[str, str], cwd: Path | None) -> bytes | None:
         """Return what is to be asked for; None if only a start by exec will do."""
-        if _inherited(env) != self._inherited or len(env.get(MARK, "")) != len(NO_MARK):
+        if len(env.get(MARK, "")) != len(NO_MARK):
             return None
-        request = json.dumps({"words": words, "env": dict(env), "cwd": os.fspath(cwd or Path.cwd())}).encode()
-        return request if len(request) <= MAX_REQUEST_BYTES else None
+        if self._process.poll() is not None:
+            self.socket.close()
+            self._start()
+        folder = (cwd or Path.cwd()).absolute()
+        if _inherited(env) != self._inherited or any(
+            self._is_hidden_by(Path(folder, each)) for each in ("", *_folders_of_modules(env))
+        ):
+            return None
+        request = json.dumps({"argv": argv, "env": dict(env), "cwd": os.fspath(folder)}).encode()
+        return request if len(request) <= MAX_MESSAGE_BYTES else None
+
+    def _is_hidden_by(self, folder: Path) -> bool:
+        """Return whether Python would import a module of this folder instead of one that the server has imported."""
+        modules = {path.stem: path for path in folder.glob("*.py")}
+        modules |= {path.parent.name: path for path in folder.glob("*/__init__.py")}
+        return any(
+            self._imported.get(name) != os.path.realpath(path)
+            for name, path in modules.items()
+            if name in self._imported or name in _BY_SITE
+        )
 
     def close(self) -> None:
         self.socket.close()
@@ -74,6 +102,7 @@ class ForkedDtrain(subprocess.Popen[bytes]):
         """Do what Popen does by exec. The parameters that are used have had their places since Python 3.7."""
         child_stdin, _, _, child_stdout, _, child_stderr = given[10:16]
         self._status, theirs = os.pipe()
+        weakref.finalize(self, os.close, self._status)  # not sooner: another thread may wait for it
         descriptors = [child_stdin, child_stdout, child_stderr, theirs]
         try:
             socket.send_fds(self._server.socket, [self._request], descriptors)
@@ -81,7 +110,11 @@ class ForkedDtrain(subprocess.Popen[bytes]):
             self._closed_child_pipe_fds = True
             for descriptor in descriptors:
                 os.close(descriptor)
-        self.pid = int(self._line().removeprefix("pid "))
+        word, number = self._line().split(maxsplit=1)
+        if word == "failed":
+            raise OSError(int(number), os.strerror(int(number)), json.loads(self._request)["cwd"])
+        assert word == "pid", "it has ended before it began"
+        self.pid = int(number)
         self._child_created = True
 
     def _line(self) -> str:
@@ -98,31 +131,30 @@ class ForkedDtrain(subprocess.Popen[bytes]):
         return self.returncode
 
     def _wait(self, timeout: float | None) -> int:
+        if self.returncode is None:
+            poll = select.poll()
+            poll.register(self._status, select.POLLIN)
+            if not poll.poll(None if timeout is None else 1000 * max(timeout, 0)):
+                assert timeout is not None
+                raise subprocess.TimeoutExpired(self.args, timeout)
         with self._lock:
             if self.returncode is None:
-                poll = select.poll()
-                poll.register(self._status, select.POLLIN)
-                if not poll.poll(None if timeout is None else 1000 * max(timeout, 0)):
-                    assert timeout is not None
-                    raise subprocess.TimeoutExpired(self.args, timeout)
                 _, code, used_s = self._line().split()
                 self.returncode = int(code)
                 ForkedDtrain.used_s += float(used_s)
-                os.close(self._status)
             return self.returncode
 
 
-def _inherited(env: Mapping[str, str]) -> tuple[dict[str, str], set[int]]:
-    """Return the variables and the ignored signals that make another process of what is started here."""
+def _inherited(env: Mapping[str, str]) -> tuple[object, ...]:
+    """Return the variables, ignored signals, limits and cores that make another process of what is started here."""
     ignored = {number for number in signal.valid_signals() if signal.getsignal(number) is signal.SIG_IGN}
     variables = {name: value for name, value in env.items() if name.startswith(_AT_START)}
-    if not any(Path(folder, "sitecustomize.py").exists() for folder in _folders_of_modules(env)):
-        variables.pop("PYTHONPATH", None)  # what is forked gets its folders
-    return variables, ignored
+    variables.pop("PYTHONPATH", None)  # what is forked gets its folders
+    return variables, ignored, resource.getrlimit(resource.RLIMIT_NOFILE), os.sched_getaffinity(0)
 
 
 def _folders_of_modules(env: Mapping[str, str]) -> list[str]:
-    return [os.path.abspath(folder) for folder in env.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    return [folder for folder in env.get("PYTHONPATH", "").split(os.pathsep) if folder]
 
 
 def _serve(requests: socket.socket) -> None:
@@ -141,37 +173,64 @@ def _serve(requests: socket.socket) -> None:
                 os.close(status)
                 os.close(key.fd)
                 continue
-            request, descriptors, _, _ = socket.recv_fds(requests, 2 * MAX_REQUEST_BYTES, 4)
+            request, descriptors, _, _ = socket.recv_fds(requests, 2 * MAX_MESSAGE_BYTES, 4)
             if not request:
                 return
-            if not (pid := os.fork()):
+            *streams, status = descriptors
+            try:
+                pid = os.fork()
+            except OSError as error:
+                os.write(status, b"failed %d\n" % error.errno)
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                continue
+            if not pid:
                 try:
-                    _become(json.loads(request), descriptors)
+                    _become(json.loads(request), streams, status)
                 finally:
                     os._exit(1)
-            *streams, status = descriptors
             for descriptor in streams:
                 os.close(descriptor)
             waiting.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, status))
 
 
-def _become(request: dict[str, Any], descriptors: list[int]) -> None:
-    """Go on as `dtrain`; does not return."""
-    *streams, status = descriptors
+def _become(request: dict[str, Any], streams: Sequence[int], status: int) -> None:
+    """Go on as `dtrain`; returns only after an error that it does not catch."""
+    try:
+        os.chdir(request["cwd"])
+    except OSError as error:
+        os.write(status, b"failed %d\n" % error.errno)
+        return
     os.setsid()
-    os.chdir(request["cwd"])
     for number, descriptor in enumerate(streams):
         os.dup2(descriptor, number)
-    installed = sys.path[1 + len(_folders_of_modules(os.environ)) :]
+    try:
+        _set_up(request)
+        os.write(status, b"pid %d\n" % os.getpid())
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        launcher.cli.main.main()
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def _set_up(request: dict[str, Any]) -> None:
+    env = request["env"]
     os.environ.clear()
-    os.environ.update(request["env"])
-    sys.path[:] = [request["cwd"], *_folders_of_modules(os.environ), *installed]
-    _show_mark(request["env"][MARK])
+    os.environ.update(env)
+    sys.path[:] = [os.getcwd(), *map(os.path.abspath, _folders_of_modules(env)), *INSTALLED]
     tempfile.tempdir = None  # it is asked for anew
-    sys.argv = [str(Path(launcher.__file__).with_name("__main__.py")), *request["words"]]
-    os.write(status, b"pid %d\n" % os.getpid())
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-    launcher.cli.main.main()
+    sys.argv = [str(Path(launcher.__file__).with_name("__main__.py")), *request["argv"][3:]]
+    sys.orig_argv[:] = request["argv"]
+    _show_mark(env[MARK])  # where _show_as can do nothing
+    launcher.agent.workers.fork_server._show_as(request["argv"], env)
+
+
+def _imported_from() -> dict[str, str]:
+    """Return the top-level modules that are imported, each with its file, or nothing where it has none."""
+    files = {name: getattr(module, "__file__", None) or "" for name, module in sys.modules.items() if "." not in name}
+    return {name: os.path.realpath(file) if file else "" for name, file in files.items() if name != "__main__"}
 
 
 def _show_mark(mark: str) -> None:
@@ -182,9 +241,13 @@ def _show_mark(mark: str) -> None:
 
 
 if __name__ == "__main__":
+    FOLDERS = [os.path.abspath(folder) for folder in _folders_of_modules(os.environ)]
+    INSTALLED = [folder for folder in sys.path[1:] if folder not in FOLDERS]
+
     import paramiko  # noqa: F401  # for SSH hosts
     import rich.table  # noqa: F401
 
+    import launcher.agent.workers.fork_server
     import launcher.check.command
     import launcher.cli.main
     import launcher.cli.plan
@@ -200,4 +263,6 @@ if __name__ == "__main__":
     import launcher.timeline.recording
 
     gc.freeze()
-    _serve(socket.socket(fileno=int(sys.argv[1])))
+    requests = socket.socket(fileno=int(sys.argv[1]))
+    requests.send(json.dumps(_imported_from()).encode())
+    _serve(requests)

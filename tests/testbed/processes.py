@@ -20,9 +20,11 @@ from typing import Any
 
 import psutil
 
+from testbed import EXHAUSTIVE
 from testbed.forked_dtrain import MARK as MARK
 from testbed.forked_dtrain import DtrainServer, ForkedDtrain
 
+_variables = dict(os.environ)
 TIMED_OUT = 124  # as timeout(1) has it
 _OTHERS = re.compile(r"^dtrain: removed what .* killed had left on .*\n", re.MULTILINE)
 TIMEOUT_S = 100.0  # more than anything takes, also beside other work, and less than a test may
@@ -99,18 +101,22 @@ def started_dtrain(
 
     It is forked from a process that has imported it, where that makes no difference (forked_dtrain.py).
     """
-    words = [os.fspath(arg) for arg in args]
-    argv = [sys.executable, "-m", "launcher", *words]
-    server = dtrain_server()
-    if (request := server.request(words, _environment(env or {}), cwd)) is None:
+    argv = [sys.executable, "-m", "launcher", *map(os.fspath, args)]
+    if EXHAUSTIVE or (request := dtrain_server().request(argv, _environment(env or {}), cwd)) is None:
         return started(*argv, env=env, cwd=cwd, stdin=stdin)
-    return _until_its_end(ForkedDtrain(server, request, argv, stdin))
+    return _until_its_end(ForkedDtrain(dtrain_server(), request, argv, stdin))
 
 
 @functools.cache
 def dtrain_server() -> DtrainServer:
     """The process from which this one's `dtrain` are forked."""
-    return DtrainServer()
+    return DtrainServer(_variables)
+
+
+def keep_variables() -> None:
+    """Have that process get what variables there are now, not those of the test that first needs it."""
+    _variables.clear()
+    _variables.update(os.environ)
 
 
 def dtrain_server_if_started() -> DtrainServer | None:

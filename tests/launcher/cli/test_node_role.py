@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -42,11 +43,14 @@ def _nodes(
     """Start nodes one after the other, each in its own right."""
     with contextlib.ExitStack() as stack:
         yield [
-            stack.enter_context(
-                started_dtrain(*_words(port, rank, *more, nnodes=nnodes, nproc=nproc), cwd=tmp_path, env=env)
-            )
+            stack.enter_context(_started(*_words(port, rank, *more, nnodes=nnodes, nproc=nproc), cwd=tmp_path, env=env))
             for rank in ranks
         ]
+
+
+def _started(*words: str, cwd: Path, env: dict[str, str]) -> AbstractContextManager["subprocess.Popen[bytes]"]:
+    """Start by exec, as users do: what is forked from one process has one hash seed, and nodes have several."""
+    return started(sys.executable, "-m", "launcher", *words, cwd=cwd, env=env)
 
 
 def _ends(process: "subprocess.Popen[bytes]") -> tuple[int, str, str]:
@@ -58,18 +62,18 @@ def _ends(process: "subprocess.Popen[bytes]") -> tuple[int, str, str]:
 def test_typed_in_any_order_it_is_one_run(tmp_path: Path, port: int, order: list[int]) -> None:
     (tmp_path / "show.py").write_text(SHOW)
     with contextlib.ExitStack() as stack:
-        started = {}
+        nodes = {}
         for rank in order:
             gpus = ["0,1,2,3", "4,5"][rank]
-            started[rank] = stack.enter_context(
-                started_dtrain(
+            nodes[rank] = stack.enter_context(
+                _started(
                     *_words(port, rank, "show.py", nproc=[3, 2][rank]),
                     cwd=tmp_path,
                     env={"CUDA_VISIBLE_DEVICES": gpus, "DTRAIN_TOKEN": TOKEN},
                 )
             )
             time.sleep(0.3)
-        (code0, out, err), (code1, _, joined) = _ends(started[0]), _ends(started[1])
+        (code0, out, err), (code1, _, joined) = _ends(nodes[0]), _ends(nodes[1])
     assert (code0, code1) == (0, 0), (err, joined)
     places = sorted(line.partition("place ")[2] for line in out.splitlines())
     assert places == [

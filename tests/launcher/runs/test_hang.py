@@ -164,7 +164,9 @@ def test_victims_are_counted_by_what_they_say(tmp_path: Path) -> None:
     assert result.returncode == 137, result.stderr
     assert "rank 3 on " in result.stderr
     assert "was killed by SIGKILL (by another process or by itself" in result.stderr
-    assert re.search(r"[1-3] others? failed in all_reduce: .*onnection", result.stderr), result.stderr
+    # On a busy machine they may be stopped before one of them has noticed.
+    said = r"[1-3] others? failed in all_reduce: .*onnection|where the other ranks were:(.|\n)*all_reduce"
+    assert re.search(said, result.stderr), result.stderr
     assert len(result.stderr[result.stderr.index("dtrain: rank 3") :].splitlines()) < 40  # one screen
 
 
@@ -385,8 +387,12 @@ def prepare():
     while not pathlib.Path("go").exists():
         time.sleep(0.1)
 
-if os.environ["RANK"] == "1":
+rank = os.environ["RANK"]
+if rank == "1":
     prepare()
+pathlib.Path(f"came-{rank}").touch()
+while rank != "1" and not (pathlib.Path("came-0").exists() and pathlib.Path("came-2").exists()):
+    time.sleep(0.01)
 dist.init_process_group("gloo")
 dist.destroy_process_group()
 """
@@ -401,7 +407,8 @@ def test_ranks_that_wait_for_one_that_does_not_come_to_the_process_group_are_nam
             said.append(process.stderr.readline())
             assert said[-1], said
         (tmp_path / "go").touch()
-        _, rest = process.communicate(timeout=60)
+        rest = process.stderr.read()
+        process.wait(60)
     text = b"".join(said).decode()
     assert process.returncode == 0
     assert re.search(r"2 ranks \(0, 2\) have waited in init_process_group for \d+ s or more", text), text

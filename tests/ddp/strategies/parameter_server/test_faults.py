@@ -79,6 +79,8 @@ for epoch in loader.epochs(epochs):
     print("epoch", who, epoch, strategy.step, flush=True)
     if epoch == 5 and len(sys.argv) > 5:
         await_life(sys.argv[5], 1)
+    if epoch == 8 and len(sys.argv) > 5:
+        await_life("ps0", "killed")
 strategy.sync()
 print("ended", who, made, strategy.step, is_better(model).item(), flush=True)
 if options.get("mode", "sync") == "sync" and strategy.is_main:
@@ -135,13 +137,13 @@ def _argv(script: Path, launching: list[str | Path], options: dict[str, object],
     return ["run", *launching, script, json.dumps(options), *more]
 
 
-def test_a_worker_that_is_killed_and_a_server_that_is_stopped_come_back_to_where_training_is(
+def test_a_worker_that_is_killed_and_a_server_that_is_stopped_and_killed_come_back_to_where_training_is(
     ssh_hosts: SshHosts, script: Path
 ) -> None:
     every = 20
     options = {"mode": "async", "snapshots": str(script.parent / "snapshots"), "snapshot_every": every}
     hosts: list[str | Path] = ["--ssh-config", ssh_hosts.ssh_config, "--hosts", "node1,node2", "--nproc-per-node", "1"]
-    launching = [*hosts, "--ps", "1", "--evaluator", "--max-restarts", "3", "--hang", "auto"]
+    launching = [*hosts, "--ps", "1", "--evaluator", "--max-restarts", "4", "--hang", "auto"]
     argv = _argv(script, launching, options, "10", "0.02", str(script.parent), "worker1")
     with started_dtrain(*argv, cwd=script.parent) as process:
         run = Run(process)
@@ -153,14 +155,20 @@ def test_a_worker_that_is_killed_and_a_server_that_is_stopped_come_back_to_where
             run.until("epoch", "worker0", "5")
         reached = int(run.until("epoch", "worker0", "7")[0])
         os.kill(run.pid("ps0"), signal.SIGSTOP)  # the others wait, and no socket breaks
+        run.until("is", "ps0")
+        again = int(run.until("epoch", "worker0", "8")[0])
+        os.kill(run.pid("ps0"), signal.SIGKILL)
+        (script.parent / "ps0 killed").touch()
         code, stderr = run.end()
     assert code == 0, stderr
     assert f"(pid {run.pid('ps0', 0)}) hangs: a signal has stopped it" in stderr
-    assert "; only this worker restarts (restart 1 of 3)" in stderr
-    assert "; only this worker restarts (restart 2 of 3)" in stderr
+    assert "; only this worker restarts (restart 1 of 4)" in stderr
+    assert "; only this worker restarts (restart 2 of 4)" in stderr
+    assert "; only this worker restarts (restart 3 of 4)" in stderr
     snapshot = [int(step) for step in re.findall(r"goes on from the snapshot of step (\d+)", stderr)]
-    assert len(snapshot) == 1
+    assert len(snapshot) == 2
     assert reached - every <= snapshot[0] <= 100
+    assert again - every <= snapshot[1] <= 100
     ended = {line[0]: line[1:] for line in run.said("ended")}
     assert ended["worker0"] == ["100", "100", "True"]
     assert ended["worker1"][1:] == ["100", "True"]
