@@ -34,6 +34,11 @@ class LearningRateScheduler(Callback):
             raise ArgumentError("LearningRateScheduler takes a function of the epoch or step, or else scheduler=")
         if by not in ("epoch", "step"):
             raise ArgumentError(f"by={by!r}; it must be 'epoch' or 'step'")
+        if scheduler is not None and not callable(scheduler):
+            kind = type(scheduler).__name__  # type: ignore[unreachable]  # types are not checked in users' scripts
+            raise ArgumentError(
+                f"scheduler= is a {kind}: give what makes one: {kind}, or lambda optimizer: {kind}(optimizer, ...)"
+            )
         self._rate, self._make, self._by, self._monitor = rate, scheduler, by, monitor
         self._scheduler: Any = None
 

@@ -477,6 +477,8 @@ class Trainer(Training):
             raise ArgumentError(
                 f"a {type(data).__name__} cannot be shared out: give the data set, or strategy.loader(dataset, ...)"
             )
+        if isinstance(data, tuple) and all(hasattr(item, "shape") for item in data):  # else a data set of two samples
+            raise ArgumentError("a tuple of tensors is no data set: give torch.utils.data.TensorDataset(x, y)")
         size = _BATCH_SIZE if global_batch_size is None else global_batch_size
         return self.strategy.loader(data, global_batch_size=size, shuffle=shuffle, seed=self.seed or 0)
 

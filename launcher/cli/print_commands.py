@@ -32,10 +32,14 @@ def commands(options: Options) -> str:
         "(umask 077; mkdir -p ~/.config/dtrain; openssl rand -hex 32 > ~/.config/dtrain/token)",
     ]
     for k in range(nodes):
-        name, slots = (hosts[k].name, hosts[k].slots) if k < len(hosts) else (f"node {k}", None)
+        host = hosts[k] if k < len(hosts) else None
+        slots = host.slots if host else None
         own = [] if slots is None or options.nproc_per_node else ["--nproc-per-node", str(slots)]
         node = ["dtrain", "run", "--node-rank", str(k), "--master-addr", address]
-        lines += [f"# on {name}", f"cd {folder} && {shlex.join([*node, *own, *args, *options.command])}"]
+        line = shlex.join([*node, *own, *args, *options.command])
+        if host is not None and host.chosen is not None:  # by --include or --exclude, which a node does not take
+            line = f"CUDA_VISIBLE_DEVICES={','.join(map(str, host.chosen))} {line}"
+        lines += [f"# on {host.name if host else f'node {k}'}", f"cd {folder} && {line}"]
     return "\n".join(lines)
 
 

@@ -448,6 +448,8 @@ def refuses() -> None:
     one = trainer()
     with pytest.raises(ddp.errors.ArgumentError, match=r"a list_iterator cannot be shared out: give the data set"):
         one.fit(iter([1]), epochs=1)
+    with pytest.raises(ddp.errors.ArgumentError, match=r"a tuple of tensors is no data set: give .*TensorDataset"):
+        one.evaluate((torch.zeros(4, 2), torch.zeros(4)))
     with pytest.raises(ddp.errors.ArgumentError, match="must not shuffle"):
         one.predict(one.strategy.loader(data(), global_batch_size=4, shuffle=True))
     with pytest.raises(ddp.errors.ArgumentError, match="sample weights, but the loss is a single number"):

@@ -270,6 +270,15 @@ def test_what_to_type_is_printed_and_does_what_it_says(tmp_path: Path, port: int
     assert outputs[0].count(b"place") == 2
 
 
+def test_what_to_type_has_the_gpus_that_were_chosen(tmp_path: Path) -> None:
+    (tmp_path / "show.py").write_text(SHOW)
+    options = ["--hosts", "a:4,b:4,c:4", "--include", "a@b:1,3"]
+    printed = run_dtrain("run", "--print-commands", *options, "show.py", cwd=tmp_path)
+    a, b = (line.split(" && ")[1] for line in printed.stdout.splitlines() if line.startswith("cd "))
+    assert a.startswith("dtrain run --node-rank 0 --master-addr a --nproc-per-node 4 ")
+    assert b.startswith("CUDA_VISIBLE_DEVICES=1,3 dtrain run --node-rank 1 --master-addr a --nproc-per-node 2 ")
+
+
 def test_nobody_else_hears_or_reaches_the_run(tmp_path: Path, port: int) -> None:
     import psutil
 
