@@ -98,21 +98,28 @@ def _check(args: Sequence[str], folder: Path, *, is_submitted: bool) -> bool:
     import click
 
     from launcher.cli.config_file import Group
+    from launcher.cli.main import cli
     from launcher.cli.options import Options, takes_options
-    from launcher.cli.request import check_script, check_texts, parse_command, workdir_of
+    from launcher.cli.request import check_script, check_values, parse_command, workdir_of
 
     found: list[Options] = []
 
     def keep(options: Options) -> None:
         found.append(options)
 
-    command = click.command("run", context_settings={"allow_interspersed_args": False})(takes_options(keep))
-    Group("dtrain", commands={"run": command}).main(["run", *args], "dtrain", standalone_mode=False)
+    command = click.command("run", context_settings=cli.commands["run"].context_settings)(takes_options(keep))
+    group = Group("dtrain", commands={**cli.commands, "run": command}, context_settings=cli.context_settings)
+    group.folder = workdir_of(None) / folder
+    group.main(["run", *args], "dtrain", standalone_mode=False)
     for options in found:
-        check_texts(options)
-        workdir = workdir_of(None) / folder / (options.workdir or "")
+        script = parse_command(options)
+        check_values(options)
+        workdir = group.folder / Path(options.workdir or "").expanduser()
+        check_script(script, workdir, is_seen=False)
+        if not is_submitted:
+            continue
         try:
-            check_script(parse_command(options), workdir, is_seen=is_submitted)
+            check_script(script, workdir, is_seen=True)
         except UsageError as error:
             raise UsageError(
                 f"{error}\nnothing was submitted; if only the nodes have it, use --print | sbatch"
