@@ -50,9 +50,8 @@ class Outcome:
     forked: int = 0  # workers of the last attempt that had their packages imported before they began
     by_exec: tuple[str, ...] = ()  # why others were not forked
     stdin_rank: int | None = None  # which rank had this command's standard input
-    finished_before: tuple[
-        int, ...
-    ] = ()  # ranks whose end by themselves, with 0, the cause looks like a consequence of
+    # Ranks whose end by themselves, with 0, the cause looks like a consequence of.
+    finished_before: tuple[int, ...] = ()
     warm: tuple[tuple[str, Bye], ...] = ()  # what each host said of processes that are kept warm
 
 
