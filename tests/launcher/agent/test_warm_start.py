@@ -454,6 +454,31 @@ def test_a_dead_fork_server_is_replaced_whoever_finds_it_dead(installed: Path, t
             os.waitpid(pid, 0)
 
 
+def test_a_worker_restarted_alone_waits_for_the_fork_server_that_replaces_a_killed_one(
+    installed: Path, tmp_path: Path
+) -> None:
+    write(installed, "heavy.py", "import os, time; pid = os.getpid(); os.path.exists('slow') and time.sleep(4)")
+    source = """
+        import os, heavy, signal, struct, time
+        if os.environ["RANK"] == "1":
+            while not os.path.exists("back"):
+                time.sleep(0.01)
+        elif os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            with open(os.environ["DTRAIN_PROGRESS_FILE"], "r+b") as file:  # its failure is its own
+                file.seek(16)
+                file.write(struct.pack("<Q", 1))
+            open("slow", "w").close()
+            os.kill(heavy.pid, signal.SIGKILL)
+            raise SystemExit(3)
+        else:
+            print("imported here", heavy.pid == os.getpid())
+            open("back", "w").close()
+    """
+    result = run_verbose(tmp_path, "--max-restarts", "1", write(tmp_path, "script.py", source))
+    assert "only this worker restarts" in result.stderr, result
+    assert "imported here False" in result.stdout, result
+
+
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder whose modules count as installed."""
