@@ -86,6 +86,8 @@ class Attempt:
         self._grace_s = prepared.grace_s
         self._orders: dict[int, StartWorker] = {}
         self._waiting: list[StartWorker] = []  # for the fork server's imports
+        # What is to be started again, and waits for these too: its order, and what could not be ended there.
+        self._cleared: list[tuple[RestartWorker, str]] = []
         self._fork_server = fork_server
         self._kept_copy = kept_copy
         self._lives: dict[int, int] = {}  # how often a rank was started again alone
@@ -192,8 +194,7 @@ class Attempt:
         self._orders[message.rank] = message
         self.input.expect(message)
         self._generation = max(self._generation, message.generation)
-        if message.through and self._fork_server.is_loading:
-            self._fork_server.wait_s(message.wait_s)
+        if self._must_wait(message):
             self._waiting.append(message)
         else:
             self._start(message, restart_policy=message.restart_policy)
@@ -227,10 +228,12 @@ class Attempt:
 
     def go_on(self) -> None:
         """Go on with those that wait to be started, and those that are to be started again."""
-        while self._waiting and not self._fork_server.is_loading:
+        while self._waiting and not self._must_wait(self._waiting[0]):
             waiting = self._orders[self._waiting.pop(0).rank]  # as it is now
             self._start(waiting, restart_policy=waiting.restart_policy)
-        for order, left in self.worker_restarts.step():
+        self._cleared += self.worker_restarts.step()
+        while self._cleared and not self._must_wait(self._orders[self._cleared[0][0].rank]):
+            order, left = self._cleared.pop(0)
             old = self.workers[order.rank]
             if left:
                 self._never_started(order.rank, f"processes that it left cannot be ended: {left}", old.restart_policy)
@@ -241,6 +244,13 @@ class Attempt:
             if self._start(replace(first, env=env), restart_policy=old.restart_policy):
                 self._before = (self._before[0] + old.progress[0], self._before[1] + old.progress[1])
                 self._release(old)
+
+    def _must_wait(self, message: StartWorker) -> bool:
+        """Whether a worker waits for the imports of the fork server, which is told how long it may."""
+        if message.through and self._fork_server.is_loading:
+            self._fork_server.wait_s(message.wait_s)
+            return True
+        return False
 
     def _start(self, message: StartWorker, *, restart_policy: int) -> bool:
         """Start a worker, and report that; return whether it runs."""

@@ -38,6 +38,7 @@ class Group(click.Group):
     """Commands whose options' defaults come from the config file, and from PET_* variables for dtrain-torchrun."""
 
     command_class = Command
+    folder: Path | None = None  # of the config file; None: the current one
 
     def invoke(self, ctx: click.Context) -> Any:
         config_file = self.read_config_file()
@@ -48,9 +49,9 @@ class Group(click.Group):
         return super().invoke(ctx)
 
     def read_config_file(self) -> ConfigFile:
-        """Read the config file of the current folder."""
+        """Read the config file of the folder."""
         known = {p.name for c in self.commands.values() for p in c.params if isinstance(p, click.Option) and p.name}
-        return read_config_file(current_folder(), known - _TYPED_ONLY)
+        return read_config_file(self.folder or current_folder(), known - _TYPED_ONLY)
 
 
 def _defaults(command: click.Command, config_file: ConfigFile, ctx: click.Context) -> dict[str, Any]:

@@ -163,7 +163,7 @@ def sbatch(args: tuple[str, ...]) -> None:
     """See `dtrain sbatch --help`, which sbatch.py answers."""
     from launcher.cli.sbatch import run_sbatch
 
-    sys.exit(run_sbatch(args))
+    sys.exit(run_sbatch(args, cli))
 
 
 @cli.command(context_settings=_PASS_ON, short_help="Check hosts, network and GPUs before a run.")

@@ -305,7 +305,8 @@ def takes_options(function: Callable[..., None]) -> Callable[..., None]:
         "command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...", shell_complete=_complete_file
     )(command)
     for option in reversed(_shared_options()):
-        click.option(cls=lambda *_, option=option: option)(command)  # type: ignore[arg-type]  # one that makes it
+        # click asks a class for the option; this one is made already.
+        click.option(cls=lambda *_, option=option: option)(command)  # type: ignore[arg-type]
     return command
 
 

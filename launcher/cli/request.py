@@ -40,7 +40,7 @@ __all__ = [
     "Request",
     "check_here",
     "check_script",
-    "check_texts",
+    "check_values",
     "listed_hosts",
     "parse_command",
     "read_request",
@@ -92,12 +92,12 @@ def read_request(options: Options, *, wait: bool = False) -> Request:
     else:
         # Each node says for itself how many workers it takes, and has its user's variables.
         spec = replace(_spec(options, node_role.hosts, nproc, roles), nproc=None, master_port=None, master_addr=None)
-    if options.log_format == "json" and options.lines == "merge":
-        raise UsageError("--lines merge is for text; --log-format json shows each line with its rank")
     return Request(spec, node_role, _output_filter(options), tuple(notices))
 
 
 def _output_filter(options: Options) -> OutputFilter:
+    if options.log_format == "json" and options.lines == "merge":
+        raise UsageError("--lines merge is for text; --log-format json shows each line with its rank")
     return OutputFilter(
         ranks=parse_ranks(options.only_rank, "--only-rank"),
         local_ranks=parse_ranks(options.local_ranks_filter, "--local-ranks-filter"),
@@ -132,8 +132,8 @@ def check_script(command: WorkerCommand, workdir: Path, *, is_seen: bool) -> Non
         raise UsageError(f"the script {script} does not exist{hint}")
 
 
-def check_texts(options: Options) -> None:
-    """Check the options whose texts are read without a look at the hosts or this machine. Raises UsageError."""
+def check_values(options: Options) -> None:
+    """Check the options whose values are read without a look at the hosts or this machine. Raises UsageError."""
     roles = roles_of(
         options.role, chief=options.chief, ps=options.ps, evaluator=options.evaluator, ends_with=options.ends_with
     )
@@ -143,6 +143,10 @@ def check_texts(options: Options) -> None:
     if options.chaos is not None:
         parse_chaos(options.chaos)
     _output_filter(options)
+    about_hosts = ("nnodes", "grow")
+    values = {name: getattr(options, name) for name in _SHARED if name not in about_hosts}
+    values["run_id"] = options.run_id or new_run_id()
+    JobSpec(parse_command(options), (Host("any", HostKind.SRUN),), **values)
 
 
 def _is_interpreter(target: str, workdir: Path) -> bool:

@@ -16,6 +16,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import click
+
 from launcher import __version__
 from launcher.errors import DtrainError, UsageError
 
@@ -40,8 +42,10 @@ _SHORT = {"-A": "account", "-C": "constraint", "-D": "chdir", "-G": "gpus", "-J"
 _VARIABLES = {"time": "TIMELIMIT"}  # of an option that is called otherwise
 
 
-def run_sbatch(args: Sequence[str]) -> int:
+def run_sbatch(args: Sequence[str], cli: click.Group) -> int:
     """Show or submit the job that the arguments ask for; return the exit code, which is sbatch's. Blocks while it runs.
+
+    `cli` is the command `dtrain`.
 
     Raises UsageError for arguments that make no job, DtrainError where there is no sbatch.
     """
@@ -52,7 +56,7 @@ def run_sbatch(args: Sequence[str]) -> int:
     options = [arg for arg in ours if arg != "--print"]
     script = os.fsencode(batch_script(options, theirs, dtrain=_dtrain()))
     is_shown = len(options) < len(ours)  # perhaps for another machine, which has the files
-    if not _check(theirs, Path(_named(options).get("chdir") or "."), is_submitted=not is_shown):
+    if not _check(theirs, cli, Path(_named(options).get("chdir") or "."), is_submitted=not is_shown):
         return 0
     if is_shown:
         sys.stdout.flush()
@@ -93,26 +97,30 @@ def batch_script(options: Sequence[str], args: Sequence[str], *, dtrain: Sequenc
     return "\n".join(lines) + "\n"
 
 
-def _check(args: Sequence[str], folder: Path, *, is_submitted: bool) -> bool:
+def _check(args: Sequence[str], cli: click.Group, folder: Path, *, is_submitted: bool) -> bool:
     """Refuse what `dtrain run ARGS` would refuse in the job, which starts in `folder`; return False for --help."""
-    import click
-
     from launcher.cli.config_file import Group
     from launcher.cli.options import Options, takes_options
-    from launcher.cli.request import check_script, check_texts, parse_command, workdir_of
+    from launcher.cli.request import check_script, check_values, parse_command, workdir_of
 
     found: list[Options] = []
 
     def keep(options: Options) -> None:
         found.append(options)
 
-    command = click.command("run", context_settings={"allow_interspersed_args": False})(takes_options(keep))
-    Group("dtrain", commands={"run": command}).main(["run", *args], "dtrain", standalone_mode=False)
+    command = click.command("run", context_settings=cli.commands["run"].context_settings)(takes_options(keep))
+    group = Group("dtrain", commands={**cli.commands, "run": command}, context_settings=cli.context_settings)
+    group.folder = workdir_of(None) / folder
+    group.main(["run", *args], "dtrain", standalone_mode=False)
     for options in found:
-        check_texts(options)
-        workdir = workdir_of(None) / folder / (options.workdir or "")
+        script = parse_command(options)
+        check_values(options)
+        workdir = group.folder / Path(options.workdir or "").expanduser()
+        check_script(script, workdir, is_seen=False)
+        if not is_submitted:
+            continue
         try:
-            check_script(parse_command(options), workdir, is_seen=is_submitted)
+            check_script(script, workdir, is_seen=True)
         except UsageError as error:
             raise UsageError(
                 f"{error}\nnothing was submitted; if only the nodes have it, use --print | sbatch"

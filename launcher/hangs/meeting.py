@@ -1,21 +1,20 @@
-"""Ranks that wait in init_process_group for others that do not come, of which torch says nothing for 30 minutes.
+"""Ranks that wait in init_process_group for others, of which torch says nothing for 30 minutes. Pure: no clock, no I/O.
 
-Pure.
-All ranks are looked at some time after the start of an attempt, then after twice that time, and so on. Who waits there
-at two looks one after another is told of, once. Nobody looks any more once a step of ddp is made, or torch has given up
-by itself.
+All ranks are looked at some time after the start of an attempt, then after twice that time, and so on; and once more
+soon after a look that finds a rank newly waiting. Ranks that wait at two looks one after another are reported, once per
+attempt. The looks end when a step of ddp is made, or when torch has given up by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from launcher.frozen import dataclass
 from launcher.hangs.positions import main_thread
 from launcher.hangs.watch import HangPolicy
 from launcher.protocol.reports import Evidence
 
-__all__ = ["Apart", "MeetingWatch"]
+__all__ = ["MeetingWatch", "WaitingRanks"]
 
 FIRST_SHARE = 0.25  # of the least silence that is too long: 30 s
 LAST_S = 1800.0
@@ -23,11 +22,14 @@ _CONNECTS = "_create_c10d_store"  # of torch.distributed.rendezvous
 
 
 @dataclass(frozen=True)
-class Apart:
-    """Ranks that have waited in init_process_group for `waited_s` at least; `connecting`: for the store itself."""
+class WaitingRanks:
+    """Ranks that have waited in init_process_group for `waited_s` at least, and where all others are."""
 
-    waiting: tuple[int, ...]
-    connecting: tuple[int, ...]
+    ranks: tuple[int, ...]
+    connecting: tuple[int, ...]  # of these: to the store itself
+    absent: tuple[int, ...]  # ranks that are elsewhere
+    unknown: tuple[int, ...]  # ranks without a readable stack
+    ended: tuple[int, ...]
     looked_at: tuple[Evidence, ...]
     waited_s: float
 
@@ -58,17 +60,34 @@ class MeetingWatch:
             self._after_s *= 2
         return True
 
-    def looked(self, evidence: Sequence[Evidence], now: float) -> Apart | None:
-        """Take a look at all ranks; return who waits, once that is certain."""
+    def looked(self, evidence: Sequence[Evidence], ranks: Collection[int], now: float) -> WaitingRanks | None:
+        """Take a look at all `ranks`, of which those without evidence have ended; return who waits, once certain."""
+        if not evidence:  # a host has not answered
+            return None
+        frames = {each.rank: main_thread(each.stack) for each in evidence}
         functions = {
-            each.rank: {frame.function for frame in main_thread(each.stack) if "/torch/distributed/" in frame.file}
-            for each in evidence
+            rank: {frame.function for frame in found if "/torch/distributed/" in frame.file}
+            for rank, found in frames.items()
         }
         waiting = {(each.rank, each.pid) for each in evidence if "init_process_group" in functions[each.rank]}
         (then, before), self._before = self._before, (now, waiting)
-        if not waiting & before:
+        elsewhere = sorted({*functions} - {rank for rank, _ in waiting})
+        absent = tuple(rank for rank in elsewhere if frames[rank])
+        ended = tuple(sorted({*ranks} - {*functions}))
+        is_new = not waiting <= before
+        if is_new and self._began is not None:
+            self._after_s = min(self._after_s, now - self._began + self._first_s)
+        # Where nobody is missing, the last one may have come just now.
+        if not waiting & before or (is_new and not absent and not ended):
             return None
         self.end()
-        ranks = tuple(sorted(rank for rank, _ in waiting))
-        connecting = tuple(rank for rank in ranks if _CONNECTS in functions[rank])
-        return Apart(ranks, connecting, tuple(evidence), now - then)
+        have_waited = tuple(sorted(rank for rank, _ in waiting & before))
+        return WaitingRanks(
+            ranks=have_waited,
+            connecting=tuple(rank for rank in have_waited if _CONNECTS in functions[rank]),
+            absent=absent,
+            unknown=tuple(rank for rank in elsewhere if not frames[rank]),
+            ended=ended,
+            looked_at=tuple(evidence),
+            waited_s=now - then,
+        )

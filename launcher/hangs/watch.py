@@ -34,9 +34,8 @@ QUIET_S = 120.0
 FACTOR = 10.0
 BUSY = 15.0
 STEPS = 3  # after which the next ones may be expected to take as long
-LOOK_S = (
-    2.0  # between two looks, at least; or a quarter of `quiet_s`, and after some that blame nobody RARER times that
-)
+# Between two looks, at least; or a quarter of `quiet_s`, and after some that blame nobody RARER times that.
+LOOK_S = 2.0
 RARER = 4.0
 STOPPED = ("T",)  # state of a process that a signal has stopped, as in /proc/PID/stat
 IDLE_CPU_S, IDLE_SHARE = 0.03, 0.01  # CPU time between two looks: what answering them takes, and background threads

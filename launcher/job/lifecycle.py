@@ -333,8 +333,8 @@ class Lifecycle:
     def _looked(self, now: float) -> list[Command]:
         """Act on ranks that hang, if the look that is over shows any."""
         number, found = self.evidence.end_look()
-        if self.phase is Phase.RUNNING and (apart := self.hangs.apart(found, now)) is not None:
-            return self.hangs.tell(self.current, apart, number)
+        if self.phase is Phase.RUNNING and (waiting := self.hangs.waiting(self.current, found, now)):
+            return self.hangs.tell(self.current, waiting, number)
         blame = self.hangs.blame(found, now)
         if self.phase is not Phase.RUNNING or blame is None or self.debuggers.any_open:
             return []

@@ -50,9 +50,8 @@ class Outcome:
     forked: int = 0  # workers of the last attempt that had their packages imported before they began
     by_exec: tuple[str, ...] = ()  # why others were not forked
     stdin_rank: int | None = None  # which rank had this command's standard input
-    finished_before: tuple[
-        int, ...
-    ] = ()  # ranks whose end by themselves, with 0, the cause looks like a consequence of
+    # Ranks that had ended by themselves, with 0, if the cause may be a consequence of that.
+    finished_ranks: tuple[int, ...] = ()
     warm: tuple[tuple[str, Bye], ...] = ()  # what each host said of processes that are kept warm
 
 
@@ -97,7 +96,7 @@ def build_outcome(
         signum=signum,
         cause=cause,
         secondary_failures=_secondary_failures(secondary_failures, cause),
-        finished_before=() if attempt is None or cause is None else _finished_before(attempt, cause),
+        finished_ranks=() if attempt is None or cause is None else _finished_ranks(attempt, cause),
         stopped=0 if attempt is None else len(attempt.stopped),
         world_size=0 if attempt is None else attempt.world_size,
         hosts=len(fleet.used),
@@ -119,7 +118,7 @@ def build_outcome(
     )
 
 
-def _finished_before(attempt: AttemptState, cause: Failure) -> tuple[int, ...]:
+def _finished_ranks(attempt: AttemptState, cause: Failure) -> tuple[int, ...]:
     if not looks_like_consequence(cause):
         return ()
     return tuple(sorted(rank for rank, at in attempt.finished_at.items() if at <= cause.at + SLACK_S))

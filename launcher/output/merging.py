@@ -2,8 +2,8 @@
 
 A line waits PAUSE_S after the last rank that wrote it, LONGEST_S at most, and no longer than until all ranks have.
 Lines leave in the order in which they came first, so those of one rank are never reordered: a rank joins a line only if
-that came after its own newest one. Lines that came in one piece are compared as one while
-the pieces of all ranks are equal.
+that came after its own newest one. Lines that came in one piece are compared as one, while no piece of another rank may
+have its lines in other pieces.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class LineMerger:
         self.ranks = 0
         self._held: deque[HeldLine] = deque()
         self._equal: dict[tuple[int, bytes], list[HeldLine]] = {}
-        self._blocks = 0  # of the held, so many are several lines; before the first of them stand single lines only
+        self._blocks: list[int] = []  # the numbers of the held that are several lines
         self._newest: dict[int, int] = {}  # by rank, the number of its newest line
         self._number = 0
         self._period_end = 0.0
@@ -66,7 +66,8 @@ class LineMerger:
     def add(self, rank: int, stream: int, lines: bytes, now: float) -> None:
         """Take whole lines of a rank, in their order."""
         newest = self._newest.get(rank, 0)
-        if (held := self._find(stream, lines, newest)) is not None:
+        held = self._find(stream, lines, newest)
+        if held is not None and not self._may_be_earlier(held, newest):
             newest = self._join(held, rank, now)
         elif not self._held or newest == self._number:  # none of them can be equal to one that is held
             newest = self._join(self._hold(stream, lines, now), rank, now)
@@ -85,6 +86,14 @@ class LineMerger:
             return None
         return equal[bisect_right(equal, newest, key=_number)]
 
+    def _may_be_earlier(self, held: HeldLine, newest: int) -> bool:
+        """Whether its first line may also be held between the line `newest` and it, in pieces of another size."""
+        if held.count > 1:
+            single = self._find(held.stream, held.text.partition(b"\n")[0], newest)
+            return single is not None and single.number < held.number
+        at = bisect_right(self._blocks, newest)
+        return at < len(self._blocks) and self._blocks[at] < held.number
+
     def _join(self, held: HeldLine, rank: int, now: float) -> int:
         """Return the number of the rank's newest line."""
         held.ranks.append(rank)
@@ -102,7 +111,8 @@ class LineMerger:
 
     def _append(self, held: HeldLine) -> None:
         self._held.append(held)
-        self._blocks += held.count > 1
+        if held.count > 1:
+            self._blocks.append(held.number)
         equal = self._equal.get((held.stream, held.text))
         if equal is None:
             self._equal[held.stream, held.text] = [held]
@@ -122,7 +132,8 @@ class LineMerger:
 
     def _forget(self, held: HeldLine, at: int) -> None:
         """Hold no longer the first (0) or last (-1) of those that are equal."""
-        self._blocks -= held.count > 1
+        if held.count > 1:
+            self._blocks.pop(at)
         equal = self._equal[held.stream, held.text]
         equal.pop(at)
         if not equal:

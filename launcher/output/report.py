@@ -219,11 +219,11 @@ def _consequences(outcome: Outcome, cause: Failure) -> list[str]:
         (same if _is_the_same(failure, cause) else others).append(failure)
     counted = group_secondary_failures(others)
     lines = _left_out(outcome)
-    if outcome.finished_before:
-        shown = ranges(outcome.finished_before)
-        who = f"rank {shown}" if len(outcome.finished_before) == 1 else f"ranks {shown}"
-        it = "it" if len(outcome.finished_before) == 1 else "them"
-        lines.append(f"{who} had finished before, with code 0: others still waited for {it}")
+    if outcome.finished_ranks:
+        shown = ranges(outcome.finished_ranks)
+        who = f"rank {shown}" if len(outcome.finished_ranks) == 1 else f"ranks {shown}"
+        it = "it" if len(outcome.finished_ranks) == 1 else "them"
+        lines.append(f"{who} had finished, with code 0: others may still have waited for {it}")
     if same:
         who = f"all {outcome.world_size} workers" if len(same) + 1 == outcome.world_size else count(len(same), "other")
         lines.append(f"{who} raised the same {cause.error_type or 'exception'}")

@@ -230,7 +230,7 @@ class ForkServer:
         assert self._control is not None
         self._control.settimeout(_ANSWER_S)
         self._selector.register(self._control, selectors.EVENT_READ, self._read_answer)
-        self.why_not, self.is_loading = "", True
+        self.why_not, self.is_loading, self.has_torch = "", True, False
 
     def _start_cold(self, why: str) -> None:
         """Start a process of our own in place of the one that was lent."""
@@ -311,7 +311,8 @@ class ForkServer:
     ) -> int:
         """Do what `spawn` does, for a command that begins with the interpreter, its option -u and bootstrap.py.
 
-        Raises OSError if it cannot be forked, or if the server does not answer, which is ended then.
+        Raises OSError if it cannot be forked, or if the server does not answer, which is ended then. One that was found
+        dead is replaced.
         """
         request = _in_memory(
             {"agent": os.getpid(), "argv": [*argv], "env": {**env}, "cwd": cwd, "has_input": stdin is not None}
@@ -376,8 +377,11 @@ class ForkServer:
             socket.send_fds(self._control, [word], descriptors)
             pid = int(json.loads(self._control.recv(_MESSAGE_BYTES))["pid"])
         except (OSError, ValueError) as error:
-            self.kill("its process does not answer")
-            raise TimeoutError(self.why_not) from error
+            why = "its process does not answer"
+            self.kill(why)
+            if word == b"f" and not isinstance(error, TimeoutError):  # it is dead, and reaped only later
+                self._replace()
+            raise TimeoutError(why) from error
         if pid < 0:
             raise OSError(-pid, os.strerror(-pid))
         return pid
@@ -388,7 +392,12 @@ class ForkServer:
         self.pid = None
         self.kill("its process has ended")
         if was_fit:
-            self._start_one()
+            self._replace()
+
+    def _replace(self) -> None:
+        """Start another process in place of one that was fit and has died; who waits for it says so anew."""
+        self._limit = math.inf
+        self._start_one()
 
     def kill(self, why: str = "it was ended") -> int | None:
         """End its process, and return the pid of a child that is to be reaped. Nothing is forked any more."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 
-from launcher.hangs.meeting import Apart, MeetingWatch
+from launcher.frozen import replace
+from launcher.hangs.meeting import MeetingWatch, WaitingRanks
 from launcher.hangs.positions import rank_position
 from launcher.hangs.watch import Blame, HangPolicy, HangWatch
 from launcher.job.attempt import AttemptState
@@ -22,7 +22,7 @@ from launcher.protocol.two_way import Heartbeat
 
 __all__ = ["Hangs"]
 
-NAMED = 8  # ranks, of those that a message counts
+NAMED = 8  # of the ranks that a message counts, and of their hosts
 
 
 class Hangs:
@@ -67,28 +67,33 @@ class Hangs:
         self._is_for_meeting = not is_for_hangs and self._meeting is not None and self._meeting.wants_look(now)
         return is_for_hangs or self._is_for_meeting
 
-    def apart(self, evidence: tuple[Evidence, ...], now: float) -> Apart | None:
-        """Return which ranks wait for others to meet, if the look is for that."""
+    def waiting(self, attempt: AttemptState, evidence: tuple[Evidence, ...], now: float) -> WaitingRanks | None:
+        """Return which ranks wait in init_process_group for others, if the look is for that."""
         if not self._is_for_meeting or self._meeting is None:
             return None
-        return self._meeting.looked(evidence, now)
+        return self._meeting.looked(evidence, attempt.ranks, now)
 
-    def tell(self, attempt: AttemptState, apart: Apart, number: int) -> list[Command]:
-        """Tell the user of ranks that do not meet; torch's own time limit ends them."""
-        have = "has" if len(apart.waiting) == 1 else "have"
-        lines = [f"{_ranks(apart.waiting)} {have} waited in init_process_group for {apart.waited_s:.0f} s or more"]
-        running = {each.rank for each in apart.looked_at}
-        if absent := sorted(running - {*apart.waiting}):
-            lines.append(f"  {_on_hosts(attempt, absent)} {'has' if len(absent) == 1 else 'have'} not called it yet")
-        if ended := sorted({*attempt.ranks} - running):
-            lines.append(f"  {_on_hosts(attempt, ended)} {'has' if len(ended) == 1 else 'have'} ended")
-        if apart.connecting:
-            lines.append(f"  {_on_hosts(attempt, apart.connecting)} cannot reach the store yet; does the script set")
+    def tell(self, attempt: AttemptState, waiting: WaitingRanks, number: int) -> list[Command]:
+        """Tell the user of ranks that wait in init_process_group; torch's own time limit ends them."""
+
+        def line(ranks: Sequence[int], one: str, several: str) -> list[str]:
+            return [f"  {_on_hosts(attempt, ranks)} {one if len(ranks) == 1 else several}"] if ranks else []
+
+        have = "has" if len(waiting.ranks) == 1 else "have"
+        lines = [
+            f"{_ranks(waiting.ranks)} {have} waited in init_process_group for {waiting.waited_s:.0f} s or more",
+            *line(waiting.absent, "has not called it yet", "have not called it yet"),
+            *line(waiting.unknown, "has no readable stack", "have no readable stack"),
+            *line(waiting.ended, "has ended", "have ended"),
+        ]
+        if waiting.connecting:
+            lines += line(waiting.connecting, *["cannot reach the store yet; does the script set"] * 2)
             lines.append("  MASTER_ADDR or MASTER_PORT? For the network between the hosts: dtrain check")
-        elif not absent and not ended:
+        elif len(lines) == 1:
             lines.append("  all have called it; does the script set RANK, WORLD_SIZE or another address itself?")
-        lines.append("  dtrain waits on, and does not say this again; torch gives up after 30 minutes by default")
-        return [Notice("\n".join(lines)), SaveEvidence(attempt.number, number, apart.looked_at, asked=True)]
+        lines.append("  this is said once; torch gives up after 30 minutes by default")
+        evidence = SaveEvidence(attempt.number, number, waiting.looked_at, asked=True)
+        return [Notice("\n".join(lines), is_error=True), evidence]
 
     def blame(self, evidence: tuple[Evidence, ...], now: float) -> Blame | None:
         """Return which ranks hang by this look, if any; it has found nothing where not all hosts have answered."""
@@ -132,12 +137,16 @@ class Hangs:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    named = ", ".join(map(str, ranks[:NAMED])) + (", ..." if len(ranks) > NAMED else "")
-    return f"rank {named}" if len(ranks) == 1 else f"{len(ranks)} ranks ({named})"
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks ({_first(ranks)})"
+
+
+def _first(names: Sequence[object]) -> str:
+    return ", ".join([*map(str, names[:NAMED])] + (["..."] if len(names) > NAMED else []))
 
 
 def _on_hosts(attempt: AttemptState, ranks: Sequence[int]) -> str:
-    return f"{_ranks(ranks)} on {', '.join(dict.fromkeys(attempt.host_of(rank) for rank in ranks[:NAMED]))}"
+    hosts = [*dict.fromkeys(attempt.host_of(rank) for rank in ranks)]
+    return f"{_ranks(ranks)} on {_first(hosts)}"
 
 
 def _who(attempt: AttemptState, evidence: Evidence) -> str:

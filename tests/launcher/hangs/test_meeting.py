@@ -22,19 +22,55 @@ def test_looks_become_rarer_and_end_with_torch_s_own_limit() -> None:
     assert [now for now in range(10_000) if watch.wants_look(now)] == [30, 60, 120, 240, 480, 960]
 
 
-def test_who_waits_at_two_looks_is_told_of_once() -> None:
+def test_who_waits_at_two_looks_is_reported_once() -> None:
     watch = MeetingWatch(HangPolicy())
-    assert watch.looked(look(WAITS, OWN, OWN), 30.0) is None
-    apart = watch.looked(look(WAITS, CONNECTS, OWN), 60.0)
-    assert apart is not None
-    assert (apart.waiting, apart.connecting, apart.waited_s) == ((0, 1), (1,), 30.0)
+    assert watch.looked(look(CONNECTS, OWN, WAITS, ""), range(5), 30.0) is None
+    waiting = watch.looked(look(CONNECTS, OWN, CONNECTS, ""), range(5), 60.0)
+    assert waiting is not None
+    assert (waiting.ranks, waiting.connecting, waiting.waited_s) == ((0, 2), (0, 2), 30.0)
+    assert (waiting.absent, waiting.unknown, waiting.ended) == ((1,), (3,), (4,))
     assert not any(watch.wants_look(now) for now in range(10_000))
+
+
+def test_who_has_just_come_has_not_waited() -> None:
+    watch = MeetingWatch(HangPolicy())
+    assert watch.looked(look(WAITS, OWN, OWN), range(3), 30.0) is None
+    waiting = watch.looked(look(WAITS, CONNECTS, OWN), range(3), 60.0)
+    assert waiting is not None
+    assert (waiting.ranks, waiting.connecting, waiting.absent) == ((0,), (), (2,))
+
+
+def test_when_the_last_one_has_just_come_nobody_is_reported() -> None:
+    watch = MeetingWatch(HangPolicy())
+    assert watch.looked(look(WAITS, OWN), range(2), 30.0) is None
+    assert watch.looked(look(WAITS, WAITS), range(2), 60.0) is None
+    waiting = watch.looked(look(WAITS, WAITS), range(2), 90.0)
+    assert waiting is not None
+    assert (waiting.ranks, waiting.absent) == ((0, 1), ())
+
+
+def test_who_begins_to_wait_late_is_looked_at_again_soon() -> None:
+    watch = MeetingWatch(HangPolicy())
+    looks = []
+    for now in range(10_000):
+        if watch.wants_look(now):
+            looks.append(now)
+            if watch.looked(look(WAITS if now >= 500 else OWN, OWN), range(2), now):
+                break
+    assert looks == [30, 60, 120, 240, 480, 960, 990]
+
+
+def test_a_look_without_an_answer_changes_nothing() -> None:
+    watch = MeetingWatch(HangPolicy())
+    assert watch.looked(look(WAITS, OWN), range(2), 30.0) is None
+    assert watch.looked((), range(2), 60.0) is None
+    assert watch.looked(look(WAITS, OWN), range(2), 120.0) is not None
 
 
 def test_a_process_that_took_the_place_of_one_that_waited_has_not_waited() -> None:
     watch = MeetingWatch(HangPolicy())
-    assert watch.looked(look(OWN, WAITS), 30.0) is None
-    assert watch.looked(look(WAITS, OWN), 60.0) is None
+    assert watch.looked(look(OWN, WAITS), range(2), 30.0) is None
+    assert watch.looked(look(WAITS, OWN), range(2), 60.0) is None
 
 
 def test_once_a_step_is_made_nobody_looks() -> None:

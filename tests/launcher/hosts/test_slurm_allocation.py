@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from launcher.cli.main import cli
 from launcher.cli.sbatch import batch_script, run_sbatch
 from launcher.errors import UsageError
 from launcher.hosts.host import HostKind
@@ -276,11 +277,16 @@ def test_bash_gives_the_arguments_on_as_they_were() -> None:
         (["--comment=a\nexit", "--", "train.py"], "more than one line"),
         (["--", "--nproc-per-node", "many", "train.py"], "--nproc-per-node is 'many'"),
         (["--", "--hang", "never", "train.py"], "hang"),
+        (["--", "--max-restarts", "-1", "train.py"], "--max-restarts is -1"),
+        (["--", "--lines", "merge", "--log-format", "json", "train.py"], "--lines merge is for text"),
+        (["--", "--no-python", "-m", "train"], "exclude each other$"),
     ],
 )
 def test_words_that_make_no_job_are_refused(words: list[str], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        run_sbatch([*words[: words.index("--")], "--print", *words[words.index("--") :]] if "--" in words else words)
+        run_sbatch(
+            [*words[: words.index("--")], "--print", *words[words.index("--") :]] if "--" in words else words, cli
+        )
 
 
 def test_what_dtrain_run_would_refuse_is_not_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,11 +298,20 @@ def test_what_dtrain_run_would_refuse_is_not_submitted(tmp_path: Path, monkeypat
     monkeypatch.setenv("PATH", str(sbatch.parent), prepend=os.pathsep)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=r"the script \S+/train.py does not exist\nnothing was submitted"):
-        run_sbatch(["--nodes=2", "--", "train.py"])
+        run_sbatch(["--nodes=2", "--", "train.py"], cli)
     with pytest.raises(click.NoSuchOption, match="--nprocs"):
-        run_sbatch(["--nodes=2", "--", "--nprocs", "2", "train.py"])
-    assert not submitted.exists()
+        run_sbatch(["--nodes=2", "--", "--nprocs", "2", "train.py"], cli)
+    (tmp_path / "dtrain.toml").write_text("workdir = '/nowhere'")  # of the job's folder it is another
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub/train.py").touch()
-    assert run_sbatch(["-D", "sub", "--", "train.py", "--nprocs"]) == 0
-    assert submitted.read_text().endswith("run train.py --nprocs\n")
+    (tmp_path / "sub/dtrain.toml").write_text("wrong = true")
+    with pytest.raises(UsageError, match=r"sub/dtrain\.toml: unknown key 'wrong'"):
+        run_sbatch(["-D", "sub", "--", "train.py"], cli)
+    assert run_sbatch(["--", "-h"], cli) == 0
+    assert not submitted.exists()
+    (tmp_path / "sub/dtrain.toml").write_text("no-allreduce = true  # of another command")
+    assert run_sbatch(["-D", "sub", "--", "--nproc_per_node", "2", "train.py", "--nprocs"], cli) == 0
+    assert submitted.read_text().endswith("run --nproc_per_node 2 train.py --nprocs\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "sub/dtrain.toml").unlink()
+    assert run_sbatch(["-D", "/", "--", "--nnodes=2:4", "--grow", "--workdir", "~/sub", "train.py"], cli) == 0

@@ -2,16 +2,19 @@
 
 import signal
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from testbed.job_drive import Drive, messages, notices, tells, told
 
+from launcher.hangs.meeting import WaitingRanks
 from launcher.hangs.watch import HangPolicy
-from launcher.job.events import Command, SaveEvidence, Signalled, Tick
+from launcher.job.events import Command, Notice, SaveEvidence, Signalled, Tick
 from launcher.job.evidence_round import COLLECT_S
 from launcher.job.failure import FailureKind
 from launcher.job.job import Phase
+from launcher.job.recovery.hangs import Hangs
 from launcher.protocol.commands import Collect, EndAttempt, KillWorker, RestartWorker, Stop
 from launcher.protocol.reports import Collected, Evidence
 from launcher.protocol.two_way import Heartbeat
@@ -304,3 +307,19 @@ def test_a_worker_that_fails_while_it_is_looked_at_is_not_the_cause() -> None:
     assert drive.job.phase is Phase.STOPPING
     assert drive.job.attempt is not None
     assert not drive.job.attempt.failures
+
+
+def test_where_the_ranks_are_that_others_wait_for_is_an_error_that_names_all_their_hosts() -> None:
+    attempt: Any = SimpleNamespace(number=0, host_of=lambda rank: f"node{rank // 8}")
+    waiting = WaitingRanks((0,), (), tuple(range(1, 512)), (512,), (513, 514), (), 30.0)
+    notice, _ = Hangs(REPORT).tell(attempt, waiting, 1)
+    assert isinstance(notice, Notice)
+    assert notice.is_error
+    assert notice.text.splitlines() == [
+        "rank 0 has waited in init_process_group for 30 s or more",
+        "  511 ranks (1, 2, 3, 4, 5, 6, 7, 8, ...) on node0, node1, node2, node3, node4, node5, node6, node7, ... "
+        "have not called it yet",
+        "  rank 512 on node64 has no readable stack",
+        "  2 ranks (513, 514) on node64 have ended",
+        "  this is said once; torch gives up after 30 minutes by default",
+    ]

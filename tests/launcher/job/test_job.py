@@ -1607,4 +1607,4 @@ def test_a_rank_that_finished_while_the_others_waited_for_it_is_known() -> None:
     drive.wait(ROOT_WAIT_S, heard="ab")
     drive.stop_all()
     assert drive.outcome.cause is not None
-    assert (drive.outcome.cause.rank, drive.outcome.finished_before) == (0, (3,))
+    assert (drive.outcome.cause.rank, drive.outcome.finished_ranks) == (0, (3,))

@@ -72,14 +72,22 @@ def test_lines_of_one_rank_are_never_reordered_lost_or_doubled(seed: int) -> Non
     assert read == wrote
 
 
-def test_lines_are_equal_however_they_came() -> None:
-    lines = merger(3)
-    for rank, pieces in enumerate(([b"a\nb", b"c\nd"], [b"a\nb", b"c\nd"], [b"a", b"b\nc", b"d"])):
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        ([b"a\nb", b"c\nd"], [b"a\nb", b"c\nd"], [b"a", b"b\nc", b"d"]),
+        ([b"a", b"b", b"a\nb"], [b"a\nb", b"a\nb"]),
+        ([b"a\nb", b"a", b"b"], [b"a", b"b", b"a\nb"]),
+    ],
+)
+def test_lines_are_equal_however_they_came(ranks: tuple[list[bytes], ...]) -> None:
+    lines = merger(len(ranks))
+    for rank, pieces in enumerate(ranks):
         for piece in pieces:
             lines.add(rank, 1, piece, 0.0)
     left = lines.leave(0.0)
-    assert b"\n".join(line.text for line in left) == b"a\nb\nc\nd"
-    assert all(line.ranks == [0, 1, 2] for line in left)
+    assert b"\n".join(line.text for line in left) == b"\n".join(ranks[0])
+    assert all(line.ranks == [*range(len(ranks))] for line in left)
 
 
 def test_a_flood_is_not_held() -> None:
