@@ -16,7 +16,7 @@ One object. Every key is always there; what does not apply is null, an empty lis
                     below it; of "exited" where it called sys.exit, else empty
     secondary_failures
                     what failed after the cause by itself: {count, groups: [{count, kind, how, ranks}]}
-    finished_before ranks that had ended with code 0 while others, the cause among them, still waited for them
+    finished_ranks  ranks that had ended with code 0; others, the cause among them, may still have waited for them
     left_out        failures, as in cause, of processes that the others went on without; the cause may be one of them
     worker_restarts how often one process alone was started again
     faults          of --chaos: [{action, target, at_s, detection_s, recovery_s, steps_lost}]; at_s after the begin of
@@ -115,7 +115,7 @@ def as_json(
                 for group in group_secondary_failures(outcome.secondary_failures)
             ],
         },
-        "finished_before": list(outcome.finished_before),
+        "finished_ranks": list(outcome.finished_ranks),
         "left_out": [_of_cause(failure, folder) for failure in outcome.left_out],
         "worker_restarts": outcome.worker_restarts,
         "faults": [_of_fault(fault) for fault in outcome.faults],

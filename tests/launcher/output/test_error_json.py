@@ -35,7 +35,7 @@ def test_failure_with_everything(tmp_path: Path) -> None:
     secondary_failures = tuple(failure(rank=n, inside="all_reduce", message=f"{closed}{n}", at=4.0) for n in (3, 0))
     end = outcome(
         cause, secondary_failures=secondary_failures, evidence=STOOD, exit_code=139, attempts=3,
-        no_restart_reason="all were used", stopped=1, swept=2, finished_before=(2,),
+        no_restart_reason="all were used", stopped=1, swept=2, finished_ranks=(2,),
         left=(("sim1", ("pid 9 (python, state D)",)),), unchecked=(("sim0", "gone"),),
     )  # fmt: skip
     content = written(tmp_path, end, evidence_file=Path("runs/r1/attempt_2/evidence-1.txt"))
@@ -61,7 +61,7 @@ def test_failure_with_everything(tmp_path: Path) -> None:
                 }
             ],
         },
-        "finished_before": [2],
+        "finished_ranks": [2],
         "left_out": [],
         "worker_restarts": 0,
         "faults": [],
