@@ -176,13 +176,12 @@ def test_an_optimizer_of_other_parameters_makes_no_step(ring: Path) -> None:
         unused.grad = scaler.scale(torch.ones(1))
         scaler.step(other)
         scaler.update()
-        time.sleep(STRETCH_S)
+        timeline.wait_ended(timeline.wait_begins())
         optimizer.step()
         other.step(lambda: 1.0)
     steps = _read(ring, STEP)
     assert [step for step, *_ in steps] == [1, 2]
     assert steps[0][2] == 0.0  # what came before the first forward is no part of it
-    assert all(step[2 + PHASES.index("other")] >= STRETCH_S for step in steps), "the scaler's ends no step"
     other.add_param_group({"params": list(model.parameters())})
     for _ in range(2):
         _step(model, other)
