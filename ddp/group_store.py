@@ -26,10 +26,6 @@ from ddp.errors import LaunchEnvironmentError, RendezvousError
 _file_store: FileStore | None = None  # where this job meets without MASTER_ADDR
 
 
-def store_address() -> tuple[str, ...]:
-    return tuple(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
-
-
 def store_at_address(placement: Placement, timeout: timedelta) -> Store:
     """The store at MASTER_ADDR, as init_process_group() itself would take it."""
     found = rendezvous("env://", placement.rank, placement.world_size, timeout=timeout)

@@ -287,17 +287,19 @@ def not_traced(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def after_scaled_steps(call: Callable[[], None]) -> None:
-    """Call it after each `torch.amp.GradScaler.step`, which may skip that of the optimizer; no hook tells so. 2.3.
+def after_scaled_steps(call: Callable[[torch.optim.Optimizer], None]) -> None:
+    """Call it with the optimizer after each `torch.amp.GradScaler.step`, which may skip the optimizer's own. 2.3.
 
-    It stays so as long as the process runs, so this is to be called once.
+    No hook tells so. It stays so as long as the process runs, so this is to be called once.
     """
     step = torch.amp.GradScaler.step
 
     @functools.wraps(step)
-    def step_and_call(self: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> float | None:
-        result = step(self, *args, **kwargs)
-        call()
+    def step_and_call(
+        self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
+    ) -> float | None:
+        result = step(self, optimizer, *args, **kwargs)
+        call(optimizer)
         return result
 
     torch.amp.GradScaler.step = step_and_call  # type: ignore[method-assign]  # for what makes its own scaler, too

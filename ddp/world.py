@@ -37,10 +37,7 @@ from ddp.generation.device_collectives import NCCL_BESIDE_GLOO, DeviceCollective
 from ddp.generation.meeting import REFUSED, meet
 from ddp.generation.pending_group import is_pending, make_pending_group
 from ddp.group_store import (
-    has_hung_up,
     leave_file,
-    peer_of,
-    store_address,
     store_at_address,
     store_without_address,
 )
@@ -97,7 +94,6 @@ class _Membership:
     joining: int = -1  # the generation that it connects to now
     connections: Connections = field(default_factory=Connections)
     on_devices: DeviceCollectives = field(default_factory=DeviceCollectives)
-    address: tuple[str, ...] = field(default_factory=store_address)
 
 
 _membership: _Membership | None = None
@@ -344,21 +340,13 @@ def _take_place(member: _Membership, variables: Mapping[str, str]) -> None:
         return
     os.environ.update(variables)
     member.placement = placement = read_placement(os.environ)
-    if (address := store_address()) != member.address or _is_gone(member.store):
-        member.store = store_at_address(placement, member.timeout or _TIMEOUT)
-        member.store.set(_BACKEND_KEY, member.backend)
-        member.address = address
+    # Also at the same address: another store may be there since, and a host without power has closed no connection.
+    member.store = store_at_address(placement, member.timeout or _TIMEOUT)
+    member.store.set(_BACKEND_KEY, member.backend)
     if _world is not None:
         now = world_at(placement, _world.device, _world.backend)
         for name, value in vars(now).items():
             object.__setattr__(_world, name, value)  # the user has it
-
-
-def _is_gone(store: Store) -> bool:
-    """Whether the server of a store has ended; another one may listen at its address since."""
-    peer = peer_of(store)
-    with peer or contextlib.nullcontext():
-        return has_hung_up(peer)
 
 
 def own_store(number: int) -> Store:

@@ -32,7 +32,6 @@ class StepWatch:
         self._ids = frozenset(map(id, parameters))
         self._on_step = on_step
         self._running: list[int] = []  # optimizers that step now, the outermost first, by id
-        self._ours: weakref.WeakKeyDictionary[Any, tuple[int, bool]] = weakref.WeakKeyDictionary()
         # A parameter, its gradient and the version of that.
         self._probe: tuple[torch.Tensor, weakref.ref[torch.Tensor], int] | None = None
         before, after = weakref.WeakMethod(self._before), weakref.WeakMethod(self._after)
@@ -85,13 +84,8 @@ class StepWatch:
             del self._running[self._running.index(id(optimizer)) :]
 
     def _has_ours(self, optimizer: Any) -> bool:
-        """Whether it steps any of our parameters; looked up again when their number in its groups changes."""
-        count = sum(len(group["params"]) for group in optimizer.param_groups)
-        known = self._ours.get(optimizer)
-        if known is None or known[0] != count:
-            found = any(id(each) in self._ids for group in optimizer.param_groups for each in group["params"])
-            known = self._ours[optimizer] = count, found
-        return known[1]
+        """Whether it steps any of our parameters. Its first one is mostly enough; an optimizer may have no hash."""
+        return any(not self._ids.isdisjoint(map(id, group["params"])) for group in optimizer.param_groups)
 
 
 def _call(method: weakref.WeakMethod[Any], optimizer: Any) -> None:

@@ -11,7 +11,8 @@ plus its kind, and eight 64-bit floats, of which those at the end are 0 where a 
 
 Times are seconds of the monotonic clock; they say where the thread was that trains, also on a device. A step is over
 when the optimizer's step is, or a GradScaler has skipped it; if no optimizer was ever seen, when the next forward
-begins after a reduction. Where models are known (`prepare`), only optimizers of their parameters count. What comes
+begins after a reduction. Where models are known (`prepare`), only optimizers of their parameters count; if none of
+these has stepped by the second reduction, as with master copies of the parameters, all do until one does. What comes
 before the first forward is no step. Details are recorded of a step now and then. A span counts as "other" in the step
 in which it lies.
 
@@ -62,6 +63,7 @@ _HEADER_BYTES = 16
 _RECORD = struct.Struct("<q8d")
 _STEP, _SPAN, _DETAIL = range(3)
 _KINDS = 4
+_TRIED_REDUCTIONS = 2  # by when an optimizer of the models' own parameters has stepped, if there is one
 _DETAIL_EVERY_S = 0.9  # a little less than the pause between the launcher's looks
 
 
@@ -81,6 +83,7 @@ class _Recorder:
         self._since = 0.0
         self._ended = 0.0  # when the last step did that is not recorded yet, since another optimizer may follow; else 0
         self._number = 0  # of steps
+        self._is_by_own = False  # whether an optimizer of the training's own parameters was seen
         self._ended_number = 0
         self._has_begun = self._has_forward = self._has_reduced = self._is_in_span = False
         self._optimizer = 0  # the id of the outermost that steps now
@@ -141,6 +144,13 @@ class _Recorder:
     def counted(self) -> None:
         self._number += 1
         self._has_reduced = True
+
+    def counts(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether steps of an optimizer are steps of the training."""
+        if _is_of_training(optimizer):
+            self._is_by_own = True
+            return True
+        return not self._is_by_own and self._number >= _TRIED_REDUCTIONS
 
     def optimizer_begins(self, optimizer: int, *, has_closure: bool = False) -> None:
         if self._is_in_span or (self._optimizer and self._optimizer != optimizer) or not self._is_ours():
@@ -282,7 +292,7 @@ def _watch_optimizers() -> None:
 
 @not_traced
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
-    if _recorder is not None and _is_of_training(optimizer):
+    if _recorder is not None and _recorder.counts(optimizer):
         has_closure = len(args) > 1 or kwargs.get("closure") is not None
         _recorder.optimizer_begins(id(optimizer), has_closure=has_closure)
 
@@ -293,8 +303,8 @@ def _after_step(optimizer: object, *_: object) -> None:
         _recorder.optimizer_ended(id(optimizer))
 
 
-def _after_scaled_step() -> None:
-    if _recorder is not None:
+def _after_scaled_step(optimizer: torch.optim.Optimizer) -> None:
+    if _recorder is not None and _recorder.counts(optimizer):
         _recorder.scaled_step_ended()
 
 
@@ -312,32 +322,34 @@ os.register_at_fork(after_in_child=_forked)
 
 
 _trained: weakref.WeakSet[torch.nn.Module | torch.optim.Optimizer] = weakref.WeakSet()
-_found: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
+_known: set[int] | None = None  # the ids of their parameters, since the first step after `prepare`
 
 
 def prepare(trained: torch.nn.Module | torch.optim.Optimizer) -> None:
-    """Be ready for the first step of a model, or of its optimizer, which begins before its forward if it has a closure.
+    """Be ready for the steps of a model, or of its optimizer; those of other parameters' optimizers are none.
 
-    From now on the steps of optimizers of other parameters are no steps of the training.
+    Call it before the first step: with a closure, the optimizer begins before the first forward.
     """
+    global _known
     _opened()
     _trained.add(trained)
-    _found.clear()
+    _known = None
 
 
 def _is_of_training(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it steps a parameter of what was given to `prepare`, or nothing was."""
-    if (is_of_training := _found.get(optimizer)) is None:
-        known = {id(parameter) for trained in _trained for parameter in _parameters(trained)}
-        own = map(id, _parameters(optimizer))
-        is_of_training = _found[optimizer] = not known or not known.isdisjoint(own)
-    return is_of_training
+    global _known
+    if _known is None:
+        _known = {id(parameter) for trained in _trained for parameter in _parameters(trained)}
+    # Asked in each step: parameters may be added to an optimizer. Its first one is mostly enough.
+    return not _known or not _known.isdisjoint(map(id, _parameters(optimizer)))
 
 
 def _parameters(trained: torch.nn.Module | torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     if isinstance(trained, torch.nn.Module):
         return trained.parameters()
-    return (parameter for group in trained.param_groups for parameter in group["params"])
+    groups = getattr(trained, "param_groups", ())  # a GradScaler that is not enabled steps whatever has a `step`
+    return (parameter for group in groups for parameter in group["params"])
 
 
 def forward() -> None:

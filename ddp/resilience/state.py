@@ -113,9 +113,11 @@ class State:
 
         Call it on every rank after each step of the optimizer, with no collective between the two; with several
         optimizers, after the last one's. Communicates nothing. A DistributedSampler whose `advance` nobody has called
-        is advanced by what it has handed out. ArgumentError says to call it where samples are drawn ahead, as far as
-        this can be seen: where a DataLoader may have workers, where another thread draws, and when the optimizer has
-        stepped after a commit without a sample drawn. CollectiveError after a backward pass that failed.
+        is advanced by what it has handed out; advance(0) counts as a call, too. ArgumentError says to call it where
+        samples may be drawn ahead: where a DataLoader may have workers, where another thread draws, and, if other ranks
+        could go on without this one (not in a world of one), when the optimizer has stepped after a commit without a
+        sample drawn. So a loader that draws one batch ahead is noticed at the end of the epoch only, and several steps
+        on one batch, each with a commit, need advance(0). CollectiveError after a backward pass that failed.
         """
         is_done = self.commits.take()
         if is_done and (join_point := self.commits.join_point) is not None and self.commits.number is not None:

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]  # public, but not marked as exported
 
 import ddp
+from ddp.comm.objects import device_of
 from ddp.comm.shared_memory import SharedSegment
 from ddp.comm.shm import memory
 from ddp.comm.shm.backend import connect, register, sharing
@@ -136,7 +137,9 @@ def other_devices_have_their_backends(folder: str) -> None:
             part = dist.new_group([0])
             if rank == 0:
                 assert part._get_backend(torch.device("cuda")).name() == "gloo"
+                assert device_of(part).type == "cpu"
                 dist.destroy_process_group(part)
+                assert device_of(part).type == "cpu", "what is called then has the group's own error"
             dist.barrier()
 
 

@@ -23,6 +23,7 @@ class OtherDevices:
     def __init__(self, options: Any, backend_options: Any) -> None:
         self._options, self._backend_options = options, backend_options
         self._groups: dict[str, dist.ProcessGroup] = {}
+        self._types: list[torch.device] = []
 
     def backends(self, group: dist.ProcessGroup) -> dict[str, str]:
         """The backends of a group's other devices, by type. While torch still makes the group: all that it could be."""
@@ -35,9 +36,12 @@ class OtherDevices:
     def device_types(self, group: dist.ProcessGroup) -> list[torch.device]:
         """The types of devices whose tensors a group moves, the host's first; empty while torch still makes the group.
 
-        torch 2.15 asks then: it attaches a recorder, which needs torch's own backends, unless this is empty.
+        torch 2.15 asks then: it attaches a recorder, which needs torch's own backends, unless this is empty. Once known
+        they stay, also when torch has forgotten the group: its operations then fail with its own errors.
         """
-        return [] if _backends_of(group) is None else [*map(torch.device, ("cpu", *self.backends(group)))]
+        if not self._types and _backends_of(group) is not None:
+            self._types = [*map(torch.device, ("cpu", *self.backends(group)))]
+        return self._types
 
     def group_for(self, group: dist.ProcessGroup, device: str) -> dist.ProcessGroup:
         """The group that moves tensors of a type of device; RuntimeError if `group` has no backend for it."""

@@ -42,8 +42,9 @@ class OuterOptimizer:
         `parameters` are the averages over the ranks, and are overwritten.
         """
         settings = self._settings
-        for name, start in self.starts.items():
-            parameter = parameters[name]
+        for name, parameter in parameters.items():
+            if (start := self.starts.get(name)) is None:
+                continue
             gradient = start - parameter
             if settings.outer_momentum:
                 velocity = self.momenta.setdefault(name, torch.zeros_like(gradient))

@@ -42,7 +42,7 @@ def _forget() -> None:
         timeline._recorder.record_step()
     timeline._recorder, timeline._is_looked_for = None, False
     timeline._trained.clear()
-    timeline._found.clear()
+    timeline._known = None
 
 
 def _read(path: Path, kind: int) -> list[tuple[float, ...]]:
@@ -158,7 +158,14 @@ def test_a_step_that_calls_a_closure_has_its_passes(ring: Path, kind: type[torch
 @pytest.mark.usefixtures("group_of_one")
 def test_an_optimizer_of_other_parameters_makes_no_step(ring: Path) -> None:
     model, optimizer = _model()
-    other = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+
+    class Other(torch.optim.SGD):
+        def __eq__(self, other: object) -> bool:  # so it has no hash
+            return self is other
+
+    unused = torch.nn.Parameter(torch.ones(1))
+    other = Other([unused], lr=0.1)
     other.step(lambda: 1.0)
     time.sleep(STRETCH_S)
     for _ in range(2):
@@ -166,11 +173,43 @@ def test_an_optimizer_of_other_parameters_makes_no_step(ring: Path) -> None:
         loss = model(torch.ones(2)).sum()
         other.step()
         loss.backward()
+        unused.grad = scaler.scale(torch.ones(1))
+        scaler.step(other)
+        scaler.update()
+        timeline.wait_ended(timeline.wait_begins())
         optimizer.step()
         other.step(lambda: 1.0)
     steps = _read(ring, STEP)
     assert [step for step, *_ in steps] == [1, 2]
     assert steps[0][2] == 0.0  # what came before the first forward is no part of it
+    other.add_param_group({"params": list(model.parameters())})
+    for _ in range(2):
+        _step(model, other)
+    assert [step for step, *_ in _read(ring, STEP)] == [1, 2, 3, 4]
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_optimizers_of_master_copies_step_where_no_other_does(ring: Path) -> None:
+    model, _ = _model()
+    optimizer = torch.optim.SGD([each.detach().clone() for each in model.parameters()], lr=0.1)
+    for _ in range(4):
+        _step(model, optimizer)
+    steps = _read(ring, STEP)
+    assert [step for step, *_ in steps] == [1, 2, 3, 4]
+    assert all(step[2 + PHASES.index("optimizer")] > 0 for step in steps[1:])
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_parameters_are_gone_through_once_whatever_the_number_of_optimizers(
+    ring: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[object] = []
+    through = timeline._parameters
+    model, _ = _model()
+    monkeypatch.setattr(timeline, "_parameters", lambda of: looks.append(of) or through(of))
+    for parameter in model.parameters():
+        torch.optim.SGD([parameter], lr=0.1).step()
+    assert looks.count(model) == 1
 
 
 @pytest.mark.usefixtures("group_of_one")

@@ -119,7 +119,7 @@ def test_a_commit_under_a_loader_with_workers_needs_advance(
 
 
 def drawn_in_a_thread(loader: DataLoader) -> Iterator[torch.Tensor]:
-    batches: queue.Queue[torch.Tensor | None] = queue.Queue(1)
+    batches: queue.Queue[torch.Tensor | None] = queue.Queue()
 
     def draw() -> None:
         for (x,) in loader:
@@ -151,7 +151,7 @@ def drawn_at_once(loader: DataLoader) -> Iterator[torch.Tensor]:
     ("draw", "commits", "message"),
     [
         (drawn_in_a_thread, 0, "another thread draws samples ahead"),
-        (drawn_ahead, 5, "nothing was drawn from the sampler since the last commit"),
+        (drawn_ahead, 5, r"several commits on one batch, call sampler.advance\(0\) before each"),
         (drawn_at_once, 1, "nothing was drawn from the sampler since the last commit"),
     ],
 )
@@ -172,6 +172,11 @@ def test_a_loader_of_the_script_s_own_that_draws_ahead_needs_advance(
         for step, x in enumerate(draw(loader)):
             model(x).sum().backward()
             optimizer.step()
+            if tells and step == 1:
+                sampler.advance(0)
+                state.commit()
+                assert sampler.state_dict()["position"] == 2, "after a failure the batch is drawn again"
+                optimizer.step()
             if tells:
                 sampler.advance(len(x))
             state.commit()
@@ -182,10 +187,10 @@ def test_a_loader_of_the_script_s_own_that_draws_ahead_needs_advance(
                 state.commit()
 
     epoch(0, tells=True)
-    assert state.commits.number == 7
+    assert state.commits.number == 8
     with pytest.raises(ArgumentError, match=message):
         epoch(1, tells=False)
-    assert state.commits.number == 7 + commits
+    assert state.commits.number == 8 + commits
 
 
 def kept(parts: tuple[nn.Module, torch.optim.Optimizer, ddp.DistributedSampler], **changed: Any) -> ddp.State:

@@ -13,7 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ddp.compression import PowerSGD
 from ddp.strategies.local_sgd.averaging import LocalSGD
+from ddp.strategies.local_sgd.outer_optimizer import OuterOptimizer
 from ddp.strategies.local_sgd.rank_state import cut_into_chunks
+from ddp.strategies.local_sgd.settings import Settings
 
 CASES = "ddp_worlds.local_sgd_cases"
 # every, after, outer_lr, outer_momentum, nesterov
@@ -130,3 +132,12 @@ def test_chunks_come_in_the_same_order_on_devices_of_other_numbers() -> None:
             number_of = {id(tensor): number for number, tensor in enumerate(tensors)}
             orders.append([[number_of[id(tensor)] for tensor in chunk] for chunk in cut_into_chunks(tensors)])
     assert orders == [[[0, 2], [1, 4], [3]]] * 2
+
+
+def test_parameters_that_are_renamed_between_two_averages_keep_theirs() -> None:
+    outer = OuterOptimizer(Settings(every=2, after=0, outer_lr=0.5, outer_momentum=0.0, nesterov=True))
+    outer.begin({name: nn.Parameter(torch.zeros(1)) for name in ("kept", "renamed")})
+    averages = {name: nn.Parameter(torch.ones(1)) for name in ("kept", "as now")}
+    with torch.no_grad():
+        outer.step(averages)
+    assert [each.item() for each in averages.values()] == [0.5, 1.0]
