@@ -142,9 +142,11 @@ def test_ranks_that_have_left_are_known_to_have(worlds: Worlds, store: str) -> N
     )
     assert (early.codes, returned.codes, raised.codes) == ([0, 0, 0], [0, 0, 0], [0, 1, 0])
     for report in early.results[:2]:
-        assert report.startswith("rank 2 is missing: the all-reduce of bucket 1 of 1 of step 3 failed on rank ")
+        # On a busy machine one of both may have failed, and gone on, before the other one does.
+        missing = r"(rank 2 is|ranks [01], 2 are) missing: the all-reduce of bucket 1 of 1 of step 3 failed on rank "
+        assert re.match(missing, report)
         assert "rank 2: has exited (after step 2)" in report
-        assert "ranks 0-1: in the all-reduce of bucket 1 of 1" in report
+        assert re.search(r"(ranks 0-1|rank [01]): in the all-reduce of bucket 1 of 1", report)
         assert "the backend says: " in report
     for report in returned.results[:2]:
         assert "rank 2: has deleted its last model (after step 1)" in report

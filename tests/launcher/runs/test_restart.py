@@ -96,7 +96,7 @@ def test_restart_counts_are_those_of_torchrun(script: Path) -> None:
 
 
 def test_when_all_restarts_are_used_the_last_cause_decides(script: Path) -> None:
-    script.write_text("import os, sys\nsys.exit(10 + int(os.environ['TORCHELASTIC_RESTART_COUNT']))")
+    script.write_text("import os, sys\nprint('up')\nsys.exit(10 + int(os.environ['TORCHELASTIC_RESTART_COUNT']))")
     result = run_dtrain("run", "--max-restarts", "2", script, cwd=script.parent)
     assert result.returncode == 12, result.stderr
     assert "all 2 restarts (--max-restarts) were used" in result.stderr
