@@ -175,8 +175,7 @@ class Console:
                 who = f"[{label(held.ranks, self._merger.ranks)}] ".encode()
                 prefix = self._in_colour(held.stream, who, b"1")
             last = held.stream
-            text = held.text.replace(b"\n", b"\n" + prefix) if held.count > 1 else held.text
-            together += b"%b%b\n" % (prefix, text)
+            together += b"%b%b\n" % (prefix, held.text)
         if together:
             self._put_now(last, bytes(together))
 
