@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
-import re
-import socket
 import stat
 import tempfile
 from datetime import timedelta
@@ -15,7 +12,6 @@ from pathlib import Path
 from torch.distributed import (  # type: ignore[attr-defined]  # public, but not marked as exported
     FileStore,
     HashStore,
-    PrefixStore,
     Store,
     rendezvous,
 )
@@ -32,39 +28,6 @@ def store_at_address(placement: Placement, timeout: timedelta) -> Store:
     store: Store = next(found)[0]
     store.set_timeout(timeout)
     return store
-
-
-def peer_of(store: Store) -> socket.socket | None:
-    """The socket of a TCPStore's connection, a second descriptor of it; None for other stores.
-
-    Only the text of the object tells the descriptor, and only its peer's port that it is the right one.
-    """
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    found = re.search(r"\bfd=(\d+)", repr(store))
-    if found is None:
-        return None
-    try:
-        peer = socket.socket(fileno=os.dup(int(found[1])))
-    except OSError:
-        return None
-    with contextlib.suppress(OSError):
-        if peer.getpeername()[1] == getattr(store, "port", None):
-            return peer
-    peer.close()
-    return None
-
-
-def has_hung_up(peer: socket.socket | None) -> bool:
-    """Whether a store's server has ended. A request to it would tell too, with a page of C++ frames on stderr."""
-    if peer is None:
-        return False
-    try:
-        return peer.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
 
 
 def store_without_address(placement: Placement) -> Store:

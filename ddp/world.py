@@ -36,11 +36,7 @@ from ddp.generation.connections import Connections
 from ddp.generation.device_collectives import NCCL_BESIDE_GLOO, DeviceCollectives, can_be_ended
 from ddp.generation.meeting import REFUSED, meet
 from ddp.generation.pending_group import is_pending, make_pending_group
-from ddp.group_store import (
-    leave_file,
-    store_at_address,
-    store_without_address,
-)
+from ddp.group_store import leave_file, store_at_address, store_without_address
 from ddp.monitoring.progress import set_restart_policy
 from ddp.torch_internals import backend_of, device_types_of, is_by_gloo, number_groups_anew
 

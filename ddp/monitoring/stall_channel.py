@@ -14,6 +14,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import re
+import socket
 import threading
 import time
 import warnings
@@ -27,7 +29,6 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public, but not marked as exported
 
 from ddp.errors import UnsupportedError
-from ddp.group_store import has_hung_up, peer_of
 from ddp.monitoring.process_end import how_it_ends
 from ddp.monitoring.stall_text import MOST_POSITIONS, Answer, Heard, Position, printable
 from ddp.torch_internals import default_store
@@ -91,7 +92,7 @@ class StoreThread:
         own = store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
         self._store: Store | None = PrefixStore("ddp/stall_report", own)
         self._store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
-        self._peer = peer_of(self._store)
+        self._peer = _peer_of(self._store)
         self._rank = rank
         self._pid = os.getpid()
         self._jobs: SimpleQueue[Job | _Question | None] = SimpleQueue()  # its put() may be called in a destructor
@@ -267,7 +268,7 @@ class StoreThread:
 
     def _open(self) -> Store:
         """The store, unless its server has hung up: torch writes a page of C++ frames to stderr for each try then."""
-        if self._store is None or has_hung_up(self._peer):
+        if self._store is None or _has_hung_up(self._peer):
             self.trouble = "the store is gone: the process that hosts it (most likely that of rank 0) has ended"
             raise RuntimeError(self.trouble)
         return self._store
@@ -341,3 +342,36 @@ def _present(store: Store, keys: list[str]) -> list[str]:
         return []
     half = len(keys) // 2
     return _present(store, keys[:half]) + _present(store, keys[half:])
+
+
+def _peer_of(store: Store) -> socket.socket | None:
+    """The socket of a TCPStore's connection, a second descriptor of it; None for other stores.
+
+    Only the text of the object tells the descriptor, and only its peer's port that it is the right one.
+    """
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    found = re.search(r"\bfd=(\d+)", repr(store))
+    if found is None:
+        return None
+    try:
+        peer = socket.socket(fileno=os.dup(int(found[1])))
+    except OSError:
+        return None
+    with contextlib.suppress(OSError):
+        if peer.getpeername()[1] == getattr(store, "port", None):
+            return peer
+    peer.close()
+    return None
+
+
+def _has_hung_up(peer: socket.socket | None) -> bool:
+    """Whether a store's server has ended. A request to it would tell too, with a page of C++ frames on stderr."""
+    if peer is None:
+        return False
+    try:
+        return peer.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
