@@ -212,10 +212,10 @@ class Attempt:
             for rank, variables in message.variables.items():
                 if (order := self._orders.get(int(rank))) is not None:
                     self._orders[int(rank)] = replace(order, env={**order.env, **variables})
-            if message.when != "at_commit":  # until then they train
-                self.signs.regroup(self.running)
             for worker in self.running:
                 worker.tell_generation(self._generation, self._when, self._composed(worker.rank))
+            if message.when != "at_commit":  # until then they train
+                self.signs.regroup(self.running)  # after they were told: each ends one more step at most
 
     def is_script(self, rank: int) -> bool:
         """Whether a worker is started through bootstrap.py."""
