@@ -1,10 +1,11 @@
 """What every test shares: a clean environment, SSH hosts, and the check that nothing is left running."""
 
 import os
+import random
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TypeVar
@@ -13,7 +14,7 @@ import hypothesis
 import psutil
 import pytest
 from ddp_worlds.nursery import Nursery
-from testbed import EXHAUSTIVE
+from testbed import processes
 from testbed.lab import Lab
 from testbed.namespaces import find_part
 from testbed.network import NetworkHosts
@@ -21,6 +22,8 @@ from testbed.once import folder_of_run
 from testbed.processes import MARK, describe, dtrain_server_if_started, everyone, keep_variables, kill, left_behind
 from testbed.quick import is_heavy, is_quick
 from testbed.require import require
+from testbed.seeds import Seeds
+from testbed.slow import Share, are_named, select
 from testbed.slurm import Node, SlurmCluster
 from testbed.sshd import SshHosts, find_sshd
 from testbed.warm import WarmProcess
@@ -52,6 +55,10 @@ FOREIGN_NAMES = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="only tests without processes, waiting and torch")
+    parser.addoption(
+        "--slow", metavar="K/N", help="also the K-th of N shares of the slow tests; with -m slow, only these"
+    )
+    parser.addoption("--seed", type=int, help="repeat the random tests of the run that had this seed")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -60,9 +67,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.option.seed is None:
+        config.option.seed = random.randrange(2**32)  # pytest-xdist hands it to its processes
     hypothesis.settings.register_profile(
-        "quick", max_examples=30, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-    )  # a busy machine fails no test
+        "quick",
+        max_examples=30,
+        derandomize=False,  # also where CI is set
+        print_blob=True,
+        deadline=None,  # a busy machine fails no test
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
     hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
     for name in tuple(os.environ):
         if name.startswith(FOREIGN_PREFIXES) or name in FOREIGN_NAMES:
@@ -75,31 +89,37 @@ def pytest_unconfigure() -> None:
         server.close()
 
 
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"seed: {config.option.seed}"
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("quick"):
         assert "torch" not in sys.modules, "to import it takes longer than all quick tests of a file"
         items[:] = [item for item in items if is_quick(item)]
-    if not EXHAUSTIVE and not any("::" in each for each in config.args):
-        _leave_out_slow(config, items)
+    if not are_named(config.args):
+        items[:], left_out, unknown = select(items, _share(config))
+        if unknown and config.args == config.getini("testpaths") and not config.getoption("quick"):
+            raise pytest.UsageError(f"tests/slow.txt names no test of that name: {min(unknown)}")
+        config.hook.pytest_deselected(items=left_out)
     items.sort(key=lambda item: not item.nodeid.startswith(LONG))
     for item in items:
         if not {"ssh_hosts", "network_hosts"}.isdisjoint(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.sshd)
 
 
-def _leave_out_slow(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what slow.txt names. A name there that is no test's, where all were collected, is an error."""
-    lines = (Path(__file__).parent / "slow.txt").read_text(encoding="utf-8").splitlines()
-    unknown = slow = {line for line in lines if not line.startswith("#")}
-    kept, left_out = [], []
-    for item in items:
-        names = {item.nodeid, item.nodeid.partition("[")[0]}
-        (kept if names.isdisjoint(slow) else left_out).append(item)
-        unknown = unknown - names
-    if unknown and config.args == config.getini("testpaths") and not config.getoption("quick"):
-        raise pytest.UsageError(f"tests/slow.txt names no test of that name: {sorted(unknown)[0]}")
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = kept
+def _share(config: pytest.Config) -> Share | None:
+    text = config.getoption("slow")
+    return None if text is None else Share.of_option(text)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed and "seeds" in getattr(item, "fixturenames", ()):
+        again = f"pytest '{item.nodeid}' --seed {item.config.option.seed}"
+        report.sections.append(("seeds", f"{again}\nMend it, and keep the seed that failed: seeds(..., kept=[SEED])"))
+    return report
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -195,6 +215,19 @@ def where(request: pytest.FixtureRequest) -> list[str]:
         return ["--simulate", "--nnodes", "2", "--nproc-per-node", "1"]
     hosts: SshHosts = request.getfixturevalue("ssh_hosts")
     return ["--hosts", "node1,node2", "--ssh-config", str(hosts.ssh_config)]
+
+
+@pytest.fixture
+def seeds(request: pytest.FixtureRequest) -> Seeds:
+    """The seeds of this test, other ones in each run."""
+    return Seeds(request.config.option.seed, request.node.nodeid)
+
+
+@pytest.fixture(autouse=True)
+def start_by_exec_in_turn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have this test start `dtrain` by exec, as users do, if it is in the share of `--slow`."""
+    share = _share(request.config)
+    monkeypatch.setattr(processes, "by_exec", share is not None and share.has(request.node.nodeid))
 
 
 @pytest.fixture(autouse=True)

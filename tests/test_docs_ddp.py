@@ -38,7 +38,7 @@ def test_its_python_runs_on_two_ranks(tmp_path: Path) -> None:
 
 def test_the_lines_that_resume_are_those_of_tested_programs() -> None:
     shown = {program: code for program, code in BLOCK.findall(README) if program}
-    assert set(shown) == {str(path.relative_to(ROOT)) for path in ROOT.glob("tests/full/programs/resume_*.py")}
+    assert set(shown) == {str(path.relative_to(ROOT)) for path in ROOT.glob("tests/programs/resume_*.py")}
     for program, code in shown.items():
         there = {line.strip() for line in (ROOT / program).read_text().splitlines()}
         matter = [

@@ -3,13 +3,14 @@
 import os
 import signal
 import subprocess
+import sys
 import uuid
 from pathlib import Path
 from threading import Thread
 
 import psutil
 import pytest
-from testbed import processes
+from testbed import REPOSITORY, processes
 from testbed.forked_dtrain import ForkedDtrain
 from testbed.processes import (
     MARK,
@@ -24,6 +25,8 @@ from testbed.processes import (
 )
 from testbed.quick import is_heavy
 from testbed.require import require
+from testbed.seeds import Seeds
+from testbed.slow import Share
 from testbed.sshd import SshHosts
 
 
@@ -53,7 +56,7 @@ def test_a_timeout_kills_the_whole_tree_and_keeps_the_output() -> None:
 
 @pytest.fixture
 def forks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "EXHAUSTIVE", False)
+    monkeypatch.setattr(processes, "by_exec", False)
 
 
 def test_a_forked_dtrain_is_a_process_of_its_own(tmp_path: Path, forks: None) -> None:
@@ -157,3 +160,34 @@ def test_a_stopped_host_takes_everything_with_it_and_comes_back(ssh_hosts: SshHo
 def test_a_file_that_imports_torch_is_heavy(tmp_path: Path, text: str, heavy: bool) -> None:
     (tmp_path / "test_it.py").write_text(text)
     assert is_heavy(tmp_path / "test_it.py") is heavy
+
+
+def test_each_slow_test_is_in_one_share_and_all_others_in_each() -> None:
+    ordinary, first, second, both = (
+        _collected(*option) for option in ([], *(["--slow", x] for x in ("1/2", "2/2", "1/1")))
+    )
+    assert ordinary < first < both
+    assert ordinary < second < both
+    assert first | second == both
+    assert first & second == ordinary
+
+
+@pytest.mark.parametrize("share", ["0/5", "6/5", "2", "a/b", ""])
+def test_what_is_no_share_is_refused(share: str) -> None:
+    with pytest.raises(pytest.UsageError, match="give a share like 2/5"):
+        Share.of_option(share)
+
+
+def test_seeds_are_new_in_each_run_and_each_test_and_can_be_repeated() -> None:
+    drawn = Seeds(1, "a")(3, kept=[17])
+    assert drawn[0] == 17
+    assert drawn == Seeds(1, "a")(3, kept=[17])
+    assert len({*drawn, *Seeds(2, "a")(3), *Seeds(1, "b")(3)}) == 10
+
+
+def _collected(*options: str) -> set[str]:
+    """The cases of one file of tests, of which some are slow."""
+    file = REPOSITORY / "tests/ddp/comm/test_collectives.py"
+    argv = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", *options, file]
+    listed = subprocess.run(argv, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    return {line for line in listed.stdout.splitlines() if "::" in line}

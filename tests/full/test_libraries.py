@@ -9,11 +9,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from testbed import REPOSITORY
 from testbed.processes import Result, run_dtrain, run_program
 from testbed.require import require
 from testbed.sshd import SshHosts
 
-PROGRAMS = Path(__file__).parent / "programs"
+PROGRAMS = REPOSITORY / "tests/programs"
 LIMIT_S = 150.0
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 # Sums in another order are other numbers; and nothing is to be fetched.

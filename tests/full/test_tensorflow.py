@@ -6,11 +6,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from testbed import REPOSITORY
 from testbed.processes import Result, run_dtrain, run_program
 from testbed.require import require
 from testbed.sshd import SshHosts
 
-PROGRAMS = Path(__file__).parent / "programs"
+PROGRAMS = REPOSITORY / "tests/programs"
 MIRRORED = PROGRAMS / "tf_mirrored.py"
 SERVERS = PROGRAMS / "tf_servers.py"
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3"}

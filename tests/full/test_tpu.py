@@ -12,7 +12,7 @@ from testbed.imports import ROOT
 from testbed.processes import Result, run_dtrain, run_program
 from testbed.require import require
 
-PROGRAM = ROOT / "tests/full/programs/tpu_training.py"
+PROGRAM = ROOT / "tests/programs/tpu_training.py"
 PYTHON = ROOT / ".venv-tpu/bin/python"
 LIMIT_S = 250.0  # nearly all of it is compiling
 ENVIRONMENT = {

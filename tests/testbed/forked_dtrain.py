@@ -2,7 +2,8 @@
 
 What is forked has a session, streams, variables and a folder of its own, as what `python -m launcher` starts. No fork:
 a test that runs `python -m launcher` itself, one that sets what changes how Python starts (`_AT_START`, sitecustomize,
-limits), one whose folders have a module that would be imported instead of one that is imported here, and the full set.
+limits), one whose folders have a module that would be imported instead of one that is imported here, and in CI a
+fifth of the tests in turn (slow.py).
 """
 
 from __future__ import annotations

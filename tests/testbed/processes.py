@@ -20,11 +20,11 @@ from typing import Any
 
 import psutil
 
-from testbed import EXHAUSTIVE
 from testbed.forked_dtrain import MARK as MARK
 from testbed.forked_dtrain import DtrainServer, ForkedDtrain
 
 _variables = dict(os.environ)
+by_exec = False  # start `dtrain` as users do
 TIMED_OUT = 124  # as timeout(1) has it
 _OTHERS = re.compile(r"^dtrain: removed what .* killed had left on .*\n", re.MULTILINE)
 TIMEOUT_S = 100.0  # more than anything takes, also beside other work, and less than a test may
@@ -102,7 +102,7 @@ def started_dtrain(
     It is forked from a process that has imported it, where that makes no difference (forked_dtrain.py).
     """
     argv = [sys.executable, "-m", "launcher", *map(os.fspath, args)]
-    if EXHAUSTIVE or (request := dtrain_server().request(argv, _environment(env or {}), cwd)) is None:
+    if by_exec or (request := dtrain_server().request(argv, _environment(env or {}), cwd)) is None:
         return started(*argv, env=env, cwd=cwd, stdin=stdin)
     return _until_its_end(ForkedDtrain(dtrain_server(), request, argv, stdin))
 

@@ -27,8 +27,8 @@ import pytest
 import torch
 from ddp_worlds.checkpoint_cases import listed
 from ddp_worlds.nursery import ROOT, Nursery
-from testbed import EXHAUSTIVE
 from testbed.processes import run_program
+from testbed.seeds import Seeds
 from torch import nn
 from torch.utils.data import BatchSampler
 
@@ -252,8 +252,8 @@ def test_every_truncation_is_noticed(whole: bytes) -> None:
     assert checkpoint_file.verify(io.BytesIO(whole)).step == 7
 
 
-def test_every_changed_byte_is_noticed(whole: bytes) -> None:
-    rng = random.Random(3)
+def test_every_changed_byte_is_noticed(whole: bytes, seeds: Seeds) -> None:
+    rng = random.Random(*seeds(1))
     for place in range(len(whole)):
         damaged = bytearray(whole)
         damaged[place] ^= 1 << rng.randrange(8)
@@ -417,12 +417,13 @@ def test_torch_s_sampler_has_no_place(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("in_background", [False, True])
-def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, in_background: bool) -> None:
+def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(
+    tmp_path: Path, in_background: bool, seeds: Seeds
+) -> None:
     environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
-    kills = 150 if EXHAUSTIVE else 40
-    result = run_program(
-        sys.executable, "-W", "error", CASES, tmp_path, str(kills), "11", str(int(in_background)), env=environment
-    )
+    (seed,), kills = seeds(1), 40
+    words = (str(kills), str(seed), str(int(in_background)))
+    result = run_program(sys.executable, "-W", "error", CASES, tmp_path, *words, env=environment)
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["in_the_middle"] > kills / 8  # most kills hit a writer while it writes
 

@@ -1,14 +1,16 @@
 """What torch.distributed promises on the CPU, by each backend: one world for all its cases.
 
-Each case is tried three times: by gloo, by shm on one host and by shm over hosts, in worlds that take turns; in all
-worlds with EXHAUSTIVE=1.
+Each case is tried three times: by gloo, by shm on one host and by shm over hosts, in worlds that take turns. The other
+half of each world is slow.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+from _pytest.mark import ParameterSet
 from ddp_worlds.nursery import Nursery
-from testbed import EXHAUSTIVE
 from testbed.once import once
 
 # Pairs; which of a pair tries the first case.
@@ -19,10 +21,17 @@ WORLDS = {
 }  # fmt: skip
 
 
-def _names(world: tuple[str, int]) -> list[str]:
+def _names(how: str, size: int, half: int) -> list[str]:
     from ddp_worlds.collective_cases import CASES
 
-    return list(CASES) if EXHAUSTIVE else list(CASES)[WORLDS[world] :: 2]
+    return list(CASES)[(WORLDS[how, size] + half) % 2 :: 2]
+
+
+def _cases() -> Iterator[ParameterSet]:
+    for turn, (how, size) in enumerate(WORLDS):
+        for half, marks in enumerate(((), pytest.mark.slow(turn=turn))):
+            for name in _names(how, size, half):
+                yield pytest.param((how, size, half), name, id=f"{name}-{how} {size}", marks=marks)
 
 
 @pytest.fixture(scope="module")
@@ -30,20 +39,16 @@ def said(
     request: pytest.FixtureRequest, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, str]]:
     """What went wrong in each case, by rank."""
-    how, size = request.param
+    how, size, half = request.param
 
     def run() -> list[dict[str, str]]:
-        case, only = "ddp_worlds.collective_cases:run_cases", _names(request.param)
+        case, only = "ddp_worlds.collective_cases:run_cases", _names(how, size, half)
         return nursery.run(size, case, how=how, only=only, group="gloo", deadline_s=180.0)
 
-    return once(tmp_path_factory, f"collectives {how} {size}", run)
+    return once(tmp_path_factory, f"collectives {how} {size} {half}", run)
 
 
-@pytest.mark.parametrize(
-    ("said", "name"),
-    [pytest.param(world, name, id=f"{name}-{world[0]} {world[1]}") for world in WORLDS for name in _names(world)],
-    indirect=["said"],
-)
+@pytest.mark.parametrize(("said", "name"), [*_cases()], indirect=["said"])
 def test_collective(said: list[dict[str, str]], name: str) -> None:
     wrong = [f"rank {rank}:\n{each[name]}" for rank, each in enumerate(said) if each[name]]
     assert not wrong, "\n".join(wrong)

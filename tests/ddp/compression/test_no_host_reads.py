@@ -66,6 +66,7 @@ def test_a_compressor_reads_nothing_on_the_host(
     "read",
     [float, bool, torch.Tensor.tolist, torch.Tensor.cpu, torch.Tensor.nonzero, lambda each: torch.equal(each, each)],
 )
+@pytest.mark.control
 def test_a_read_would_be_seen(read: Callable[[torch.Tensor], object]) -> None:
     with pytest.raises((RuntimeError, NotImplementedError)):
         read(torch.zeros((), device="meta"))

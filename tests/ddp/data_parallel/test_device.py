@@ -23,6 +23,7 @@ MOVING = {f"aten.{name}" for name in ("copy_", "_foreach_copy_", "div", "div_", 
 MOVING.add("c10d.allreduce_")
 
 
+@pytest.mark.control
 def test_the_device_of_these_tests_notices_who_waits_for_it(nursery: Nursery) -> None:
     nursery.run(1, CASES + "the_device_notices_who_waits")
 

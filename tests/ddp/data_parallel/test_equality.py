@@ -7,7 +7,6 @@ import random
 
 import pytest
 from ddp_worlds.nursery import Nursery
-from testbed import EXHAUSTIVE
 
 MODELS = ("mlp", "odd", "attention", "conv", "complex")
 # bucket_cap_mb, views, set_to_none, accumulated micro-batches, find_unused_parameters, from where on a
@@ -26,19 +25,29 @@ WAYS = (
 )
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_training_equals_one_process_on_the_whole_batch(nursery: Nursery, world_size: int) -> None:
-    setups = [(model, *way) for model in MODELS for way in WAYS]
-    if not EXHAUSTIVE:
-        setups = setups[world_size % 4 :: 4]  # each in one of the worlds
+@pytest.mark.parametrize(
+    ("world_size", "part"),
+    [
+        *(pytest.param(size, slice(size % 4, None, 4), id=str(size)) for size in (1, 2, 3, 4)),  # each in one world
+        *(
+            pytest.param(size, slice(None), id=f"{size}-all", marks=pytest.mark.slow(turn=size))
+            for size in (1, 2, 3, 4)
+        ),
+    ],
+)
+def test_training_equals_one_process_on_the_whole_batch(nursery: Nursery, world_size: int, part: slice) -> None:
+    setups = [(model, *way) for model in MODELS for way in WAYS][part]
     nursery.run(world_size, "ddp_worlds.data_parallel_cases:equals_whole_batch", setups=setups, steps=5)
 
 
-@pytest.mark.parametrize(("world_size", "seed"), [(2, 34), (3, 3), (4, 57)])  # of 12 ways that have all pairs of values
-def test_parameters_unused_on_some_or_all_ranks_are_exact(nursery: Nursery, world_size: int, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "seed"),  # of 12 ways that have all pairs of values
+    [(2, 34), (3, 3), (4, 57), *(pytest.param(size, None, marks=pytest.mark.slow(turn=size)) for size in (2, 3, 4))],
+)
+def test_parameters_unused_on_some_or_all_ranks_are_exact(nursery: Nursery, world_size: int, seed: int | None) -> None:
     ways = itertools.product((None, 1e-4, 1e-6), (False, True), (True, False), (1, 2), (False, True), (32768, 50))
     setups = [("branches", *way) for way in ways if (way[0] != 1e-6) or way[-1] != 50]
-    if not EXHAUSTIVE:
+    if seed is not None:
         setups = random.Random(seed).sample(setups, 12)
     nursery.run(world_size, "ddp_worlds.data_parallel_cases:unused_parameters", setups=setups)
 
@@ -56,12 +65,19 @@ def test_a_gradient_that_no_rank_renews_stays_to_the_bit(nursery: Nursery, views
 
 @pytest.mark.parametrize(
     ("model", "way"),
-    [*itertools.product(["mlp", "odd", "conv"], [WAYS[0], WAYS[4], WAYS[7]])]
-    if EXHAUSTIVE
-    else [("mlp", WAYS[4]), ("odd", WAYS[7]), ("conv", WAYS[0])],
+    [
+        ("mlp", 4),
+        ("odd", 7),
+        ("conv", 0),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in itertools.product(["mlp", "odd", "conv"], [0, 4, 7])
+            if each not in {("mlp", 4), ("odd", 7), ("conv", 0)}
+        ),
+    ],
 )
-def test_replicas_are_bitwise_equal_after_100_steps(nursery: Nursery, model: str, way: tuple[object, ...]) -> None:
-    nursery.run(3, "ddp_worlds.data_parallel_cases:replicas_stay_bitwise_equal", setup=(model, *way), steps=100)
+def test_replicas_are_bitwise_equal_after_100_steps(nursery: Nursery, model: str, way: int) -> None:
+    nursery.run(3, "ddp_worlds.data_parallel_cases:replicas_stay_bitwise_equal", setup=(model, *WAYS[way]), steps=100)
 
 
 @pytest.mark.parametrize("keep", ["itself", "detached", "part", "numpy", "storage", "graph", "nothing"])

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
+from testbed.seeds import Seeds
 
 from launcher.agent.signs_of_life import PHASES
 from launcher.hangs.watch import BUSY, FACTOR, QUIET_S, Blame, HangPolicy, HangWatch
@@ -195,15 +196,15 @@ def train(chance: random.Random, *, pauses: Sequence[Callable[[World, random.Ran
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
-def test_nobody_is_blamed_in_simulated_runs(chunk: int) -> None:
-    for seed in range(chunk, RUNS, CHUNKS):
+def test_nobody_is_blamed_in_simulated_runs(chunk: int, seeds: Seeds) -> None:
+    for seed in seeds(RUNS // CHUNKS):
         world = train(random.Random(seed))
         assert world.blame is None, f"seed {seed}: {world.blame}"
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
-def test_after_each_of_them_a_rank_that_hangs_is_blamed_and_no_other(chunk: int) -> None:
-    for seed in range(chunk, RUNS // 4, CHUNKS):
+def test_after_each_of_them_a_rank_that_hangs_is_blamed_and_no_other(chunk: int, seeds: Seeds) -> None:
+    for seed in seeds(RUNS // 4 // CHUNKS):
         chance = random.Random(seed)
         world = train(chance, pauses=[each for each in LONG if each is not stopped_by_hand])
         world.steps(10, 0.05)

@@ -338,6 +338,7 @@ def test_a_debugger_may_be_held_for_longer_than_every_timeout(where: list[str], 
 
 
 @pytest.mark.usefixtures("warm")
+@pytest.mark.control
 def test_without_a_debugger_the_same_limits_end_the_run(folder: Path) -> None:
     (folder / "script.py").write_text(TRAINING)
     detached("--stall-timeout-s", "3", "--nproc-per-node", "2", "script.py")

@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from testbed import EXHAUSTIVE
+from testbed.seeds import Seeds
 
 from launcher.agent.cleanup.lease import LATE, LATE_S, Lease, Limits
 from launcher.hosts.host import Host, HostKind
@@ -138,15 +138,15 @@ class OneHost:
         return -1.0 if self.ended_at is None else self.now - self.ended_at
 
 
-def test_whatever_the_delays_a_lost_host_s_workers_are_gone_when_it_is_fenced() -> None:
-    for seed in range(300 if EXHAUSTIVE else 60):
+def test_whatever_the_delays_a_lost_host_s_workers_are_gone_when_it_is_fenced(seeds: Seeds) -> None:
+    for seed in seeds(60):
         host = OneHost(seed)
         assert host.run() > 0.95 * host.fleet.fence_s, f"OneHost({seed}).run()"
 
 
 @pytest.mark.parametrize("timeout_s", [1.0, 2.0, 5.0, 10.0, 30.0, 60.0])
-def test_a_cut_of_the_network_within_the_tolerance_ends_nothing(timeout_s: float) -> None:
-    for seed in range(50):
+def test_a_cut_of_the_network_within_the_tolerance_ends_nothing(timeout_s: float, seeds: Seeds) -> None:
+    for seed in seeds(50):
         host = OneHost(seed, timeout_s)
         host.least, host.jitter, host.rate = [0.0, 0.0], 0.0, 1.0
         began = host.chance.uniform(timeout_s, 2 * timeout_s)
@@ -341,6 +341,7 @@ def test_what_is_known_of_a_host_changes_in_the_fleet_only() -> None:
         "setattr(state, 'reason', '')",
     ],
 )
+@pytest.mark.control
 def test_a_change_of_a_host_elsewhere_would_be_seen(change: str) -> None:
     assert len(changes_of_hosts(f"def f(self, state, name):\n    {change}")) == 1
     assert changes_of_hosts("if state.reason == 'gone' and state.clock.theirs(1.0): self.link = state.link") == []

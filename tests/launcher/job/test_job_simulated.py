@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from testbed import EXHAUSTIVE
+from testbed.seeds import Seeds
 
 from launcher import __version__
 from launcher.agent.cleanup.lease import Lease, Limits
@@ -79,7 +79,7 @@ from launcher.protocol.reports import (
 )
 from launcher.protocol.two_way import Heartbeat
 
-WORLDS, CHUNKS = int(os.environ.get("SIMULATED_WORLDS", "2000" if EXHAUSTIVE else "500")), 20
+WORLDS, CHUNKS = int(os.environ.get("SIMULATED_WORLDS", "500")), 20
 LIMITS = Limits.shared()  # for nobody: the guards here know by themselves
 PYTHON = "{}.{}.{}".format(*sys.version_info[:3])
 T0 = 1000.0
@@ -1438,12 +1438,12 @@ def simulate(seed: int, *, trace: bool = False) -> World:
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
-def test_any_world_ends_well(chunk: int) -> None:
-    size = WORLDS // CHUNKS
-    for seed in range(chunk * size, (chunk + 1) * size):
+def test_any_world_ends_well(chunk: int, seeds: Seeds) -> None:
+    for seed in seeds(WORLDS // CHUNKS):
         simulate(seed)
 
 
+@pytest.mark.control
 def test_the_worlds_are_of_every_kind() -> None:
     errors = {"StartError", "StoreError", "HostError"}
     kinds = {"HOST_LOST", "STORE_LOST", "RAISED", "EXITED", "KILLED", "STALLED"}

@@ -1,6 +1,6 @@
 """A small elastic training on three SSH hosts under random faults, one after another, from a seed.
 
-24 of them, three of each kind; 100 with EXHAUSTIVE=1. Replay: CHAOS_SEED=N CHAOS_FAULTS=M pytest FILE
+24 of them, three of each kind. Replay: CHAOS_SEED=N CHAOS_FAULTS=M pytest FILE
 """
 
 import contextlib
@@ -15,8 +15,8 @@ from subprocess import Popen
 
 import psutil
 import pytest
-from testbed import EXHAUSTIVE
 from testbed.processes import MARK, kill, marked, started_dtrain, wait_until
+from testbed.seeds import Seeds
 from testbed.sshd import HOST, SshHosts
 
 # Rank 0 trains and saves each step; a rank of which there are two at a time finds its lock taken. All have a child
@@ -49,9 +49,9 @@ while not os.path.exists("finish"):
 
 
 @pytest.mark.timeout(1800)
-def test_an_elastic_training_goes_on_under_random_faults(ssh_hosts: SshHosts, tmp_path: Path) -> None:
-    seed = int(os.environ.get("CHAOS_SEED", "20"))
-    faults = int(os.environ.get("CHAOS_FAULTS", "100" if EXHAUSTIVE else "24"))
+def test_an_elastic_training_goes_on_under_random_faults(ssh_hosts: SshHosts, tmp_path: Path, seeds: Seeds) -> None:
+    seed = int(os.environ.get("CHAOS_SEED", seeds(1)[0]))
+    faults = int(os.environ.get("CHAOS_FAULTS", "24"))
     (tmp_path / "train.py").write_text(SCRIPT)
     hosts = ["--hosts", "node1,node2,node3", "--nnodes", "1:3", "--ssh-config", str(ssh_hosts.ssh_config)]
     options = ["--grow", "--max-restarts", "1000", "--heartbeat-timeout-s", "1.5", "--grace-s", "0.5"]

@@ -14,6 +14,7 @@ import torch
 from testbed import REPOSITORY
 from testbed.once import once
 from testbed.processes import run_dtrain, started_dtrain
+from testbed.resumes import assert_resumes
 from testbed.sshd import SshHosts
 
 GPT = REPOSITORY / "scripts/examples/train_gpt.py"
@@ -78,6 +79,11 @@ def test_a_lost_host_and_a_smaller_world_give_the_same_losses(
     ours, theirs = (torch.load(folder / "out/gpt.pt")["model"] for folder in (tmp_path, undisturbed))
     for name in theirs:
         torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=1e-4)
+
+
+@pytest.mark.timeout(400)
+def test_a_script_in_nanogpt_s_form_resumes_after_a_restart(tmp_path: Path) -> None:
+    assert_resumes("nanogpt", "6", "4", tmp_path)
 
 
 def _read_until(process: "Popen[bytes]", pattern: str) -> str:

@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from testbed import REPOSITORY
 from testbed.processes import Result, run_program
 
-PROGRAMS = Path(__file__).parent / "programs"
+PROGRAMS = REPOSITORY / "tests/programs"
 WORKER = "torchrun_worker.py"
 TORCHRUN = "from torch.distributed.run import main; main()"
 DTRAIN_TORCHRUN = "from launcher.cli.main import torchrun; torchrun()"

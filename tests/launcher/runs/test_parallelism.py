@@ -1,7 +1,4 @@
-"""Sharded and tensor-parallel training runs under dtrain as under torchrun, to the numbers of one process.
-
-These need torch alone: `pytest tests/full/test_parallelism.py` in the ordinary environment runs them too.
-"""
+"""Sharded and tensor-parallel training runs under dtrain as under torchrun, to the numbers of one process."""
 
 import re
 import sys
@@ -9,9 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from testbed import REPOSITORY
 from testbed.processes import Result, run_dtrain, run_program
 
-PROGRAM = Path(__file__).parent / "programs" / "parallel_meshes.py"
+PROGRAM = REPOSITORY / "tests/programs/parallel_meshes.py"
 LIMIT_S = 250.0
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 KINDS = ["alone", "fsdp", "hsdp", "tensor_parallel", "tensor_parallel_and_fsdp"]
