@@ -18,7 +18,7 @@ from launcher.cli.main import cli
 
 PAGES = [
     page
-    for folder in ("", "launcher", "ddp", "scripts/bench", "scripts/examples")
+    for folder in ("", "launcher", "ddp", "scripts/bench", "scripts/examples", "tests")
     for page in sorted((ROOT / folder).glob("*.md"))
 ]
 README_LINES = 150
@@ -75,6 +75,16 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
         assert target.exists(), found["target"]
         if anchor:
             assert anchor in _anchors(target), found["target"]
+
+
+def test_the_tests_that_are_shown_are_there() -> None:
+    page = (ROOT / "tests/README.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^<!-- (\S+) -->\n```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert len(shown) == page.count("```python") > 5
+    for file, code in shown:
+        there = [line.strip() for line in (ROOT / file).read_text(encoding="utf-8").splitlines()]
+        wanted = [line.strip() for line in code.splitlines()]
+        assert any(there[at : at + len(wanted)] == wanted for at in range(len(there))), f"{file} has no\n{code}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
