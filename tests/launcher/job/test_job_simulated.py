@@ -1547,7 +1547,6 @@ class LargeJob:
             self.say(self.names[rank // per_host], exited)
 
 
-@pytest.mark.timeout(60)
 def test_ten_thousand_ranks_from_the_start_through_a_failure_and_a_restart_to_the_end() -> None:
     began = time.process_time()
     large = LargeJob(1250, 8)
