@@ -112,33 +112,53 @@ def test_a_run_that_is_ending_says_so() -> None:
         stop.communicate(timeout=60)
 
 
-def test_native_frames_are_shown_where_py_spy_is_there_and_may_look() -> None:
+def test_native_frames_are_shown_where_py_spy_may_look() -> None:
+    require(find_py_spy(), "py-spy", "pip install py-spy")
     detached("script.py")
     (found,) = ranks("--native")
-    if found["no_native"]:
-        assert found["no_native"].startswith(("py-spy is not installed", "ptrace is not permitted")), found
-        require("py-spy that may look at other processes", find_py_spy() is None)
-    else:
-        assert "libc" in found["native"]
-        assert "count (" in found["native"]
-        assert "libc" in stacks("--native").stdout
+    if found["no_native"] is not None:
+        assert found["no_native"].startswith("ptrace is not permitted"), found
+        end()
+        pytest.skip("this user may not look into processes")
+    assert "libc" in found["native"], found
+    assert "count (" in found["native"]
+    assert "libc" in stacks("--native").stdout
     end()
 
 
-def test_without_py_spy_the_python_stacks_are_shown_and_why_there_are_no_others(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # An interpreter beside which there is no py-spy, and a PATH without it.
+@pytest.fixture
+def bin_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with an interpreter beside which there is no py-spy, and a PATH without one."""
     (folder / "bin").mkdir()
     for name in ("python3", "python"):
         (folder / "bin" / name).symlink_to(sys.executable)
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
-    detached("--python", str(folder / "bin/python"), "script.py")
+    return folder / "bin"
+
+
+def test_without_py_spy_the_python_stacks_are_shown_and_why_there_are_no_others(bin_folder: Path) -> None:
+    detached("--python", str(bin_folder / "python"), "script.py")
     (found,) = ranks("--native")
     assert "count" in found["stack"]
     assert found["no_native"] == "py-spy is not installed there: pip install py-spy"
     assert "no native frames: py-spy is not installed there" in stacks("--native", "--rank", "0").stdout
+    end()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root has a right that py-spy can lack")
+def test_where_ptrace_is_refused_the_python_stacks_are_shown_and_why_there_are_no_others(bin_folder: Path) -> None:
+    program = find_py_spy()
+    require(program, "py-spy", "pip install py-spy")
+    # A process may not look into one that has a right it lacks. Containers often have no sys_ptrace, so chown as well.
+    lacking = "setpriv --bounding-set=-sys_ptrace,-chown --inh-caps=-sys_ptrace,-chown"
+    (bin_folder / "py-spy").write_text(f'#!/bin/sh\nexec {lacking} {program} "$@"\n')
+    (bin_folder / "py-spy").chmod(0o755)
+    detached("--python", str(bin_folder / "python"), "script.py")
+    (found,) = ranks("--native")
+    assert "count" in found["stack"]
+    assert found["no_native"].startswith("ptrace is not permitted there: "), found
+    assert "no native frames: ptrace is not permitted there" in stacks("--native", "--rank", "0").stdout
     end()
 
 
