@@ -21,17 +21,43 @@ has_gpu() { [ -e /proc/driver/nvidia/version ] || [ -e /dev/nvidiactl ] || [ -e 
 # can_apt: whether this user may install Debian packages.
 can_apt() { [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; }
 
-# apt_install PACKAGE...: quiet unless it fails.
+# apt_install PACKAGE...: quiet unless it fails, or waits for another process that uses apt.
 apt_install() {
-  local log
+  apt_get update && apt_get install -y --no-install-recommends "$@"
+}
+
+# apt_get ARGUMENT...: try again for apt_wait_s as long as another process holds one of apt's locks. apt's own
+# DPkg::Lock::Timeout waits for those of dpkg, but not for those of the package lists and of the archives.
+apt_wait_s=300
+apt_get() {
+  local log status=0 waits='' end=$((SECONDS + apt_wait_s))
   log=$(mktemp)
-  if ! { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$@"; } \
-    >"$log" 2>&1 </dev/null; then
-    cat "$log" >&2
-    rm -f "$log"
-    return 1
-  fi
+  until DEBIAN_FRONTEND=noninteractive LC_ALL=C apt-get "$@" >"$log" 2>&1 </dev/null; do
+    if ! grep -q "Could not get lock" "$log" || [ $SECONDS -ge $end ]; then
+      cat "$log" >&2
+      status=1
+      break
+    fi
+    [ -n "$waits" ] || say "waiting up to $apt_wait_s s: $(grep -m 1 "Could not get lock" "$log")" >&2
+    waits=1
+    sleep 1
+  done
   rm -f "$log"
+  return $status
+}
+
+# install_parts PACKAGE...: the Debian packages without which tests are skipped. With CI=true those would fail, so end here.
+install_parts() {
+  local problem="the tests that need $* cannot run"
+  if ! can_apt; then
+    problem+="; root may: apt-get install $*"
+  else
+    say "apt-get install $*"
+    ! apt_install "$@" || return 0
+    problem+=": apt-get install failed"
+  fi
+  [ "${CI:-}" != true ] || die "$problem"
+  say "$problem"
 }
 
 # find_python [MODULE]: the first suitable interpreter that has the module. Asked by running it: a pyenv shim may exist

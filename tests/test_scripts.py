@@ -1,5 +1,6 @@
 """The entry scripts parse, can be run, and find a real interpreter; what they do shows in every CI run."""
 
+import fcntl
 import os
 import pwd
 import shutil
@@ -110,6 +111,44 @@ def test_gpu_says_where_there_is_none() -> None:
         pytest.skip("this machine has one")
     refused = subprocess.run([ROOT / "scripts/gpu"], capture_output=True, text=True)
     assert (refused.returncode, refused.stderr) == (1, "gpu: no GPU of NVIDIA or AMD here; scripts/test needs none\n")
+
+
+@pytest.fixture
+def apt_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The state of an apt-get with which bash is installed, and which knows no server."""
+    if shutil.which("apt-get") is None:
+        pytest.skip("only Debian and its like have apt-get")
+    for folder in ("dpkg", "etc/apt.conf.d", "lists/partial", "archives/partial"):
+        (tmp_path / folder).mkdir(parents=True)
+    shutil.copy("/var/lib/dpkg/status", tmp_path / "dpkg")
+    own = {"Etc": "etc", "State": "", "State::status": "dpkg/status", "State::lists": "lists", "Cache": ""}
+    (tmp_path / "apt.conf").write_text("".join(f'Dir::{key} "{tmp_path}/{name}";\n' for key, name in own.items()))
+    monkeypatch.setenv("APT_CONFIG", str(tmp_path / "apt.conf"))
+    return tmp_path
+
+
+@pytest.mark.parametrize("lock", ["lists/lock", "archives/lock", "dpkg/lock-frontend", "dpkg/lock"])
+def test_packages_are_installed_once_another_process_gives_up_apt_s_lock(apt_folder: Path, lock: str) -> None:
+    argv = ["bash", "-c", f"set -euo pipefail; . {ROOT}/scripts/venv.sh; apt_install bash"]
+    with (apt_folder / lock).open("w") as held:
+        fcntl.lockf(held, fcntl.LOCK_EX)
+        process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        assert (line.startswith("-- waiting up to 300 s: E: Could not get lock"), str(held.name) in line) == (
+            True,
+            True,
+        )
+    assert (process.communicate(timeout=60)[1], process.returncode) == ("", 0)
+
+
+@pytest.mark.parametrize(("ci", "status"), [("true", 1), ("", 0)])
+def test_packages_that_cannot_be_installed_end_ci(apt_folder: Path, ci: str, status: int) -> None:
+    with (apt_folder / "lists/lock").open("w") as held:
+        fcntl.lockf(held, fcntl.LOCK_EX)
+        tried = _venv_sh("apt_wait_s=0; install_parts bash; echo goes on", CI=ci)
+    assert (tried.returncode, "goes on" in tried.stdout) == (status, status == 0), tried
+    assert "the tests that need bash cannot run" in (tried.stderr if ci else tried.stdout)
 
 
 def _venv_sh(command: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:

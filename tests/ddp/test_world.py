@@ -17,6 +17,7 @@ import pytest
 import torch
 from ddp_worlds.nursery import Nursery
 from testbed.processes import Result
+from testbed.require import require
 from torch.distributed import (  # type: ignore[attr-defined]  # public, but not marked as exported
     HashStore,
     TCPStore,
@@ -116,8 +117,7 @@ def test_under_torchrun(script: Path) -> None:
 
 
 def test_under_mpirun_on_one_host_without_a_master_address(script: Path, tmp_path: Path) -> None:
-    if shutil.which("mpirun") is None:
-        pytest.skip("mpirun is not installed (Debian package openmpi-bin)")
+    require(shutil.which("mpirun"), "mpirun", "apt-get install openmpi-bin")
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     result = run(["mpirun", "--oversubscribe", "-np", "2", sys.executable, script], TMPDIR=str(tmp_path), **as_root)
     assert [report["grad"] for report in reports(result)] == [0.5, 0.5]

@@ -71,5 +71,3 @@ def _names(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names(constant)
-        elif isinstance(constant, str):
-            yield constant  # pytest.importorskip("torch")

@@ -6,10 +6,12 @@ import json
 import math
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from testbed.require import require
 
 from ddp.data_parallel.explaining.all_reduce_models import Layout, Link, all_reduce_s, exchange_s
 from ddp.data_parallel.explaining.explain import _links
@@ -169,7 +171,7 @@ def test_bars_are_as_long_as_the_efficiency() -> None:
 
 
 def test_a_plot_is_drawn_where_matplotlib_is(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+    require(find_spec("matplotlib"), "matplotlib", "pip install matplotlib")
     for name, begins in (("curve.png", b"\x89PNG"), ("curve.svg", b"<?xml")):
         report(extrapolator()).plot(tmp_path / name)
         assert (tmp_path / name).read_bytes().startswith(begins)

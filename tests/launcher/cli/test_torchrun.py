@@ -29,9 +29,10 @@ def _shown(result: Result) -> list[tuple[dict[str, str], list[str]]]:
 
 
 def test_every_option_of_torchrun_is_known() -> None:
-    run = pytest.importorskip("torch.distributed.run")
+    from torch.distributed.run import get_args_parser
+
     known = {name for param in cli.commands["run"].params if isinstance(param, click.Option) for name in param.opts}
-    theirs = {name for action in run.get_args_parser()._actions for name in action.option_strings}
+    theirs = {name for action in get_args_parser()._actions for name in action.option_strings}
     missing = {name for name in theirs if name.replace("_", "-") not in known} - {"-h", "--help"}
     assert missing == set()
 

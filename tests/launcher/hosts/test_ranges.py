@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from testbed.require import require
 
 from launcher.hosts.ranges import MAX_HOSTS, HostListError, expand, split
 
@@ -37,8 +38,8 @@ def test_a_list_becomes_the_names_that_slurm_makes_of_it(text: str, names: str) 
     assert expand(text) == tuple(names.split())
 
 
-@pytest.mark.skipif(shutil.which("scontrol") is None, reason="needs SLURM's scontrol")
 def test_the_installed_slurm_expands_the_same_lists_to_the_same_names(tmp_path: Path) -> None:
+    require(shutil.which("scontrol"), "scontrol", "apt-get install slurm-client")
     conf = tmp_path / "slurm.conf"
     conf.write_text("ClusterName=x\nSlurmctldHost=localhost\nNodeName=n1\nPartitionName=p Nodes=ALL\n")
     result = subprocess.run(

@@ -4,12 +4,14 @@ import itertools
 import json
 import sys
 from collections import defaultdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 from testbed.once import once
 from testbed.processes import Result, run_dtrain, run_program
+from testbed.require import require
 
 SCRIPT = """
 import os, signal, sys, time
@@ -130,7 +132,7 @@ def test_the_killed_rank_its_replacement_and_the_recovery_are_there(trained: Pat
 
 
 def test_the_plot_is_a_picture_with_the_restart(trained: Path) -> None:
-    pytest.importorskip("matplotlib")
+    require(find_spec("matplotlib"), "matplotlib", "pip install matplotlib")
     result = dtrain(trained, "plot", "tra", "-o", "out.svg")
     assert result.returncode == 0, result
     text = (trained / "out.svg").read_text()
@@ -150,7 +152,7 @@ def test_without_matplotlib_the_plot_says_what_to_install(trained: Path) -> None
 @pytest.mark.parametrize("command", ["trace", "plot"])
 def test_a_file_that_cannot_be_written_and_a_run_that_is_not_known_are_errors(trained: Path, command: str) -> None:
     if command == "plot":
-        pytest.importorskip("matplotlib")
+        require(find_spec("matplotlib"), "matplotlib", "pip install matplotlib")
     result = dtrain(trained, command, "last", "-o", "nowhere/out.json" if command == "trace" else "nowhere/out.png")
     assert result.returncode == 2, result
     assert "cannot be written" in result.stderr
