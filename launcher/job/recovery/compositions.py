@@ -75,12 +75,13 @@ class Compositions:
         self._run_key = run_key
         self._ranks: dict[str, tuple[int, ...]] = {}  # of the hosts that run workers
         self._joining: dict[str, set[int]] = {}  # hosts that are to join, and their ranks that have not started yet
+        self._leaving: dict[str, tuple[int, ...]] = {}  # hosts that were to join, and ranks that may still run there
         self._store_asked = ("", 0)  # the host that opens another store, and its link
         self._unanswered: Counter[tuple[str, int]] = Counter()  # such orders, by host and link
 
     def begin(self) -> None:
         """Begin anew, with an attempt."""
-        self.lost, self._ranks, self._joining, self._store_asked = {}, {}, {}, ("", 0)
+        self.lost, self._ranks, self._joining, self._leaving, self._store_asked = {}, {}, {}, {}, ("", 0)
         self._unanswered.clear()
         self._timers.cancel(Timer.COMPOSE, Timer.JOIN)
 
@@ -204,7 +205,7 @@ class Compositions:
             self._timers.set(Timer.COMPOSE, max(now + self._spec.start_timeout_s, self._timers.at(Timer.COMPOSE)))
         attempt.store, self._store_asked = None, (hosts[0], states[0].link)
         self._unanswered[self._store_asked] += 1
-        self._fleet.occupy(states[0])
+        self._occupy(hosts[0])
         self._ranks.setdefault(hosts[0], ())
         return [Send(hosts[0], open_store(self._spec, states, attempt.number))]
 
@@ -236,7 +237,8 @@ class Compositions:
             run_key=self._run_key, generation=number, restart_policy=RESILIENT,
         )  # fmt: skip
         for name in fresh:
-            self._occupy(attempt, name)
+            self._occupy(name)
+            attempt.forget_heartbeat(name)
         for name in members:
             self._joining.pop(name, None)
         self._ranks = {**{name: self._ranks[name] for name in self._joining}, **_by_host(placement)}
@@ -252,14 +254,15 @@ class Compositions:
         self, attempt: AttemptState, members: Sequence[str], ranks: Mapping[str, Sequence[int]]
     ) -> Placement | None:
         offers = [self._fleet.states[name].offer() for name in members]
+        leaving = {name: numbers for name, numbers in self._leaving.items() if name in self._fleet.busy}
         try:
-            return numbered(place_job(self._spec, offers), ranks, attempt.placement)
+            return numbered(place_job(self._spec, offers), {**leaving, **ranks}, attempt.placement)
         except PlacementError:
             return None
 
-    def _occupy(self, attempt: AttemptState, name: str) -> None:
+    def _occupy(self, name: str) -> None:
         self._fleet.occupy(self._fleet.states[name])
-        attempt.forget_heartbeat(name)
+        self._leaving.pop(name, None)
 
     # ---- a host that has come ----
 
@@ -312,7 +315,8 @@ class Compositions:
             self._spec, placement, attempt.store, counts,
             run_key=self._run_key, generation=self._generations.number, restart_policy=0,
         )  # fmt: skip
-        self._occupy(attempt, name)
+        self._occupy(name)
+        attempt.forget_heartbeat(name)
         self._ranks[name] = tuple(mine)
         self._joining[name] = {*mine}
         self._timers.set(Timer.JOIN, now + self._spec.start_timeout_s)
@@ -325,7 +329,7 @@ class Compositions:
 
     def leave(self, attempt: AttemptState, name: str, why: str, *, failed: bool = True) -> list[Command]:
         """Do without a host that was to join; what runs there is ended. `failed`: through that host."""
-        self._ranks.pop(name)
+        self._leaving[name] = self._ranks.pop(name)
         del self._joining[name]
         end = [Send(host, EndAttempt(attempt.number, signal.SIGTERM)) for host in self._fleet.workers_of([name])]
         excluded = self._gathering.count_loss(name, failed=True) if failed else []
