@@ -13,6 +13,7 @@ from launcher.protocol.reports import Evidence
 from launcher.protocol.two_way import Heartbeat
 
 RUNS, CHUNKS = 1000, 10
+KEPT = (2079230491,)  # seeds that have once shown an error
 STEP, EVALUATION, SAVE = range(PHASES)
 BEAT_S, LATER_BEAT_S = 1.0, 10.0  # of a long pause: fewer, for the test's sake
 TORCH = "/usr/lib/python3/site-packages/torch/distributed/distributed_c10d.py"
@@ -118,7 +119,7 @@ def evaluation(world: World, chance: random.Random) -> None:
         rank.waits, rank.works, rank.phase = False, chance.uniform(0.1, 4), EVALUATION if known else STEP
         if known:
             rank.signs(world.now, 0)
-    world.pause(chance.lognormvariate(4, 1) if known else min(1500.0, chance.lognormvariate(4, 1)))
+    world.pause(min(1500.0, chance.lognormvariate(4, 1)))  # torch itself ends a collective that takes 1800 s
     for rank in world.ranks:
         rank.signs(world.now, 0)
     world.back()
@@ -197,7 +198,7 @@ def train(chance: random.Random, *, pauses: Sequence[Callable[[World, random.Ran
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_nobody_is_blamed_in_simulated_runs(chunk: int, seeds: Seeds) -> None:
-    for seed in seeds(RUNS // CHUNKS):
+    for seed in seeds(RUNS // CHUNKS, kept=KEPT[chunk::CHUNKS]):
         world = train(random.Random(seed))
         assert world.blame is None, f"seed {seed}: {world.blame}"
 

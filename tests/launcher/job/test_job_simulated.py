@@ -80,6 +80,7 @@ from launcher.protocol.reports import (
 from launcher.protocol.two_way import Heartbeat
 
 WORLDS, CHUNKS = int(os.environ.get("SIMULATED_WORLDS", "500")), 20
+KEPT = (787905405, 271581307, 1640485759, 4049407496, 2752361647)  # each has once shown an error, here or in the job
 LIMITS = Limits.shared()  # for nobody: the guards here know by themselves
 PYTHON = "{}.{}.{}".format(*sys.version_info[:3])
 T0 = 1000.0
@@ -250,7 +251,8 @@ class World:
         self.signals: list[int] = []
         self.lost_hosts = self.grown = 0
         self.clock_error = 0.0
-        self.suspended = False
+        self.slept_s = 0.0  # in all
+        self.phase = self.job.phase  # before what is handled
         self.spins = 0
         self.steps = self.kills = 0
         self._plan()
@@ -356,6 +358,7 @@ class World:
         if self.trace and not (isinstance(event, Tick) or _is_beat(event)):
             self.say(f"<- {event}")
         past, attempt = len(self.job._run.restarts.past), self.job.attempt
+        self.phase = self.job.phase
         commands = self.job.handle(event, self.now)
         newest = self.job._run.restarts.past[-1] if len(self.job._run.restarts.past) > past else None
         if newest is not None and newest.lost_host:
@@ -470,7 +473,7 @@ class World:
             self.cleaning.discard((name, agent.link))
         if accepted:
             self.told(name, message)
-        if isinstance(message, Exited | StoreFailed):
+        if isinstance(message, Exited | Failing | StoreFailed):
             self.note_clock_error(agent.node)
         if self.chance.random() < 0.01:
             self.handle(ReaderBlocked(name))
@@ -1149,6 +1152,7 @@ class World:
         if self.chance.random() < 0.3:
             self.later(self.chance.uniform(0, asleep_s), self.cut, self.chance.choice(list(self.nodes.values())))
         self.disturbed(asleep_s)
+        self.slept_s += asleep_s
         until = self.now + asleep_s
         waiting: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         handle, self.handle = self.handle, lambda event: waiting.append((handle, (event,)))  # type: ignore[method-assign]
@@ -1247,7 +1251,7 @@ class World:
 
     def check_generation(self, news: list[Send], started: set[str]) -> None:
         """A new generation has a higher number, and every host hears of it that takes part and is not given up."""
-        assert self.job.phase is Phase.RUNNING
+        assert self.phase is Phase.RUNNING  # other hosts, lost at the same time, may have ended the attempt right after
         first = news[0].message
         assert isinstance(first, NextGeneration)
         assert first.attempt == self.attempt
@@ -1294,10 +1298,13 @@ class World:
     def check_cause(self, attempt: AttemptState, cause: Failure) -> None:
         """The cause is the first of what failed by itself, as far as the clocks tell."""
         assert attempt.number == cause.attempt
+        # A host that was lost before the attempt began takes part in it only while the job does not know of that.
+        unnoticed_since = attempt.began - self.spec.heartbeat_timeout_s - self.slept_s
         roots = [
             root
             for root in self.roots
-            if root.attempt == attempt.number or (root.kind is FailureKind.HOST_LOST and root.attempt < attempt.number)
+            if root.attempt == attempt.number
+            or (root.kind is FailureKind.HOST_LOST and root.attempt < attempt.number and root.at >= unnoticed_since)
         ]
         slack = 0.1 + max(node.latency for node in self.nodes.values()) * 2
         slack += self.clock_error
@@ -1351,13 +1358,17 @@ class World:
         assert all(self.restart_policy[self.attempt, rank] == 1 for rank in gone if rank is not None)
 
     def check_free(self) -> None:
-        """A restart that is not counted is of a resilient worker that may have lost a peer then."""
+        """A restart that is not counted is of a resilient worker that may have lost a peer then, or a host of peers."""
         past = self.job._run.restarts.past
         slack = 2.0 + self.clock_error + 0.1
+        noticed_s = self.spec.heartbeat_timeout_s + 3  # after a host was lost
         for one in past:
             if one.rank is not None and is_free(one, past):
-                roots = [root for root in self.roots if root.rank not in (None, one.rank)]
-                assert any(abs(root.at - one.cause.at) <= slack for root in roots), f"not counted: {one}"
+                peers = [root.at for root in self.roots if root.rank not in (None, one.rank)]
+                hosts = [root.at for root in self.roots if root.kind is FailureKind.HOST_LOST]
+                near = any(abs(at - one.cause.at) <= slack for at in peers)
+                near |= any(-slack <= one.cause.at - at <= slack + noticed_s for at in hosts)
+                assert near, f"not counted: {one}"
                 assert looks_like_consequence(one.cause)
 
     def note_clock_error(self, node: Node) -> None:
@@ -1439,7 +1450,7 @@ def simulate(seed: int, *, trace: bool = False) -> World:
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_any_world_ends_well(chunk: int, seeds: Seeds) -> None:
-    for seed in seeds(WORLDS // CHUNKS):
+    for seed in seeds(WORLDS // CHUNKS, kept=KEPT[chunk::CHUNKS]):
         simulate(seed)
 
 
