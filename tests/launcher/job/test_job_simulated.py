@@ -80,7 +80,14 @@ from launcher.protocol.reports import (
 from launcher.protocol.two_way import Heartbeat
 
 WORLDS, CHUNKS = int(os.environ.get("SIMULATED_WORLDS", "500")), 20
-KEPT = (787905405, 271581307, 1640485759, 4049407496, 2752361647)  # each has once shown an error, here or in the job
+KEPT = (
+    787905405,
+    271581307,
+    1640485759,
+    4049407496,
+    2752361647,
+    3141837396,
+)  # each has once shown an error, here or in the job
 LIMITS = Limits.shared()  # for nobody: the guards here know by themselves
 PYTHON = "{}.{}.{}".format(*sys.version_info[:3])
 T0 = 1000.0
@@ -243,6 +250,7 @@ class World:
         self.closed: set[tuple[str, int]] = set()
         self.cleaning: set[tuple[str, int]] = set()  # that have not answered yet, as far as the job knows
         self.enlisted: set[tuple[str, int]] = set()  # for the attempt
+        self.took_part: set[tuple[str, int]] = set()  # of those, without hosts that were to join and have not
         self.roots: list[Root] = []
         self.lost: set[tuple[str, int]] = set()  # hosts that an attempt has gone on without
         self.succeeded: set[tuple[int, int]] = set()
@@ -1178,6 +1186,7 @@ class World:
             self.nodes[name].workers.clear()
         members = self.job.attempt.members if self.job.attempt is not None else ()
         self.enlisted = {(name, agent.link) for name in members if isinstance(agent := self.links[name], Agent)}
+        self.took_part = {*self.enlisted}
         assert self.spec.min_hosts <= len(members) <= self.spec.max_hosts
         assert all(self.job.fleet.states[name].phase is HostPhase.READY for name in members)
         stay = [name for name in self.members if name in members]
@@ -1277,6 +1286,7 @@ class World:
         self.composed |= {"grown"} if news.when == "at_commit" else {"composed"}
         self.members = attempt.members
         self.hosts = {worker.rank: worker.host for worker in attempt.placement.workers}
+        self.took_part |= {(name, agent.link) for name in self.members if isinstance(agent := self.links[name], Agent)}
         if news.when == "at_commit":
             return
         runs = {
@@ -1285,7 +1295,10 @@ class World:
             if isinstance(agent, Agent) and (name, agent.link) in self.enlisted
         }
         living = [
-            w for name, node in self.nodes.items() for w in node.workers if self.is_living(w) and name not in runs
+            worker
+            for name, node in self.nodes.items()
+            for worker in node.workers
+            if self.is_living(worker) and name not in runs and (name, worker.agent.link) in self.took_part
         ]
         assert not living, f"generation {news.number} begins while {living} live"
         assert sorted(int(env["RANK"]) for env in news.variables.values()) is not None
