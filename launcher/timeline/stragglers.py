@@ -86,7 +86,8 @@ class _Sum:
         return None if last is None else abs(value - last)
 
     def take(self, value: float, spread: float, window: Window, excess: Mapping[str, float]) -> None:
-        up = max(-CLIP, min(CLIP, value / spread)) - ALLOWANCE
+        counted = max(-CLIP, min(CLIP, value / spread))
+        up = counted - ALLOWANCE
         self.slow = min(2 * LIMIT, max(0.0, self.slow + up))
         self.usual = max(0.0, self.usual - up) if self.is_slow else 0.0
         if self.is_slow:
@@ -96,8 +97,9 @@ class _Sum:
             return
         self.since = self.since or window
         self.ratios.append(value)
+        part = counted * spread / value if value else 1.0  # an outlier says no more here than in the sum
         for what, seconds in excess.items():
-            self.excess[what] = self.excess.get(what, 0.0) + seconds
+            self.excess[what] = self.excess.get(what, 0.0) + part * seconds
 
     @property
     def begins(self) -> bool:
