@@ -30,6 +30,7 @@ __all__ = ["LET_GO_S", "Link", "close_links"]
 
 LET_GO_S = 10.0  # for the end of an agent whose stream has ended
 END_S = 2.0  # for all agents to end with the run, and again to give up those that do not
+ATTEMPT_S = 1.0  # for attempts to connect that are under way then: they may run ssh, or be starting an agent
 _NO_THREAD = "this machine has no thread left for it; raise the limit of processes (ulimit -u), or name fewer hosts"
 READER_FIRST_S = 3.0  # the reader mostly knows better than the writer why a stream broke, and may ask for 2 s
 
@@ -98,6 +99,11 @@ class Link:
             self._reader.join(max(0.0, deadline - time.monotonic()))
             return not self._reader.is_alive()
         return True
+
+    def attempted(self, deadline: float) -> None:
+        """Wait for the end of an attempt to connect that is under way, for which there is no use any more."""
+        if self._stream is None and self._reader is not None and self._reader.is_alive():
+            self._reader.join(max(0.0, deadline - time.monotonic()))
 
     def release(self, after_s: float = 0.0) -> threading.Thread:
         """Give the agent up and release the connection, in the thread that is returned, since that may block."""
@@ -210,6 +216,9 @@ def close_links(links: Sequence[Link]) -> None:
     """Give all hosts up at once, and wait for all together. Blocks no longer for many than for one."""
     for link in links:
         link.close()
+    deadline = time.monotonic() + ATTEMPT_S
+    for link in links:
+        link.attempted(deadline)
     deadline = time.monotonic() + END_S
     stuck = [link.release() for link in links if not link.released(deadline)]
     deadline = time.monotonic() + END_S

@@ -12,11 +12,12 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import TYPE_CHECKING
 from zlib import crc32
 
+from launcher.errors import StreamError
 from launcher.hosts.host import Host, HostKind
 from launcher.machine.packages import install_command
 from launcher.placement.job_spec import CommandKind, JobSpec
@@ -30,6 +31,7 @@ __all__ = ["AGENT", "Connector", "agent_command", "start_agents", "warm_key", "w
 
 AGENT = "launcher.agent"
 LISTENER_S = 0.2  # so long before the time is up the listener is asked why nobody has come
+_GIVE_UP_S = 2.0
 _EARLY = 32  # as many SSH hosts at most; with more of them, this machine's processors are what they wait for
 
 
@@ -91,7 +93,12 @@ def start_agents(spec: JobSpec) -> dict[str, Callable[[], Stream]]:
         from launcher.transport.simulated import SimulatedAgents, SimulatedStream
 
         agents = SimulatedAgents([*agent_command(spec), "--simulated", _script_word(spec)])
-        streams = {host.name: SimulatedStream(agents, warm_key(spec, host)) for host in simulated}
+        streams: dict[str, Stream] = {}
+        with contextlib.ExitStack() as unless_all:
+            unless_all.callback(_give_up, streams.values())
+            for host in simulated:
+                streams[host.name] = SimulatedStream(agents, warm_key(spec, host))
+            unless_all.pop_all()
         return {name: partial(_same, stream) for name, stream in streams.items()}
     opened: dict[str, Callable[[], Stream]] = {}
     for host in spec.hosts:
@@ -112,6 +119,15 @@ def start_agents(spec: JobSpec) -> dict[str, Callable[[], Stream]]:
 
 def _same(stream: Stream) -> Stream:
     return stream
+
+
+def _give_up(streams: Collection[Stream]) -> None:
+    """End agents of which some could not be started, and wait for their ends."""
+    for stream in streams:
+        with contextlib.suppress(StreamError):
+            stream.end()
+    for stream in streams:
+        stream.finish(_GIVE_UP_S)
 
 
 _PYTHONHOME = re.compile(r"PYTHONHOME = '([^']+)'")  # of what Python says then

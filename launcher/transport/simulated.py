@@ -21,11 +21,12 @@ from launcher.transport.stream import LastWords
 
 __all__ = ["SimulatedAgents", "SimulatedStream"]
 
+END_S = 1.0  # for the end of an agent to be reported that was killed, and for the process behind the last one
 _MESSAGE_BYTES = 64
 
 
 class SimulatedAgents:
-    """The process that forks the agents. It ends by itself once all of their streams are finished.
+    """The process that forks the agents. It has ended once all of their streams are finished.
 
     Raises HostError where it cannot be started.
     """
@@ -41,7 +42,8 @@ class SimulatedAgents:
         self._agents: list[_Agent] = []
         self._unfinished = 0
         self._status: int | None = None  # once the process has ended
-        threading.Thread(target=self._receive, name="ends of agents", daemon=True).start()
+        self._receiver = threading.Thread(target=self._receive, name="ends of agents", daemon=True)
+        self._receiver.start()
 
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError):  # it was never opened
@@ -52,10 +54,11 @@ class SimulatedAgents:
         with self._lock:
             agent = _Agent(self, len(self._agents))
             self._agents.append(agent)
-            self._unfinished += 1
             if self._status is not None:
                 agent.ended_with(self._status)
         theirs = agent.open_pipes()
+        with self._lock:
+            self._unfinished += 1
         try:
             # Where the process has ended, its agents' streams are closed, and say so.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -66,16 +69,24 @@ class SimulatedAgents:
         return agent
 
     def kill(self, agent: _Agent) -> None:
+        """Kill an agent's guard, and the process as well if it does not report that in time: it may be stopped."""
         with contextlib.suppress(OSError):
             self._control.send(str(agent.number).encode())
+        if not agent.ended.wait(END_S):
+            self._process.kill()
 
     def finished(self) -> None:
-        """Note that one more stream is finished; after the last one nobody asks for anything."""
+        """Note that one more stream is finished; after the last one, wait for the end of the process, or kill it."""
         with self._lock:
             self._unfinished -= 1
-            if self._unfinished == 0:
-                with contextlib.suppress(OSError):  # it has ended by itself
-                    self._control.shutdown(socket.SHUT_WR)
+            if self._unfinished:
+                return
+        with contextlib.suppress(OSError):  # it has ended by itself
+            self._control.shutdown(socket.SHUT_WR)
+        self._receiver.join(END_S)
+        if self._receiver.is_alive():
+            self._process.kill()
+            self._receiver.join()
 
     def _receive(self) -> None:
         """Pass on how agents ended; in a thread of its own, until the process ends."""
@@ -100,7 +111,7 @@ class _Agent:
         self.stderr: IO[bytes] | None = None
         self._agents = agents
         self._status: int | None = None
-        self._ended = threading.Event()
+        self.ended = threading.Event()
 
     def open_pipes(self) -> list[int]:
         """Open its pipes, and return the descriptors of their other ends. Raises OSError."""
@@ -122,10 +133,10 @@ class _Agent:
     def ended_with(self, status: int) -> None:
         if self._status is None:
             self._status = status
-        self._ended.set()
+        self.ended.set()
 
     def wait(self, timeout: float | None = None) -> int:
-        if not self._ended.wait(timeout):
+        if not self.ended.wait(timeout):
             raise subprocess.TimeoutExpired("agent", timeout or 0.0)
         assert self._status is not None
         return self._status

@@ -17,7 +17,7 @@ from testbed.processes import wait_until
 from testbed.sshd import SshHosts
 
 from launcher.controller.link import Link, close_links
-from launcher.errors import StreamError
+from launcher.errors import HostError, StreamError
 from launcher.hosts.host import Host, HostKind
 from launcher.job.events import Connected, Event, Lost
 from launcher.output.console import Console
@@ -161,6 +161,29 @@ def test_all_links_are_given_up_at_once(output: OutputThread) -> None:
     close_links(links)
     assert all(stream.passed for stream in streams)
     assert all(link.released(time.monotonic() + WAIT_S) for link in links)
+
+
+def test_an_attempt_to_connect_that_is_under_way_at_the_end_is_waited_for_but_not_for_long(
+    output: OutputThread,
+) -> None:
+    may_end, ended = threading.Event(), threading.Event()
+
+    def connect() -> Stream:
+        assert may_end.wait(WAIT_S)
+        time.sleep(0.3)  # as for `ssh -G` to answer
+        ended.set()
+        raise HostError("a", "it is too late")
+
+    links = [Link(Host("a", HostKind.SSH), 1, python="", events=queue.SimpleQueue(), output=output) for _ in range(2)]
+    for link in links:
+        link.open(connect)
+    began = time.monotonic()
+    close_links(links)
+    assert not ended.is_set()
+    assert time.monotonic() - began < WAIT_S / 2
+    may_end.set()
+    close_links(links)
+    assert ended.is_set()
 
 
 def stalled(ssh_hosts: SshHosts, command: str) -> SshStream:

@@ -12,6 +12,8 @@ import psutil
 import pytest
 from testbed.processes import Result, run_dtrain, run_program, started_dtrain, wait_until
 
+from launcher.machine.processes import find
+
 HOSTS = 100
 PREFORKED = "--simulated"
 
@@ -99,12 +101,25 @@ def test_without_the_process_that_forked_them_the_agents_go_on(tmp_path: Path) -
     line = f"while [ ! -e {gate} ]; do sleep 0.05; done; exit 7"
     with started_dtrain(*options(3, tmp_path), "--no-python", "sh", "-c", line) as dtrain:
         wait_until(lambda: _shells(dtrain.pid) == 3, "up")
-        (preforked,) = (child for child in psutil.Process(dtrain.pid).children() if PREFORKED in child.cmdline())
-        preforked.kill()
+        preforked_of(dtrain).kill()
         gate.touch()
         _, err = dtrain.communicate(timeout=60)
         assert dtrain.returncode == 7, err
         assert b"0 processes left on 3 hosts" in err
+
+
+def test_the_process_that_forked_them_is_gone_at_the_end_also_if_it_was_stopped(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    line = f"while [ ! -e {gate} ]; do sleep 0.05; done; exit 7"
+    with started_dtrain(*options(3, tmp_path), "--no-python", "sh", "-c", line) as dtrain:
+        wait_until(lambda: _shells(dtrain.pid) == 3, "up")
+        preforked = preforked_of(dtrain)
+        preforked.suspend()
+        gate.touch()
+        _, err = dtrain.communicate(timeout=60)
+        assert dtrain.returncode == 7, err
+        assert b"0 processes left on 3 hosts" in err
+        assert find(preforked.pid) is None
 
 
 @pytest.mark.parametrize("python", ["/nowhere/python", "/usr/bin/false"])
