@@ -16,10 +16,11 @@ import pytest
 from ddp_worlds.nursery import Nursery
 from testbed import processes
 from testbed.lab import Lab
+from testbed.left import Watch, describe
 from testbed.namespaces import find_part
 from testbed.network import NetworkHosts
 from testbed.once import folder_of_run
-from testbed.processes import MARK, describe, dtrain_server_if_started, everyone, keep_variables, kill, left_behind
+from testbed.processes import MARK, dtrain_server_if_started, everyone, keep_variables, kill, left_behind, run_dtrain
 from testbed.quick import is_heavy, is_quick
 from testbed.require import require
 from testbed.seeds import Seeds
@@ -27,6 +28,8 @@ from testbed.slow import Share, are_named, select
 from testbed.slurm import Node, SlurmCluster
 from testbed.sshd import SshHosts, find_sshd
 from testbed.warm import WarmProcess
+
+from launcher.runs.registry import entries
 
 LABS = pytest.StashKey[list[Lab]]()  # that run
 L = TypeVar("L", bound=Lab)
@@ -231,34 +234,55 @@ def start_by_exec_in_turn(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
 
 
 @pytest.fixture(autouse=True)
-def own_list_of_runs(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the runs of tests out of the user's own list."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.getbasetemp() / "state"))
+def own_folders(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the runs of a test out of the user's own list, and its temporary files apart from those of others."""
+    folder = tmp_path_factory.getbasetemp() / "own" / uuid.uuid4().hex[:8]
+    monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))
+    (folder / "temp").mkdir(parents=True)
+    monkeypatch.setenv("TMPDIR", str(folder / "temp"))
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fail the test that leaves a process running, here or on an SSH host, and end that process."""
+def nothing_left_behind(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, own_folders: None
+) -> Iterator[None]:
+    """Fail the test that leaves something of a program when that has ended, or anything soon after the test.
+
+    That is a process, here or on a host of a lab, a temporary file, a socket, shared memory, or a control group.
+    """
     if request.config.getoption("quick"):  # starts none, and to look takes longer than most of these tests
         yield
         return
     mark = uuid.uuid4().hex
     monkeypatch.setenv(MARK, mark)
+    labs = request.config.stash.setdefault(LABS, [])
     before = everyone()
+    watch = Watch.current = Watch(mark, labs)
+    variables = dict(os.environ)
+    traces = watch.traces(variables)
     yield
-    labs = request.config.stash.get(LABS, [])
+    Watch.current = None
+    if not watch.is_sure:
+        monkeypatch.setenv("XDG_STATE_HOME", variables["XDG_STATE_HOME"])
+        entries()  # who lists the runs removes the sockets of killed ones
+    if watch.killed_whole and watch.left_now(traces, variables):
+        run_dtrain("run", "--no-python", "true", cwd=Path(variables["TMPDIR"]).parent)  # the next one clears away
     marks = {mark, *(lab.mark for lab in labs)}
 
-    def left_now() -> list[psutil.Process]:
-        return left_behind(before, marks, {*_helpers(), *(pid for lab in labs for pid in lab.pids)})
+    def left_now() -> tuple[list[psutil.Process], list[str]]:
+        processes = left_behind(before, marks, {*_helpers(), *(pid for lab in labs for pid in lab.pids)})
+        return processes, watch.left_now(traces, variables)
 
     deadline = time.monotonic() + LEFT_BEHIND_S
-    while (left := left_now()) and time.monotonic() < deadline:
+    while any(left := left_now()) and time.monotonic() < deadline:
         time.sleep(0.02)
-    if left:
-        found = "\n".join(f"  {describe(process)}" for process in left)
-        kill(left)
-        pytest.fail(f"still running {LEFT_BEHIND_S:g} s after the test:\n{found}", pytrace=False)
+    watch.close()
+    if any(left):
+        found = "".join(f"\n  {each}" for each in (*(describe(process.pid) for process in left[0]), *left[1]))
+        kill(left[0])
+        watch.found.append(f"still there {LEFT_BEHIND_S:g} s after the test:{found}")
+    if watch.found:
+        pytest.fail("\n".join(watch.found), pytrace=False)
 
 
 def _helpers() -> Iterator[int]:

@@ -1,8 +1,9 @@
 """What the SSH hosts, the network hosts and the SLURM cluster have in common: they open and close alike."""
 
 import contextlib
+import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, TypeVar
@@ -16,6 +17,16 @@ class Lab(ABC):
     parts: ClassVar[Mapping[str, str]] = {}  # programs that it needs, and their packages
     folder: Path
     mark: str  # which its processes carry
+
+    @property
+    def temps(self) -> Sequence[Path]:
+        """The folders for temporary files of what runs on its hosts, where that is not the test's."""
+        return ()
+
+    @property
+    def groups(self) -> Sequence[Path]:
+        """The control groups (v2) in which agents on its hosts make theirs, where it is not that of the tests."""
+        return ()
 
     @property
     @abstractmethod
@@ -54,3 +65,12 @@ class Lab(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def clear_temp(temp: Path, group: Path | None = None) -> None:
+    """Remove what a host had that is off now, as its start would: temporary files, and the control groups named so."""
+    for path in temp.iterdir():
+        shutil.rmtree(path)
+        if group is not None:
+            with contextlib.suppress(FileNotFoundError):
+                (group / path.name).rmdir()

@@ -17,7 +17,7 @@ import os
 import secrets
 import subprocess
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -26,6 +26,7 @@ import psutil
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from testbed.lab import Lab
+from testbed.left import own_group
 from testbed.namespaces import PARTS, await_word, bare_environment, path_of, run_part
 from testbed.network_host import Host, is_sshd
 from testbed.processes import MARK
@@ -95,9 +96,17 @@ class NetworkHosts(Lab):
         self._switch: subprocess.Popen[bytes] | None = None
         self._cable = ""  # its end here
         self._network = ""  # the first three numbers of all addresses
-        group = _own_group()
+        group = own_group()
         self._groups = {i: group / f"dtrain-test-{self.mark[:16]}-far{i}" for i in range(1, count + 1) if group}
         self._hosts = {f"far{i}": Host(i, folder, self._groups.get(i)) for i in range(1, count + 1)}
+
+    @property
+    def temps(self) -> Sequence[Path]:
+        return [host.temp for host in self._hosts.values()]
+
+    @property
+    def groups(self) -> Sequence[Path]:
+        return [*self._groups.values()]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -273,7 +282,9 @@ class NetworkHosts(Lab):
             (host.folder / "home").mkdir(parents=True)
             key = Ed25519PrivateKey.generate()
             host_key = write_key(host.folder / "host_key", key)
-            environment = {"HOME": str(host.folder / "home"), MARK: self.mark, HOST: name}
+            host.temp.mkdir()
+            home, temp = str(host.folder / "home"), str(host.temp)
+            environment = {"HOME": home, "TMPDIR": temp, MARK: self.mark, HOST: name}
             config = SSHD_CONFIG.format(
                 address="0.0.0.0",
                 port=PORT,
@@ -315,19 +326,3 @@ class NetworkHosts(Lab):
             host.start_sshd()
         for host in off.values():
             host.await_sshd()
-
-
-def _own_group() -> Path | None:
-    """The control group (v2) of this process, if there is one in which groups can be made."""
-    own = next((line[3:] for line in _lines("/proc/self/cgroup") if line.startswith("0::")), None)
-    mounts = (line.split() for line in _lines("/proc/mounts"))
-    point = next((fields[1] for fields in mounts if fields[2] == "cgroup2"), None)
-    if own is None or point is None:
-        return None
-    group = Path(point + own)
-    return group if os.access(group / "cgroup.procs", os.W_OK) else None
-
-
-def _lines(path: str) -> Iterator[str]:
-    with contextlib.suppress(OSError):
-        yield from Path(path).read_text().splitlines()

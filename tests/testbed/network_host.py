@@ -9,6 +9,7 @@ from typing import Literal
 
 import psutil
 
+from testbed.lab import clear_temp
 from testbed.namespaces import await_word, bare_environment, path_of
 from testbed.processes import kill, wait_until
 
@@ -53,6 +54,7 @@ class Host:
         self.name = f"far{number}"
         self.port = f"port{number}"  # at the switch
         self.folder = lab / self.name
+        self.temp = self.folder / "temp"
         self.touched = False  # by a fault, since it was booted
         self._lab = lab
         self._group = "" if group is None else str(group)
@@ -178,6 +180,7 @@ class Host:
                 raise TimeoutError(f"{self.name} did not end") from None
             finally:
                 self._case = self._init = None
+        clear_temp(self.temp)  # as a machine does when it is started again
 
     @property
     def _log_file(self) -> Path:

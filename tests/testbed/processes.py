@@ -2,6 +2,7 @@
 
 Every test runs under a mark of its own, an environment variable that all its descendants inherit, even those
 that changed their parent, group or session. SSH sessions inherit nothing: `testbed.sshd` gives them a mark.
+What each program has left is looked for when its exit is collected (left.py), and once more after the test.
 """
 
 import contextlib
@@ -12,7 +13,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ import psutil
 
 from testbed.forked_dtrain import MARK as MARK
 from testbed.forked_dtrain import DtrainServer, ForkedDtrain
+from testbed.left import TEST_CHARS, Program, Start, Watch
 
 _variables = dict(os.environ)
 by_exec = False  # start `dtrain` as users do
@@ -44,12 +46,12 @@ class Result:
         return self.returncode == TIMED_OUT
 
 
-def run_dtrain(*args: str | Path, **options: Any) -> Result:
+def run_dtrain(*args: str | Path, outlived: bool = False, **options: Any) -> Result:
     """Run `dtrain ARGS` to its end, in a session of its own, as `run_program` does, with the same options.
 
     What it says of runs that other tests have killed is left out, unless it has a TMPDIR of its own.
     """
-    result = _run(partial(started_dtrain, *args), **options)
+    result = _run(partial(started_dtrain, *args, outlived=outlived), **options)
     if "TMPDIR" in (options.get("env") or {}):
         return result
     return replace(result, stderr=_OTHERS.sub("", result.stderr))
@@ -61,13 +63,15 @@ def run_program(
     cwd: Path | None = None,
     stdin: str | None = None,
     timeout: float = TIMEOUT_S,
+    outlived: bool = False,
 ) -> Result:
     """Run a program to its end, in a session of its own; after `timeout` seconds kill its tree.
 
     `env` is laid over this process's environment, a None in it removes the name. A program that had to be
-    killed has the return code `TIMED_OUT` and what it printed until then.
+    killed has the return code `TIMED_OUT` and what it printed until then. With `outlived`, what it leaves is no
+    failure of the test if it is gone soon after the test.
     """
-    return _run(partial(started, *argv), env=env, cwd=cwd, stdin=stdin, timeout=timeout)
+    return _run(partial(started, *argv, outlived=outlived), env=env, cwd=cwd, stdin=stdin, timeout=timeout)
 
 
 def _run(
@@ -96,15 +100,24 @@ def started_dtrain(
     env: Mapping[str, str | None] | None = None,
     cwd: Path | None = None,
     stdin: int = subprocess.DEVNULL,
+    outlived: bool = False,
 ) -> contextlib.AbstractContextManager["subprocess.Popen[bytes]"]:
     """Yield a running `dtrain ARGS`, for tests that signal it or read it live; `started` says what the options are.
 
     It is forked from a process that has imported it, where that makes no difference (forked_dtrain.py).
     """
     argv = [sys.executable, "-m", "launcher", *map(os.fspath, args)]
-    if by_exec or (request := dtrain_server().request(argv, _environment(env or {}), cwd)) is None:
-        return started(*argv, env=env, cwd=cwd, stdin=stdin)
-    return _until_its_end(ForkedDtrain(dtrain_server(), request, argv, stdin))
+
+    def start(environment: dict[str, str]) -> Program:
+        if by_exec or (request := dtrain_server().request(argv, environment, cwd)) is None:
+            return _executed(argv, environment, cwd=cwd, stdin=stdin)
+        return _ForkedProgram(dtrain_server(), request, argv, stdin)
+
+    return _until_its_end(watched(start, argv, env, outlived=outlived))
+
+
+class _ForkedProgram(Program, ForkedDtrain):
+    pass
 
 
 @functools.cache
@@ -128,19 +141,39 @@ def started(
     env: Mapping[str, str | None] | None = None,
     cwd: Path | None = None,
     stdin: int = subprocess.DEVNULL,
+    outlived: bool = False,
 ) -> contextlib.AbstractContextManager["subprocess.Popen[bytes]"]:
     """Yield a running program with its output in pipes; kill its tree if it still runs at the end."""
-    return _until_its_end(
-        subprocess.Popen(
-            [os.fspath(arg) for arg in argv],
-            env=_environment(env or {}),
-            cwd=cwd,
-            stdin=stdin,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
+    words = [os.fspath(arg) for arg in argv]
+    start = partial(_executed, words, cwd=cwd, stdin=stdin)
+    return _until_its_end(watched(start, words, env, outlived=outlived))
+
+
+def _executed(argv: Sequence[str], env: dict[str, str], *, cwd: Path | None, stdin: int) -> Program:
+    return Program(
+        argv, env=env, cwd=cwd, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
     )
+
+
+def watched(
+    start: Callable[[dict[str, str]], Program],
+    words: Sequence[str],
+    env: Mapping[str, str | None] | None = None,
+    *,
+    outlived: bool = False,
+) -> Program:
+    """Start a program by a function that takes its variables, and have what it leaves looked for when it has ended."""
+    variables = _environment(env or {})
+    if Watch.current is None or MARK not in variables:
+        return start(variables)
+    watching = Start(Watch.current, words, variables, outlived=outlived)
+    try:
+        program = start({**variables, MARK: watching.mark})
+    except BaseException:
+        watching.failed()
+        raise
+    program.watching = watching
+    return program
 
 
 @contextlib.contextmanager
@@ -186,6 +219,8 @@ def wait_up(process: "subprocess.Popen[bytes]", workers: int = 2) -> None:
 
 def kill_tree(pid: int) -> None:
     """Kill a process and everything under it now. What has left the tree is for `left_behind` to find."""
+    if Watch.current is not None:
+        Watch.current.killed_whole = True
     with contextlib.suppress(psutil.NoSuchProcess):
         root = psutil.Process(pid)
         kill([*root.children(recursive=True), root])
@@ -213,16 +248,9 @@ def left_behind(
 
 
 def marked(marks: Collection[str], **also: str) -> list[psutil.Process]:
-    """The processes whose environment holds one of the marks and every NAME=VALUE of `also`."""
+    """The processes whose environment holds one of the marks, or one of a start by their tests, and every NAME=VALUE of
+    `also`."""
     return [p for p in everyone() if _carries(p, marks, also)]
-
-
-def describe(process: psutil.Process) -> str:
-    """A process as a line of a failure message."""
-    try:
-        return f"pid {process.pid} ({process.status()}, parent {process.ppid()}): {' '.join(process.cmdline())}"
-    except psutil.Error:
-        return f"pid {process.pid}: just ended"
 
 
 def _runs(process: psutil.Process) -> bool:
@@ -254,7 +282,8 @@ def _carries(process: psutil.Process, marks: Collection[str], also: Mapping[str,
             environment = process.environ()
     except (psutil.Error, OSError):
         return False  # gone, or another user's
-    return environment.get(MARK) in marks and all(environment.get(k) == v for k, v in also.items())
+    ours = environment.get(MARK, "")[:TEST_CHARS] in {mark[:TEST_CHARS] for mark in marks}
+    return ours and all(environment.get(k) == v for k, v in also.items())
 
 
 def _environment(changes: Mapping[str, str | None]) -> dict[str, str]:

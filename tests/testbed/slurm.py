@@ -115,14 +115,19 @@ class SlurmCluster(Lab):
         return frozenset(found)
 
     def run(
-        self, *argv: str | Path, cwd: Path | None = None, stdin: str | None = None, timeout: float = TIMEOUT_S
+        self,
+        *argv: str | Path,
+        cwd: Path | None = None,
+        stdin: str | None = None,
+        timeout: float = TIMEOUT_S,
+        outlived: bool = False,
     ) -> Result:
-        """Run one of SLURM's commands, or a program that calls them, to its end."""
-        return run_program(*argv, env=self.env, cwd=cwd, stdin=stdin, timeout=timeout)
+        """Run one of SLURM's commands, or a program that calls them, to its end. A job that it submits outlives it."""
+        return run_program(*argv, env=self.env, cwd=cwd, stdin=stdin, timeout=timeout, outlived=outlived)
 
-    def say(self, *argv: str | Path, cwd: Path | None = None, stdin: str | None = None) -> str:
+    def say(self, *argv: str | Path, cwd: Path | None = None, stdin: str | None = None, outlived: bool = False) -> str:
         """Run a command that must succeed; return what it printed."""
-        result = self.run(*argv, cwd=cwd, stdin=stdin)
+        result = self.run(*argv, cwd=cwd, stdin=stdin, outlived=outlived)
         assert result.returncode == 0, f"{argv}: {result.stderr}"
         return result.stdout.strip()
 
@@ -131,8 +136,8 @@ class SlurmCluster(Lab):
     def submit(self, script: Path | str, *options: str, cwd: Path | None = None) -> str:
         """Submit a script, by its file or as text; return the job's id."""
         if isinstance(script, Path):
-            return self.say("sbatch", "--parsable", *options, script, cwd=cwd)
-        return self.say("sbatch", "--parsable", *options, cwd=cwd, stdin=script)
+            return self.say("sbatch", "--parsable", *options, script, cwd=cwd, outlived=True)
+        return self.say("sbatch", "--parsable", *options, cwd=cwd, stdin=script, outlived=True)
 
     def facts(self, job: str) -> dict[str, str]:
         """What scontrol shows of a job."""

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -27,7 +27,8 @@ from cryptography.hazmat.primitives.serialization import (
     PublicFormat,
 )
 
-from testbed.lab import Lab
+from testbed.lab import Lab, clear_temp
+from testbed.left import own_group
 from testbed.processes import MARK, kill, marked, wait_until
 
 HOST = "DTRAIN_TEST_HOST"
@@ -165,6 +166,7 @@ class SshHosts(Lab):
         listener.wait()
         # What the sessions started may have left the tree, and may fork while it is looked for.
         wait_until(lambda: not self._kill_marked(i), f"{self.names[i - 1]} is dead")
+        clear_temp(self._temp(i), own_group())
 
     def change_host_key(self, i: int) -> None:
         """Give host i a key that is not the one in known_hosts, as a reinstalled machine has."""
@@ -183,6 +185,10 @@ class SshHosts(Lab):
     def sessions(self, i: int) -> int:
         """How many connections host i has."""
         return len(psutil.Process(self._listeners[i].pid).children())
+
+    @property
+    def temps(self) -> Sequence[Path]:
+        return [self._temp(i) for i in self._numbers()]
 
     def home(self, i: int) -> Path:
         """The HOME of sessions on host i."""
@@ -224,18 +230,25 @@ class SshHosts(Lab):
     def _numbers(self) -> range:
         return range(1, len(self.names) + 1)
 
+    def _temp(self, i: int) -> Path:
+        return self._host_folder(i) / "temp"
+
     def _host_folder(self, i: int) -> Path:
         return self.folder / self.names[i - 1]
 
     def _write_host(self, i: int) -> None:
         folder = self._host_folder(i)
         self.home(i).mkdir(parents=True)
+        self._temp(i).mkdir()
         write_key(self.host_key(i), self._keys[i])
         (folder / "sshd_config").write_text(self._sshd_config(i))
 
     def _sshd_config(self, i: int) -> str:
         folder = self._host_folder(i)
-        environment = {"HOME": str(self.home(i)), MARK: self.mark, HOST: self.names[i - 1], **self._env}
+        environment = {
+            "HOME": str(self.home(i)), "TMPDIR": str(self._temp(i)), MARK: self.mark, HOST: self.names[i - 1],
+            **self._env,
+        }  # fmt: skip
         config = SSHD_CONFIG.format(
             address=self.address(i),
             port=self.port,

@@ -12,7 +12,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from testbed.processes import TIMEOUT_S, kill_tree
+from testbed.left import Program
+from testbed.processes import TIMEOUT_S, kill_tree, watched
 
 
 class Terminal:
@@ -65,7 +66,9 @@ class Terminal:
 
 
 @contextlib.contextmanager
-def dtrain_on_terminal(*args: str | Path, cwd: Path, program: Sequence[str] = ("-m", "launcher")) -> Iterator[Terminal]:
+def dtrain_on_terminal(
+    *args: str | Path, cwd: Path, program: Sequence[str] = ("-m", "launcher"), outlived: bool = False
+) -> Iterator[Terminal]:
     """Run `dtrain ARGS` as the leader of a session with a terminal; kill its tree if it still runs at the end.
 
     `program` is another one for Python.
@@ -75,10 +78,15 @@ def dtrain_on_terminal(*args: str | Path, cwd: Path, program: Sequence[str] = ("
     def take_terminal() -> None:
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
-    process = subprocess.Popen(
-        [sys.executable, *program, *map(os.fspath, args)],
-        cwd=cwd, stdin=slave, stdout=slave, stderr=slave, start_new_session=True, preexec_fn=take_terminal,
-    )  # fmt: skip
+    words = [sys.executable, *program, *map(os.fspath, args)]
+
+    def start(env: dict[str, str]) -> Program:
+        return Program(
+            words, env=env, cwd=cwd, stdin=slave, stdout=slave, stderr=slave,
+            start_new_session=True, preexec_fn=take_terminal,
+        )  # fmt: skip
+
+    process = watched(start, words, outlived=outlived)
     os.close(slave)
     terminal = Terminal(process, master)
     try:

@@ -7,7 +7,7 @@ else and names torch.optim. A run of another script, or on other hosts, takes tw
 import contextlib
 import json
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -29,7 +29,11 @@ class WarmProcess(Lab):
     @property
     def env(self) -> dict[str, str]:
         """The variables of a run that is to find it."""
-        return {"XDG_RUNTIME_DIR": str(self.folder), "OMP_NUM_THREADS": "1"}
+        return {"XDG_RUNTIME_DIR": str(self.folder), "OMP_NUM_THREADS": "1", "TMPDIR": str(self.temps[0])}
+
+    @property
+    def temps(self) -> Sequence[Path]:
+        return [self.folder / "temp"]
 
     @property
     def pids(self) -> frozenset[int]:
@@ -38,6 +42,7 @@ class WarmProcess(Lab):
 
     def _open(self) -> None:
         self.folder.chmod(0o700)
+        self.temps[0].mkdir()
         script = self.folder.with_suffix(".py")
         script.write_text(HEADER)
         self._dtrain("--start", "--start-timeout-s", "90", "--keep-warm", "20m", script)

@@ -43,7 +43,7 @@ def test_a_host_that_is_gone_without_a_word_is_done_without_and_joins_again(
         "run", "--ssh-config", network_hosts.ssh_config, "--heartbeat-timeout-s", f"{TIMEOUT_S:g}", "--grace-s", "1",
         "--nproc-per-node", "1", "--hosts", "far1,far2,far3", "--nnodes", "1:3", *kept, script, "3", "0.2",
     ]  # fmt: skip
-    with started_dtrain(*argv, cwd=tmp_path) as process:
+    with started_dtrain(*argv, cwd=tmp_path, outlived=bool(kept)) as process:
         seen = TrainingSeen(process)
         seen.wait(lambda: len(seen.sized(3)) > 15)
         taken = time.monotonic()

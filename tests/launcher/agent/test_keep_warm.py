@@ -47,7 +47,7 @@ NOBODY = 65534
 VARYING = {
     "MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "DTRAIN_PROGRESS_FILE", "DTRAIN_RUN_KEY", "DTRAIN_AGENT",
     "DTRAIN_GENERATION_PIPE", "DTRAIN_GENERATION_FILE", "DTRAIN_STATE_FILE", "DTRAIN_COPY_FILE", "DTRAIN_COPY_NOTE",
-    "DTRAIN_TIMELINE_FILE", "DTRAIN_DEBUGGER_FILE",
+    "DTRAIN_TIMELINE_FILE", "DTRAIN_DEBUGGER_FILE", MARK,
 }  # fmt: skip
 
 
@@ -115,7 +115,7 @@ def server(_shared: Path, monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def run(*argv: object, **options: Any) -> Result:
-    result = run_dtrain("run", "-v", *map(str, argv), **options)
+    result = run_dtrain("run", "-v", *map(str, argv), outlived="--keep-warm" in argv, **options)
     assert result.returncode == 0, result
     return result
 
@@ -197,7 +197,7 @@ def test_a_process_whose_socket_was_removed_ends(runtime: Path) -> None:
 
 def test_it_lists_and_starts(runtime: Path, tmp_path: Path) -> None:
     assert run_dtrain("warm").stderr == "dtrain: nothing is warm\n"
-    started = run_dtrain("warm", "--start", "script.py")
+    started = run_dtrain("warm", "--start", "script.py", outlived=True)
     assert started.returncode == 0, started
     assert re.fullmatch(r"dtrain: 1 host warm until [0-9: -]+: dtrain warm --stop\n", started.stderr)
     (found,) = describe()
@@ -433,7 +433,7 @@ def test_workers_of_a_later_run_hold_nothing_of_others(runtime: Path, tmp_path: 
 
 def test_it_stays_warm_after_a_run_that_failed(runtime: Path, tmp_path: Path) -> None:
     write(tmp_path, "script.py", SCRIPT + "raise SystemExit(3)")
-    result = run_dtrain("run", "--keep-warm", "5m", "script.py")
+    result = run_dtrain("run", "--keep-warm", "5m", "script.py", outlived=True)
     assert result.returncode == 3
     assert "1 host stays warm until" in result.stderr
     server = importer(result)
@@ -494,7 +494,7 @@ def test_a_run_goes_on_when_the_process_is_killed_that_it_came_from(
         options = ("--hosts", "node1", "--ssh-config", ssh_hosts.ssh_config)
     server = importer(run("--keep-warm", "5m", *options, "script.py"))
     write(tmp_path, "script.py", WAITING)
-    with started_dtrain("run", "--keep-warm", "5m", *map(str, options), "script.py") as process:
+    with started_dtrain("run", "--keep-warm", "5m", *map(str, options), "script.py", outlived=True) as process:
         wait_until(lambda: [*tmp_path.glob("up-*")], "it runs")
         os.kill(server, signal.SIGKILL)
         wait_until(lambda: gone(server), "it is dead")

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import pytest
 from testbed import REPOSITORY
-from testbed.processes import Result, run_dtrain, run_program, started_dtrain, wait_until
+from testbed.processes import MARK, Result, run_dtrain, run_program, started_dtrain, wait_until
 from testbed.require import require
 
 from launcher.agent.cleanup.run_tag import RunTag
@@ -107,7 +107,7 @@ def look(folder: Path, method: str, *argv: object, preloaded: str = "") -> list[
     result = run_program(
         "sh", "-c", 'umask 27; ulimit -n 400 -c 0; exec nice -n 3 "$@"', "-", sys.executable, "-m", "launcher",
         "run", "--start-method", method, "--nproc-per-node", "2", "--run-id", "r", "--export", f"OUT={out}", *argv,
-        cwd=folder, env={"LD_PRELOAD": preloaded or None},
+        cwd=folder, env={"LD_PRELOAD": preloaded or None}, outlived="--keep-warm" in argv,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
     return [json.loads(Path(f"{out}-{rank}").read_text()) for rank in (0, 1)]
@@ -116,7 +116,7 @@ def look(folder: Path, method: str, *argv: object, preloaded: str = "") -> list[
 VARYING = {
     "OUT", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "DTRAIN_PROGRESS_FILE", "DTRAIN_RUN_KEY",
     "DTRAIN_GENERATION_PIPE", "DTRAIN_GENERATION_FILE", "DTRAIN_STATE_FILE", "DTRAIN_COPY_FILE", "DTRAIN_COPY_NOTE",
-    "DTRAIN_TIMELINE_FILE", "DTRAIN_DEBUGGER_FILE",
+    "DTRAIN_TIMELINE_FILE", "DTRAIN_DEBUGGER_FILE", MARK,
 }  # fmt: skip
 
 

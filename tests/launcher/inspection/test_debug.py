@@ -22,7 +22,7 @@ PROMPT = "(Pdb rank {}) "
 
 
 def detached(*words: str | Path, workers: int = 2) -> None:
-    result = run_dtrain("run", "--detach", "--run-id", "r", *words)
+    result = run_dtrain("run", "--detach", "--run-id", "r", *words, outlived=True)
     assert result.returncode == 0, result
     wait_until(lambda: len([*Path().glob("tick*")]) == workers, "the ranks are there")
 
@@ -227,7 +227,7 @@ def test_a_rank_has_one_debugger_and_others_may_have_theirs(folder: Path) -> Non
 
 
 def test_a_program_that_is_no_python_script_has_no_debugger(folder: Path) -> None:
-    result = run_dtrain("run", "--detach", "--run-id", "r", "--no-python", "sleep", "600")
+    result = run_dtrain("run", "--detach", "--run-id", "r", "--no-python", "sleep", "600", outlived=True)
     assert result.returncode == 0, result
     refused = debug(0, "")
     assert refused.returncode == 1, refused

@@ -108,7 +108,7 @@ def children_of_the_rank(folder: Path) -> str:
 def test_a_rank_starts_children_while_an_editor_is_attached_and_after_it(folder: Path) -> None:
     require(find_spec("debugpy"), "debugpy", "pip install debugpy")
     (folder / "script.py").write_text(SCRIPT)
-    result = run_dtrain("run", "--detach", "--run-id", "r", "script.py")
+    result = run_dtrain("run", "--detach", "--run-id", "r", "script.py", outlived=True)
     assert result.returncode == 0, result
     for _ in range(2):
         with attached(folder) as editor:
@@ -156,7 +156,7 @@ def test_a_debugpy_that_does_not_open_is_told_with_an_exit_code(code: str, text:
     (folder / "debugpy/server.py").touch()
     debugger = "import debugpy\ndef get_global_debugger(): return getattr(debugpy, 'USED', None)\n"
     (folder / "pydevd.py").write_text(f"{debugger}def stoptrace(): pass\n")
-    assert run_dtrain("run", "--detach", "--run-id", "r", "script.py").returncode == 0
+    assert run_dtrain("run", "--detach", "--run-id", "r", "script.py", outlived=True).returncode == 0
     result = run_dtrain("debug", "r", "--rank", "0", "--debugpy")
     assert result.returncode == 1, result
     assert text in result.stderr, result

@@ -21,7 +21,7 @@ from launcher.runs.registry import entries, place
 
 
 def detached(*words: str | Path) -> None:
-    result = run_dtrain("run", "--detach", "--run-id", "r", *words)
+    result = run_dtrain("run", "--detach", "--run-id", "r", *words, outlived=True)
     assert result.returncode == 0, result
     wait_until(lambda: [*Path().glob("tick*")], "a rank is there")
 

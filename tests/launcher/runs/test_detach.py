@@ -52,7 +52,7 @@ def dtrain(*words: str) -> Result:
 
 
 def detached(*words: str) -> Result:
-    return run_dtrain("run", "--detach", "--nproc-per-node", "2", *words)
+    return run_dtrain("run", "--detach", "--nproc-per-node", "2", *words, outlived=True)
 
 
 def ps(*words: str) -> list[dict[str, Any]]:
@@ -276,7 +276,8 @@ def test_logs_follow_to_the_end_and_choose_ranks(folder: Path) -> None:
 @pytest.mark.parametrize("way", ["detached", "foreground"])
 def test_attach_and_leave_then_come_back_and_stop(folder: Path, way: str) -> None:
     words = ["--nproc-per-node", "2", "--run-id", "there", "script.py"]
-    with started_dtrain("run", *(["--detach"] if way == "detached" else []), *words) as run:
+    detach = ["--detach"] if way == "detached" else []
+    with started_dtrain("run", *detach, *words, outlived=bool(detach)) as run:
         if way == "detached":
             assert run.wait() == 0
         wait_until(lambda: [each["state"] for each in ps()] == ["running"], "it runs")
@@ -299,7 +300,7 @@ def test_attach_and_leave_then_come_back_and_stop(folder: Path, way: str) -> Non
 
 def test_a_run_outlives_the_login_that_started_it(folder: Path) -> None:
     words = ["run", "--detach", "--nproc-per-node", "2", "--run-id", "stays", "script.py"]
-    with dtrain_on_terminal(*words, cwd=folder) as terminal:
+    with dtrain_on_terminal(*words, cwd=folder, outlived=True) as terminal:
         terminal.read_until("stays\r\n")
         assert terminal.wait() == 0
         terminal.hang_up()
@@ -359,7 +360,7 @@ def test_a_home_that_cannot_be_written_keeps_no_run_from_its_work(folder: Path) 
         assert result.returncode == 0, result
         assert "dtrain ps" not in result.stderr
     env = {"XDG_STATE_HOME": "/proc"}
-    told = run_dtrain("run", "--detach", "--run-id", "unseen", "script.py", env=env)
+    told = run_dtrain("run", "--detach", "--run-id", "unseen", "script.py", env=env, outlived=True)
     assert (told.returncode, told.stdout) == (0, "unseen\n"), told
     wait_until(lambda: manifest("unseen")["state"] == "finished", "it ends well")
     both = told.stderr + (folder / "runs/unseen/console.log").read_text()
@@ -410,7 +411,9 @@ def test_rerun_takes_folder_options_and_commit(folder: Path, tmp_path_factory: p
 
 
 def test_leave_and_come_back_wherever_the_hosts_are(folder: Path, where: list[str]) -> None:
-    result = run_dtrain("run", "--detach", "--run-id", "away", "--workdir", str(folder), *where, "script.py")
+    result = run_dtrain(
+        "run", "--detach", "--run-id", "away", "--workdir", str(folder), *where, "script.py", outlived=True
+    )
     assert (result.returncode, result.stdout) == (0, "away\n"), result
     (run,) = ps()
     assert (run["state"], run["workers"]) == ("running", 2)

@@ -59,7 +59,7 @@ def test_a_host_that_is_gone_without_a_word_is_named_and_ends_its_own_workers(
     network_hosts: NetworkHosts, script: Path, fault: Fault
 ) -> None:
     argv = _options(network_hosts, "--hosts", "far1,far2", script, "never")
-    with started_dtrain(*argv, cwd=script.parent) as process:
+    with started_dtrain(*argv, cwd=script.parent, outlived=fault is NetworkHosts.freeze) as process:
         AttemptsSeen(process).attempt(0, 2)
         fault(network_hosts, "far2")
         assert process.wait(60) == 1

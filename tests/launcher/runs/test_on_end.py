@@ -78,7 +78,7 @@ def test_it_runs_after_ctrl_c(folder: Path) -> None:
 
 def test_it_runs_after_a_detached_run_and_again_with_rerun(folder: Path) -> None:
     (folder / "script.py").write_text(WAITS)
-    result = run_dtrain("run", "--detach", "--on-end", f"{COMMAND}; echo the end", "script.py")
+    result = run_dtrain("run", "--detach", "--on-end", f"{COMMAND}; echo the end", "script.py", outlived=True)
     run_id = result.stdout.strip()
     assert result.returncode == 0, result
     assert not Path("told").exists()
@@ -89,7 +89,7 @@ def test_it_runs_after_a_detached_run_and_again_with_rerun(folder: Path) -> None
     wait_until(lambda: log.read_text().endswith("the end\n"), "what it writes is in the log")
     wait_until(lambda: not Path(f"runs/.{run_id}.lock").exists(), "dtrain has ended")
     Path("told").unlink()
-    again = run_dtrain("rerun", run_id)
+    again = run_dtrain("rerun", run_id, outlived=True)
     assert again.returncode == 0, again
     wait_until(Path("told").exists, "the command of the second run has run")
     assert told()["DTRAIN_RUN"] != run_id

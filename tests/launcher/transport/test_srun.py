@@ -305,7 +305,7 @@ def test_the_tasks_of_an_array_are_runs_of_their_own(folder: Folder, monkeypatch
     (folder.path / "train.py").write_text("import sys\nprint('with', *sys.argv[1:])")
     script = str(REPOSITORY / "scripts" / "slurm" / "array.sbatch")
     words = ["--array=0-1", f"--output={folder.log}", "--open-mode=append", script, "train.py", "--fast"]
-    job = folder.slurm.say("sbatch", "--parsable", *words, cwd=folder.path)
+    job = folder.slurm.say("sbatch", "--parsable", *words, cwd=folder.path, outlived=True)
     for task in (0, 1):
         folder.ended(f"{job}_{task}")
     assert sorted(folder.said(r"with (.*)")) == ["--fast --lr 1e-2", "--fast --lr 1e-3"]
@@ -317,7 +317,7 @@ def test_a_job_that_makes_room_goes_on_when_it_is_queued_again(folder: Folder, m
     (folder.path / "train.py").write_text(TRAIN)
     script = str(REPOSITORY / "scripts" / "slurm" / "preempt_requeue.sbatch")
     words = ["--nodes=2", f"--output={folder.log}", script, "train.py"]
-    job = folder.slurm.say("sbatch", "--parsable", *words, cwd=folder.path)
+    job = folder.slurm.say("sbatch", "--parsable", *words, cwd=folder.path, outlived=True)
     folder.await_up(2)
     folder.slurm.say("scancel", "--signal=USR1", "--batch", job)
     folder.slurm.start_now(job)
@@ -334,7 +334,7 @@ def test_dtrain_sbatch_submits_what_was_typed(folder: Folder) -> None:
     comment = 'a "b" \\ # $(touch pwned)'
     words = ["--parsable", "-N", "2", "--output", str(folder.log), "--comment", comment, "--", "my train.py", *args]
     submit = [sys.executable, "-m", "launcher", "sbatch"]
-    job = folder.slurm.say(*submit, *words, cwd=folder.path)
+    job = folder.slurm.say(*submit, *words, cwd=folder.path, outlived=True)
     assert folder.ended(job) == "0:0"
     assert folder.said(r"args (.*)") == [repr(args)] * 2
     facts = folder.slurm.say("scontrol", "show", "job", job)
@@ -349,7 +349,7 @@ def test_a_job_that_a_step_submits_is_no_step(folder: Folder) -> None:
     )
     (folder.path / "inner.sh").write_text(inner)
     outer = ["salloc", "--quiet", "-N1", "--nodelist=node2", "srun", "sbatch", "--parsable", "inner.sh"]
-    job = folder.slurm.say(*outer, cwd=folder.path).splitlines()[-1]
+    job = folder.slurm.say(*outer, cwd=folder.path, outlived=True).splitlines()[-1]
     folder.ended(job)
     text = folder.log.read_text()
     env = dict(line.partition("=")[::2] for line in text.splitlines() if "=" in line)

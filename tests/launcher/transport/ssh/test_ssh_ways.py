@@ -357,9 +357,9 @@ def test_start_up_files_that_end_or_wait_or_name_another_python_are_told(ssh_hos
         file.write_text(f"{line}\n")
 
     def why(host: str) -> str:
-        return run_dtrain(
-            "run", "--ssh-config", config, "--hosts", host, "--start-timeout-s", "4", script, cwd=tmp_path
-        ).stderr
+        # Without separated privileges, as here, sshd does not end what it is asked to end.
+        options = ["--ssh-config", config, "--hosts", host, "--start-timeout-s", "4"]
+        return run_dtrain("run", *options, script, cwd=tmp_path, outlived=host == "node3").stderr
 
     try:
         assert "cannot find its own library: PYTHONHOME may be set to /nowhere there; unset it" in why("node1")
@@ -367,7 +367,7 @@ def test_start_up_files_that_end_or_wait_or_name_another_python_are_told(ssh_hos
         assert "node3: let us in, but no agent answered within 4 s (--start-timeout-s); does a start-up" in why("node3")
         log = ssh_hosts.folder / "node3" / "sshd.log"
         wait_until(lambda: "session_signal_req" in log.read_text(), "sshd is asked to kill it")
-        os.kill(int(waiting.read_text()), signal.SIGKILL)  # without separated privileges, as here, sshd does not
+        os.kill(int(waiting.read_text()), signal.SIGKILL)
         assert "accept it once by: ssh -o StrictHostKeyChecking=ask " in why("node4")
     finally:
         for file in files:
