@@ -1,5 +1,6 @@
 """The entry scripts parse, can be run, and find a real interpreter; what they do shows in every CI run."""
 
+import ast
 import fcntl
 import os
 import pwd
@@ -8,9 +9,30 @@ import subprocess
 import sys
 from pathlib import Path
 
+import coverage
 import pytest
 
 ROOT = Path(__file__).parents[1]
+TINY = """\
+def covered(a, b):
+    return a or b
+
+
+def not_covered(left):
+    left.clear()
+"""
+TINY_TEST = """\
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_in_a_process_without_variables():
+    program = "import launcher.tiny; print(launcher.tiny.__file__, launcher.tiny.covered(5, 6))"
+    file, result = subprocess.check_output([sys.executable, "-c", program], cwd="/", env={}, text=True).split()
+    assert (Path(file).parents[1], result) == (Path.cwd(), "5")
+"""
 
 
 @pytest.mark.parametrize(
@@ -151,6 +173,67 @@ def test_packages_that_cannot_be_installed_end_ci(apt_folder: Path, ci: str, sta
     assert "the tests that need bash cannot run" in (tried.stderr if ci else tried.stdout)
 
 
+def test_coverage_sees_all_processes_of_a_run(tmp_path: Path) -> None:
+    """What scripts/test --cover sets, for one run: each of these modules is run by a process of its own."""
+    (tmp_path / "script.py").touch()
+    env = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
+    env |= {"COVERAGE_PROCESS_START": str(ROOT / "pyproject.toml"), "COVERAGE_FILE": str(tmp_path / "data")}
+    options = ["--log-dir", tmp_path / "runs", "--nproc-per-node", "1"]
+    argv = [sys.executable, "-m", "launcher", "run", *options, tmp_path / "script.py"]
+    subprocess.run(argv, cwd=ROOT, env=env, check=True, timeout=100)
+    ran: dict[str, set[int]] = {}
+    for file in tmp_path.glob("data.*"):
+        data = coverage.CoverageData(str(file))
+        data.read()
+        for module in data.measured_files():
+            ran.setdefault(module, set()).update(data.lines(module) or ())
+    for name in ("controller/controller", "agent/cleanup/guard", "agent/agent", "agent/workers/bootstrap"):
+        module = ROOT / "launcher" / f"{name}.py"
+        functions = (node for node in ast.walk(ast.parse(module.read_bytes())) if isinstance(node, ast.FunctionDef))
+        in_functions = {line for each in functions for line in range(each.body[0].lineno, each.body[-1].lineno + 1)}
+        assert len(ran[str(module)] & in_functions) > 5
+
+
+def _tiny_tree(folder: Path) -> None:
+    for part in ("launcher", "tests/launcher", "scripts"):
+        (folder / part).mkdir(parents=True)
+    shutil.copy(ROOT / "scripts/mutate", folder / "scripts")
+    (folder / "launcher/__init__.py").touch()
+    (folder / "launcher/tiny.py").write_text(TINY)
+    (folder / "tests/launcher/test_tiny.py").write_text(TINY_TEST)
+
+
+def _mutate(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, folder / "scripts/mutate", *args]
+    env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # they take most of the time
+    return subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True, timeout=240)
+
+
 def _venv_sh(command: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
     argv = ["bash", "-c", f"set -euo pipefail; . {ROOT}/scripts/venv.sh; {command}"]
     return subprocess.run(argv, cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True)
+
+
+def test_mutate_names_the_changes_that_no_test_notices(tmp_path: Path) -> None:
+    _tiny_tree(tmp_path)
+    result = _mutate(tmp_path, "launcher/tiny.py")
+    assert result.returncode == 0, result
+    first, _, survivor, *rest = result.stdout.splitlines()
+    assert first == "3 of 3 changes of launcher/tiny.py, --seed 0, tests: tests/launcher/test_tiny.py"
+    assert [survivor, *rest] == ["launcher/tiny.py:6", "-    left.clear()", "+    pass", "", "2 of 3 killed (67 %)"]
+    assert (tmp_path / "launcher/tiny.py").read_text() == TINY
+
+
+@pytest.mark.parametrize(
+    ("test", "message"),
+    [
+        ("assert False", "the tests fail without a change"),
+        ("pass", "the tests pass although launcher/tiny.py cannot be"),
+    ],
+)
+def test_mutate_refuses_tests_that_would_say_nothing(test: str, message: str, tmp_path: Path) -> None:
+    _tiny_tree(tmp_path)
+    (tmp_path / "tests/launcher/test_tiny.py").write_text(f"def test_nothing():\n    {test}\n")
+    refused = _mutate(tmp_path, "launcher/tiny.py")
+    assert refused.returncode == 1
+    assert message in refused.stderr

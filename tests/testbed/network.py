@@ -35,6 +35,7 @@ from testbed.sshd import (
     SSH_CONFIG,
     SSHD_CONFIG,
     find_sshd,
+    for_coverage,
     in_sshd_config,
     no_penalties,
     public_line,
@@ -284,7 +285,7 @@ class NetworkHosts(Lab):
             host_key = write_key(host.folder / "host_key", key)
             host.temp.mkdir()
             home, temp = str(host.folder / "home"), str(host.temp)
-            environment = {"HOME": home, "TMPDIR": temp, MARK: self.mark, HOST: name}
+            environment = {"HOME": home, "TMPDIR": temp, MARK: self.mark, HOST: name, **for_coverage()}
             config = SSHD_CONFIG.format(
                 address="0.0.0.0",
                 port=PORT,

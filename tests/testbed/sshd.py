@@ -247,7 +247,7 @@ class SshHosts(Lab):
         folder = self._host_folder(i)
         environment = {
             "HOME": str(self.home(i)), "TMPDIR": str(self._temp(i)), MARK: self.mark, HOST: self.names[i - 1],
-            **self._env,
+            **for_coverage(), **self._env,
         }  # fmt: skip
         config = SSHD_CONFIG.format(
             address=self.address(i),
@@ -328,6 +328,11 @@ def _free_port(addresses: Collection[str]) -> int:
                 continue
             return port
     raise OSError(f"no port from {first} to {first + 999} is free on all of {', '.join(addresses)}")
+
+
+def for_coverage() -> dict[str, str]:
+    """Return the variables by which what runs on a host is measured too; none unless this process is."""
+    return {name: value for name, value in os.environ.items() if name.startswith("COVERAGE_")}
 
 
 def in_sshd_config(environment: Mapping[str, str]) -> str:
