@@ -90,6 +90,7 @@ class RunRecord:
         self._has_started = False
         self._asked: queue.SimpleQueue[tuple[queue.SimpleQueue[Content], bool]] = queue.SimpleQueue()
         self._samples: deque[tuple[float, int]] = deque()  # time, steps
+        self._next_sample = 0.0
         self._git: Git | None = None
         self._slow = threading.Thread(target=self._find_slow_facts, name="record", daemon=True)
         self._lock = threading.Lock()
@@ -118,11 +119,12 @@ class RunRecord:
             self.state = "running"
             self._look_at_code()
             self._on_start()
-        now = time.monotonic()
-        if attempt is not None and attempt.steps and (not self._samples or now - self._samples[-1][0] >= SAMPLE_S):
-            self._samples.append((now, attempt.steps))
-            while now - self._samples[0][0] > RATE_S:
-                self._samples.popleft()
+        if attempt is not None and (now := time.monotonic()) >= self._next_sample:
+            self._next_sample = now + SAMPLE_S
+            if steps := attempt.steps:  # asks every host
+                self._samples.append((now, steps))
+                while now - self._samples[0][0] > RATE_S:
+                    self._samples.popleft()
         while not self._asked.empty():
             answer, in_full = self._asked.get()
             answer.put({**self._status(job), **(self._overview.table(attempt) if in_full else {})})

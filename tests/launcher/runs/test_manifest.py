@@ -9,13 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from testbed.job_drive import Drive
 from testbed.processes import run_dtrain, run_program, started_dtrain, wait_until
 
 from launcher.errors import UsageError
+from launcher.job.attempt import AttemptState
 from launcher.output.logfiles import LogFiles
 from launcher.runs.housekeeping import Limits, hold, parse_size, remove_oldest
 from launcher.runs.log_reader import LogReader
+from launcher.runs.overview import Overview
+from launcher.runs.record import RunRecord
 from launcher.runs.secrets import without_secrets
+from launcher.timeline.timeline import Timeline
 
 WAITS = "import os, pathlib, time\nwhile not pathlib.Path('go').exists(): time.sleep(0.05)\n"
 
@@ -252,3 +257,23 @@ def test_logs_are_read_in_the_order_of_their_seconds(folder: Path, monkeypatch: 
     for each in (reader, late):
         assert [(p.attempt, p.rank, p.data) for p in each.read()] == [(0, 1, b"e"), (1, 0, b"f")]
         assert list(each.read()) == []
+
+
+@pytest.mark.parametrize("steps", [0, 5])
+def test_the_steps_of_all_hosts_are_added_up_once_a_second_not_at_each_event(
+    steps: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[AttemptState] = []
+    monkeypatch.setattr(AttemptState, "steps", property(lambda attempt: asked.append(attempt) or steps))
+    drive = Drive("a")
+    drive.run()
+    overview = Overview(Timeline(), lambda _: None)
+    record = RunRecord(
+        drive.job.spec, {}, folder=folder, limits=Limits(None, None), keep=lambda _: None, on_start=lambda: None,
+        overview=overview,
+    )  # fmt: skip
+    monkeypatch.setattr("launcher.runs.record.SAMPLE_S", 3600.0)
+    for _ in range(100):
+        record.watch(drive.job)
+    record.finish()
+    assert asked == [drive.job.attempt]
