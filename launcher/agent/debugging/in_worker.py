@@ -339,6 +339,7 @@ def _serve_debugpy(channel: _Lines, listening: socket.socket, pydevd: Any, has_f
                 if not _is_of_this_process(theirs):
                     theirs.close()
                     theirs = None
+            theirs.settimeout(None)  # or it has the script's socket.setdefaulttimeout
     except OSError as error:
         if has_failed.is_set():
             return  # what pydevd has now may be of the script, or of another editor
@@ -357,14 +358,18 @@ def _serve_debugpy(channel: _Lines, listening: socket.socket, pydevd: Any, has_f
 
 
 def _is_of_this_process(accepted: socket.socket) -> bool:
-    """Whether the other end of a loopback connection is a socket of this process: others' connections are refused."""
-    peer = accepted.getpeername()
+    """Return whether this process has the other end of a loopback connection; others' connections are refused.
+
+    Touches no descriptor of the script: a socket object of one may change it (`socket.setdefaulttimeout`).
+    """
+    host, port = accepted.getpeername()
+    address = f"{int.from_bytes(socket.inet_aton(host), sys.byteorder):08X}:{port:04X}"
+    with open("/proc/self/net/tcp", encoding="ascii") as connections:
+        others = {f"socket:[{fields[9]}]" for fields in map(str.split, connections) if fields[1] == address}
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            other = socket.socket(fileno=os.dup(int(name)))
-            with other:
-                if other.family == socket.AF_INET and other.getsockname() == peer:
-                    return True
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if os.readlink(f"/proc/self/fd/{name}") in others:
+                return True
     return False
 
 

@@ -120,6 +120,27 @@ def test_a_rank_starts_children_while_an_editor_is_attached_and_after_it(folder:
     assert "frozen modules" not in (folder / "runs/r/console.log").read_text()
 
 
+def _open_files(folder: Path) -> list[str]:
+    """What the rank has open besides sockets, of which debugpy keeps some."""
+    files = map(os.readlink, Path("/proc", (folder / "pid").read_text(), "fd").iterdir())
+    return sorted(file for file in files if not file.startswith("socket:"))
+
+
+def test_an_editor_leaves_the_descriptors_of_the_rank_as_they_were(folder: Path) -> None:
+    require(find_spec("debugpy"), "debugpy", "pip install debugpy")
+    has_timeout = "import socket\nones, others = socket.socketpair()\nsocket.setdefaulttimeout(60)\n"
+    blocks = "assert os.get_blocking(ones.fileno())\n"
+    (folder / "script.py").write_text(has_timeout + SCRIPT + blocks)
+    assert run_dtrain("run", "--detach", "--run-id", "r", "script.py").returncode == 0
+    wait_until(lambda: (folder / "pid").exists() and (folder / "pid").read_text(), "the script runs")
+    before = _open_files(folder)
+    with attached(folder):
+        pass
+    wait_until(lambda: _open_files(folder) == before, f"the rank has open what it had: {before}", timeout=30)
+    (folder / "go").touch()
+    assert run_dtrain("wait", "r").returncode == 0
+
+
 CLOSES = """
 import socket
 for number in map(int, os.listdir("/proc/self/fd")):
