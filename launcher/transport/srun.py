@@ -114,8 +114,11 @@ class Srun:
         )
         stream = SrunStream(words, srun_environment(os.environ), finished=self._running.discard)
         self._running.add(stream)
+        if self._closed.is_set():  # close() may not have seen it
+            stream.give_up()
+            raise HostError(host.name, "the run has ended")
         if not stream.answers(deadline):
-            _, said = stream.finish(0.0)
+            said = stream.give_up()
             raise HostError(host.name, f"srun has started no agent there in time{': ' + said if said else ''}")
         return stream
 
@@ -322,6 +325,13 @@ class SrunStream(LocalStream):
 
     def kill(self) -> None:
         self._process.kill()
+
+    def give_up(self) -> str:
+        """End it, though nothing was read from it; return what it said."""
+        _, said = self.finish(0.0)
+        self._stdin.close()
+        self._stdout.close()
+        return said
 
     def finish(self, wait_s: float) -> tuple[int | None, str]:
         status, words = super().finish(wait_s)

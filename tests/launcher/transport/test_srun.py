@@ -14,6 +14,8 @@ from testbed import REPOSITORY
 from testbed.processes import wait_until
 from testbed.slurm import SlurmCluster
 
+from launcher.errors import HostError
+from launcher.hosts.host import Host, HostKind
 from launcher.hosts.slurm_allocation import Allocation, Node, find_step
 from launcher.transport.srun import Srun
 
@@ -240,6 +242,21 @@ def test_where_no_route_leads_to_the_nodes_no_step_waits_for_them(
         reason = "this machine: cannot run srun here: No such file or directory; name the Python that has dtrain with"
         reason += " --python"
     assert said == [f"no step for all nodes: {reason}; every node gets an srun of its own"]
+
+
+def test_a_connection_that_is_opened_while_the_run_ends_leaves_no_srun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "srun").write_text("#!/bin/sh\necho an agent\nexec sleep 600\n")
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    way = Srun(["n1.invalid"])
+    way._known = (Allocation("1", (Node("n1.invalid"),), None), {"n1.invalid": ()})
+    before = psutil.Process().children()
+    way.close()  # after connect() has found the run going on, and before it knows of its srun
+    with pytest.raises(HostError, match="the run has ended"):
+        way.connect(Host("n1.invalid", HostKind.SRUN), ["python"], time.monotonic() + 60)
+    assert psutil.Process().children() == before
 
 
 def step_of(folder: Folder, job: str) -> psutil.Process:
