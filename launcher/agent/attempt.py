@@ -268,10 +268,6 @@ class Attempt:
             return False
         env = self._environment(message, cores, message.generation if is_first else self._generation)
         by_exec = self._fork_server.why_not_for(message, {**env, **self._run_tag.variables}, cores)
-        if self._memory is None:
-            from launcher.machine.oom import OomWatch  # only where workers are started
-
-            self._memory = OomWatch()
         stdin: int | None = None
         make = partial(
             Worker,
@@ -285,6 +281,10 @@ class Attempt:
             restart_policy=restart_policy,
         )
         try:
+            if self._memory is None:
+                from launcher.machine.oom import OomWatch  # only where workers are started
+
+                self._memory = OomWatch()
             if message.rank not in self._states:
                 path = f"{self._folder}/{self.number}-{message.rank}.state"
                 self._states[message.rank] = MemoryFile("state", path)

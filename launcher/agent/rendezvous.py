@@ -40,7 +40,7 @@ class Rendezvous:
         self.close_store(keep_process=True)  # an earlier order may have been overtaken
         try:
             self._store = RendezvousStore(
-                address, message.port, self._store_process, self._selector, exact=message.exact
+                address, message.port, self._store_process, self._selector, exact=message.exact, failed=self._failed
             )
         except DtrainError as error:
             self._failed(str(error))

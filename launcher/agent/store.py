@@ -12,6 +12,7 @@ import selectors
 import signal
 import socket
 import sys
+from collections.abc import Callable
 
 from launcher.agent.workers.warm_start import ForkServer
 from launcher.agent.workers.worker import BOOTSTRAP
@@ -37,9 +38,15 @@ class StoreProcess:
         self._complaints: int | None = None  # the read end of its stderr
 
     def serve(self, listening: socket.socket) -> None:
-        """Have it serve a store on this socket, in place of any that it served before; do not wait for it."""
+        """Have it serve a store on this socket, in place of any that it served before; do not wait for it.
+
+        Raises StoreError if it cannot be started.
+        """
         if self.pid is None:
-            self._start()
+            try:
+                self._start()
+            except OSError as error:
+                raise StoreError(f"its process cannot be started: {error.strerror}; see ulimit -n and -u") from error
         assert self._control is not None
         with contextlib.suppress(OSError):  # it has just died, which is reported when it is reaped
             socket.send_fds(self._control, [b"s"], [listening.fileno()])
@@ -83,10 +90,16 @@ class StoreProcess:
         return killed
 
     def _start(self) -> None:
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._control.settimeout(RELEASE_S)
-        self._complaints, complaints_write = os.pipe()
-        try:
+        """Start it. Raises OSError."""
+        with contextlib.ExitStack() as unless_started, contextlib.ExitStack() as its_own:
+            control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            unless_started.callback(control.close)
+            its_own.callback(theirs.close)
+            complaints, complaints_write = os.pipe()
+            unless_started.callback(os.close, complaints)
+            its_own.callback(os.close, complaints_write)
+            control.settimeout(RELEASE_S)
+            os.set_blocking(complaints, False)
             self.pid = self._fork_server.fork_or_spawn(
                 [sys.executable, "-u", str(BOOTSTRAP), "module", "launcher.agent.store_process"],
                 {**os.environ, "OMP_NUM_THREADS": "1"},
@@ -95,10 +108,8 @@ class StoreProcess:
                 stdout=complaints_write,
                 stderr=complaints_write,
             )
-        finally:
-            theirs.close()
-            os.close(complaints_write)
-        os.set_blocking(self._complaints, False)
+            self._control, self._complaints = control, complaints
+            unless_started.pop_all()
 
     def _forget(self) -> None:
         assert self._control is not None
@@ -111,22 +122,27 @@ class StoreProcess:
 class RendezvousStore:
     """A bound and listening socket, which the store's process gets at the first connection, seen by `selector`.
 
-    `listening` is None from then on.
+    `listening` is None from then on. `failed` is called if there can be no such process.
     """
 
     def __init__(
-        self, address: str, port: int, process: StoreProcess, selector: selectors.BaseSelector, *, exact: bool
-    ) -> None:
+        self, address: str, port: int, process: StoreProcess, selector: selectors.BaseSelector, *, exact: bool,
+        failed: Callable[[str], None],
+    ) -> None:  # fmt: skip
         self.listening: socket.socket | None = _bind(address, port, exact=exact)
         self.address, self.port = self.listening.getsockname()[:2]
         self._process = process
         self._selector = selector
+        self._failed = failed
         selector.register(self.listening, selectors.EVENT_READ, self.serve)
 
     def serve(self) -> None:
         """Hand the socket to the store's process, if that was not done."""
         if self.listening is not None:  # else it was closed since the selector looked
-            self._process.serve(self.listening)
+            try:
+                self._process.serve(self.listening)
+            except StoreError as error:
+                self._failed(str(error))
             self._stop_listening(self.listening)
 
     def _stop_listening(self, listening: socket.socket) -> None:

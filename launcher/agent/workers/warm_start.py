@@ -314,12 +314,13 @@ class ForkServer:
         Raises OSError if it cannot be forked, or if the server does not answer, which is ended then. One that was found
         dead is replaced.
         """
-        request = _in_memory(
-            {"agent": os.getpid(), "argv": [*argv], "env": {**env}, "cwd": cwd, "has_input": stdin is not None}
-        )
-        nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        go_read, go_write = os.pipe()
+        order = {"agent": os.getpid(), "argv": [*argv], "env": {**env}, "cwd": cwd, "has_input": stdin is not None}
+        opened: list[int] = []
         try:
+            opened.append(_in_memory(order))
+            opened.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+            opened.extend(os.pipe())
+            request, nothing, go_read, go_write = opened
             pid = self._ask(b"f", [request, nothing if stdin is None else stdin, stdout, stderr, go_read])
             if run_tag is not None:
                 run_tag.put_on(number, pid)
@@ -328,7 +329,7 @@ class ForkServer:
             os.write(go_write, b"1")
             return pid
         finally:
-            for descriptor in (nothing, request, go_read, go_write):
+            for descriptor in opened:
                 os.close(descriptor)
 
     def fork_or_spawn(self, argv: Sequence[str], env: Mapping[str, str], **options: Any) -> int:

@@ -80,7 +80,12 @@ def spawn(
     """
     parent = os.getpid()
     failed_read, failed_write = os.pipe()  # both close on exec: end of file means that exec went well
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError:
+        os.close(failed_read)
+        os.close(failed_write)
+        raise
     if pid == 0:
         try:
             processes.die_with_parent(parent)
@@ -205,21 +210,28 @@ class Worker:
         self._kill_at: float | None = None  # once it is known to have failed while its process goes on
         self._stopped = False  # after it had failed
         self._returned: BinaryIO | None = None
-        self._progress = os.open(files.progress, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        os.pwrite(self._progress, _PROGRESS.pack(0, 0, restart_policy, 0, 0), 0)
-        self._generations = GenerationPipe(files.generations)
-        out_read, out_write = os.pipe()
-        err_read, err_write = os.pipe()
-        self.pipes = {out_read: 1, err_read: 2}
-        self.began = time.monotonic()
+        self.pipes: dict[int, int] = {}
+        self._opened = contextlib.ExitStack()  # what is open for it besides
+        write_ends: list[int] = []
         variables = {**files.variables, **run_tag.variables}
         try:
+            self._progress = os.open(files.progress, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            self._opened.callback(os.close, self._progress)
+            os.pwrite(self._progress, _PROGRESS.pack(0, 0, restart_policy, 0, 0), 0)
+            self._generations = GenerationPipe(files.generations)
+            self._opened.callback(self._generations.close)
+            for stream in (1, 2):
+                read_end, write_end = os.pipe()
+                self.pipes[read_end] = stream
+                write_ends.append(write_end)
+                os.set_blocking(read_end, False)
+            self.began = time.monotonic()
             self.pid = start(
                 argv,
                 {**env, **variables},
                 cwd=cwd,
-                stdout=out_write,
-                stderr=err_write,
+                stdout=write_ends[0],
+                stderr=write_ends[1],
                 stdin=stdin,
                 run_tag=run_tag,
                 number=self.number,
@@ -229,10 +241,8 @@ class Worker:
             self.close()
             raise
         finally:
-            os.close(out_write)
-            os.close(err_write)
-        for descriptor in self.pipes:
-            os.set_blocking(descriptor, False)
+            for descriptor in write_ends:
+                os.close(descriptor)
 
     def wrote(self, stream: int, data: bytes) -> None:
         """Take note of what was read of it."""
@@ -357,19 +367,18 @@ class Worker:
         """Return the next piece of what its function has returned or raised; empty at the end, or of a script."""
         if self._returned is None:
             try:
-                self._returned = open(self.files.returned, "rb")  # noqa: SIM115  # read on as the stream takes it
+                file = open(self.files.returned, "rb")  # noqa: SIM115  # read on as the stream takes it
+                self._returned = self._opened.enter_context(file)
             except FileNotFoundError:
                 return b""
         return self._returned.read(MAX_PAYLOAD_BYTES)
 
     def close(self) -> None:
         """Release its descriptors; nothing can be asked of it afterwards."""
-        if self._returned is not None:
-            self._returned.close()
-        for descriptor in [*self.pipes, self._progress]:
+        for descriptor in self.pipes:
             os.close(descriptor)
-        self._generations.close()
         self.pipes = {}
+        self._opened.close()
 
 
 def _failed_at(facts: Mapping[str, str] | None, ended: float) -> float:
