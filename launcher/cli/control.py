@@ -119,7 +119,7 @@ def control(request: Request, options: Options, limits: Limits, verbosity: Verbo
         kept = folder if logs.usable else None
         ending = Ending(request, verbosity, caller, outcome, kept, controller.evidence_file, *session.spent(outcome))
         text = ending.report(output)
-        state = session.end(outcome, controller.evidence_file)
+        state = session.end(outcome, controller.evidence_file, ending.kept_report(output))
         if outcome.preempted:
             outcome = replace(outcome, exit_code=requeue(outcome, verbosity))
     return Ended(outcome, text, (*controller.caught, *early[known:]), state, kept)

@@ -218,6 +218,7 @@ def _complete_run(_: click.Context, __: click.Parameter, begun: str) -> list[str
 
 
 _RUN = click.argument("run_id", metavar="RUN", shell_complete=_complete_run)
+_LAST_RUN = click.argument("run_id", metavar="[RUN]", default="last", shell_complete=_complete_run)
 _JSON = click.option("--json", "as_json", is_flag=True, help="As JSON.")
 
 
@@ -227,7 +228,8 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="As JSON.")
 def ps(show_all: bool, as_json: bool) -> None:
     """List the runs of this user that go on, in the foreground or detached.
 
-    With --all also those that have ended. One of which the controller was killed, or its machine, is lost.
+    With --all also those that have ended, each with its cause: what failed first, in a few words. A run is lost if its
+    controller was killed or its machine went down.
     """
     from launcher.cli.runs.table import show_runs
 
@@ -250,7 +252,7 @@ def top(run_id: str, as_json: bool) -> None:
 @cli.command(short_help="List all your runs, and how they ended.")
 @_JSON
 def history(as_json: bool) -> None:
-    """List when each run was started, how long it took, how it ended, and with which commit."""
+    """List when each run was started, how long it took, how it ended, what failed first, and with which commit."""
     from launcher.cli.runs.table import show_history
 
     sys.exit(show_history(as_json=as_json, say=_complain))
@@ -269,6 +271,19 @@ def logs(run_id: str, follow: bool, rank: str | None, since: str | None) -> None
 
     since_s = None if since is None else parse_duration(since, "--since")
     sys.exit(show_logs(run_id, follow=follow, ranks=parse_ranks(rank, "--rank"), since_s=since_s))
+
+
+@cli.command(short_help="Show the report of a run that has ended: what failed, where, why.")
+@_LAST_RUN
+def report(run_id: str) -> None:
+    """Print the last screen of RUN, by default of the last run: what failed first, what followed, what to type next.
+
+    Exit code 0 where there is a report, whatever it says; 1 where RUN goes on or is not known. The run's own exit code
+    is that of `dtrain wait RUN`.
+    """
+    from launcher.cli.runs.steer import show_report
+
+    sys.exit(show_report(run_id))
 
 
 @cli.command(short_help="Write where the time of a run went, for Perfetto.")
@@ -297,7 +312,10 @@ def plot(run_id: str, output: str | None) -> None:
 @cli.command(short_help="Show a run as if it were in the foreground.")
 @_RUN
 def attach(run_id: str) -> None:
-    """Show RUN until it ends, and end with its exit code. Ctrl-C asks whether to stop it or to leave it."""
+    """Show RUN until it ends, its report last, and end with its exit code. Ctrl-C asks: stop it, or leave it (0).
+
+    Of a run that has ended before, the report is shown. A run that is lost gives 1.
+    """
     from launcher.cli.runs.follow import attach as attach_to
 
     sys.exit(attach_to(run_id, say=_complain))
@@ -313,10 +331,10 @@ def stop(run_id: str, kill: bool) -> None:
     sys.exit(stop_run(run_id, kill=kill, say=_complain))
 
 
-@cli.command(short_help="Wait for the end of a run; end with its exit code.")
+@cli.command(short_help="Wait for the end of a run; end with its report and its exit code.")
 @_RUN
 def wait(run_id: str) -> None:
-    """Wait for the end of RUN, and end with its exit code. A run that is lost gives 1."""
+    """Wait for the end of RUN, show its report on stderr, and end with its exit code. A run that is lost gives 1."""
     from launcher.cli.runs.steer import wait_for_run
 
     sys.exit(wait_for_run(run_id, say=_complain))

@@ -55,13 +55,21 @@ class Ending:
 
     def report(self, output: OutputThread) -> str:
         """Say how the run ended, and return it."""
-        from launcher.output.report import report
-
         self._write_error_json()
         self._tell_notes()
-        text = report(self.outcome, folder=self.folder, tail=output.tail, evidence_file=self.evidence_file)
+        text = self._report(output, self.folder, self.evidence_file)
         self._show(text)
         return text
+
+    def kept_report(self, output: OutputThread) -> str:
+        """Return what the run's record keeps of the report: the same, for somebody in any folder."""
+        folder, evidence_file = self.folder, self.evidence_file
+        return self._report(output, folder and folder.absolute(), evidence_file and evidence_file.absolute())
+
+    def _report(self, output: OutputThread, folder: Path | None, evidence_file: Path | None) -> str:
+        from launcher.output.report import report
+
+        return report(self.outcome, folder=folder, tail=output.tail, evidence_file=evidence_file)
 
     def _write_error_json(self) -> None:
         file = self.verbosity.error_json

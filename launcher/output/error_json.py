@@ -16,6 +16,7 @@ One object. Every key is always there; what does not apply is null, an empty lis
                     below it; of "exited" where it called sys.exit, else empty
     secondary_failures
                     what failed after the cause by itself: {count, groups: [{count, kind, how, ranks}]}
+    preempted       whether it ended to make room (--requeue), and is to be started again
     finished_ranks  ranks that had ended with code 0; others, the cause among them, may still have waited for them
     left_out        failures, as in cause, of processes that the others went on without; the cause may be one of them
     worker_restarts how often one process alone was started again
@@ -46,7 +47,7 @@ Nothing in it is taken from the environment or the arguments of a process.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +59,14 @@ from launcher.job.failure import Failure, FailureKind, group_secondary_failures,
 from launcher.job.outcome import Outcome
 from launcher.output.json_file import write_json
 from launcher.output.logfiles import log_folder
+from launcher.output.text import printable
 from launcher.timeline.goodput import Parts
 from launcher.timeline.stragglers import Straggler
 
-__all__ = ["as_json", "write_error_json", "write_usage_error_json"]
+__all__ = ["as_json", "brief_cause", "write_error_json", "write_usage_error_json"]
 
 VERSION = 2
+BRIEF_CHARACTERS = 44
 
 
 def write_error_json(
@@ -115,6 +118,7 @@ def as_json(
                 for group in group_secondary_failures(outcome.secondary_failures)
             ],
         },
+        "preempted": outcome.preempted,
         "finished_ranks": list(outcome.finished_ranks),
         "left_out": [_of_cause(failure, folder) for failure in outcome.left_out],
         "worker_restarts": outcome.worker_restarts,
@@ -138,8 +142,40 @@ def as_json(
     }
 
 
+def brief_cause(content: Mapping[str, Any]) -> str:
+    """Say in a few words what ended a run, given what `as_json` returned; empty where all workers finished."""
+    error, cause = content["error"], content["cause"]
+    if error is not None:
+        host = next(iter(error["hosts"]), "")
+        return _brief(f"{host}: {error['hosts'][host]}" if host else error["message"])
+    if content.get("preempted"):
+        return "made room (--requeue)"
+    if cause is None:
+        return f"stopped by {content['signal']}" if content["signal"] else ""
+    kind, rank = FailureKind(cause["kind"]), f"rank {cause['rank']}"
+    if kind is FailureKind.HOST_LOST:
+        return f"host {cause['host']} lost"
+    if kind is FailureKind.STORE_LOST:
+        return "rendezvous store lost"
+    if kind is FailureKind.STALLED:
+        return _brief(cause["message"])
+    if kind is FailureKind.RAISED:
+        return _brief(": ".join(filter(None, (rank, cause["error_type"] or "exception", cause["message"]))))
+    if kind is FailureKind.EXITED:
+        return f"{rank}: exit code {cause['exit_status']}"
+    if kind is FailureKind.KILLED:
+        return f"{rank}: {'out of memory, ' if 'out-of-memory killer' in cause['killer'] else ''}{cause['signal']}"
+    return f"{rank} {kind.value}"
+
+
 def _of_fault(fault: FaultCost) -> dict[str, Any]:
     return {name: round(v, 3) if isinstance(v, float) else v for name, v in dataclasses.asdict(fault).items()}
+
+
+def _brief(text: str) -> str:
+    """Return the first line of a text, cut to what a column of a table has room for."""
+    line = printable(next((line.strip() for line in text.splitlines() if line.strip()), ""))
+    return line if len(line) <= BRIEF_CHARACTERS else f"{line[: BRIEF_CHARACTERS - 3].rstrip()}..."
 
 
 def _ended(outcome: Outcome) -> str:

@@ -1,8 +1,8 @@
 """The files of a run: `<log-dir>/<run-id>/attempt_<n>/<rank>/{stdout.log,stderr.log,error.json}` and, beside the ranks,
 `evidence-<number>.txt`: where every rank was at one time.
 
-Also `run.json`, the manifest (runs/record.py), and in each attempt `times.log`. `timeline.jsonl` has a writer of its
-own (timeline/file.py).
+Also `run.json`, the manifest (runs/record.py), `report.txt`, and in each attempt `times.log`. `timeline.jsonl` has a
+writer of its own (timeline/file.py).
 
 Bytes are kept as they came. A folder that cannot be written or a full disk costs the files, never the run.
 """
@@ -78,6 +78,11 @@ class LogFiles:
 
     def write_manifest(self, content: Mapping[str, Any]) -> None:
         self._try(lambda: write_json(self.folder / "run.json", content, mode=0o600))
+
+    def write_report(self, text: str) -> None:
+        """Write the run's last screen, unless no worker was started: such a run has no folder."""
+        if self.folder.is_dir():
+            self._write_text(self.folder / "report.txt", f"{text}\n")
 
     def _write_text(self, path: Path, text: str) -> None:
         def write() -> None:

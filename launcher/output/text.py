@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
-__all__ = ["count", "printable", "ranges", "size", "table"]
+__all__ = ["TABLE_CHARACTERS", "count", "printable", "ranges", "size", "table"]
 
 LINE_CHARACTERS = 300  # of a line that is quoted
 TABLE_CHARACTERS = 110
@@ -45,17 +45,23 @@ def printable(line: str) -> str:
     return plain if len(plain) <= LINE_CHARACTERS else plain[:LINE_CHARACTERS] + "..."
 
 
-def table(rows: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return the lines of a table, whatever the terminal's width; each row, of one at least, has all the columns."""
+def table(
+    rows: Sequence[Mapping[str, str]], *, characters: int = TABLE_CHARACTERS, wrapped: Collection[str] | None = None
+) -> list[str]:
+    """Return the lines of a table of at most so many `characters`; each row, of one at least, has all the columns.
+
+    `wrapped` are the columns whose cells may take several lines, by default all, but for ids; then columns are closer.
+    """
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1) if wrapped is None else (0, 1, 0, 0))
     for column in rows[0]:
-        drawn.add_column(column, overflow="fold", no_wrap=column == "run")  # an id is copied whole
+        is_whole = column == "run" if wrapped is None else column not in wrapped  # an id is copied whole
+        drawn.add_column(column, overflow="fold", no_wrap=is_whole)
     for row in rows:
         drawn.add_row(*map(printable, row.values()))
     text = io.StringIO()
-    Console(file=text, width=TABLE_CHARACTERS, highlight=False, markup=False).print(drawn)
+    Console(file=text, width=characters, highlight=False, markup=False).print(drawn)
     return [line.rstrip() for line in text.getvalue().splitlines() if line.strip()]

@@ -103,6 +103,10 @@ class OutputThread:
         else:
             self._logs.write_manifest(content)
 
+    def keep_report(self, text: str) -> None:
+        """Write the report; call after `close`."""
+        self._logs.write_report(text)
+
     def cannot_write(self, error: OSError) -> None:
         """Note that another file in the run's folder cannot be written: there is one message for all."""
         self._put(lambda: self._logs.give_up(error))

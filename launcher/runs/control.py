@@ -62,13 +62,13 @@ class Control:
         self._listed.wait(START_S)
         return self._registration is not None
 
-    def note_end(self, state: str, exit_code: int) -> None:
+    def note_end(self, state: str, exit_code: int, cause: str = "", report: str = "") -> None:
         """Note in the list how the run has ended."""
         self._listed.wait(START_S)
         if self._registration is None:
             return
         try:
-            self._registration.end(state, exit_code)
+            self._registration.end(state, exit_code, cause, report)
         except (OSError, DtrainError) as error:
             self._complain(f"dtrain ps shows this run as lost, since its end could not be noted: {error}")
 

@@ -15,6 +15,7 @@
     attempts        [{number, began, ended, hosts, world_size, workers: [[rank, host, local rank, GPUs]], cause}]
     began, ended    seconds of the clock
     outcome         null until the run has ended, then as --error-json (output/error_json.py)
+    report          null until the run has ended, then the last screen, as in report.txt; its paths are absolute
 
 It is written when the hosts are ready, at each attempt and at the end, each time in the place of the one before. A run
 that could not start leaves no folder.
@@ -107,6 +108,7 @@ class RunRecord:
             "began": self._began,
             "ended": None,
             "outcome": None,
+            "report": None,
         }
 
     def watch(self, job: Job) -> None:
@@ -150,7 +152,7 @@ class RunRecord:
         (first_at, first), (last_at, last) = self._samples[0], self._samples[-1]
         return round((last - first) / (last_at - first_at), 3)
 
-    def end(self, outcome: Content | None, state: str) -> None:
+    def end(self, outcome: Content | None, state: str, report: str) -> None:
         """Note the end: `outcome` is what --error-json has. What is slow comes with `finish`."""
         if not self._attempts:
             return
@@ -158,7 +160,7 @@ class RunRecord:
         self._end_attempt()
         self.state = state
         with self._lock:
-            self._content |= {"ended": time.time(), "outcome": outcome}
+            self._content |= {"ended": time.time(), "outcome": outcome, "report": report}
         self._write()
 
     def finish(self) -> None:

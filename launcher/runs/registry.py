@@ -18,7 +18,7 @@ from typing import Any
 
 from launcher.decode import decode_dataclass
 from launcher.errors import ProtocolError, RunError, SocketError
-from launcher.frozen import dataclass, replace
+from launcher.frozen import dataclass, names_of, replace
 from launcher.machine.processes import find
 from launcher.machine.socket_folder import SocketFolder, prefix_of_boot, this_boot, this_host
 
@@ -49,6 +49,10 @@ class Entry:
     state: str = ""
     exit_code: int = 0
     ended: float = 0.0
+    cause: str = (
+        ""  # in a few words, where it did not finish; empty until it has ended, as is `report`, the last screen
+    )
+    report: str = ""  # both are also empty of versions of dtrain that kept none
 
     @property
     def here(self) -> bool:
@@ -82,6 +86,9 @@ def _pid_namespace() -> int:
     return os.stat("/proc/self/ns/pid").st_ino
 
 
+_FIELDS = frozenset(names_of(Entry) or ())
+
+
 class Registration:
     """This process's own entry. `listening` is its socket."""
 
@@ -89,9 +96,11 @@ class Registration:
         self.listening = listening
         self._entry = entry
 
-    def end(self, state: str, exit_code: int) -> None:
+    def end(self, state: str, exit_code: int, cause: str = "", report: str = "") -> None:
         """Note how the run has ended. Raises OSError or SocketError."""
-        self._entry = replace(self._entry, state=state, exit_code=exit_code, ended=time.time())
+        self._entry = replace(
+            self._entry, state=state, exit_code=exit_code, ended=time.time(), cause=cause, report=report
+        )
         with SocketFolder.opened(str(place()), make=True) as folder:
             if folder is not None:
                 _write(folder, self._entry)
@@ -187,11 +196,12 @@ def _write(folder: SocketFolder, entry: Entry) -> None:
 
 
 def _read(folder: SocketFolder, name: str) -> Entry | None:
-    """Return an entry; None if it is gone or, of a full disk, only half there."""
+    """Return an entry; None if it is gone or, of a full disk, only half there. Fields of later versions are skipped."""
     try:
         values: Any = json.loads(folder.read(name))
-        return decode_dataclass(Entry, {**values, "name": name})
-    except (FileNotFoundError, ProtocolError, ValueError):
+        known = {field: value for field, value in values.items() if field in _FIELDS}
+        return decode_dataclass(Entry, {**known, "name": name})
+    except (FileNotFoundError, ProtocolError, ValueError, AttributeError):  # the last: it is no object
         return None
 
 

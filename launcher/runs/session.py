@@ -16,7 +16,7 @@ from launcher.job.events import Event
 from launcher.job.job import Job, Phase
 from launcher.job.outcome import Outcome
 from launcher.machine.processes import find
-from launcher.output.error_json import as_json
+from launcher.output.error_json import as_json, brief_cause
 from launcher.output.writer import OutputThread
 from launcher.placement.job_spec import JobSpec
 from launcher.runs.control import Control
@@ -121,9 +121,10 @@ class Session:
         )
         self._control.start()
 
-    def end(self, outcome: Outcome, evidence_file: Path | None) -> str:
+    def end(self, outcome: Outcome, evidence_file: Path | None, report: str) -> str:
         """Write down how the run has ended, and tell who waits for it; return the state that it has ended in.
 
+        `report` is kept, for `dtrain report` and those who wait.
         Blocks for a while; Ctrl-C ends that early.
         """
         parts, stragglers = self.spent(outcome)
@@ -131,9 +132,10 @@ class Session:
         with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as at_end:  # the exit code stays
             if self._control is not None:
                 at_end.callback(self._control.close)
-            self._record.end(how, how["ended"])
+            self._record.end(how, how["ended"], report)
+            self._output.keep_report(report)
             if self._control is not None:
-                self._control.note_end(how["ended"], outcome.exit_code)
+                self._control.note_end(how["ended"], outcome.exit_code, brief_cause(how), report)
             self._record.finish()
         state: str = how["ended"]
         return state

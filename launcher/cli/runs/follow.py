@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import BinaryIO
 
-from launcher.cli.runs.steer import LOST_EXIT_CODE, end_of, how_it_ended
+from launcher.cli.runs.steer import end_of, say_end
 from launcher.errors import RunError
 from launcher.output.console import Console
 from launcher.runs.control import ask
@@ -78,12 +78,16 @@ def show_logs(word: str, *, follow: bool, ranks: Collection[int] | None, since_s
 
 
 def attach(word: str, *, say: Callable[[str], None]) -> int:
-    """Show a run as if it were in the foreground, until its end; return its exit code. Ctrl-C asks what to do."""
+    """Show a run as if it were in the foreground, until its end; return its exit code. Ctrl-C asks what to do.
+
+    Of a run that has ended, only the report is shown.
+    """
     entry = choose(word, entries())
     if entry.state or entry.is_lost:
-        raise RunError(f"{how_it_ended(entry)}; see it: dtrain logs {entry.run_id}")
+        return say_end(entry, say)
     log = Path(entry.folder) / CONSOLE_LOG
-    if log.is_file():
+    has_report = log.is_file()
+    if has_report:
         with log.open("rb") as file:
             left = _follow(entry, _console_of(file), say)
     else:
@@ -95,9 +99,7 @@ def attach(word: str, *, say: Callable[[str], None]) -> int:
     if left:
         return 0
     entry = end_of(entry)
-    if not entry.state:
-        say(how_it_ended(entry))
-    return entry.exit_code if entry.state else LOST_EXIT_CODE
+    return entry.exit_code if entry.state and has_report else say_end(entry, say)
 
 
 def _follow(entry: Entry, more: Callable[[], bool], say: Callable[[str], None]) -> bool:

@@ -1,4 +1,4 @@
-"""`dtrain stop` and `dtrain wait`: the end of a run, asked for and waited for."""
+"""`dtrain stop`, `dtrain wait` and `dtrain report`: the end of a run, asked for, waited for and shown."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from launcher.errors import RunError
 from launcher.runs.control import ask, wait_for_end
 from launcher.runs.registry import Entry, choose, entries
 
-__all__ = ["end_of", "stop_run", "wait_for_run"]
+__all__ = ["end_of", "say_end", "show_report", "stop_run", "wait_for_run"]
 
 LOST_EXIT_CODE = 1
 NOTED_S = 5.0  # from the end of the socket to the end of the process
@@ -28,14 +28,30 @@ def stop_run(word: str, *, kill: bool, say: Callable[[str], None]) -> int:
 
 
 def wait_for_run(word: str, *, say: Callable[[str], None]) -> int:
-    """Wait for the end of a run and return its exit code."""
+    """Wait for the end of a run, say how it ended, and return its exit code."""
     entry = choose(word, entries())
     wait_for_end(entry)
-    entry = end_of(entry)
-    if not entry.state:
-        say(how_it_ended(entry))
-        return LOST_EXIT_CODE
-    return entry.exit_code
+    return say_end(end_of(entry), say)
+
+
+def show_report(word: str) -> int:
+    """Print the report of a run; return 0, whatever it says. Raises RunError for a run that goes on."""
+    entry = choose(word, entries())
+    if not entry.state and not entry.is_lost:
+        raise RunError(f"run {entry.run_id} goes on; it has a report once it has ended: dtrain wait {entry.run_id}")
+    print(_report_of(entry))
+    return 0
+
+
+def say_end(entry: Entry, say: Callable[[str], None]) -> int:
+    """Say how a run has ended, and return its exit code, or that of a lost one."""
+    say(_report_of(entry))
+    return entry.exit_code if entry.state else LOST_EXIT_CODE
+
+
+def _report_of(entry: Entry) -> str:
+    """Return the last screen of a run that has ended; in its place one line, where none was kept."""
+    return entry.report or how_it_ended(entry)
 
 
 def end_of(entry: Entry) -> Entry:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from launcher.errors import RunError
-from launcher.output.text import count, table
+from launcher.output.error_json import brief_cause
+from launcher.output.text import TABLE_CHARACTERS, count, table
 from launcher.output.warm import local_time
 from launcher.runs.control import ask
 from launcher.runs.record import read_manifest
@@ -19,6 +23,7 @@ from launcher.runs.registry import LOST, Entry, entries
 __all__ = ["number", "percent", "show_history", "show_runs", "span", "state_of"]
 
 COMMAND_CHARACTERS = 60
+_ONE_LINE = 1000  # more than any row has
 ASKED_AT_ONCE = 16
 
 Row = Mapping[str, Any]
@@ -33,7 +38,7 @@ def show_runs(*, everything: bool, as_json: bool, say: Callable[[str], None]) ->
     if as_json:
         print(json.dumps(rows, indent=2))
     elif rows:
-        _print([_cells(row) for row in rows])
+        _print([_cells(row, with_cause=everything) for row in rows])
     else:
         say("there are no runs of yours" if everything else "no run of yours goes on; see dtrain ps --all")
     if lost:
@@ -74,7 +79,7 @@ def _look(entry: Entry) -> Row:
         "run_id": entry.run_id, "state": state_of(entry), "hosts": None, "workers": None, "attempt": None,
         "step": None, "steps_per_s": None, "goodput": None, "waits_for": "", "began": entry.began,
         "age_s": round((entry.ended or time.time()) - entry.began, 1),
-        "exit_code": entry.exit_code if entry.state else None,
+        "exit_code": entry.exit_code if entry.state else None, "cause": "",
         "detached": entry.detached, "host": entry.host, "pid": entry.pid, "folder": entry.folder,
         "command": entry.command,
     }  # fmt: skip
@@ -88,6 +93,7 @@ def _look(entry: Entry) -> Row:
             "workers": newest.get("world_size"),
             "attempt": newest.get("number"),
             "goodput": spent.get("goodput"),
+            "cause": _cause(entry, manifest),
         }
     try:
         answer = ask(entry, "status")
@@ -96,7 +102,7 @@ def _look(entry: Entry) -> Row:
     return {**row, "state": LOST} if answer is None else {**row, **answer}
 
 
-def _cells(row: Row) -> dict[str, str]:
+def _cells(row: Row, *, with_cause: bool) -> dict[str, str]:
     return {
         "run": row["run_id"],
         "state": row["state"],
@@ -106,6 +112,7 @@ def _cells(row: Row) -> dict[str, str]:
         "step/s": number(row["steps_per_s"]),
         "age": span(row["age_s"]),
         "goodput": percent(row["goodput"]),
+        **({"cause": row["cause"] or "-"} if with_cause else {}),
         "command": _cut(row["command"]),
     }
 
@@ -119,6 +126,7 @@ def _past(entry: Entry) -> Row:
         "took_s": round(entry.ended - entry.began, 1) if entry.state else None,
         "state": state_of(entry) or "running",
         "exit_code": entry.exit_code if entry.state else None,
+        "cause": _cause(entry, manifest),
         "attempts": len(manifest.get("attempts") or []),
         "commit": git.get("commit"),
         "clean": git.get("clean"),
@@ -127,22 +135,35 @@ def _past(entry: Entry) -> Row:
     }
 
 
+def _cause(entry: Entry, manifest: Mapping[str, Any]) -> str:
+    """Say in a few words why a run that has ended did not finish; empty where it did."""
+    if entry.is_lost:
+        return "its controller has gone"
+    if not entry.report and (outcome := manifest.get("outcome")) is not None:  # an older version kept no cause
+        with contextlib.suppress(KeyError, TypeError, ValueError):  # which may have had other keys
+            return brief_cause(outcome)
+    return entry.cause
+
+
 def _past_cells(row: Row) -> dict[str, str]:
-    commit = (row["commit"] or "-")[:9] + ("+" if row["clean"] is False else "")
+    commit = (row["commit"] or "-")[:7] + ("+" if row["clean"] is False else "")
     return {
         "run": row["run_id"],
         "began": local_time(row["began"]),
         "took": "-" if row["took_s"] is None else span(row["took_s"]),
         "state": row["state"],
         "exit": number(row["exit_code"]),
-        "attempts": number(row["attempts"]),
         "commit": commit,
+        "cause": row["cause"] or "-",
         "command": _cut(row["command"]),
     }
 
 
 def _print(rows: Sequence[Mapping[str, str]]) -> None:
-    sys.stdout.write("".join(f"{line}\n" for line in table(rows)))
+    """Print a table as wide as the terminal, at least as other tables; elsewhere each run on one line."""
+    characters = max(TABLE_CHARACTERS, shutil.get_terminal_size().columns) if os.isatty(1) else _ONE_LINE
+    lines = table(rows, characters=characters, wrapped=("cause", "command"))
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
 
 
 def number(value: float | None) -> str:

@@ -15,7 +15,7 @@ from launcher.errors import UsageError
 from launcher.hosts.folding import StartError
 from launcher.job.failure import FailureKind
 from launcher.job.outcome import Outcome
-from launcher.output.error_json import write_error_json, write_usage_error_json
+from launcher.output.error_json import as_json, brief_cause, write_error_json, write_usage_error_json
 from launcher.timeline.goodput import Parts
 from launcher.timeline.stragglers import Straggler
 
@@ -61,6 +61,7 @@ def test_failure_with_everything(tmp_path: Path) -> None:
                 }
             ],
         },
+        "preempted": False,
         "finished_ranks": [2],
         "left_out": [],
         "worker_restarts": 0,
@@ -95,6 +96,33 @@ def test_every_end_has_the_same_keys(tmp_path: Path, end: Outcome, ended: str) -
     assert content["ended"] == ended
     assert set(content) == set(written(tmp_path, outcome(None)))
     assert content["exit_code"] == end.exit_code
+
+
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        (outcome(None), ""),
+        (outcome(failure(error_type="ValueError", message="bad batch\nof 3")), "rank 1: ValueError: bad batch"),
+        (outcome(failure(message="x" * 99)), f"rank 1: ValueError: {'x' * 21}..."),
+        (outcome(failure(kind=FailureKind.EXITED, status=7)), "rank 1: exit code 7"),
+        (outcome(failure(kind=FailureKind.KILLED, status=-11)), "rank 1: SIGSEGV"),
+        (
+            outcome(failure(kind=FailureKind.KILLED, status=-9, killer="by the out-of-memory killer: 61 GB")),
+            "rank 1: out of memory, SIGKILL",
+        ),
+        (outcome(failure(kind=FailureKind.NEVER_STARTED)), "rank 1 never started"),
+        (outcome(failure(kind=FailureKind.HUNG)), "rank 1 hung"),
+        (outcome(failure(kind=FailureKind.HOST_LOST, rank=None)), "host sim1 lost"),
+        (outcome(failure(kind=FailureKind.STORE_LOST, rank=None)), "rendezvous store lost"),
+        (outcome(failure(kind=FailureKind.STALLED, rank=None, message="no output for 60 s")), "no output for 60 s"),
+        (outcome(None, signum=signal.SIGTERM), "stopped by SIGTERM"),
+        (outcome(None, preempted=True), "made room (--requeue)"),
+        (outcome(None, error=UsageError("no such\nfile")), "no such"),
+        (outcome(None, error=StartError({"beta": "no Python", "gamma": "unreachable"}, total=3)), "beta: no Python"),
+    ],
+)
+def test_the_cause_in_a_few_words(end: Outcome, words: str) -> None:
+    assert brief_cause(as_json(end, None, None)) == words
 
 
 def test_exit_status_only_of_a_worker_that_exited(tmp_path: Path) -> None:
