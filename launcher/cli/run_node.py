@@ -11,9 +11,10 @@ import os
 import shlex
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import Any
 
 from launcher.cli.node_role import NodeRole
 from launcher.errors import NodeZeroTakenError, UsageError
@@ -69,7 +70,7 @@ def join_run(node_role: NodeRole, spec: JobSpec, tell: Callable[[str], None]) ->
     token = _shared_token(node_role)
     find: Endpoint | Callable[[], Endpoint | None]
     if token is not None:
-        find = Endpoint(node_role.address, node_role.port, os.fsdecode(token))
+        find = Endpoint(_dialled(node_role.address), node_role.port, os.fsdecode(token))
     else:
         assert node_role.folder is not None
         find = partial(read_endpoint, node_role.folder, node_role.name)
@@ -137,7 +138,24 @@ def _resolved(address: str) -> str:
     if not is_own(address):
         have = ", ".join(text for texts in addresses().values() for text in texts)
         raise UsageError(f"--master-addr {address} is not this machine, which is node 0 and has: {have}")
+    return _beyond_loopback(address, found)
+
+
+def _dialled(address: str) -> str:
+    """Return what reaches node 0 at --master-addr: on its own machine a name may mean an address where it is not."""
+    try:
+        found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):  # dialling says so, unless the name becomes known until then
+        return address
+    return _beyond_loopback(address, found) if all(is_loopback(str(where[0])) for *_, where in found) else address
+
+
+def _beyond_loopback(address: str, found: Sequence[tuple[Any, ...]]) -> str:
+    """Return the address at which node 0 listens, by what getaddrinfo says of its name on its own machine.
+
+    If the name means loopback addresses only (Debian's 127.0.1.1), it is the one of the route out of here.
+    """
     resolved = [str(where[0]) for *_, where in found]
-    if not is_loopback(address) and all(map(is_loopback, resolved)):  # as Debian has it: 127.0.1.1
-        return choose_address((), "", None)
-    return resolved[0]
+    if is_loopback(address):
+        return resolved[0]
+    return next((each for each in resolved if not is_loopback(each)), None) or choose_address((), "", None)

@@ -217,6 +217,30 @@ def test_a_node_that_does_not_come_is_named_with_what_to_type(tmp_path: Path, po
     assert f"127.0.0.1:{port}" in alone.stderr
 
 
+def test_nodes_of_one_machine_meet_by_its_name_that_means_a_loopback_address(tmp_path: Path, port: int) -> None:
+    """As Debian has it in /etc/hosts: 127.0.1.1, at which node 0 does not listen, since no other machine reaches it."""
+    (tmp_path / "show.py").write_text(SHOW)
+    program = (
+        "import socket, sys; find = socket.getaddrinfo\n"
+        "socket.getaddrinfo = lambda name, *a, **k: find('127.0.1.1' if name == 'me.example' else name, *a, **k)\n"
+        "from launcher.cli.main import main; main()"
+    )
+    words = ["--nnodes", "2", "--nproc-per-node", "1", "--start-timeout-s", "30"]
+    words += ["--master-addr", "me.example", "--master-port", str(port)]
+    with contextlib.ExitStack() as stack:
+        nodes = [
+            stack.enter_context(
+                started(
+                    sys.executable, "-c", program, "run", "--node-rank", rank, *words, "show.py",
+                    cwd=tmp_path, env={"DTRAIN_TOKEN": TOKEN},
+                )
+            )
+            for rank in "01"
+        ]  # fmt: skip
+        ends = [_ends(node) for node in nodes]
+    assert [end[0] for end in ends] == [0, 0], ends
+
+
 def test_torchrun_s_c10d_endpoint_decides_who_is_node_0(tmp_path: Path, port: int) -> None:
     (tmp_path / "show.py").write_text(SHOW)
     words = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "show.py"]
