@@ -15,15 +15,12 @@ from typing import Any
 import click
 
 from launcher.cli import torchrun
-from launcher.cli.help import Command
+from launcher.cli.help import Command, Option
 from launcher.cli.options import CONFIG_SOURCE, Listed
 from launcher.errors import UsageError
 from launcher.frozen import dataclass
 
 __all__ = ["ConfigFile", "Group", "current_folder", "nearest", "read_config_file"]
-
-# Options of commands that look at runs or start none: nothing that a folder has a default for.
-_TYPED_ONLY = {"help", "as_json", "show_all", "follow", "rank", "since", "kill", "any_commit"}
 
 
 @dataclass(frozen=True)
@@ -35,30 +32,40 @@ class ConfigFile:
 
 
 class Group(click.Group):
-    """Commands whose options' defaults come from the config file, and from PET_* variables for dtrain-torchrun."""
+    """Commands that take the options of `dtrain run` have their defaults from the config file, and from PET_* variables
+    for dtrain-torchrun. The others do not read it, so that a mistake there keeps nobody from looking at runs.
+    """
 
     command_class = Command
     folder: Path | None = None  # of the config file; None: the current one
 
-    def invoke(self, ctx: click.Context) -> Any:
-        config_file = self.read_config_file()
-        ctx.meta[CONFIG_SOURCE] = config_file.source
-        ctx.default_map = {name: _defaults(command, config_file, ctx) for name, command in self.commands.items()}
-        if ctx.obj:
-            ctx.default_map["run"] = torchrun.defaults(os.environ, ctx.default_map["run"])
-        return super().invoke(ctx)
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name, command, rest = super().resolve_command(ctx, args)
+        if name is not None and command is not None and _settings_of(command) and not ctx.resilient_parsing:
+            config_file = self.read_config_file()
+            ctx.meta[CONFIG_SOURCE] = config_file.source
+            defaults = _defaults(command, config_file, ctx)
+            ctx.default_map = {name: torchrun.defaults(os.environ, defaults) if ctx.obj else defaults}
+        return name, command, rest
 
     def read_config_file(self) -> ConfigFile:
         """Read the config file of the folder."""
-        known = {p.name for c in self.commands.values() for p in c.params if isinstance(p, click.Option) and p.name}
-        return read_config_file(self.folder or current_folder(), known - _TYPED_ONLY)
+        known = {param.name for command in self.commands.values() for param in _settings_of(command) if param.name}
+        return read_config_file(self.folder or current_folder(), known)
+
+
+def _settings_of(command: click.Command) -> list[Option]:
+    """Return the options of a command that are those of `dtrain run`."""
+    return [param for param in command.params if isinstance(param, Option)]
 
 
 def _defaults(command: click.Command, config_file: ConfigFile, ctx: click.Context) -> dict[str, Any]:
     """Check the values that one command has options for; a wrong value is an error that names the file."""
     defaults = {}
-    for param in command.params:
-        if param.name not in config_file.values or not isinstance(param, click.Option):
+    for param in _settings_of(command):
+        if param.name not in config_file.values:
             continue
         value = config_file.values[param.name]
         if isinstance(param, Listed) and isinstance(value, list):

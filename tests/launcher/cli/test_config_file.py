@@ -210,6 +210,20 @@ def test_files_that_cannot_be_meant_are_errors(
     assert complaint in str(raised.value)
 
 
+@pytest.mark.parametrize("text", ["nnodes = ", "nnodez = 2", 'nnodes = "x"', "follow = true"])
+def test_a_wrong_file_blocks_no_command_that_does_not_use_it(folder: Path, text: str) -> None:
+    (folder / "pyproject.toml").write_text(f"[tool.dtrain]\n{text}\n")
+    env = {"XDG_STATE_HOME": str(folder / "state")}
+    for words in (["ps"], ["history"], ["stop", "--help"], ["completion", "bash"]):
+        result = run_dtrain(*words, cwd=folder, env=env)
+        assert result.returncode == 0, result
+    stopped = run_dtrain("stop", "last", cwd=folder, env=env)
+    assert "there are no runs of yours" in stopped.stderr
+    for words in (["run", "show.py"], ["check", "show.py"], ["warm"]):
+        refused = run_dtrain(*words, cwd=folder, env=env)
+        assert (refused.returncode, "pyproject.toml" in refused.stderr) == (2, True), refused
+
+
 def test_a_file_that_is_no_utf_8_is_named(tmp_path: Path) -> None:
     (tmp_path / "dtrain.toml").write_bytes(b"log_dir = '\xff'\n")
     with pytest.raises(UsageError, match=r"dtrain\.toml cannot be read"):
