@@ -24,7 +24,7 @@ from launcher.errors import UsageError
 from launcher.machine.numa import MODES
 from launcher.placement.job_spec import START_METHODS, TORCHRUN_START_METHODS, JobSpec, parse_nnodes
 
-__all__ = ["CONFIG_SOURCE", "Listed", "Options", "takes_options", "unknown_variables"]
+__all__ = ["CONFIG_SOURCE", "Listed", "Options", "launch_options", "takes_options", "unknown_variables"]
 
 CONFIG_SOURCE = "launcher.config_source"  # in click's context: which file defaults are from
 
@@ -282,6 +282,7 @@ _GROUPS = {  # in help; by the first option of each
     "node_rank": "Nodes started by hand",
     "virtual_local_rank": "torchrun's",
 }
+_LAUNCH_GROUPS = ("Hosts", "Workers", "Failure", "Nodes started by hand")
 
 
 def takes_options(function: Callable[..., None]) -> Callable[..., None]:
@@ -319,6 +320,11 @@ def _shared_options() -> list[Option]:
         group = _GROUPS.get(declared.name, group)
         made.append(_make_option(declared, group))
     return made
+
+
+def launch_options() -> set[str]:
+    """Return the long options that say where workers run, how many, and what a failure costs."""
+    return {option.opts[-1] for option in _shared_options() if option.group in _LAUNCH_GROUPS}
 
 
 def _complete_file(_: click.Context, __: click.Parameter, begun: str) -> list[CompletionItem]:

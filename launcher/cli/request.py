@@ -5,9 +5,12 @@ Reads files that options name, and looks around on this machine; starts nothing.
 
 from __future__ import annotations
 
+import difflib
+import itertools
 import os
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ from typing import Any
 from launcher.cli import torchrun
 from launcher.cli.config_file import current_folder
 from launcher.cli.node_role import NodeRole, find_node_role
-from launcher.cli.options import Options
+from launcher.cli.options import Options, launch_options
 from launcher.errors import UsageError
 from launcher.hosts.host import Host, HostKind
 from launcher.hosts.sources import Sources, choose_hosts, in_slurm, wait_for_discovery
@@ -92,7 +95,34 @@ def read_request(options: Options, *, wait: bool = False) -> Request:
     else:
         # Each node says for itself how many workers it takes, and has its user's variables.
         spec = replace(_spec(options, node_role.hosts, nproc, roles), nproc=None, master_port=None, master_addr=None)
+    notices += _misplaced(spec.command, spec.workdir)
     return Request(spec, node_role, _output_filter(options), tuple(notices))
+
+
+def _misplaced(command: WorkerCommand, workdir: Path) -> list[str]:
+    """Name options of dtrain behind the script which, as far as its folder's files tell, are none of the script's."""
+    ours = launch_options()
+    words = itertools.takewhile(lambda word: word != "--", command.args)
+    typed = [word for word in words if word.partition("=")[0].replace("_", "-") in ours]
+    if not typed or command.kind is not CommandKind.SCRIPT:
+        return []
+    script = workdir / command.target
+    try:
+        texts = [file.read_text(encoding="utf-8", errors="replace") for file in {script, *script.parent.glob("*.py")}]
+    except OSError:  # it is not here, or cannot be read: nothing is known of its options
+        return []
+    names = dict.fromkeys(word.partition("=")[0] for word in typed)
+    unknown = [name for name in names if not _occurs(name, texts)]
+    return [
+        f"{name} stands behind {command.target}, so it is given to that, which does not mention it; if it is dtrain's: "
+        f"dtrain run {name} ... {command.target}"
+        for name in unknown
+    ]
+
+
+def _occurs(option: str, texts: Sequence[str]) -> bool:
+    name = re.compile(re.sub("[-_]", "[-_]", option.lstrip("-")))
+    return any(name.search(text) for text in texts)
 
 
 def _output_filter(options: Options) -> OutputFilter:
@@ -128,8 +158,41 @@ def check_script(command: WorkerCommand, workdir: Path, *, is_seen: bool) -> Non
         raise UsageError(f"the working directory {workdir} does not exist; see --workdir")
     script = workdir / command.target
     if not os.path.exists(script):
-        hint = "; for a module write -m, for another program --no-python" if not script.suffix else ""
-        raise UsageError(f"the script {script} does not exist{hint}")
+        raise UsageError(f"the script {script} does not exist{_hint_at_missing(command.target, workdir)}")
+    if (shell := _shell_of(script)) is not None:
+        raise UsageError(
+            f"{script} is no Python script, but one of {shell}: dtrain run --no-python {shell} {command.target}"
+        )
+
+
+def _hint_at_missing(target: str, workdir: Path) -> str:
+    """Return what may be meant by a script that is not there."""
+    folder, name = os.path.split(target)
+    try:
+        files = [file for file in os.listdir(workdir / folder) if (workdir / folder / file).is_file()]
+    except OSError:  # the folder is not there either
+        files = []
+    if close := difflib.get_close_matches(name, files, n=1, cutoff=0.7):
+        return f"; did you mean {os.path.join(folder, close[0])}?"
+    return "; for a module write -m, for another program --no-python" if not os.path.splitext(name)[1] else ""
+
+
+def _shell_of(script: Path) -> str | None:
+    """Return the interpreter in a script's first line, if it is not Python, and Python cannot read the script."""
+    try:
+        data = script.read_bytes() if script.is_file() else b""  # not a pipe, which can be read once
+    except OSError:
+        return None
+    first = re.match(rb"#![ \t]*(\S+)(?:[ \t]+(\S+))?", data)
+    if first is None or b"python" in first[0]:
+        return None
+    import ast  # of few scripts is this worth the time
+
+    try:
+        ast.parse(data)
+    except (SyntaxError, ValueError):
+        return os.fsdecode(first[2] if first[1].endswith(b"/env") and first[2] else first[1])
+    return None
 
 
 def check_values(options: Options) -> None:

@@ -192,3 +192,47 @@ def test_misspelt_variable_is_named(script: Path) -> None:
 def test_rank_to_show_that_does_not_exist_is_said(script: Path) -> None:
     result = run_dtrain("run", "--only-rank", "3", script, cwd=script.parent)
     assert "--only-rank 3: there were only ranks 0 to 0" in result.stderr
+
+
+@pytest.mark.parametrize("first", ["#!/bin/bash", "#! /usr/bin/env bash"])
+def test_a_shell_script_in_the_place_of_the_script_is_named_with_what_to_type(tmp_path: Path, first: str) -> None:
+    (tmp_path / "go.sh").write_text(f"{first}\nset -e; echo gone $1\n")
+    result = run_dtrain("run", "go.sh", "far", cwd=tmp_path)
+    shell = "bash" if "env" in first else "/bin/bash"
+    assert (result.returncode, result.stdout) == (2, ""), result
+    assert f"go.sh is no Python script, but one of {shell}: dtrain run --no-python {shell} go.sh" in result.stderr
+    right = run_dtrain("run", "--nproc-per-node", "1", "--no-python", shell, "go.sh", "far", cwd=tmp_path)
+    assert (right.returncode, "gone far" in right.stdout) == (0, True), right
+
+
+def test_a_script_that_shell_and_python_read_is_started(tmp_path: Path) -> None:
+    (tmp_path / "both.py").write_text("#!/bin/sh\n''''exec python3 \"$0\" # '''\nprint('python')\n")
+    result = run_dtrain("run", "--nproc-per-node", "1", "both.py", cwd=tmp_path)
+    assert (result.returncode, "python" in result.stdout) == (0, True), result
+
+
+def test_a_misspelt_script_is_named_as_it_is_spelt_here(tmp_path: Path) -> None:
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts/train.py").touch()
+    for typed, hint in (("scripts/trian.py", "did you mean scripts/train.py?"), ("scripts/x", "for a module write -m")):
+        result = run_dtrain("run", typed, cwd=tmp_path)
+        assert (result.returncode, hint in result.stderr) == (2, True), result
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--nproc-per-node", "2"], ["--nproc-per-node"]),
+        (["--nproc_per_node=2", "--hosts=a", "--hosts", "b"], ["--nproc_per_node", "--hosts"]),
+        (["--", "--nproc-per-node", "2"], []),
+        (["--verbose", "--workdir", "w", "--max_restarts=3"], []),
+    ],
+)
+def test_options_of_dtrain_behind_the_script_are_warned_of(tmp_path: Path, words: list[str], named: list[str]) -> None:
+    """Not of those that the script may have itself: its folder's files mention them."""
+    (tmp_path / "train.py").write_text("import sys; import arguments; print(sys.argv[1:])")
+    (tmp_path / "arguments.py").write_text("options = ['--workdir', '--max-restarts']")
+    result = run_dtrain("run", "--nproc-per-node", "1", "train.py", *words, cwd=tmp_path)
+    assert (result.returncode, repr(words) in result.stdout) == (0, True), result
+    warned = re.findall(r"(\S+) stands behind train.py, .* dtrain run (\S+) \.\.\. train.py", result.stderr)
+    assert warned == [(name, name) for name in named]
