@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Ended", "Ending", "requeue", "run_at_end"]
 
-GOODPUT_FROM_S = 60.0  # of a run of which no steps are known, a shorter one needs no words on its time
+GOODPUT_FROM_S = 60.0  # of a shorter run, most of the time is the start, whatever it does
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Ending:
             )
         for line in warm_lines(spec, outcome, verbose=verbosity.verbose):
             verbosity.tell(line)
-        if parts is not None and (parts.is_measured or parts.wall_s >= GOODPUT_FROM_S):
+        if parts is not None and (verbosity.verbose or parts.wall_s >= GOODPUT_FROM_S):
             verbosity.tell(goodput_line(parts))
 
     def _show(self, text: str) -> None:

@@ -63,7 +63,8 @@ def choose_hosts(sources: Sources, *, nnodes: tuple[int, int] | None, spares: bo
     hosts, where = found
     if least is not None and least > len(hosts):
         names = ", ".join(host.name for host in hosts)
-        raise UsageError(f"--nnodes {least}, but only {len(hosts)} hosts are {where}: {names}")
+        are = "1 host is" if len(hosts) == 1 else f"{len(hosts)} hosts are"
+        raise UsageError(f"--nnodes {least}, but only {are} {where}: {names}")
     return hosts if spares else hosts[:most]
 
 

@@ -188,7 +188,8 @@ class JobSpec:
             raise UsageError(f"--nnodes is {self.min_hosts}:{self.max_hosts}; write MIN:MAX with 1 <= MIN <= MAX")
         if self.min_hosts > len(self.hosts):
             names = ", ".join(host.name for host in self.hosts)
-            raise UsageError(f"--nnodes needs {self.min_hosts} hosts, only {len(self.hosts)} are named: {names}")
+            are = "1 is" if len(self.hosts) == 1 else f"{len(self.hosts)} are"
+            raise UsageError(f"--nnodes needs {self.min_hosts} hosts, only {are} named: {names}")
         if self.grow and not self.elastic:
             raise UsageError("--grow needs room to grow: write --nnodes MIN:MAX")
         if self.gpus_per_proc is not None and self.gpus_per_proc < 1:

@@ -53,21 +53,23 @@ class LogReader:
 
     def _read_attempt(self, number: int, state: _Attempt) -> Iterator[Piece]:
         sizes = {key: self._size(number, key) for key in self._files(number)}
-        begins: dict[tuple[int, int], list[tuple[int, int]]] = {key: [] for key in sizes}  # second, offset
-        for second, key, offset in self._times(number, state):
+        # By file, where parts of it begin: the second, which of all notes this is, the offset. In one second, what was
+        # noted first was written first.
+        begins: dict[tuple[int, int], list[tuple[int, int, int]]] = {key: [] for key in sizes}
+        for order, (second, key, offset) in enumerate(self._times(number, state), start=1):
             if key in begins and offset < sizes[key]:
-                begins[key].append((second, offset))
-        parts = []  # second, rank and stream, first and last byte
+                begins[key].append((second, order, offset))
+        parts = []  # second, order, rank and stream, first and last byte
         for key, size in sizes.items():
             first = state.read.get(key, 0)
             if not begins[key] and key not in state.read:  # there is no word of when: it is all taken for old
-                begins[key] = [(0, 0)]
-            cuts = [(second, max(first, offset)) for second, offset in begins[key]]
-            if not cuts or cuts[0][1] > first:
-                cuts.insert(0, (self._since, first))  # goes on from what was read before
-            ends = [offset for _, offset in cuts[1:]] + [size]
-            parts += [(second, key, begin, end) for (second, begin), end in zip(cuts, ends, strict=True)]
-        for second, key, begin, end in sorted(parts):
+                begins[key] = [(0, 0, 0)]
+            cuts = [(second, order, max(first, offset)) for second, order, offset in begins[key]]
+            if not cuts or cuts[0][2] > first:
+                cuts.insert(0, (self._since, 0, first))  # goes on from what was read before
+            ends = [offset for *_, offset in cuts[1:]] + [size]
+            parts += [(second, order, key, begin, end) for (second, order, begin), end in zip(cuts, ends, strict=True)]
+        for second, _, key, begin, end in sorted(parts):
             state.read.setdefault(key, 0)
             if second >= self._since:
                 for piece in self._pieces(number, *key, begin, end):

@@ -181,7 +181,7 @@ def test_simulated_hosts_are_equal_parts_of_this_machine() -> None:
     [
         (None, (2, 2), False, "--nnodes 2, but no hosts are known. Name them: --hosts a,b (or DTRAIN_HOSTS"),
         (None, (2, 4), False, "--nnodes 2, but no hosts are known"),
-        ("a", (2, 2), False, "--nnodes 2, but only 1 hosts are named: a"),
+        ("a", (2, 2), False, "--nnodes 2, but only 1 host is named: a"),
         (None, None, True, "--simulate needs to know between how many hosts to divide this machine: --nnodes N"),
         ("a,b", (2, 2), True, "--simulate divides this machine; "),
     ],

@@ -105,7 +105,7 @@ def _top() -> dict[str, Any]:
 
 def test_a_throttled_rank_is_named_with_what_is_slow_and_top_shows_it(folder: Path) -> None:
     """Rank 3 gets its data late for a while, then rank 1 computes slowly to the end."""
-    words = ["--simulate", "--nnodes", "2", "--nproc-per-node", "2", "--run-id", "r"]
+    words = ["-v", "--simulate", "--nnodes", "2", "--nproc-per-node", "2", "--run-id", "r"]
     slow = ["3.40.90.data", "1.130.99999.compute"]
     with started_dtrain("run", *words, "train.py", "100000", "plain", *slow) as run:
 
@@ -166,7 +166,7 @@ def _plain(shown: str) -> list[str]:
 @pytest.mark.usefixtures("warm")
 def test_steps_made_twice_after_a_restart_are_no_goodput(folder: Path) -> None:
     result = run_dtrain(
-        "run", "--nproc-per-node", "2", "--max-restarts", "1", "--run-id", "r", "--error-json", "end.json",
+        "run", "-v", "--nproc-per-node", "2", "--max-restarts", "1", "--run-id", "r", "--error-json", "end.json",
         "train.py", "60", "plain", "1.50.kill",
     )  # fmt: skip
     assert result.returncode == 0, result
@@ -184,7 +184,7 @@ def test_steps_made_twice_after_a_restart_are_no_goodput(folder: Path) -> None:
 @pytest.mark.usefixtures("warm")
 def test_where_the_others_live_on_the_recovery_is_no_goodput(folder: Path) -> None:
     result = run_dtrain(
-        "run", "--nproc-per-node", "2", "--max-restarts", "1", "--run-id", "r", "train.py", "80", "resilient",
+        "run", "-v", "--nproc-per-node", "2", "--max-restarts", "1", "--run-id", "r", "train.py", "80", "resilient",
         "1.40.kill",
     )  # fmt: skip
     assert result.returncode == 0, result
@@ -197,12 +197,14 @@ def test_where_the_others_live_on_the_recovery_is_no_goodput(folder: Path) -> No
 
 
 @pytest.mark.usefixtures("warm")
-def test_quiet_says_nothing_of_its_time_and_a_short_script_without_ddp_neither(folder: Path) -> None:
+def test_a_short_run_says_nothing_of_its_time_unless_asked(folder: Path) -> None:
     Path("short.py").write_text("print('short')\n")
     assert "goodput" not in run_dtrain("run", "--run-id", "r", "short.py").stderr
     spent = outcome("r")["goodput"]
     assert (spent["goodput"], spent["training_s"]) == (None, None)
     assert spent["start_s"] + spent["rest_s"] == pytest.approx(outcome("r")["duration_s"], abs=0.01)
+    short = run_dtrain("run", "train.py", "30", "plain")
+    assert (short.returncode, "goodput" in short.stderr) == (0, False), short
     quiet = run_dtrain("run", "-q", "train.py", "30", "plain")
     assert (quiet.returncode, quiet.stderr) == (0, "")
 

@@ -277,3 +277,16 @@ def test_the_steps_of_all_hosts_are_added_up_once_a_second_not_at_each_event(
         record.watch(drive.job)
     record.finish()
     assert asked == [drive.job.attempt]
+
+
+def test_what_came_first_within_a_second_is_read_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A progress bar on stderr, then a line on stdout, and another rank before both."""
+    monkeypatch.setattr("time.time", lambda: 1000.0)
+    logs = LogFiles(folder, lambda text: pytest.fail(text))
+    logs.begin_attempt(0)
+    for rank in (0, 1):
+        logs.add_worker(rank)
+    for rank, stream, data in ((1, 1, b"loads\n"), (0, 2, b"100%\n"), (0, 1, b"saved\n")):
+        logs.write(rank, stream, data)
+    logs.close()
+    assert [p.data for p in LogReader(folder).read()] == [b"loads\n", b"100%\n", b"saved\n"]
