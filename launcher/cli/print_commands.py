@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import shlex
 from dataclasses import fields
+from pathlib import Path
 
 from launcher.cli.options import Options
 from launcher.cli.request import listed_hosts, parse_command
 from launcher.errors import UsageError
+from launcher.hosts.host import Host
 
 __all__ = ["commands"]
 
-_LEFT_OUT = {"hosts", "hostfile", "include", "exclude", "print_commands", "node_rank", "master_addr", "command"}
+_ABOUT_SSH = {"ssh_config", "accept_new_host_keys"}
+_ABOUT_HOSTS = {"hosts", "hostfile", "include", "exclude", "print_commands", "node_rank", "master_addr", "command"}
+_LEFT_OUT = _ABOUT_SSH | _ABOUT_HOSTS
 
 
 def commands(options: Options) -> str:
@@ -25,7 +29,7 @@ def commands(options: Options) -> str:
     args = _typed_words(options)
     if not (options.nnodes and "nnodes" in options.typed):
         args = ["--nnodes", str(nodes), *args]
-    address = options.master_addr or (hosts[0].name if hosts else "ADDRESS_OF_NODE_0")
+    address = options.master_addr or (_address_of(hosts[0], options) if hosts else "ADDRESS_OF_NODE_0")
     folder = shlex.quote(os.getcwd())
     lines = [
         "# once, on one machine: the secret that the nodes share; copy the file to every node",
@@ -41,6 +45,18 @@ def commands(options: Options) -> str:
             line = f"CUDA_VISIBLE_DEVICES={','.join(map(str, host.chosen))} {line}"
         lines += [f"# on {host.name if host else f'node {k}'}", f"cd {folder} && {line}"]
     return "\n".join(lines)
+
+
+def _address_of(host: Host, options: Options) -> str:
+    """Return the name or address that ssh would connect to: the other nodes know no alias of this user's."""
+    from launcher.transport.ssh.config import Target, look_up
+
+    config = Path(options.ssh_config).expanduser() if options.ssh_config else None
+    try:
+        found = look_up(Target(host.name, host.user, host.port), config, options.start_timeout_s)
+    except TimeoutError as error:
+        raise UsageError(f"{error}; write --master-addr") from error
+    return found.get("hostname", [host.name])[0]
 
 
 def _typed_words(options: Options) -> list[str]:

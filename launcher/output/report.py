@@ -183,10 +183,9 @@ def _no_input(outcome: Outcome, cause: Failure) -> list[str]:
     asked = cause.error_type == "BdbQuit" or (cause.error_type == "EOFError" and "reading a line" in cause.message)
     if not asked or cause.rank is None or cause.rank == outcome.stdin_rank:
         return []
-    run = f"dtrain debug {outcome.run_id} --rank {cause.rank}"
     return [
         f"nobody can answer rank {cause.rank}: its standard input is empty",
-        f"to have it read the terminal: dtrain run --stdin {cause.rank} ...; to debug it while it runs: {run}",
+        f"to have it read the terminal in the next run: dtrain run --stdin {cause.rank} ...",
     ]
 
 

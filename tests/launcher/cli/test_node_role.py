@@ -303,6 +303,20 @@ def test_what_to_type_has_the_gpus_that_were_chosen(tmp_path: Path) -> None:
     assert b.startswith("CUDA_VISIBLE_DEVICES=1,3 dtrain run --node-rank 1 --master-addr a --nproc-per-node 2 ")
 
 
+def test_what_to_type_names_node_0_by_what_others_know(tmp_path: Path) -> None:
+    """Not by an alias of this user's ssh configuration."""
+    (tmp_path / "show.py").write_text(SHOW)
+    (tmp_path / "config").write_text("Host gpu\n  HostName 10.0.0.5\n")
+    for hosts, address in (("gpu,b", "10.0.0.5"), ("b,gpu", "b")):
+        options = ["--ssh-config", "config", "--hosts", hosts]
+        printed = run_dtrain("run", "--print-commands", *options, "show.py", cwd=tmp_path)
+        assert printed.returncode == 0, printed
+        assert set(re.findall(r"--master-addr (\S+)", printed.stdout)) == {address}
+        assert "--ssh-config" not in printed.stdout
+    named = run_dtrain("run", "--print-commands", "--master-addr", "c", *options, "show.py", cwd=tmp_path)
+    assert set(re.findall(r"--master-addr (\S+)", named.stdout)) == {"c"}
+
+
 def test_nobody_else_hears_or_reaches_the_run(tmp_path: Path, port: int) -> None:
     import psutil
 
