@@ -109,20 +109,48 @@ python_for_venv() {
   find_python ensurepip || die "$(/usr/bin/python3 --version) is too old: dtrain needs Python 3.10 or newer"
 }
 
+# torch_version: that of the torch in $venv; nothing if there is none.
+torch_version() {
+  $venv/bin/python -c 'import importlib.metadata; print(importlib.metadata.version("torch"))' 2>/dev/null || true
+}
+
+# keep_torch: has install leave the torch that is in $venv, if dtrain can use it.
+keep_torch() {
+  local found least
+  found=$(torch_version)
+  least=$(sed -n 's/^ *"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
+  [ -n "$found" ] && [ "$(printf '%s\n' "$least" "${found%%+*}" | sort -V | head -n 1)" = "$least" ] || return 0
+  constraints=$venv/.dtrain-constraints.txt
+  sed "s/^torch==.*/torch==$found/" scripts/constraints.txt >"$constraints"
+}
+
+# make_venv: $venv with pip. One that is there, such as one that uv made, is kept if it can get pip.
+make_venv() {
+  local python
+  if $venv/bin/python -c 'import pip' 2>/dev/null || $venv/bin/python -m ensurepip >/dev/null 2>&1; then
+    return
+  fi
+  python=$(python_for_venv)
+  [ ! -e "$venv" ] || say "removing $venv, which has no pip"
+  say "making $venv with $("$python" --version) ($python)"
+  rm -rf "$venv"
+  "$python" -m venv "$venv"
+}
+
 # install EXTRAS: $venv with dtrain[EXTRAS], editable. Does nothing when the same was installed from the same files.
 install() {
-  local extras=$1 stamp wanted python
+  local extras=$1 stamp wanted found pinned
   local pip=($venv/bin/python -m pip install -qq --progress-bar off -c $constraints)
-  if ! $venv/bin/python -c 'import pip' 2>/dev/null; then
-    python=$(python_for_venv)
-    say "making $venv with $("$python" --version) ($python)"
-    rm -rf "$venv"
-    "$python" -m venv "$venv"
-  fi
+  make_venv
   stamp=$venv/.dtrain-$extras
   wanted=$({ pwd; cat pyproject.toml $constraints; $venv/bin/python --version; } | sha256sum)
   if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
     [ -z "${DTRAIN_TORCH_INDEX:-}" ] || pip+=(--extra-index-url "$DTRAIN_TORCH_INDEX")
+    found=$(torch_version)
+    pinned=$(sed -n 's/^torch==//p' $constraints)
+    if [ -n "$found" ] && [ "$found" != "$pinned" ] && [ "${found%%+*}" != "$pinned" ]; then
+      say "replacing torch $found in $venv by torch $pinned of $constraints"
+    fi
     install_torch_for_cpu "${pip[@]}"
     say "installing dtrain[$extras] into $venv (the first time this takes minutes)"
     "${pip[@]}" -e ".[$extras]"

@@ -101,6 +101,38 @@ def test_a_pair_that_cannot_be_is_refused(pair: str, message: str, tmp_path: Pat
     assert message in refused.stderr
 
 
+@pytest.mark.parametrize(
+    ("found", "pinned"),
+    [("2.9.1+cu128", "2.9.1+cu128"), ("2.10.0", "2.10.0"), ("3.0", "3.0"), ("2.8.0", None), ("", None)],
+)
+def test_a_torch_that_dtrain_can_use_stays(found: str, pinned: str | None, tmp_path: Path) -> None:
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    (tmp_path / "pyproject.toml").symlink_to(ROOT / "pyproject.toml")
+    python = tmp_path / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f"#!/bin/sh\n[ -n '{found}' ] && echo '{found}'\ntrue\n")
+    python.chmod(0o755)
+    told = _venv_sh('keep_torch; cat "$constraints"', tmp_path)
+    ours = (ROOT / "scripts/constraints.txt").read_text().splitlines()
+    expected = [f"torch=={pinned}" if pinned and line.startswith("torch==") else line for line in ours]
+    assert (told.returncode, told.stdout.splitlines()) == (0, expected), told
+    for before, is_replaced in (("", bool(found)), ("keep_torch; ", bool(found) and pinned is None)):
+        installed = _venv_sh(f"{before}rm -f .venv/.dtrain-examples; install examples", tmp_path)
+        assert (installed.returncode, f"replacing torch {found} in .venv" in installed.stdout) == (0, is_replaced)
+
+
+def test_an_environment_without_pip_gets_it_and_keeps_the_rest(tmp_path: Path) -> None:
+    """As uv makes them."""
+    python = _venv_sh("find_python ensurepip").stdout.strip()
+    if not python:
+        pytest.skip("no Python here has ensurepip")
+    subprocess.run([python, "-m", "venv", "--without-pip", tmp_path / ".venv"], check=True)
+    (tmp_path / ".venv/mine").touch()
+    made = _venv_sh("make_venv; .venv/bin/python -m pip --version", tmp_path)
+    assert (made.returncode, made.stdout[:4]) == (0, "pip "), made
+    assert (tmp_path / ".venv/mine").exists()
+
+
 def test_an_ordinary_user_has_no_rights_of_root_and_is_gone_afterwards() -> None:
     if os.geteuid() != 0:
         pytest.skip("only root can make a user")
