@@ -57,7 +57,10 @@ def control(request: Request, options: Options, limits: Limits, verbosity: Verbo
         raise_file_limit()
         # With --detach, stdout is for the run's id.
         out = caller.out if caller.detachment is None else caller.err
-        console = Console(out=out, err=caller.err, lines=options.lines, as_json=verbosity.as_json)
+        is_typed_at = spec.stdin_rank is not None and os.isatty(0)
+        console = Console(
+            out=out, err=caller.err, lines=options.lines, as_json=verbosity.as_json, is_typed_at=is_typed_at
+        )
         folder = spec.log_dir / spec.run_id
         if spec.first_attempt == 0 and (moved := set_aside(folder)) is not None:
             verbosity.tell(f"moved the files of an earlier run {spec.run_id} to {moved}")

@@ -29,6 +29,7 @@ ATOMIC_BYTES: Final = select.PIPE_BUF  # a pipe that is ready takes so much with
 PROMPT_BYTES = 1 << 20  # of other output that waits for an answer; what is more is in the log files only
 _COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 _ERASE = b"\r\x1b[K"
+_ERASE_BELOW = b"\r\x1b[J"  # the line, and what is below
 
 
 @dataclass
@@ -50,12 +51,13 @@ class Console:
     With `impatient` set, a descriptor that is not ready is not waited for, and no prompt holds other output back.
 
     `lines`: "merge" equal ones of many ranks, show "all", or None: merge on a terminal. `as_json`: objects, see
-    json_lines.py.
+    json_lines.py. `is_typed_at`: a rank reads what is typed, for which there is an empty line above the status.
     """
 
     def __init__(
-        self, *, out: int = 1, err: int = 2, colour: bool = True, lines: str | None = "all", as_json: bool = False
-    ) -> None:
+        self, *, out: int = 1, err: int = 2, colour: bool = True, lines: str | None = "all", as_json: bool = False,
+        is_typed_at: bool = False,
+    ) -> None:  # fmt: skip
         self._fds = {1: out, 2: err}
         self._json = as_json
         self._terminal = {stream: os.isatty(fd) and not as_json for stream, fd in self._fds.items()}
@@ -73,6 +75,8 @@ class Console:
         self._gives_way = False  # the status, to unfinished lines
         self._status_since: float | None = None  # when it began to do something, not shown yet
         self._bottom = b""  # what is in the terminal's last line now
+        self._is_typed_at = is_typed_at
+        self._is_below = False  # that line is below the cursor's
         self._drawn_at = 0.0
         self._changed: dict[tuple[int, int], _Line] = {}  # those whose unfinished state is not shown yet
         self._closed: set[int] = set()
@@ -204,8 +208,13 @@ class Console:
         self._asks, self._prompt = rank, (line, line.text)
 
     def answer(self, *, is_line: bool) -> None:
-        """Go on after an answer, which the terminal has shown behind the prompt, with its line feed if it `is_line`."""
+        """Go on after an answer, which the terminal has shown behind the prompt, with its line feed if it `is_line`.
+
+        Where there is no prompt, it was typed above the status.
+        """
         if self._asks is None:
+            if is_line and self._bottom:
+                self._begin_line()
             return
         line, text = self._prompt
         line.text, line.length = line.text.removeprefix(text), 0
@@ -213,6 +222,13 @@ class Console:
         if not is_line:
             self._write(2, b"\n")
         self._put_waiting()
+
+    def _begin_line(self) -> None:
+        """Leave the line that was typed as it is: the cursor is in the one after it."""
+        was_below, self._bottom, self._is_below = self._is_below, b"", False
+        if was_below:
+            self._write(2, _ERASE_BELOW)
+            self._draw_status()
 
     def withdraw(self, rank: int | None = None) -> None:
         """Go on without an answer: the rank, by default any, waits for none any more."""
@@ -232,7 +248,7 @@ class Console:
         if unshown:
             self.say(f"{size(unshown)} of output that came during the prompt are not shown; the log files have all")
         if self._status:
-            self._draw(f"dtrain: {self._status}".encode())
+            self._draw_status()
 
     def show_status(self, text: str, *, gives_way: bool = False) -> None:
         """Show what dtrain is doing, once it has taken a moment; empty to remove it.
@@ -240,30 +256,29 @@ class Console:
         One that `gives_way` is not shown while a worker has an unfinished line, such as a progress bar or a prompt.
         """
         self._gives_way = gives_way
+        before, self._status = self._status, text
         if gives_way and text and self._has_unfinished:
-            self._status, self._status_since = text, None
-            return
-        if not text:
             self._status_since = None
-            if self._status:
+        elif not text:
+            self._status_since = None
+            if before:
                 self._draw(b"")
-        elif not self._status:
+        elif not before:
             self._status_since = time.monotonic()
         elif self._status_since is None:
-            self._draw(f"dtrain: {text}".encode())
-        self._status = text
+            self._draw_status()
 
     def refresh(self, now: float) -> None:
         """Show the status when its time has come, and unfinished lines: progress bars, prompts."""
         if self._status_since is not None and now - self._status_since >= REDRAW_S:
             self._status_since = None
-            self._draw(f"dtrain: {self._status}".encode())
+            self._draw_status()
         self._put_held(now)
         if now - self._drawn_at < REDRAW_S:
             return
         if self._is_hidden:
             self._drawn_at = now
-            self._draw(f"dtrain: {self._status}".encode())
+            self._draw_status()
         if not self._changed:
             return
         self._drawn_at = now
@@ -326,12 +341,23 @@ class Console:
             self._draw(b"")
         self._write(stream, data)
 
-    def _draw(self, text: bytes) -> None:
-        """Replace the terminal's last line; not while a prompt is in it."""
-        if not self._terminal[2] or text == self._bottom or self._asks is not None:
+    def _draw_status(self) -> None:
+        self._draw(f"dtrain: {self._status}".encode(), below=self._is_typed_at)
+
+    def _draw(self, text: bytes, *, below: bool = False) -> None:
+        """Replace the terminal's last line; not while a prompt is in it.
+
+        With `below`, the cursor stays in the line above, where what is typed does not mix with it.
+        """
+        if not self._terminal[2] or (text, below) == (self._bottom, self._is_below) or self._asks is not None:
             return
-        self._write(2, (_ERASE if self._bottom else b"") + self._cut(text))
-        self._bottom = text
+        shown = self._cut(text)
+        if below and self._is_below:
+            self._write(2, b"\x1b7\x1b[B" + _ERASE + shown + b"\x1b8")  # what is being typed stays, and the cursor
+        else:
+            erase = _ERASE_BELOW if self._is_below else _ERASE if self._bottom else b""
+            self._write(2, erase + (b"\n" + shown + b"\x1b[A\r" if below else shown))
+        self._bottom, self._is_below = text, below
 
     def _cut(self, text: bytes) -> bytes:
         """Return as much of a line as the terminal is wide; a longer one could not be redrawn."""

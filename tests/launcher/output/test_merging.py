@@ -254,7 +254,7 @@ def test_eight_ranks_that_print_at_once(tmp_path: Path, lines: str) -> None:
     options = ["--nproc-per-node", "8", "--run-id", "r", "--lines", lines]
     with dtrain_on_terminal("run", *options, "script.py", cwd=tmp_path) as terminal:
         assert terminal.wait() == 0
-    written = re.sub(r"\x1b\[[0-9;]*[mK]", "", terminal.shown).split("\r\n")
+    written = re.sub(r"\x1b(\[[0-9;]*[A-Za-z]|[78])", "", terminal.shown).split("\r\n")
     plain = "\n".join(line.rpartition("\r")[2] for line in written)  # without the status, which was written over
     shown = re.findall(r"\[([^\]]*)\] loss 0\.31$", plain, re.MULTILINE)
     if lines == "all":
