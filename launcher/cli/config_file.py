@@ -57,7 +57,7 @@ class Group(click.Group):
 
 
 def _settings_of(command: click.Command) -> list[Option]:
-    """Return the options of a command that are those of `dtrain run`."""
+    """Return the options of a command that the file may set: those of `dtrain run`, and others of that class."""
     return [param for param in command.params if isinstance(param, Option)]
 
 

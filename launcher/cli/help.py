@@ -12,7 +12,7 @@ _OTHERS = "Options"
 
 
 class Option(click.Option):
-    """An option; `group` is the heading under which help lists it."""
+    """An option that the config file may set; `group` is the heading under which help lists it."""
 
     def __init__(self, *args: Any, group: str = _OTHERS, **more: Any) -> None:
         super().__init__(*args, **more)

@@ -12,6 +12,7 @@ import click
 
 from launcher import __version__
 from launcher.cli.config_file import Group
+from launcher.cli.help import Option
 from launcher.cli.options import Options, takes_options
 from launcher.cli.request import check_here, read_request
 from launcher.errors import DtrainError, UsageError
@@ -169,7 +170,9 @@ def sbatch(args: tuple[str, ...]) -> None:
 @cli.command(context_settings=_PASS_ON, short_help="Check hosts, network and GPUs before a run.")
 @takes_options
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
-@click.option("--no-allreduce", is_flag=True, help="Leave out the all-reduce, which takes as long as torch to import.")
+@click.option(
+    "--no-allreduce", is_flag=True, cls=Option, help="Leave out the all-reduce, which takes as long as torch to import."
+)
 def check(options: Options, as_json: bool, no_allreduce: bool) -> None:
     """Check whether `dtrain run` would start on all hosts, how fast they reach each other, and what to fix.
 
