@@ -346,7 +346,7 @@ def _end(error: BaseException | None) -> None:
         if status:
             _write_exit_facts(status, error)
         error.__traceback__ = error.__context__ = None  # they would keep what the script holds
-    if not _has_open_group():
+    if not has_open_group():
         return
     if isinstance(error, SystemExit) and not isinstance(error.code, int | None):
         print(error.code, file=sys.stderr)
@@ -363,11 +363,11 @@ def _end(error: BaseException | None) -> None:
             step()
         except BaseException as problem:
             sys.excepthook(type(problem), problem, problem.__traceback__)
-    if _has_open_group():
+    if has_open_group():
         _end_without_teardown(status, by_sigint=isinstance(error, KeyboardInterrupt))
 
 
-def _has_open_group() -> bool:
+def has_open_group() -> bool:
     is_open = getattr(sys.modules.get("torch.distributed"), "is_initialized", None)
     return is_open is not None and is_open()
 

@@ -13,6 +13,7 @@ else. What importing printed is printed again by each worker.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import importlib
@@ -85,6 +86,7 @@ def main() -> None:
     _open_streams()
     kind, target, names, keep = sys.argv[1:]
     _Environ.per_worker = tuple(names.split(","))
+    atexit.register(_thaw)  # of a process forked here; it is called after all others
     printed = _Printed()
     packages = keeper.Packages() if keep == "1" else None
     gc.disable()  # it would go through all that the imports make, again and again
@@ -150,6 +152,20 @@ def _fits(order: dict[str, Any], found: Any) -> dict[str, Any]:
         if (name in _Environ.read or name.startswith(libraries)) and not name.startswith(_Environ.per_worker):
             reason = reason or f"not the same as then: {name}"
     return {"reason": reason, "has_torch": "torch" in sys.modules, "read": [*_Environ.read]}
+
+
+def _thaw() -> None:
+    """Have the interpreter's end free what the imports left, as it does in a process that has imported it itself.
+
+    With finalizers and what extensions count, such as the types of nanobind. Once is enough: the end's first collection
+    is made here, without all that, and the next one, after the modules are cleared, goes through it.
+    """
+    if bootstrap.has_open_group():  # which ends without that
+        return
+    if gc.isenabled():
+        gc.collect()
+    gc.disable()
+    gc.unfreeze()
 
 
 def _open_streams() -> None:

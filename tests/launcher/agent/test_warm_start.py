@@ -706,6 +706,30 @@ def test_what_c_libraries_hold_back_is_written_at_exit(tmp_path: Path) -> None:
     assert [(tmp_path / rank).read_text() for rank in "01"] == ["held back"] * 2
 
 
+def test_what_packages_hold_is_freed_at_the_end_as_in_a_started_worker(installed: Path, tmp_path: Path) -> None:
+    source = """
+        import os
+
+        class Held:
+            def __init__(self):
+                self.me, self.write = self, os.write
+
+            def __del__(self):
+                self.write(1, b"freed\\n")
+
+        held = Held()
+    """
+    write(installed, "heavy.py", source)
+    text = "import heavy, atexit, gc\natexit.register(lambda: print('collects', gc.isenabled()))\nprint('ran')"
+    script = write(tmp_path, "script.py", text)
+    for method in ("fork", "exec"):
+        result = run_verbose(tmp_path, "--start-method", method, script)
+        assert (FORKED in result.stderr) == (method == "fork"), result
+        for rank in (0, 1):
+            lines = [line.partition("] ")[2] for line in result.stdout.splitlines() if f":{rank}]" in line]
+            assert lines == ["ran", "collects True", "freed"], method
+
+
 def test_children_of_every_kind_work_in_a_forked_worker(tmp_path: Path) -> None:
     script = write(
         tmp_path,
