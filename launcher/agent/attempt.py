@@ -312,7 +312,14 @@ class Attempt:
         if is_first and self._generation > message.generation:  # it takes nobody's place, and joins the others too
             worker.tell_generation(self._generation, self._when, self._composed(worker.rank))
         self._writer.send(
-            Started(attempt=self.number, rank=message.rank, pid=worker.pid, time=worker.began, by_exec=by_exec)
+            Started(
+                attempt=self.number,
+                rank=message.rank,
+                pid=worker.pid,
+                time=worker.began,
+                by_exec=by_exec,
+                costs_s=self._fork_server.costs_s if by_exec == self._fork_server.why_not else 0.0,
+            )
         )
         self._unstepped += [worker] if self._reports_steps else []
         self._output.begin(worker)

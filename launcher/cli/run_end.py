@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Ended", "Ending", "requeue", "run_at_end"]
 
+TOLD_S = 0.1  # a start that takes so much longer is worth a line
 GOODPUT_FROM_S = 60.0  # of a shorter run, most of the time is the start, whatever it does
 
 
@@ -103,9 +104,10 @@ class Ending:
             if outcome.forked:
                 were = f"{count(outcome.forked, 'worker')} {'was' if outcome.forked == 1 else 'were'}"
                 verbosity.say(f"{were} forked from processes that had imported their packages")
-        if verbosity.verbose or spec.start_method == "fork":
-            for reason in outcome.by_exec:
-                verbosity.tell(f"workers were started by exec: {reason}")
+        for reason, costs_s in outcome.by_exec:
+            longer = f"; the start and each restart take at least {costs_s:.1f} s longer" if costs_s >= TOLD_S else ""
+            if longer or verbosity.verbose or spec.start_method == "fork":
+                verbosity.tell(f"workers were started by exec: {reason}{longer}")
         ranks = self.request.output_filter.ranks
         if outcome.error is None and ranks and max(ranks) >= outcome.world_size:
             named = ",".join(map(str, sorted(ranks)))

@@ -38,7 +38,7 @@ class AttemptState:
         self.grown_for = ""  # the other host that the next one can use, if it ends for that
         self.started: set[int] = set()
         self.forked = 0
-        self.by_exec: dict[str, None] = {}  # why workers were not forked, each reason once
+        self.by_exec: dict[str, float] = {}  # why workers were not forked, and how much longer that takes
         self.stopped: set[int] = set()  # ranks that ended because they were stopped
         self.failures: list[Failure] = []  # before it was stopped, in the order of their news
         self.secondary_failures: list[Failure] = []  # after that
@@ -163,7 +163,7 @@ class AttemptState:
         self._starts_until = now + self._start_s
         self._has_stepped = False
         if started.by_exec:
-            self.by_exec[started.by_exec] = None
+            self.by_exec[started.by_exec] = max(started.costs_s, self.by_exec.get(started.by_exec, 0.0))
         else:
             self.forked += 1
         self.made_progress(now)

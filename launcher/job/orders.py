@@ -15,7 +15,7 @@ from launcher.machine.packages import install_command
 from launcher.placement.ecosystems import ecosystem_environments, serving_ranks, shared_prefixes
 from launcher.placement.environment import roles_in_order, worker_defaults, worker_environment
 from launcher.placement.job_spec import DEFAULT_PORT, CommandKind, JobSpec, WorkerCommand
-from launcher.placement.placement import Placement
+from launcher.placement.placement import HostOffer, Placement, place
 from launcher.protocol.commands import OpenStore, Prepare, ReservePorts, SharePrefixes, StartWorker
 from launcher.protocol.message import COMPOSED, HEARTBEAT_S, PROTOCOL, STEP_TIMES
 from launcher.protocol.reports import Hello, PortsReserved, StoreOpened
@@ -64,8 +64,20 @@ def prepare(
         workers=_likely_workers(spec, host),
         start_method=spec.start_method,
         reports_steps=spec.chaos is not None,
+        names=_names(spec),
         keep_warm_s=spec.keep_warm_s,
     )
+
+
+def _names(spec: JobSpec) -> list[str]:
+    """Return the names of the variables that every worker of a run gets."""
+    variable = "CUDA_VISIBLE_DEVICES"  # or another, which the host's agent knows
+    offer = HostOffer(name="", slots=1, gpus=(), gpus_verified=True, gpu_variable=variable, cores=(), cpu_limit=1)
+    placement = place([offer], nproc=1)
+    store = StoreOpened(attempt=0, address="", port=0)
+    env = worker_environment(spec, placement, placement.workers[0], store, roles="", run_key="")
+    others = ecosystem_environments(spec.env_for, placement, {"TF_CONFIG": ""})
+    return [*env, *next(others)]
 
 
 def _likely_workers(spec: JobSpec, host: Host) -> str:

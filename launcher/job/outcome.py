@@ -48,7 +48,7 @@ class Outcome:
     faults: tuple[FaultCost, ...] = ()  # of --chaos
     worker_restarts: int = 0  # of single processes, in all attempts
     forked: int = 0  # workers of the last attempt that had their packages imported before they began
-    by_exec: tuple[str, ...] = ()  # why others were not forked
+    by_exec: tuple[tuple[str, float], ...] = ()  # why others were not forked, and how much longer that takes, in s
     stdin_rank: int | None = None  # which rank had this command's standard input
     # Ranks that had ended by themselves, with 0, if the cause may be a consequence of that.
     finished_ranks: tuple[int, ...] = ()
@@ -112,7 +112,7 @@ def build_outcome(
         unchecked=tuple((state.name, _why_unchecked(state, fleet.timeout_s, now)) for state in unchecked),
         duration_s=now - began,
         forked=0 if attempt is None else attempt.forked,
-        by_exec=() if attempt is None else tuple(attempt.by_exec),
+        by_exec=() if attempt is None else tuple(attempt.by_exec.items()),
         stdin_rank=spec.stdin_rank,
         warm=tuple(fleet.byes.items()),
     )

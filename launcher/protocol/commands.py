@@ -32,6 +32,7 @@ class Prepare(Command):
     heartbeat_s: float = HEARTBEAT_S  # the pause between heartbeats
     reports_steps: bool = False  # Stepped is sent
     step_times: int = STEP_TIMES  # of a worker, in a Timings at most
+    names: list[str] = field(default_factory=list)  # of the variables in a StartWorker, as far as they are known
     keep_warm_s: float = 0.0  # so long after the run, what its workers were forked from is to stay; 0: it is ended
 
 

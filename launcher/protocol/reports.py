@@ -68,6 +68,7 @@ class Started(Report):
     pid: int
     time: float
     by_exec: str = ""  # why it was not forked from a process with its packages imported; empty: it was
+    costs_s: float = 0.0  # so much longer it takes at least, since a package prevents that; 0: none does
 
 
 @dataclass(frozen=True)

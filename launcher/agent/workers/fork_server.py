@@ -1,8 +1,9 @@
 """The fork server: a process that has imported what a script needs, and from which the workers of a host are forked.
 
 Started by the agent (warm_start.py) as `python -u .../workers/fork_server.py script|module TARGET NAMES KEEP`, in the
-workers' working directory, with the variables that they share; NAMES are how the names of others begin. Its standard
-input is a socket to the agent. It says whether workers can be forked from it, and if not, why; then, for every request,
+workers' working directory, with the variables that they share. NAMES are a JSON object with two lists of the variables
+that each worker has its own value of: how their names begin, and those that are known. Its standard input is a socket
+to the agent. It says whether workers can be forked from it, and if not, why; then, for every request,
 it forks a process that becomes the agent's child, and answers with its pid. Requests are JSON in a file in memory,
 beside the descriptors of the new process's streams. It ends with its input, or with the agent; but with KEEP `1`, the
 agent may have it stay for later runs (keeper.py).
@@ -14,21 +15,24 @@ else. What importing printed is printed again by each worker.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import gc
 import importlib
 import importlib.util
 import io
 import json
+import math
 import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import ItemsView, Iterator, Sequence
 from functools import partial
-from types import ModuleType
-from typing import Any
+from types import FrameType, ModuleType
+from typing import Any, NoReturn
 
 
 def _load(name: str) -> ModuleType:
@@ -49,7 +53,7 @@ keeper = _load("keeper")
 _PR_SET_PDEATHSIG, _PR_SET_MM, _PR_SET_MM_MAP = 1, 35, 14
 _SENT_TO_ALL = (signal.SIGUSR1, signal.SIGUSR2)  # by SLURM, to every process of a step
 _ADOPTED_WITHIN_S = 10.0
-_ALL_VARIABLES = "all variables"
+_NO_NAME = "\0"  # stands for variables that are not known yet
 
 
 _OWN_ROOT = os.path.abspath(__file__).rpartition("/launcher/")[0]
@@ -57,27 +61,150 @@ _set_by_imports: dict[str, str | None] = {}  # variables; None: taken away
 _found_by_imports: dict[str, str] = {}  # all variables
 
 
-class _UnfitError(Exception):
-    """This process must not be forked: why."""
+class _UnfitError(BaseException):
+    """This process must not be forked: why. No `except Exception` of a package is to hold it up."""
 
 
 class _Environ(os._Environ):  # type: ignore[type-arg]  # in Python 3.10 it takes no arguments when run
-    """os.environ while packages are imported: notes what is read, and when that differs between workers."""
+    """os.environ and os.environb while packages are imported: note what is read, and what may differ between workers.
 
-    per_worker: tuple[str, ...] = ()
-    seen: set[str] = set()  # noqa: RUF012  # one set for the one object there is
-    read: set[str] = set()  # noqa: RUF012
+    Going through all variables yields the shared ones and the worker's own, `_Name`s with `_Value`s. It does no harm as
+    long as these are not used, and not kept: then it gives the same in each worker.
+    """
 
-    def __getitem__(self, name: str) -> str:
+    per_worker: tuple[str, ...] = ()  # how the names of the worker's own begin
+    names: tuple[str, ...] = ()  # those of them that are known, and others that this process lacks
+    read: set[str] = set()  # noqa: RUF012  # one set for the two objects there are; so all that follow
+    begins: set[str] = set()  # noqa: RUF012  # how names begin that were looked for among all
+    copied = False  # names were put into a dict or set, where others may have been looked for
+    unfit: list[str] = []  # noqa: RUF012  # what was done that differs between workers
+    open: list[str] = []  # noqa: RUF012  # where somebody has not come to the end of the worker's own
+    given: list[tuple[weakref.ref[Any], str]] = []  # noqa: RUF012  # what is of the worker's own, and where it went
+
+    def __getitem__(self, key: Any) -> Any:
+        if type(key) is _Name:
+            return _give(_Value())
+        name = os.fsdecode(key)
         self.read.add(name)
         if name.startswith(self.per_worker):
-            self.seen.add(name)
-        value: str = super().__getitem__(name)
-        return value
+            _reject(f"reads {name}")
+        return super().__getitem__(key)
 
-    def __iter__(self) -> Iterator[str]:
-        self.seen.add(_ALL_VARIABLES)
-        yield from super().__iter__()
+    def __iter__(self) -> Iterator[Any]:
+        keys = {key: os.fsdecode(key) for key in super().__iter__()}
+        own = [name for name in keys.values() if name.startswith(self.per_worker)]
+        where = _reader()
+        self.open.append(where)
+        for name in (_NO_NAME, *self.names, *own):
+            yield _give(_Name(name))
+        self.open.remove(where)
+        yield from (key for key, name in keys.items() if not name.startswith(self.per_worker))
+
+    def __len__(self) -> int:
+        raise TypeError("how many variables a worker has is not known yet")  # list() does without
+
+    def __repr__(self) -> str:
+        _reject()
+
+    def items(self) -> ItemsView[Any, Any]:
+        return _Items(self)
+
+    @classmethod
+    def why_unfit(cls) -> str:
+        """Return what was done with variables of the worker's own; empty: nothing."""
+        if any(own() is not None for own, _ in cls.given):
+            gc.collect()
+        cls.given = [(own, where) for own, where in cls.given if own() is not None]
+        reasons = [
+            *cls.unfit,
+            *map(_reads, cls.open),
+            *(_reads(where, "keeps all variables") for _, where in cls.given),
+        ]
+        return reasons[0] if reasons else ""
+
+
+class _Items(ItemsView[Any, Any]):
+    """A value that passes by is not read: what it is used for depends on its name, which is looked at."""
+
+    _mapping: _Environ
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        for key in self._mapping:
+            yield key, _give(_Value()) if type(key) is _Name else os._Environ.__getitem__(self._mapping, key)
+
+
+class _Name(str):
+    """The name of a variable that a worker may have: it may be compared with others, as long as it is none of them."""
+
+    def startswith(self, beginning: Any, *limits: Any) -> bool:
+        beginnings = beginning if isinstance(beginning, tuple) else (beginning,)
+        _Environ.begins.update(map(os.fsdecode, beginnings))
+        return bool(limits or super().startswith(tuple(map(os.fsdecode, beginnings)))) and _reject()
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, str) and other is not self:
+            _Environ.begins.add(str(other))
+        return self is other or (super().__eq__(other) is True and _reject())
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        _Environ.copied = True
+        return super().__hash__()
+
+
+class _Value:
+    """The value of such a variable. It is no string: what would take it without asking for its methods fails."""
+
+    def __getattribute__(self, name: str) -> NoReturn:
+        _reject()
+
+
+def _reject(what: str = "reads all variables") -> NoReturn:
+    _Environ.unfit.append(_reads(_reader(), what))
+    raise _UnfitError(_Environ.unfit[-1])
+
+
+def _use(*_: object) -> NoReturn:
+    _reject()
+
+
+def _refuse_other_uses() -> None:
+    kept = {"__new__", "__init__", "__class__", "__getattribute__", "__init_subclass__", "__subclasshook__", "__doc__"}
+    slots = {name for name in (*dir(complex), *dir(int), "__bytes__", "__fspath__") if name.startswith("__")}
+    for name in {*slots, *dir(str)} - kept:
+        if name not in vars(_Name):
+            setattr(_Name, name, _use)
+        setattr(_Value, name, _use)
+
+
+_refuse_other_uses()
+
+
+def _give(own: Any) -> Any:
+    _Environ.given.append((weakref.ref(own), _reader()))
+    return own
+
+
+def _reader() -> str:
+    """Return who reads variables: `package file:line`; the standard library does it for the package that calls it."""
+    frame: FrameType | None = sys._getframe(1)
+    found = ""
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if frame.f_globals is not globals():
+            file = frame.f_code.co_filename.rpartition("-packages/")[2]
+            found = found or f"{package} {file}:{frame.f_lineno}"
+            if package not in sys.stdlib_module_names:
+                return f"{package} {file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return found
+
+
+def _reads(reader: str, what: str = "reads all variables") -> str:
+    package, _, place = reader.partition(" ")
+    return f"{package} {what} when it is imported ({place})"
 
 
 def main() -> None:
@@ -85,17 +212,20 @@ def main() -> None:
     control = socket.socket(fileno=os.dup(0))
     _open_streams()
     kind, target, names, keep = sys.argv[1:]
-    _Environ.per_worker = tuple(names.split(","))
+    _Environ.per_worker, _Environ.names = map(tuple, json.loads(names))
     atexit.register(_thaw)  # of a process forked here; it is called after all others
     printed = _Printed()
     packages = keeper.Packages() if keep == "1" else None
     gc.disable()  # it would go through all that the imports make, again and again
+    found: Any = None
+    began = math.inf
     try:
-        found = _import_packages(kind, target, printed)
-        answer = {"reason": "", "has_torch": "torch" in sys.modules, "read": [*_Environ.read]}
+        found = _find_imports(kind, target)
+        began = time.monotonic()
+        _import_packages(found, kind, target, printed)
+        answer = _describe("")
     except _UnfitError as error:
-        found = None
-        answer = {"reason": str(error), "has_torch": False, "read": []}
+        answer = {**_describe(str(error)), "costs_s": max(0.0, time.monotonic() - began)}
     if packages is not None:
         packages.imported()
     _send(control, answer)
@@ -148,10 +278,27 @@ def _fits(order: dict[str, Any], found: Any) -> dict[str, Any]:
     """Say whether what is imported is what a script of a later run imports now, and what that depended on."""
     reason = _why_not_script(order, found)
     env, libraries = order["env"], tuple(order["read_by_libraries"])
-    for name in sorted({name for name, _ in env.items() ^ _found_by_imports.items()}):
-        if (name in _Environ.read or name.startswith(libraries)) and not name.startswith(_Environ.per_worker):
+    differing = {name for name, _ in env.items() ^ _found_by_imports.items()}
+    looked_for = (*_Environ.begins, *libraries)
+    for name in sorted(differing):
+        is_read = _Environ.copied or name in _Environ.read or name.startswith(looked_for)
+        if is_read and not name.startswith(_Environ.per_worker):
             reason = reason or f"not the same as then: {name}"
-    return {"reason": reason, "has_torch": "torch" in sys.modules, "read": [*_Environ.read]}
+    if _Environ.copied and not {*order["names"]} <= {*_Environ.names}:
+        reason = reason or f"not known then: {min({*order['names']} - {*_Environ.names})}"
+    return _describe(reason)
+
+
+def _describe(reason: str) -> dict[str, Any]:
+    """Return what the agent has to know of the imports, with the reason why no worker can be forked."""
+    return {
+        "reason": reason,
+        "has_torch": "torch" in sys.modules,
+        "read": [*_Environ.read],
+        "begins": [*_Environ.begins],
+        "names": _Environ.names if _Environ.copied else None,
+        "costs_s": 0.0,
+    }
 
 
 def _thaw() -> None:
@@ -200,23 +347,33 @@ def _open_stream(name: str, descriptor: int) -> None:
     setattr(sys, f"__{name}__", stream)
 
 
-def _import_packages(kind: str, target: str, printed: _Printed) -> Any:
-    """Import what the script does, as it would, and return it. Raises _UnfitError if workers cannot be forked then."""
+def _find_imports(kind: str, target: str) -> Any:
+    """Return what the script imports. Raises _UnfitError if that is not to be imported here."""
     if sys.gettrace() is not None or sys.getprofile() is not None or _is_monitored():
         raise _UnfitError("a tracer or profiler runs in it")
-    open_before = _open_files()
     found = preload.find_preloads(kind, target, _OWN_ROOT)
+    if not found.imports and found.left_out:
+        alone = "starts threads, connects to something or reads its rank"
+        raise _UnfitError(f"{found.left_out[0]} is left to each worker: it {alone} when it is imported")
     if not found.imports:
         raise _UnfitError("the script imports no installed package before it does anything")
+    return found
+
+
+def _import_packages(found: Any, kind: str, target: str, printed: _Printed) -> None:
+    """Import what the script does, as it would. Raises _UnfitError if workers cannot be forked then."""
+    open_before = _open_files()
     variables = dict(os.environ)
-    kept, os.environ.__class__ = os.environ.__class__, _Environ
+    for environ in (os.environ, os.environb):
+        environ.__class__ = _Environ
     try:
         for module, names in found.imports:
             _import(module, names)
         if found.imports_dynamo and "torch" in sys.modules:
             _import("torch._dynamo", ())  # which an optimizer's first step imports, in seconds
     finally:
-        os.environ.__class__ = kept
+        for environ in (os.environ, os.environb):
+            environ.__class__ = os._Environ
         printed.end()
     changed = {name for name, _ in variables.items() ^ os.environ.items()}
     _set_by_imports.update((name, os.environ.get(name)) for name in changed)
@@ -224,7 +381,6 @@ def _import_packages(kind: str, target: str, printed: _Printed) -> Any:
     _check(open_before)
     if hidden := preload.find_hidden(preload.folder_of(kind, target)):
         raise _UnfitError(f"a module of the script's folder is named {hidden}, as one that was imported")
-    return found
 
 
 def _import(module: str, names: Sequence[str]) -> None:
@@ -236,9 +392,8 @@ def _import(module: str, names: Sequence[str]) -> None:
                 importlib.import_module(f"{module}.{name}")
     except BaseException as error:  # the script will meet it itself, and say so
         failed = type(error).__name__
-    if _Environ.seen:
-        read = _ALL_VARIABLES if _ALL_VARIABLES in _Environ.seen else min(_Environ.seen)
-        raise _UnfitError(f"{module} reads {read} when it is imported")
+    if reason := _Environ.why_unfit():
+        raise _UnfitError(reason)
     if failed:
         raise _UnfitError(f"{module} cannot be imported ({failed})")
 
@@ -256,13 +411,26 @@ def _check(open_before: set[str]) -> None:
     if pid == 0:
         os._exit(0)
     os.waitpid(pid, 0)
-    if (threads := len(os.listdir("/proc/self/task"))) > 1:
-        raise _UnfitError(f"the imports left {threads - 1} threads running")
+    if threads := _threads():
+        raise _UnfitError(f"the imports left {len(threads)} threads running ({', '.join(threads)})")
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return
     raise _UnfitError("the imports left a process running")
+
+
+def _threads() -> list[str]:
+    """Return the names of the threads beside this one that would be missed in a fork.
+
+    jemalloc, which pyarrow brings along, takes its own thread down around a fork, and does its work without it then.
+    """
+    names = []
+    for number in sorted(map(int, os.listdir("/proc/self/task"))):
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{number}/comm", encoding="utf-8") as file:
+            if number != os.getpid() and (name := file.read().strip()) != "jemalloc_bg_thd":
+                names.append(name)
+    return names
 
 
 def _is_monitored() -> bool:

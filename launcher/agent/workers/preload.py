@@ -23,7 +23,7 @@ __all__ = ["NAMES_TORCH", "Found", "find_hidden", "find_preloads", "folder_of", 
 _NEVER = {
     "cupy", "deepspeed", "grpc", "horovod", "jax", "jaxlib", "keras", "lightning", "lightning_fabric",
     "lightning_utilities", "mpi4py", "pycuda", "pyspark", "pytorch_lightning", "ray", "tensorflow", "torch_xla",
-    "torchmetrics", "wandb",
+    "torchmetrics",
 }  # fmt: skip
 _INSTALLED = ("/site-packages/", "/dist-packages/")  # the user's and Debian's, wherever they are
 NAMES_TORCH = re.compile(
@@ -38,6 +38,7 @@ class Found:
 
     def __init__(self) -> None:
         self.imports: list[tuple[str, tuple[str, ...]]] = []
+        self.left_out: list[str] = []  # packages that each worker has to import by itself
         self.uses_optimizer = False
         self.sets_torch = False  # it names variables of torch, which may be changed before torch reads them
 
@@ -169,6 +170,8 @@ class _Reader:
 
     def _import(self, module: str, names: tuple[str, ...]) -> None:
         top = module.partition(".")[0]
+        if top in _NEVER:
+            self._found.left_out.append(top)
         if top in sys.stdlib_module_names or top in _NEVER:
             return
         if not self.read_module(module):

@@ -25,7 +25,7 @@ from launcher.agent.cleanup.run_tag import RunTag
 from launcher.agent.host_facts import find_cores
 from launcher.agent.warm.kept import extend, new_socket, stop
 from launcher.agent.warm.surroundings import READ_AT_START
-from launcher.agent.workers.worker import spawn
+from launcher.agent.workers.worker import Files, spawn
 from launcher.errors import SocketError
 from launcher.frozen import dataclass, field
 from launcher.protocol.commands import Prepare, StartWorker
@@ -43,6 +43,10 @@ _PER_WORKER = (
     "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "OMPI_", "PMI_", "PMIX_", "SLURM_", "HOROVOD_",
     "CROSS_",
 )  # fmt: skip
+_OWN_NAMES = (
+    *(name for name in _PER_WORKER if not name.endswith("_")), *Files("", 0, 0).variables, "DTRAIN_GENERATION",
+    "DTRAIN_STATE_FILE", "DTRAIN_TIMELINE_FILE", "DTRAIN_COPY_FILE", "DTRAIN_COPY_NOTE",
+)  # fmt: skip  # that an agent gives a worker, beside those of its order
 # How those begin that C libraries read when they are loaded, or the interpreter at its start. What Python code reads,
 # the fork server notes.
 _READ_BY_LIBRARIES = (
@@ -147,6 +151,9 @@ class ForkServer:
         self._is_checking = False  # whether the one that was lent fits
         self._is_filtered = False  # its variables: they may stay
         self._read: set[str] | None = None  # the variables that its imports read; None: any
+        self._begins: tuple[str, ...] = ()  # how those begin that its imports looked for among all
+        self._names: set[str] | None = None  # of a worker's own, those that its imports may have looked for; None: none
+        self.costs_s = 0.0  # how long it imported until it knew that no worker can be forked from it
         self._start_one: Callable[[], None] = lambda: None
         self.why_not = "there is no fork server"
         self.has_torch = False
@@ -179,13 +186,14 @@ class ForkServer:
         self._env = {**shared, **os.environ, **self._run_tag.variables}
         if self._is_filtered:
             self._env = _what_may_stay({**shared, **os.environ}, message.export)
+        names = sorted({*message.names, *_OWN_NAMES, *self._run_tag.variables, *shared, *os.environ} - {*self._env})
         argv = [
             sys.executable,
             "-u",
             str(PROGRAM),
             message.through,
             target,
-            ",".join(_PER_WORKER),
+            json.dumps([_PER_WORKER, names]),
             str(int(self.stays)),
         ]
         self._start_one = partial(self._start, argv, message.workdir, cores)
@@ -194,7 +202,8 @@ class ForkServer:
         elif self.pid is not None and cores and os.sched_getaffinity(self.pid) != set(cores):
             self._start_cold("the processors of a simulated host are not what they were")
         else:
-            self._check({"kind": message.through, "target": target, "cwd": message.workdir, "env": self._env})
+            order = {"kind": message.through, "target": target, "cwd": message.workdir, "env": self._env}
+            self._check({**order, "names": names})
 
     def _start(self, argv: Sequence[str], cwd: str, cores: Sequence[int]) -> None:
         control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -258,15 +267,18 @@ class ForkServer:
         try:
             said = json.loads(self._control.recv(_MESSAGE_BYTES))
         except (OSError, ValueError):  # its end, which is reaped as well
-            said = {"reason": "its process has ended", "has_torch": False}
+            said = {"reason": "its process has ended", "costs_s": 0.0}
         if said["reason"] and self._is_checking:
             self._start_cold(said["reason"])
             return
         if said["reason"]:
+            self.costs_s = said["costs_s"]
             self.kill(said["reason"])
             return
         self.has_torch = said["has_torch"]
         self._read = {*said["read"]} if self._is_filtered else None
+        self._begins = tuple(said["begins"])
+        self._names = None if said["names"] is None else {*said["names"]}
         self.was_warm, self._is_checking = self._is_checking, False
         self._end_loading()
 
@@ -290,11 +302,17 @@ class ForkServer:
     def _differing(self, env: Mapping[str, str]) -> str:
         """Say which variable is not what the imports found, if it may matter to them; empty if there is none."""
         names = {name for name, _ in env.items() ^ self._env.items()}
-        if self._read is not None:
-            by_libraries = {name for name in names if name.startswith(_READ_BY_LIBRARIES) and not _SECRET.search(name)}
-            names = names & self._read | by_libraries
-        differing = sorted(name for name in names if not name.startswith(_PER_WORKER))
+        differing = sorted(filter(self._matters, names))
         return f"{differing[0]} is not what the fork server has" if differing else ""
+
+    def _matters(self, name: str) -> bool:
+        """Return whether the imports depend on a variable that is not what they found."""
+        if name.startswith(self._begins) or (self._names is not None and name not in self._names):
+            return True
+        if name.startswith(_PER_WORKER):
+            return False
+        by_libraries = name.startswith(_READ_BY_LIBRARIES) and not _SECRET.search(name)
+        return self._read is None or name in self._read or by_libraries
 
     def fork(
         self,

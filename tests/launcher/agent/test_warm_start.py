@@ -225,12 +225,13 @@ FORKED = "dtrain: 2 workers were forked from processes that had imported their p
         ("import json", [], "the script imports only the standard library"),
         ("import os; os.environ['A'] = 'b'; import numpy", [], "no installed package before it does anything"),
         ("import mine; import numpy", [], "no installed package before it does anything"),
+        ("import torchmetrics", [], "torchmetrics is left to each worker: it starts threads, connects to something or"),
         ("import nowhere, numpy", [], "no installed package before it does anything"),
         ("import numpy", ["--numa-binding", "node"], "--numa-binding, for libraries look at their processors"),
         ("import numpy", ["--start-method", "auto", "--no-python", sys.executable], "it is no Python script"),
         ("import numpy", ["-m", "cProfile"], "no installed package before it does anything"),
     ],
-    ids=["told", "stdlib", "variables", "own effects", "missing module", "numa", "program", "profiler"],
+    ids=["told", "stdlib", "variables", "own effects", "left out", "missing module", "numa", "program", "profiler"],
 )
 def test_why_workers_are_not_forked_is_said(tmp_path: Path, script: str, options: list[str], reason: str) -> None:
     write(tmp_path, "mine.py", "print('imported')")
@@ -367,10 +368,10 @@ def test_py_spy_finds_a_forked_worker_where_it_stands(tmp_path: Path) -> None:
 
 PACKAGES = {
     "reads_rank": ("import os; rank = os.environ.get('RANK')", "reads RANK when it is imported"),
-    "reads_all": ("import os; kept = dict(os.environ)", "reads all variables when it is imported"),
+    "reads_all": ("import os; kept = dict(os.environ)", "keeps all variables when it is imported"),
     "threaded": (
         "import threading, time; threading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
-        "the imports left 1 threads running",
+        "the imports left 1 threads running (",
     ),
     "connected": ("import socket; kept = socket.socketpair()", "the imports left socket:"),
     "parent": ("import subprocess; kept = subprocess.Popen(['sleep', '60'])", "the imports left a process running"),

@@ -68,6 +68,7 @@ def test_two_hosts_from_the_first_connection_to_the_end() -> None:
     drive = Drive("a", "b")
     assert drive.connect("a") == []
     (tell,) = tells(drive.say("a", drive.hello("a")))
+    names = tell.message.names
     assert (tell.host, tell.message) == (
         "a",
         Prepare(
@@ -85,6 +86,7 @@ def test_two_hosts_from_the_first_connection_to_the_end() -> None:
             through="script",
             target="train.py",
             workers="2",
+            names=names,
         ),
     )
     assert drive.say("a", drive.facts("a")) == []
@@ -97,6 +99,7 @@ def test_two_hosts_from_the_first_connection_to_the_end() -> None:
     assert [start.rank for start in starts] == [0, 1, 2, 3]
     assert {(start.through, *start.argv) for start in starts} == {("script", "train.py", "--lr", "1")}
     assert {(start.env["MASTER_ADDR"], start.env["MASTER_PORT"]) for start in starts} == {("10.0.0.9", "29501")}
+    assert all({*start.env} <= {*names} for start in starts)
     for rank in range(4):
         host = "ab"[rank // 2]
         drive.say(host, Started(0, rank, 100 + rank, drive.now))
