@@ -33,6 +33,7 @@ from launcher.job.job import ROOT_WAIT_S, Phase
 from launcher.job.stopping import ANSWER_S, CHECK_S
 from launcher.placement.job_spec import CommandKind
 from launcher.placement.job_spec import WorkerCommand as Program
+from launcher.placement.roles import Role, Roles
 from launcher.protocol.commands import (
     Collect,
     EndAttempt,
@@ -175,6 +176,19 @@ def test_another_version_on_a_host_is_found_before_anything_starts(changes: dict
     assert isinstance(drive.outcome.error, StartError)
     assert reason in drive.outcome.error.reasons["b"]
     assert told(drive.commands, Prepare) == ["a"]
+
+
+def test_only_ordinary_workers_are_bound_to_processors() -> None:
+    roles = Roles(others=(Role("evaluator", 1, ("eval.py",)),))
+    drive = Drive("a", numa_binding="node", roles=roles)
+    drive.join()
+    drive.check()
+    starts = messages(drive.say("a", drive.opened()), StartWorker)
+    assert [(start.argv[0], start.numa_binding) for start in starts] == [
+        ("train.py", "node"),
+        ("train.py", "node"),
+        ("eval.py", ""),
+    ]
 
 
 def test_a_variable_that_cannot_hold_all_processes_is_an_error_and_no_worker_starts() -> None:

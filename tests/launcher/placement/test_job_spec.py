@@ -103,6 +103,11 @@ def test_any_other_nproc_is_refused(text: str) -> None:
         ({"gpus_per_proc": 0}, "--gpus-per-proc is 0; it must be 1 or more"),
         ({"master_port": 0}, "--master-port is 0; a port is 1 to 65535"),
         ({"master_port": 65536}, "--master-port is 65536"),
+        ({"keep_warm_s": 0.9}, "--keep-warm is 0.9 s; it must be 1 second or more"),
+        ({"keep_warm_s": 60.0, "start_method": "exec"}, "--start-method exec forks none"),
+        ({"keep_warm_s": 60.0, "command": WorkerCommand(CommandKind.PROGRAM, "train")}, "--no-python starts none"),
+        ({"keep_warm_s": 60.0, "hosts": (Host("a", HostKind.SRUN),)}, "which a SLURM job must not have"),
+        ({"keep_warm_s": 60.0, "hosts": (Host("a", HostKind.JOINED),)}, "not for nodes started by hand"),
     ],
 )
 def test_a_spec_that_cannot_be_run_is_never_made(changes: dict[str, Any], complaint: str) -> None:
@@ -114,6 +119,7 @@ def test_a_spec_that_cannot_be_run_is_never_made(changes: dict[str, Any], compla
 def test_the_ends_of_every_range_are_allowed() -> None:
     for changes in ({"run_id": "a" * 128}, {"grace_s": 0.0}, {"gpus_per_proc": 1}, {"master_port": 65535}):
         _spec(**changes)
+    _spec(keep_warm_s=1.0)
 
 
 def test_run_ids_sort_by_time_and_differ() -> None:
