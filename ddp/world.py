@@ -34,7 +34,8 @@ from ddp.errors import ArgumentError, DdpError, LaunchEnvironmentError, Rendezvo
 from ddp.generation.announcements import can_replace, generation_at_start
 from ddp.generation.connections import Connections
 from ddp.generation.device_collectives import NCCL_BESIDE_GLOO, DeviceCollectives, can_be_ended
-from ddp.generation.meeting import REFUSED, meet
+from ddp.generation.meeting import meet
+from ddp.generation.meeting import refuse as refuse_to_meet
 from ddp.generation.pending_group import is_pending, make_pending_group
 from ddp.group_store import leave_file, store_at_address, store_without_address
 from ddp.monitoring.progress import set_restart_policy
@@ -369,8 +370,7 @@ def refuse(number: int, why: str) -> None:
     `why` says what this rank "has" done.
     """
     if _membership is not None:
-        here = PrefixStore("here", own_store(number))
-        here.set(REFUSED, f"rank {_membership.placement.rank} {why}")
+        refuse_to_meet(PrefixStore("here", own_store(number)), f"rank {_membership.placement.rank} {why}")
 
 
 def _drop_group() -> None:

@@ -1,4 +1,8 @@
-"""How the ranks of a generation find each other, before they connect."""
+"""How the ranks of a generation find each other, before they connect.
+
+Each leaves a key and counts itself; the last one leaves the key that all wait for, so that a look asks for one key,
+however many ranks there are.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,9 @@ from typing import Any
 
 from ddp.errors import RendezvousError, ReplacementError
 
-__all__ = ["REFUSED", "meet"]
+__all__ = ["meet", "refuse"]
 
-REFUSED = "refused"  # by a rank, in words
+_COUNT, _OUTCOME = "count", "outcome"  # of the ranks that are there; empty once all are, else why they cannot be
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.001, 0.02
 
 
@@ -20,20 +24,25 @@ def meet(store: Any, rank: int, size: int, is_over: Callable[[], bool], timeout_
     False once `is_over` says that these ranks will not meet. Raises ReplacementError if one of them cannot come,
     RendezvousError, which names the missing ranks, after `timeout_s`, and what the store raises.
     """
-    store.set(str(rank), "")
+    if store.add(str(rank), 1) == 1 and store.add(_COUNT, 1) == size:
+        store.set(_OUTCOME, "")
     deadline, pause_s = time.monotonic() + timeout_s, _LEAST_PAUSE_S
-    everybody = [str(each) for each in range(size)]
-    while not store.check(everybody):
+    while not store.check([_OUTCOME]):
         if is_over():
             return False
-        if store.check([REFUSED]):
-            raise ReplacementError(f"{store.get(REFUSED).decode()}, so the others cannot go on: all start again")
         if time.monotonic() > deadline:
-            missing = [each for each in everybody if not store.check([each])]
+            missing = [each for each in map(str, range(size)) if not store.check([each])]
             raise RendezvousError(
                 f"rank {rank} of {size} waited {timeout_s:.0f} s for the others to meet again after a failure; "
                 f"missing: {', '.join(missing[:16])}{', ...' * (len(missing) > 16)}"
             )
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _MOST_PAUSE_S)
+    if why := store.get(_OUTCOME).decode():
+        raise ReplacementError(f"{why}, so the others cannot go on: all start again")
     return not is_over()
+
+
+def refuse(store: Any, why: str) -> None:
+    """Let the ranks that wait at this store know that one of them will not come."""
+    store.set(_OUTCOME, why)

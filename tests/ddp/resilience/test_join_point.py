@@ -47,9 +47,11 @@ def test_a_commit_does_not_wait_when_the_store_is_gone() -> None:
 
 
 def test_all_stop_at_the_last_of_the_promised_commits() -> None:
-    store, point = dist.HashStore(), JoinPoint(1, lambda: False)
-    store.set("promise/1", "7")
+    store, point, other = dist.HashStore(), JoinPoint(1, lambda: False), JoinPoint(1, lambda: False)
+    promise = threading.Thread(target=other.agree, args=(store, 1, 2, lambda: 5), daemon=True)
+    promise.start()
     assert point.agree(store, 0, 2, lambda: 3)
+    promise.join(LIMIT_S)
     point.committed(6)
     with pytest.raises(Regroup):
         point.committed(7)
