@@ -32,7 +32,7 @@ from ddp.device_choice import agree_on_backend, choose_device, device_to_connect
 from ddp.environment import ALONE, Placement, read_placement
 from ddp.errors import ArgumentError, DdpError, LaunchEnvironmentError, RendezvousError
 from ddp.generation.announcements import can_replace, generation_at_start
-from ddp.generation.connections import Connections
+from ddp.generation.connections import Connections, clone
 from ddp.generation.device_collectives import NCCL_BESIDE_GLOO, DeviceCollectives, can_be_ended
 from ddp.generation.meeting import meet
 from ddp.generation.meeting import refuse as refuse_to_meet
@@ -309,9 +309,8 @@ def rejoin(
             return False
         member.connections = Connections()
         member.joining = number
-        with member.connections.made_here():
-            # Broken with the other connections, so that nobody waits in vain at the store.
-            own = member.store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
+        # Broken with the other connections, so that nobody waits in vain at the store.
+        own = member.connections.clone(member.store, int(os.environ["MASTER_PORT"]))
         hook = sys.excepthook
         _connect(member, PrefixStore(f"{prefix}/default_pg", own))
         member.on_devices.connect(devices)
@@ -349,8 +348,7 @@ def _take_place(member: _Membership, variables: Mapping[str, str]) -> None:
 def own_store(number: int) -> Store:
     """Return the part of the store that belongs to a generation, on a connection for one thread alone."""
     assert _membership is not None
-    own = _membership.store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
-    return PrefixStore(f"generation/{number}", own)
+    return PrefixStore(f"generation/{number}", clone(_membership.store))
 
 
 def note_finished() -> None:

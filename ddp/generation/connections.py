@@ -2,54 +2,125 @@
 
 A collective of gloo that waits for a rank which is gone, or which has given up, cannot be told to end: `abort` does
 nothing there (torch 2.13). Where its connections end, it raises, on this rank and on those at their other ends.
+
+Other threads of the process may connect at the same time, to whatever they like, so a descriptor that is new says
+nothing. But each device of gloo has one epoll instance, its loop, that watches its listener and all its connections.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import stat
+import threading
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
-__all__ = ["Connections"]
+__all__ = ["Connections", "clone"]
 
-_DESCRIPTORS = "/proc/self/fd"
+_WATCHED = re.compile(r"^tfd:\s*(\d+) .* ino:([0-9a-f]+)", re.MULTILINE)
+_cloning = threading.Lock()
+
+
+def clone(store: Any) -> Any:
+    """Return a client of the same store on a connection of its own."""
+    with _cloning:
+        return store.clone()
 
 
 class Connections:
-    """Those that a block of code has made in this process."""
+    """Those of the groups that a block of code has made in this process, and of a client of a store."""
 
     def __init__(self) -> None:
-        self._made: dict[int, int] = {}  # descriptor -> inode
+        self._loops: dict[int, int] = {}  # the inode of gloo's listener -> the epoll descriptor that watches it
+        self._to_store: dict[int, int] = {}  # descriptor -> inode
 
     @contextlib.contextmanager
     def made_here(self) -> Iterator[None]:
-        """Take note of the sockets that are there after the block and were not before."""
-        before = _sockets()
+        """Take note of the groups of gloo that the block makes. Those of other threads would be taken for them."""
+        before = _loops()
         try:
             yield
         finally:
-            # Anew, since another thread may look through it.
-            self._made = self._made | {fd: inode for fd, inode in _sockets().items() if before.get(fd) != inode}
+            # A new dict, since another thread may look through it.
+            self._loops = self._loops | {inode: loop for inode, loop in _loops().items() if inode not in before}
+
+    def clone(self, store: Any, port: int) -> Any:
+        """Return a client of the same store, at this port, on a connection that is broken with the others."""
+        with _cloning:
+            before = _sockets()
+            made = store.clone()
+            new = {fd: inode for fd, inode in _sockets().items() if before.get(fd) != inode}
+        self._to_store = self._to_store | {fd: inode for fd, inode in new.items() if _leads_to(fd, port)}
+        return made
 
     def break_all(self) -> None:
         """Shut them down, both ways. May be called from any thread, and again."""
-        for descriptor, inode in self._made.items():
-            with contextlib.suppress(OSError):  # closed meanwhile, or not connected
-                own = os.dup(descriptor)  # nobody else closes this one
-                with socket.socket(fileno=own) as found:
-                    is_tcp = found.family in (socket.AF_INET, socket.AF_INET6)
-                    # gloo ends the process when its listener is shut down.
-                    listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                    if os.fstat(own).st_ino == inode and is_tcp and not listens:
-                        found.shutdown(socket.SHUT_RDWR)
+        for descriptor, inode in self._to_store.items():
+            _break(descriptor, inode)
+        for listener, loop in self._loops.items():
+            watched = _watched_by(loop)
+            if listener in watched.values():  # else it was closed, and the descriptor is another's
+                for descriptor, inode in watched.items():
+                    if inode != listener:  # gloo ends the process when that is shut down
+                        _break(descriptor, inode)
+
+
+def _break(descriptor: int, inode: int) -> None:
+    with contextlib.suppress(OSError), _at(descriptor) as found:  # closed meanwhile, not connected, or a pipe
+        if os.fstat(found.fileno()).st_ino == inode and found.family in (socket.AF_INET, socket.AF_INET6):
+            found.shutdown(socket.SHUT_RDWR)
+
+
+@contextlib.contextmanager
+def _at(descriptor: int) -> Iterator[socket.socket]:
+    """Look at a socket by a descriptor of our own, which no other thread closes. Raises OSError if it is none."""
+    own = os.dup(descriptor)
+    try:
+        found = socket.socket(fileno=own)
+    except OSError:
+        os.close(own)
+        raise
+    with found:
+        yield found
+
+
+def _loops() -> dict[int, int]:
+    """Return the epoll descriptors that watch a TCP listener, by that one's inode."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        for descriptor, inode in _watched_by(int(name)).items():
+            with contextlib.suppress(OSError), _at(descriptor) as watched:
+                is_tcp = watched.family in (socket.AF_INET, socket.AF_INET6)
+                if is_tcp and watched.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    found[inode] = int(name)
+    return found
+
+
+def _watched_by(descriptor: int) -> dict[int, int]:
+    """Return the inodes of what an epoll descriptor watches, by descriptor; nothing if it is none."""
+    try:
+        if os.readlink(f"/proc/self/fd/{descriptor}") != "anon_inode:[eventpoll]":
+            return {}
+        text = Path(f"/proc/self/fdinfo/{descriptor}").read_text()
+    except OSError:  # closed meanwhile
+        return {}
+    return {int(number): int(inode, 16) for number, inode in _WATCHED.findall(text)}
+
+
+def _leads_to(descriptor: int, port: int) -> bool:
+    with contextlib.suppress(OSError), _at(descriptor) as found:
+        return found.family in (socket.AF_INET, socket.AF_INET6) and found.getpeername()[1] == port
+    return False
 
 
 def _sockets() -> dict[int, int]:
-    """The inodes of this process's sockets, by descriptor."""
+    """Return the inodes of this process's sockets, by descriptor."""
     found = {}
-    for name in os.listdir(_DESCRIPTORS):
+    for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # that of the listing itself
             status = os.fstat(int(name))
             if stat.S_ISSOCK(status.st_mode):

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public, but not marked as exported
 
 from ddp.errors import UnsupportedError
+from ddp.generation.connections import clone
 from ddp.monitoring.process_end import how_it_ends
 from ddp.monitoring.stall_text import MOST_POSITIONS, Answer, Heard, Position, printable
 from ddp.torch_internals import default_store
@@ -89,8 +90,7 @@ class StoreThread:
 
     def __init__(self, store: Store, rank: int) -> None:
         # Its short timeout bounds what waits for a key; other requests to a frozen TCPStore have no bound at all.
-        own = store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
-        self._store: Store | None = PrefixStore("ddp/stall_report", own)
+        self._store: Store | None = PrefixStore("ddp/stall_report", clone(store))
         self._store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
         self._peer = _peer_of(self._store)
         self._rank = rank
