@@ -312,9 +312,11 @@ def rejoin(
         # Broken with the other connections, so that nobody waits in vain at the store.
         own = member.connections.clone(member.store, int(os.environ["MASTER_PORT"]))
         hook = sys.excepthook
-        _connect(member, PrefixStore(f"{prefix}/default_pg", own))
-        member.on_devices.connect(devices)
-        sys.excepthook = hook  # torch has put its own around it once more
+        try:
+            _connect(member, PrefixStore(f"{prefix}/default_pg", own))
+            member.on_devices.connect(devices)
+        finally:
+            sys.excepthook = hook  # torch has put its own around it once more
     except DdpError:
         raise
     except (RuntimeError, ValueError) as error:

@@ -14,8 +14,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ddp.comm.call_check import Call, check_same_call, host_side
 from ddp.comm.channel import Channel
 from ddp.comm.layout import check_same_layout, describe
-from ddp.comm.objects import device_of
+from ddp.comm.objects import device_of, gather_values
 from ddp.compression.compressors import Compressor, Half, Int8, PowerSGD, make_compression
 from ddp.data_parallel.arguments import bucket_limits, checked_device
 from ddp.data_parallel.buckets.comm_hook import checked_hook
@@ -45,7 +45,7 @@ __all__ = ["DistributedOptimizer", "average_over", "is_distributed", "reducer_of
 
 _T = TypeVar("_T", bound=torch.optim.Optimizer)
 _Named = tuple[str, nn.Parameter]
-_made: Counter[str] = Counter()  # optimizers, by the name of their group
+_places: weakref.WeakKeyDictionary[dist.ProcessGroup, _Places] = weakref.WeakKeyDictionary()
 _engines: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Engine] = weakref.WeakKeyDictionary()
 
 
@@ -197,11 +197,12 @@ class _Engine:
         self._compressor: Compressor | None = None
         self._device = checked_device(self._named())
         self._link: dist.ProcessGroup | None = link
+        self._give_back: Callable[[], None] = _nothing
         if is_pending(link):  # `average_over` comes later
             return
         if link.size() > 1:
             check_same_call(Call("DistributedOptimizer", None, type(optimizer).__name__), link)
-            self._number, self._link = _group_beside(link)
+            self._number, self._link, self._give_back = _take_place(link)
         try:
             if settings.compression is not None:
                 self._compressor, self._hook = make_compression(settings.compression, self._link)
@@ -288,6 +289,8 @@ class _Engine:
         if self._compressor is not None:
             self._compressor.close()
         self._reducer = self._policy = self._compressor = self._link = None
+        give_back, self._give_back = self._give_back, _nothing
+        give_back()
 
     def synchronize(self) -> None:
         """Average the gradients of the backward passes since the last time, if there are any. Every rank must call it.
@@ -387,17 +390,40 @@ def _is_reducers(hook: object) -> bool:
     return getattr(hook, "__qualname__", "").startswith("Reducer._hook.")
 
 
-def _group_beside(link: dist.ProcessGroup) -> tuple[int, dist.ProcessGroup]:
-    """The number of a new optimizer; for the first of its group `link`, for others a new group of the same ranks.
+@dataclasses.dataclass
+class _Places:
+    """Where the optimizers over one group average: there, and in groups of the same ranks beside it, by number.
 
     One backward pass may reach the parameters of two optimizers, whose buckets may be complete in another order
     elsewhere: in one group they would meet each other's.
     """
-    name = link.group_name
-    number = _made[name]
-    _made[name] += 1
-    if number == 0:
-        return number, link
+
+    made: int = 0
+    free: dict[int, dist.ProcessGroup | None] = dataclasses.field(default_factory=dict)  # None: the group itself
+
+
+def _nothing() -> None:
+    pass
+
+
+def _take_place(link: dist.ProcessGroup) -> tuple[int, dist.ProcessGroup, Callable[[], None]]:
+    """Return the number of a new optimizer over `link`, where it averages, and what gives that back. Blocks.
+
+    It is what an earlier optimizer has given back, on all ranks; a group is only made where there is no such place.
+    """
+    places = _places.setdefault(link, _Places())
+    free = set.intersection(*map(set, gather_values([*places.free], group=link)))
+    if free:
+        number = min(free)
+        group = places.free.pop(number)
+    else:
+        number = places.made
+        places.made += 1
+        group = _group_beside(link) if number else None  # the first needs none
+    return number, group or link, partial(places.free.__setitem__, number, group)
+
+
+def _group_beside(link: dist.ProcessGroup) -> dist.ProcessGroup:
     is_part = link.size() < dist.get_world_size()
     with not_split_off() if is_part else contextlib.nullcontext():
         made = dist.new_group(
@@ -408,4 +434,4 @@ def _group_beside(link: dist.ProcessGroup) -> tuple[int, dist.ProcessGroup]:
             use_local_synchronization=is_part,
         )
     assert isinstance(made, dist.ProcessGroup)
-    return number, made
+    return made

@@ -165,6 +165,7 @@ class Commits:
                     f"a {type(each).__name__} was broadcast before the resilient function, and its ddp.State does not "
                     "hold it, so that this process did not get it: give State its model or optimizer. All start again"
                 )
+        left_out.clear()
 
     def attach(self, group: dist.ProcessGroup) -> None:
         """Have models average, and samplers deal, over the ranks of `group` from now on. All ranks call it; blocks."""

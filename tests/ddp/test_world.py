@@ -339,3 +339,29 @@ def test_another_store_at_the_same_address_is_found(monkeypatch: pytest.MonkeyPa
     opened = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     world._take_place(member, here)
     assert opened.check(["ddp/backend"]), "those that start later find it there"
+
+
+def test_a_group_that_cannot_be_made_again_leaves_no_excepthook_of_torch(nursery: Nursery, tmp_path: Path) -> None:
+    script = """
+        import sys
+        import ddp
+        from ddp import world
+        from ddp.generation.device_collectives import DeviceCollectives
+
+        def connect(*_):
+            raise RuntimeError("no NCCL")
+
+        ddp.init()
+        hook = sys.excepthook
+        DeviceCollectives.connect = connect
+        try:
+            world.rejoin(1, {}, lambda: False)
+        except ddp.errors.RendezvousError as error:
+            assert str(error).endswith("could not join the others in generation 1: no NCCL"), error
+            assert sys.excepthook is hook
+            print("as before")
+    """
+    variables = dict.fromkeys(("RANK", "LOCAL_RANK", "MASTER_PORT"), "0")
+    variables |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1") | {"MASTER_ADDR": "127.0.0.1"}
+    result = nursery.program(textwrap.dedent(script), tmp_path, **variables)
+    assert (result.returncode, result.stdout) == (0, "as before\n"), result.stderr

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import pickle
 import time
 import warnings
@@ -304,6 +305,38 @@ def two_optimizers_share_a_backward_pass() -> None:
         for at in range(2):
             assert_close(models[at], alone[at])
             _step(optimizers[at], owns[at])
+
+
+def optimizers_that_are_gone_leave_their_groups_to_others() -> None:
+    """Also where one rank keeps one of them for longer."""
+
+    def train() -> list[torch.optim.Optimizer]:
+        model, alone = build("mlp"), build("mlp")
+        halves = [[*model.parameters()][::2], [*model.parameters()][1::2]]
+        optimizers = [DistributedOptimizer(torch.optim.SGD(half, lr=0.1)) for half in halves]
+        x, y = batch(1, 5 * size())
+        loss_of(model, shard(x), shard(y)).backward()
+        _step(*optimizers)
+        loss_of(alone, x, y).backward()
+        _step(torch.optim.SGD(alone.parameters(), lr=0.1))
+        assert_close(model, alone)
+        return optimizers
+
+    def open_files() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    train()
+    before = open_files()
+    train()
+    assert open_files() == before
+    kept = train()[: 2 * (rank() == 0)]
+    train()
+    del kept
+    before = open_files()
+    for _ in range(3):
+        train()
+    assert open_files() == before
 
 
 def checkpoints_and_second_derivatives_are_exact() -> None:

@@ -37,6 +37,11 @@ def test_other_ways_to_use_it_are_exact_too(nursery: Nursery, world_size: int) -
     nursery.in_turn(world_size, CASES, cases)
 
 
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_optimizers_that_are_gone_leave_their_groups_to_others(nursery: Nursery, backend: str) -> None:
+    nursery.run(3, f"{CASES}:optimizers_that_are_gone_leave_their_groups_to_others", group=backend)
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_it_is_the_users_optimizer(nursery: Nursery, world_size: int) -> None:
     cases = ["it_is_the_users_optimizer", "bad_arguments_are_errors", "compressed_training_comes_close"]

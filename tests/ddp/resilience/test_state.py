@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ddp
 from ddp.errors import ArgumentError, BackwardError, UnsupportedError
+from ddp.generation import pending_group
 from ddp.resilience.global_batch import GlobalBatch
 
 
@@ -370,3 +371,15 @@ def test_without_the_size_of_a_batch_all_start_again(of_two: ddp.State) -> None:
     part.receive({"position": of_two.sampler.state_dict(), "count": 2, "batch": 0})
     with pytest.raises(UnsupportedError, match="before a commit has shown the size of a batch"):
         part.begin(None)
+
+
+@pytest.mark.usefixtures("page")
+def test_what_came_with_no_broadcast_is_forgotten_once_it_comes_with_the_state(
+    parts: tuple[nn.Module, torch.optim.Optimizer, ddp.DistributedSampler],
+) -> None:
+    model, optimizer, _ = parts
+    pending_group.left_out.extend([*model.state_dict().values(), optimizer])  # as the broadcasts of ddp.horovod do
+    state = ddp.State(model=model, optimizer=optimizer)
+    state.commits.begin(has_state=False)
+    assert pending_group.left_out == []
+    state.commits.end()
