@@ -112,10 +112,10 @@ def test_a_torch_that_dtrain_can_use_stays(found: str, pinned: str | None, tmp_p
     python.parent.mkdir(parents=True)
     python.write_text(f"#!/bin/sh\n[ -n '{found}' ] && echo '{found}'\ntrue\n")
     python.chmod(0o755)
-    told = _venv_sh('keep_torch; cat "$constraints"', tmp_path)
+    kept = _venv_sh('keep_torch; cat "$constraints"', tmp_path)
     ours = (ROOT / "scripts/constraints.txt").read_text().splitlines()
     expected = [f"torch=={pinned}" if pinned and line.startswith("torch==") else line for line in ours]
-    assert (told.returncode, told.stdout.splitlines()) == (0, expected), told
+    assert (kept.returncode, kept.stdout.splitlines()) == (0, expected), kept
     for before, is_replaced in (("", bool(found)), ("keep_torch; ", bool(found) and pinned is None)):
         installed = _venv_sh(f"{before}rm -f .venv/.dtrain-examples; install examples", tmp_path)
         assert (installed.returncode, f"replacing torch {found} in .venv" in installed.stdout) == (0, is_replaced)

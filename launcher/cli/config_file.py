@@ -33,7 +33,7 @@ class ConfigFile:
 
 class Group(click.Group):
     """Commands that take the options of `dtrain run` have their defaults from the config file, and from PET_* variables
-    for dtrain-torchrun. The others do not read it, so that a mistake there keeps nobody from looking at runs.
+    for dtrain-torchrun. The others do not read it: a mistake there does not keep a user from looking at runs.
     """
 
     command_class = Command

@@ -63,7 +63,7 @@ class Ending:
         return text
 
     def kept_report(self, output: OutputThread) -> str:
-        """Return what the run's record keeps of the report: the same, for somebody in any folder."""
+        """Return what the run's record keeps of the report: the same with absolute paths, to be read in any folder."""
         folder, evidence_file = self.folder, self.evidence_file
         return self._report(output, folder and folder.absolute(), evidence_file and evidence_file.absolute())
 

@@ -16,7 +16,7 @@ One object. Every key is always there; what does not apply is null, an empty lis
                     below it; of "exited" where it called sys.exit, else empty
     secondary_failures
                     what failed after the cause by itself: {count, groups: [{count, kind, how, ranks}]}
-    preempted       whether it ended to make room (--requeue), and is to be started again
+    preempted       whether it ended to make room (--requeue), to be started again
     finished_ranks  ranks that had ended with code 0; others, the cause among them, may still have waited for them
     left_out        failures, as in cause, of processes that the others went on without; the cause may be one of them
     worker_restarts how often one process alone was started again
