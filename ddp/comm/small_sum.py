@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -80,7 +81,7 @@ def reduce_options(op: Any) -> dist.AllreduceOptions:
 class SmallAdder:
     """Starts sums over `group` of small vectors in host memory, without blocking: a `Sender`, as `Adder` is.
 
-    A thread for each sum makes its exchanges, so that they go on while backward does.
+    A thread makes their exchanges, so that they go on while backward does.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -95,24 +96,24 @@ class SmallAdder:
 
 
 class _Sum:
-    """One sum under way in a thread of its own."""
+    """One sum under way in the thread of its group, behind those that were started before."""
 
     def __init__(self, group: dist.ProcessGroup, flat: torch.Tensor) -> None:
+        self._given: tuple[dist.ProcessGroup, torch.Tensor, int] | None = group, flat, _next_tag(group)
         self._done = threading.Event()
         self._error: Exception | None = None
-        # A daemon: at the end of the process it may still wait for a rank that does not come.
-        thread = threading.Thread(
-            target=self._run, args=(group, flat, _next_tag(group)), name="ddp-small-sum", daemon=True
-        )
-        thread.start()
+        _sums_of(group).put(self)
 
-    def _run(self, group: dist.ProcessGroup, flat: torch.Tensor, tag: int) -> None:
+    def run(self) -> None:
+        """Make its exchanges, in the thread; blocks."""
+        assert self._given is not None
         try:
             with torch.no_grad():
-                _exchange(group, flat, tag)
+                _exchange(*self._given)
         except Exception as error:
             self._error = error
         finally:
+            self._given = None  # the group may go
             self._done.set()
 
     def is_completed(self) -> bool:
@@ -125,3 +126,24 @@ class _Sum:
         if self._error is not None:
             raise RuntimeError(str(self._error)) from self._error
         return True
+
+
+_Sums = SimpleQueue[_Sum | None]  # None: the group has gone
+_sums: weakref.WeakKeyDictionary[dist.ProcessGroup, _Sums] = weakref.WeakKeyDictionary()
+
+
+def _sums_of(group: dist.ProcessGroup) -> _Sums:
+    """Return the queue of the thread that makes the sums of a group; it ends with the group."""
+    sums = _sums.get(group)
+    if sums is None:
+        sums = _sums[group] = SimpleQueue()
+        # A daemon: at the end of the process it may still wait for a rank that does not come.
+        threading.Thread(target=_make_sums, args=(sums,), name="ddp-small-sums", daemon=True).start()
+        weakref.finalize(group, sums.put, None).atexit = False
+    return sums
+
+
+def _make_sums(sums: _Sums) -> None:
+    while (each := sums.get()) is not None:
+        each.run()
+        del each  # not kept while waiting for the next

@@ -2,7 +2,7 @@
 
     python scripts/bench/small_sum.py [--ranks 2,4,8,16,32] [--numbers 60,1000] [--rounds 3]
 
-"ring" is the group's all-reduce, "doubling" what ddp's step status takes from 8 ranks on, by a thread for each sum.
+"ring" is the group's all-reduce, "doubling" what ddp's step status takes from 8 ranks on, by a thread.
 Times are medians of 30 sums, in milliseconds, one figure a round; "messages" is the number of messages of one rank that
 follow each other. All ranks share the cores of one machine: with more ranks than cores, times grow with the number of
 all messages, and only the ratio says something about a cluster, where each message costs a round trip as well.

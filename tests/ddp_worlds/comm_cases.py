@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 from datetime import timedelta
 from typing import Any
 
@@ -155,6 +157,25 @@ def small_sums_take_few_messages_and_are_the_same_bits() -> None:
                 assert all(torch.equal(other, added) for other in every)
                 dist.all_reduce(each)
                 torch.testing.assert_close(added, each)
+
+
+def small_sums_of_a_group_are_made_by_one_thread_that_ends_with_it() -> None:
+    def threads() -> list[threading.Thread]:
+        return [each for each in threading.enumerate() if each.name.startswith("ddp-small-sum")]
+
+    group, before = dist.new_group(backend="gloo"), threads()
+    numbers = set()
+    for step in range(20):
+        add_up(group, flat := torch.full((3,), float(step)))
+        assert flat.tolist() == [float(step * dist.get_world_size())] * 3
+        numbers |= {each.ident for each in threads() if each not in before}
+    (thread,) = (each for each in threads() if each not in before)
+    assert numbers == {thread.ident}
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    thread.join(60)
+    assert not thread.is_alive()
 
 
 def values_are_gathered_by_sums() -> None:
