@@ -155,7 +155,10 @@ class _Name(str):
 
 
 class _Value:
-    """The value of such a variable. It is no string: what would take it without asking for its methods fails."""
+    """The value of such a variable.
+
+    It is no string: code in C that takes nothing else raises TypeError. What catches that by itself is not noticed.
+    """
 
     def __getattribute__(self, name: str) -> NoReturn:
         _reject()
