@@ -39,6 +39,11 @@ def test_a_wrong_choice_of_streams_is_an_error(text: str) -> None:
         parse_std(text, "--tee")
 
 
+@pytest.mark.parametrize(("text", "ranks"), [("0", {0}), ("4,0", {0, 4}), ("", None), (None, None)])
+def test_ranks_are_read(text: str | None, ranks: set[int] | None) -> None:
+    assert parse_ranks(text, "--only-rank") == ranks
+
+
 @pytest.mark.parametrize("text", ["a", "-1", "1;2", "1,,2"])
 def test_wrong_ranks_are_an_error(text: str) -> None:
     with pytest.raises(UsageError, match="it must be numbers such as 0 or 0,4"):

@@ -95,6 +95,17 @@ def test_a_torch_without_cuda_is_named_with_the_command_that_shows_it(message: s
     assert said not in lines(outcome(failure(message="CUDA out of memory")))
 
 
+def test_a_rank_that_asked_without_input_is_named_with_what_to_do_instead() -> None:
+    for changes, is_said in (
+        ({"error_type": "BdbQuit", "message": ""}, True),
+        ({"error_type": "EOFError", "message": "EOF when reading a line"}, True),
+        ({"error_type": "EOFError", "message": "Ran out of input"}, False),
+    ):
+        end = outcome(failure(**changes))
+        assert ("nobody can answer rank 1: its standard input is empty" in lines(end)) == is_said
+        assert not any("nobody can answer" in line for line in lines(dataclasses.replace(end, stdin_rank=1)))
+
+
 def test_what_to_do_about_too_little_memory_is_said() -> None:
     said = "to need less memory: fewer workers on each host (--nproc-per-node), or a smaller batch"
     killed = failure(kind=FailureKind.KILLED, status=-9, killer="probably the out-of-memory killer: ...")
@@ -429,6 +440,19 @@ def test_stop_by_a_signal() -> None:
     end = outcome(None, exit_code=130, signum=signal.SIGINT, stopped=4, duration_s=3.21)
     assert lines(end) == [
         "stopped by SIGINT after 3.2 s; 4 workers stopped; output in runs/r1",
+        "0 processes left on 2 hosts",
+    ]
+
+
+def test_a_run_that_makes_room_says_so_and_whether_its_workers_handled_the_signal() -> None:
+    end = outcome(None, preempted=True, exit_code=75)
+    first = "ended after 1.5 s to make room (USR1, --requeue); exit code 75; output in runs/r1"
+    assert lines(end) == [first, "0 processes left on 2 hosts"]
+    killed = dataclasses.replace(end, cause=failure(kind=FailureKind.KILLED, status=-signal.SIGUSR1))
+    assert lines(killed) == [
+        first,
+        "USR1 killed its workers, which do not handle it: only what they saved before is there",
+        "see ddp.Checkpoint.due, or end with code 75 once it is saved",
         "0 processes left on 2 hosts",
     ]
 

@@ -1,5 +1,6 @@
 """Stacks of every Python and of py-spy are read alike; ranks at one place are one group; the odd ones are named."""
 
+import dataclasses
 import faulthandler
 import tempfile
 import threading
@@ -8,7 +9,7 @@ import pytest
 from testbed import REPOSITORY
 
 from launcher.hangs.positions import groups, odd_ranks, rank_position
-from launcher.output.stacks import odd_one_out, one_line, write_out
+from launcher.output.stacks import odd_one_out, one_line, write_groups, write_out
 from launcher.protocol.reports import Evidence
 
 TORCH = "/home/me/.venv/lib/python3.12/site-packages/torch"
@@ -246,6 +247,28 @@ def test_written_out_is_everything_by_rank() -> None:
     assert text.index("rank 0 (pid") < text.index("rank 1 (pid") < text.index("rank 2 (pid")
     assert text.endswith("\nits stack could not be read: it is not a Python program, or it did not answer\n")
     assert write_out([]) == "no rank could be asked\n"
+
+
+def test_groups_are_written_with_the_frames_of_their_first_rank() -> None:
+    three = [evidence(0, IN_ALL_REDUCE), evidence(1, LOADING), evidence(2, IN_ALL_REDUCE)]
+    first, second, odd = write_groups(three, whole=False).split("\n\n")
+    assert first.splitlines()[:2] == [
+        "ranks 0,2 are at /home/me/train.py:40 in step, inside all_reduce",
+        "  of rank 0, state S (sleeping):",
+    ]
+    assert "train.py" in first.splitlines()[-1]
+    assert second.startswith("rank 1 is at /home/me/data.py:7 in load\n")
+    assert odd == odd_one_out(three) + "\n"
+    assert write_groups(three, whole=True) == write_out(three)
+    assert write_groups([], whole=False) == "no rank could be asked\n"
+
+
+def test_native_frames_are_shown_in_the_place_of_pythons() -> None:
+    native = dataclasses.replace(evidence(0, LOADING), native="  ncclAllReduce (libnccl.so)\n  load (data.py:7)\n")
+    text = write_out([native])
+    assert text.endswith(" s of CPU\n  ncclAllReduce (libnccl.so)\n  load (data.py:7)\n")
+    assert "most recent call first" not in text
+    assert "  ncclAllReduce (libnccl.so)\n" in write_groups([native], whole=False)
 
 
 PS = DDP / "strategies/parameter_server"
