@@ -1484,7 +1484,8 @@ def test_the_worlds_are_of_every_kind() -> None:
     }
     wanted |= {*kinds, *errors, "left_out", "alone and well", "without", "loop", "met twice", "free"}
     wanted |= {"replaced", "shrunk", "grown", "another store"}
-    for seed in range(1200):
+    few = (342, 384, 106, 47, 488, 1, 2, 3, 11, 22, 50, 198, 565, 912)  # that have had them all; the others, if not now
+    for seed in (*few, *range(1200)):
         world = simulate(seed)
         outcome, past = world.job.outcome, world.job._run.restarts.past
         cause = "" if outcome.cause is None else outcome.cause.kind.name
