@@ -26,11 +26,14 @@ class GradientHooks:
         self._registered: list[Any] = []  # an ordered dict for each parameter, of its hooks by ids of handles
 
     def add(self, parameter: torch.nn.Parameter, hook: Callable[[torch.Tensor], None]) -> None:
-        """Call `hook` whenever a gradient of `parameter` is there."""
+        """Call `hook` whenever a gradient of `parameter` is there. It may be frozen now."""
+        requires_grad = parameter.requires_grad
+        parameter.requires_grad_(True)
         self.nodes.append(get_gradient_edge(parameter).node)
         register = parameter.register_post_accumulate_grad_hook
         self._handles.append(register(hook))  # type: ignore[no-untyped-call]  # torch has no types here
         self._registered.append(gradient_hooks(parameter))
+        parameter.requires_grad_(requires_grad)
 
     def be_last(self) -> None:
         """Let hooks that the user registered after ours run before it, which sends what they leave."""

@@ -10,6 +10,9 @@ without a gradient on this rank contributes zeros; one that no rank used keeps t
 whose pass ends with an exception sends zeros for the rest and says so; then every rank raises in the same iteration,
 and the next one finds all of them in step.
 
+The plan of buckets is the same on every rank, and so are the bits of sums that depend on it. It follows the order of
+gradients in the first pass that succeeds, and a failure of a later one changes nothing in it.
+
 Which backward passes are reduced, and what else the ranks must agree on, a `PassPolicy` decides.
 """
 
@@ -17,7 +20,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial, wraps
 from time import perf_counter
@@ -86,19 +89,8 @@ class Reducer:
         self.channel = channel
         self.report = channel.report
         self.module_watch = module_watch
-        trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-        self.members = [Member(index, name, parameter) for index, (name, parameter) in enumerate(trained)]
-        self._frozen = [(name, parameter) for name, parameter in named if not parameter.requires_grad]
-        self._schedule = BucketSchedule(
-            channel,
-            self.members,
-            [member.index for member in self.members if member.name in sparse],
-            limits,
-            as_views=as_views,
-            own_status=self._own_status,
-        )
         self.planner = planner
-        self.has_hook = self.has_users_hook = False
+        self._comm_hook: CommHook | None = None
         self.is_closed = False
         self.current: Pass | None = None
         self.before_last_bucket: Callable[[], None] | None = None  # called when all of its gradients are there
@@ -111,11 +103,32 @@ class Reducer:
         # and with several devices, of which each has a thread of the engine, in hooks.
         self.lock = threading.RLock()
         self._has_several_devices = len({parameter.device for _, parameter in named}) > 1
-        # In the first pass nothing leaves early: it shows which gradients become ready more than once.
-        self.is_first = True
+        self.is_planned = False  # by the order in which gradients arrive; the same on every rank
+        # Nothing leaves early in this rank's next pass: it shows which gradients become ready more than once. So after
+        # a failure, which may have come from such a gradient.
+        self._watches = True
         self._repeated: set[int] = set()
         self._last_absent: frozenset[int] = frozenset()
         self._warned: set[str] = set()
+        self._named = list(named)
+        self.hooks = GradientHooks()
+        self._new_schedule = partial(BucketSchedule, channel, limits=limits, as_views=as_views)
+        self._divide({name for name, parameter in named if parameter.requires_grad}, sparse)
+
+    def _divide(self, trained: Collection[str], sparse: Collection[str]) -> None:
+        """Reduce the parameters of these names from now on, and only watch the others."""
+        self.sparse = frozenset(sparse)
+        self._frozen = [(name, parameter) for name, parameter in self._named if name not in trained]
+        pairs = [(name, parameter) for name, parameter in self._named if name in trained]
+        self.members = [Member(index, name, parameter) for index, (name, parameter) in enumerate(pairs)]
+        self._schedule = self._new_schedule(
+            self.members,
+            [member.index for member in self.members if member.name in sparse],
+            own_status=self._own_status,
+        )
+        if self._comm_hook is not None:
+            self._schedule.use_hook(self._comm_hook)
+        self.hooks.remove()
         self.hooks = GradientHooks()
         for member in self.members:
             self._watch(member)
@@ -133,20 +146,38 @@ class Reducer:
                 "register_comm_hook or register_builtin_comm_hook can only be called once. compression= registers one "
                 "too; wrap the module again for another hook"
             )
-        self.has_hook, self.has_users_hook = True, not hook.takes_own
+        self._comm_hook = hook
         self._schedule.use_hook(hook)
 
+    @property
+    def has_hook(self) -> bool:
+        return self._comm_hook is not None
+
+    @property
+    def has_users_hook(self) -> bool:
+        return self._comm_hook is not None and not self._comm_hook.takes_own
+
     def plan_state(self) -> dict[str, Any]:
-        """The plan in names, to go on with the same buckets after a restart."""
-        return self._schedule.plan_state()
+        """The plan of the next pass in names, to go on with the same buckets after a restart. Not to be changed."""
+        return {**self._schedule.state, "is_planned": self.is_planned}
+
+    def resume_plan(self, state: Mapping[str, Any]) -> None:
+        """Plan as `plan_state` says, and reduce the parameters that it names, whichever require a gradient now.
+
+        Every rank must do it, between passes. Communicates nothing.
+        """
+        names = self._schedule.state
+        if any({*state[kind]} != {*names[kind]} for kind in ("order", "sparse")):
+            self._divide({*state["order"], *state["sparse"]}, state["sparse"])
+        self.load_plan_state(state)
 
     def load_plan_state(self, state: Mapping[str, Any]) -> None:
         """Plan as `plan_state` says. Every rank must do it, between passes. Raises CheckpointError for other names."""
         self._schedule.check_plan_state(state)
         self.settle()
-        self.is_first = False
+        self.is_planned = state["is_planned"]
         self._schedule.end()
-        self._repeated = self._schedule.load_plan_state(state)
+        self._schedule.load_plan_state(state, self._repeated)
         if self.planner is not None:
             self.planner.keep_buckets()
 
@@ -176,6 +207,11 @@ class Reducer:
             self._schedule.wait()
             self._schedule.end()
             self.report.step += 1
+            self._note_failure()
+
+    def _note_failure(self) -> None:
+        if self.planner is not None:
+            self.planner.step_failed()
 
     def add_weight(self, weight: float) -> None:
         """Count `weight` for the gradients that the next backward pass adds to those of this rank."""
@@ -258,7 +294,7 @@ class Reducer:
         self.policy.starting()
         self._schedule.begin()
         # The streams of several devices are in step with each other only at the end of backward.
-        holds = self.is_first or graphs is not None or problem is not None or self._has_several_devices
+        holds = self._watches or graphs is not None or problem is not None or self._has_several_devices
         holds = holds or (self.planner is not None and self.planner.holds)
         self.current = pass_ = Pass(problem, graphs, self._unfrozen(), holds, has_joined=joined)
         self.report.at("in backward", self._schedule.not_ready)
@@ -298,7 +334,7 @@ class Reducer:
         """
         self.current = None  # else what is freed meanwhile could end it a second time
         self.report.tell_failure(self.report.step, why)
-        self.is_first = True
+        self._watches = True
         self.drop_gradients()
         try:
             self._schedule.send_nothing(RankStatus(failed=True))
@@ -335,6 +371,7 @@ class Reducer:
             self._conclude(pass_, self._schedule.wait())
         except BaseException:
             self.drop_gradients()
+            self._note_failure()
             raise
         finally:
             self.report.step += 1
@@ -378,8 +415,6 @@ class Reducer:
     def _conclude(self, pass_: Pass, statuses: StatusSum) -> None:
         """Do what the ranks' statuses say: every rank does the same."""
         self.mark("arrived")
-        if statuses.failed:
-            self.is_first = True  # learn anew what becomes ready when
         if pass_.problem is not None:
             raise pass_.problem
         if statuses.failed:
@@ -394,14 +429,11 @@ class Reducer:
         if self.planner is not None:
             self.planner.count_step()
         factor = group.size() / (statuses.weight if statuses.weighted else self.policy.rank_count(statuses))
-        is_first = self.is_first
-        if is_first or statuses.unfrozen or (self.planner is not None and self.planner.decides):
-            self.is_first = True  # if one fails
-            with failing_together(self.channel, "the end of its backward pass"):
-                self._schedule.deliver(factor)
-            self.is_first = is_first
-        else:
+        is_first = not self.is_planned
+        meets = is_first or statuses.unfrozen or (self.planner is not None and self.planner.decides)
+        with failing_together(self.channel, "the end of its backward pass") if meets else nullcontext():
             self._schedule.deliver(factor)
+        self._watches = False
         self._last_absent = frozenset(self._schedule.absent())
         if is_first:
             self._follow_first_pass()
@@ -456,7 +488,6 @@ class Reducer:
 
     def _follow_first_pass(self) -> None:
         """Plan again in the order in which the gradients arrived on rank 0."""
-        self.is_first = False
         before = self._schedule.order
         known = frozenset(before)
         arrived = [index for index in self.touched if index in known]
@@ -466,6 +497,7 @@ class Reducer:
         with changing_together(self.channel):
             if order.tolist() != before or self._repeated:
                 self._plan(order.tolist())
+        self.is_planned = True
 
     def _plan(self, order: Sequence[int]) -> None:
         self._schedule.end()

@@ -49,7 +49,7 @@ def _collecting(errors: list[BaseException]) -> Iterator[None]:
 class CountingPolicy:
     """Reduces at the end of every `passes`-th backward pass since the last reduction; counts in `counts`.
 
-    `on_sparse` is called after a first pass with sparse gradients that `sparse` lacks.
+    `on_sparse` is called after a first pass with sparse gradients that the reducer did not know.
     """
 
     def __init__(
@@ -59,7 +59,6 @@ class CountingPolicy:
         *,
         passes: int,
         is_sum: bool,
-        sparse: frozenset[str],
         on_sparse: Callable[[frozenset[str]], None] | None,
     ) -> None:
         reducer.policy = self
@@ -68,7 +67,6 @@ class CountingPolicy:
         self._reducer = reducer
         self._counts = counts
         self._is_sum = is_sum
-        self._sparse = sparse
         self._on_sparse = on_sparse
         self._backward: object | None = None  # the identity of the backward pass that runs
         self._task = -1  # the engine's number for the one that reduces
@@ -173,8 +171,8 @@ class CountingPolicy:
         self._counts.waiting += self._backward is not None
         self._backward = None
         self.is_cleared = False
-        if self._reducer.is_first and self._on_sparse is not None:
-            grads = [(m, m.parameter.grad) for m in self._reducer.members if m.name not in self._sparse]
+        if not self._reducer.is_planned and self._on_sparse is not None:
+            grads = [(m, m.parameter.grad) for m in self._reducer.members if m.name not in self._reducer.sparse]
             self._rows = {m.index: grad for m, grad in grads if grad is not None and grad.is_sparse}
             self._dense = {m.name for m, grad in grads if grad is not None and not grad.is_sparse}
 
@@ -184,7 +182,7 @@ class CountingPolicy:
         self._counts.reductions += 1
         self._counts.averages += 1
         if found and self._on_sparse is not None:
-            self._on_sparse(self._sparse | found)
+            self._on_sparse(self._reducer.sparse | found)
 
     def starting(self) -> None:
         """Nothing to prepare."""

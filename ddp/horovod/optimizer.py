@@ -191,7 +191,6 @@ class _Engine:
         self._names = names
         self._number = 0
         self._counts = Counts()
-        self._sparse: frozenset[str] = frozenset()
         self._reducer: Reducer | None = None
         self._policy: CountingPolicy | None = None
         self._compressor: Compressor | None = None
@@ -233,7 +232,7 @@ class _Engine:
             return
         if self._reducer is not None:
             self._reducer.close()
-        self._sparse = self._sparse if sparse is None else sparse
+            sparse = self._reducer.sparse if sparse is None else sparse
         named = self._named()
         for name, parameter in named:
             if any(map(_is_reducers, (gradient_hooks(parameter) or {}).values())):
@@ -254,7 +253,7 @@ class _Engine:
             named,
             ModuleWatch(holder, ()),
             bucket_limits(settings.bucket_cap_mb, None, self._device, is_compressed=is_compressed),
-            sparse=self._sparse,
+            sparse=sparse or frozenset(),
             as_views=False,
         )
         self._reducer = reducer
@@ -263,7 +262,6 @@ class _Engine:
             self._counts,
             passes=settings.passes,
             is_sum=settings.op == Sum,
-            sparse=self._sparse,
             on_sparse=None if settings.sparse_as_dense else self.attach,
         )
         if self._compressor is not None:
@@ -276,7 +274,7 @@ class _Engine:
         self._link, self._number, self._counts = group, 0, Counts()
         if self._settings.compression is not None:
             self._compressor, self._hook = make_compression(self._settings.compression, group)
-        self.attach(frozenset())
+        self.attach()
 
     @property
     def reducer(self) -> Reducer | None:

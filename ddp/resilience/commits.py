@@ -25,7 +25,7 @@ from ddp.horovod.optimizer import is_distributed
 from ddp.resilience.copies import copied
 from ddp.resilience.global_batch import GlobalBatch
 from ddp.resilience.join_point import JoinPoint
-from ddp.resilience.parts import ModelPart, OptimizerPart, Part, SamplerPart
+from ddp.resilience.parts import ModelPart, OptimizerPart, Part, ReducingPart, SamplerPart
 from ddp.resilience.rank_page import RankPage
 from ddp.torch_internals import buffers_of
 from ddp.world import communicating, settle
@@ -55,7 +55,7 @@ class Commits:
         self._models = {name: part for name, part in parts.items() if isinstance(part, ModelPart)}
         self._optimizers = [part for part in parts.values() if isinstance(part, OptimizerPart)]
         self._samplers = [part for part in parts.values() if isinstance(part, SamplerPart)]
-        self._reducing: list[ModelPart | OptimizerPart] = [*self._models.values(), *self._optimizers]
+        self._reducing: list[ReducingPart] = [*self._models.values(), *self._optimizers]
         self._global_batch = next((part for part in self._samplers if isinstance(part, GlobalBatch)), None)
         self._page: RankPage | None = None
         self._place = 0, 1  # the rank and the size of the world
@@ -165,7 +165,7 @@ class Commits:
                     f"a {type(each).__name__} was broadcast before the resilient function, and its ddp.State does not "
                     "hold it, so that this process did not get it: give State its model or optimizer. All start again"
                 )
-        left_out.clear()
+        left_out.clear()  # or they would live as long as this process
 
     def attach(self, group: dist.ProcessGroup) -> None:
         """Have models average, and samplers deal, over the ranks of `group` from now on. All ranks call it; blocks."""
@@ -181,7 +181,7 @@ class Commits:
             optimizer.attach(group)
 
     def interrupted(self) -> None:
-        """Keep what the group that has failed knew."""
+        """The group has failed: raise ReplacementError for what the next one would not have."""
         for model in self._models.values():
             model.interrupted()
 
@@ -265,15 +265,12 @@ class Commits:
         sent = {
             "values": self._kept,
             "parts": {name: part.to_send() for name, part in self.parts.items()},
-            "plans": {name: model.plan if number else None for name, model in self._models.items()},
         }
         sent = broadcast_object(sent if is_root else None, root, "commit", group=group)
         if not is_root:
             for name, state in sent["parts"].items():
                 self.parts[name].receive(state)
             self._set_values(sent["values"])
-        for name, plan in sent["plans"].items():
-            self._models[name].load_plan(plan)
         self._settle()
         self._stand_at(number, group.rank(), has_state=has_state)
 

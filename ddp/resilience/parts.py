@@ -29,7 +29,7 @@ from ddp.horovod.optimizer import average_over, reducer_of
 from ddp.resilience.copies import ATOMS, Copies, copied
 from ddp.torch_internals import foreach_copy
 
-__all__ = ["ModelPart", "OptimizerPart", "Part", "SamplerPart", "StatefulPart", "accompany"]
+__all__ = ["ModelPart", "OptimizerPart", "Part", "ReducingPart", "SamplerPart", "StatefulPart", "accompany"]
 
 _companions: weakref.WeakKeyDictionary[nn.Module, Part] = weakref.WeakKeyDictionary()
 
@@ -69,13 +69,44 @@ class Part:
         """Take what another rank's part has sent."""
 
 
-class ModelPart(Part):
+class ReducingPart(Part):
+    """One whose gradients a reducer may average. The plan of its buckets is that of the newest commit."""
+
+    _plan: dict[str, Any] | None = None
+
+    @property
+    def reducer(self) -> Reducer | None:
+        raise NotImplementedError
+
+    def attach(self, group: dist.ProcessGroup) -> None:
+        """Average over the ranks of `group`, from now on."""
+
+    def keep(self) -> None:
+        reducer = self.reducer
+        self._plan = None if reducer is None else reducer.plan_state()
+
+    def roll_back(self) -> None:
+        self._resume_plan(self._plan)
+
+    def to_send(self) -> Any:
+        return self._plan
+
+    def receive(self, sent: Any) -> None:
+        self._resume_plan(sent)
+
+    def _resume_plan(self, plan: dict[str, Any] | None) -> None:
+        if plan is not None and (reducer := self.reducer) is not None:
+            reducer.resume_plan(plan)
+
+
+class ModelPart(ReducingPart):
     """A module, whose parameters an optimizer changes, and whose buffers the page of the rank has."""
 
     def __init__(self, module: nn.Module, wrapper: DistributedDataParallel | None) -> None:
         self.module, self.wrapper = module, wrapper
         self._handle: RemovableHandle | None = None
-        self.plan: dict[str, Any] | None = None  # of its buckets, in the group that has failed
+        self._parameters: list[nn.Parameter] = []
+        self._trained: list[bool] = []  # which of them required a gradient at the newest commit
         self.keeps_buffers = False  # those on devices: a collective that was ended, of batch normalization, spoils them
         self._buffers: list[torch.Tensor] = []  # their copies, as at the newest commit
 
@@ -117,7 +148,7 @@ class ModelPart(Part):
         return ""
 
     def attach(self, group: dist.ProcessGroup) -> None:
-        """Average over the ranks of `group`, from now on."""
+        self._train_only(self._trained)
         if self.wrapper is not None and getattr(self.wrapper, "process_group", None) is not group:
             self.wrapper.average_over(group)  # it has let another one go
 
@@ -137,18 +168,15 @@ class ModelPart(Part):
             self._handle.remove()
 
     def interrupted(self) -> None:
-        """Keep what the group that has failed knew."""
+        """The group has failed: raise ReplacementError for what the next one would not have."""
         reducer = self.reducer
         if reducer is not None and reducer.has_users_hook:
             raise ReplacementError("a communication hook of your own does not come back: all start again")
-        if reducer is not None and not reducer.is_first:
-            self.plan = reducer.plan_state()
-
-    def load_plan(self, plan: dict[str, Any] | None) -> None:
-        if plan is not None and (reducer := self.reducer) is not None:
-            reducer.load_plan_state(plan)
 
     def keep(self) -> None:
+        super().keep()
+        self._parameters = self._parameters or [*self.module.parameters()]
+        self._trained = [parameter.requires_grad for parameter in self._parameters]
         if not self.keeps_buffers:
             return
         buffers = self._on_devices()
@@ -157,8 +185,22 @@ class ModelPart(Part):
         foreach_copy(self._buffers, buffers)
 
     def roll_back(self) -> None:
+        super().roll_back()
         if self.keeps_buffers:
             foreach_copy(self._on_devices(), self._buffers)
+
+    def to_send(self) -> Any:
+        return super().to_send(), self._trained
+
+    def receive(self, sent: Any) -> None:
+        plan, trained = sent
+        self._parameters = [*self.module.parameters()]
+        self._train_only(trained)
+        super().receive(plan)
+
+    def _train_only(self, trained: Sequence[bool]) -> None:
+        for parameter, is_trained in zip(self._parameters, trained, strict=True):
+            parameter.requires_grad_(is_trained)
 
     def _on_devices(self) -> list[torch.Tensor]:
         return [buffer.data for buffer in self.module.buffers() if not buffer.is_cpu]
@@ -185,7 +227,7 @@ def _do_nothing() -> None:
     """Stand in for the call in a copy."""
 
 
-class OptimizerPart(Part):
+class OptimizerPart(ReducingPart):
     """Its settings are copied at a commit; what it changes in a step, only if it `keeps_tensors`.
 
     Else a rank that has begun its step without committing is dirty, and gets the state of one that is not.
@@ -239,7 +281,6 @@ class OptimizerPart(Part):
         return reducer_of(self.optimizer)
 
     def attach(self, group: dist.ProcessGroup) -> None:
-        """Average over the ranks of `group`, from now on, if it is one of `ddp.horovod`."""
         average_over(self.optimizer, group)
 
     def _before_step(self, _: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -271,10 +312,12 @@ class OptimizerPart(Part):
         self._has_stepped = False
 
     def keep(self) -> None:
+        super().keep()
         self._groups = self.now()
         self._has_stepped = False
 
     def roll_back(self) -> None:
+        super().roll_back()
         has_stepped = self._has_stepped
         self.undo(self._groups)
         if not has_stepped:

@@ -31,7 +31,8 @@ class State:
     `state.epoch += 1`.
 
     `commit()` says that a step is done. After a failure every rank goes on from the newest step that any of them has
-    committed, with the values, the place in the data, the learning rates, the buffers and the random numbers of then.
+    committed, with the values, the place in the data, the learning rates, the buffers, the random numbers, the plan of
+    buckets and the frozen parameters of then.
     What it does not take care of, such as a running loss in a local variable, begins anew with the function. A rank's
     own buffers and random numbers come back to the bit where the buffers take 4 MiB at most; larger ones become those
     of one rank, as they are.

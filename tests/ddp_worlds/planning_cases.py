@@ -196,18 +196,28 @@ def a_rank_that_has_joined_takes_part() -> None:
     assert limits_of(model) == SMALL
 
 
-def a_failed_step_begins_the_measurement_anew() -> None:
+def failed_steps_are_not_measured() -> None:
+    """They do not count among the first steps, and the next one begins after them; the plan stays."""
     model = wrapped()
-    with rank_0_wants(SMALL):
-        train(model, 3)
-        fits = not dist.get_rank()
+    fits, pause_s = not dist.get_rank(), 0.5
+
+    def fail() -> None:
+        time.sleep(pause_s)
         with pytest.raises(ddp.errors.PeerFailedError if fits else RuntimeError):
             model(torch.ones(2, 48 if fits else 47)).square().mean().backward()
-        train(model, 4)
-        assert model.measurement is None
+
+    with rank_0_wants(SMALL):
         train(model, 1)
-        assert model.measurement is not None
-        assert limits_of(model) == SMALL
+        for _ in range(4):
+            assert model.measurement is None
+            fail()
+            train(model, 1)
+    assert model.measurement is not None
+    assert model.measurement.record.other_s < pause_s
+    assert limits_of(model) == SMALL
+    fail()
+    train(model, 1)
+    assert limits_of(model) == SMALL
 
 
 def a_parameter_unfrozen_while_steps_are_measured_begins_that_anew() -> None:

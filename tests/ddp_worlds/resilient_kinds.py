@@ -75,7 +75,10 @@ class Meter:
 
 
 def adversarial() -> list[Any]:
-    """Two models and two optimizers, a scaler, accumulated gradients, an average of weights, checkpoints."""
+    """Two models and two optimizers, a scaler, accumulated gradients, an average of weights, checkpoints.
+
+    One model is frozen in a part of each step.
+    """
     generator_net = network(2, 8, 6)
     generator, critic = map(ddp.DistributedDataParallel, (generator_net, network(6, 8, 1)))
     optimizers = torch.optim.Adam(generator.parameters(), 0.02), torch.optim.RMSprop(critic.parameters(), 0.01)
@@ -89,6 +92,7 @@ def adversarial() -> list[Any]:
     checkpoint = ddp.Checkpoint("saved")
 
     def step(x: Tensor, _: Tensor) -> None:
+        critic.requires_grad_(True)
         optimizers[1].zero_grad()
         made = generator(torch.randn(len(x), 2))
         fail(state, "critic")
@@ -99,6 +103,7 @@ def adversarial() -> list[Any]:
             for parameter in critic.parameters():
                 parameter.clamp_(-0.3, 0.3)
         optimizers[0].zero_grad()
+        critic.requires_grad_(False)
         with generator.no_sync(), critic.no_sync():
             scaler.scale(-critic(generator(torch.randn(len(x), 2))).mean() / 2).backward()
         fail(state, "generator")
@@ -155,22 +160,58 @@ def torchs() -> list[Any]:
     return [*net.state_dict().values()]
 
 
-def horovods() -> list[Any]:
-    """An optimizer in Horovod's style, over two backward passes, after its broadcasts."""
+def unfreezing() -> list[Any]:
+    """A layer is trained from one step on until another one. That it is, a replaced rank learns from the others."""
     net = network(6, 16, 3)
-    optimizer = torch.optim.SGD(net.parameters(), 0.05, momentum=0.9)
-    optimizer = hvd.DistributedOptimizer(
-        optimizer, named_parameters=net.named_parameters(), backward_passes_per_step=2, op=hvd.Average
-    )
-    hvd.broadcast_parameters(net.state_dict(), root_rank=0)
-    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    state = ddp.State(model=net, optimizer=optimizer, sampler=sampler, epoch=0, step=0)
+    net[0].requires_grad_(False)
+    model = ddp.DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    state = ddp.State(model=model, optimizer=optimizer, sampler=sampler, epoch=0, step=0)
 
     def step(x: Tensor, y: Tensor) -> None:
-        assert hvd.allgather_object(state.step) == [state.step] * 2
+        if state.step in (3, 7):
+            net[0].requires_grad_(state.step == 3)
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        fail(state, "forward")
+        loss.backward()
+        fail(state, "backward")
+        optimizer.step()
+
+    ddp.resilient(loop)(state, step)
+    return [*net.state_dict().values()]
+
+
+class Words(nn.Module):
+    """Has sparse gradients, which nobody knows before they are there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.words = network(6, 16, 3), nn.Embedding(5, 6, sparse=True)
+
+    def forward(self, x: Tensor, words: Tensor) -> Any:
+        return self.net(x + self.words(words))
+
+
+def horovods() -> list[Any]:
+    """An optimizer in Horovod's style, over two backward passes, after its broadcasts; some gradients are sparse."""
+    model = Words()
+    groups = [{"params": model.net.parameters(), "momentum": 0.9}, {"params": model.words.parameters()}]
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(groups, 0.05),
+        named_parameters=model.named_parameters(),
+        backward_passes_per_step=2,
+        op=hvd.Average,
+    )
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    state = ddp.State(model=model, optimizer=optimizer, sampler=sampler, epoch=0, step=0)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        assert hvd.allgather_object(state.step) == [state.step] * world.world_size
         optimizer.zero_grad()
         for half in range(2):
-            loss = nn.functional.cross_entropy(net(x[half::2]), y[half::2]) / 2
+            loss = nn.functional.cross_entropy(model(x[half::2], y[half::2]), y[half::2]) / 2
             fail(state, f"forward{half}")
             loss.backward()
         fail(state, "backward")
@@ -178,7 +219,7 @@ def horovods() -> list[Any]:
         fail(state, "step")
 
     ddp.resilient(loop)(state, step)
-    return [*net.state_dict().values()]
+    return [*model.state_dict().values()]
 
 
 def local() -> list[Any]:
@@ -231,7 +272,7 @@ def central() -> list[Any]:
 
 
 kinds = {"adversarial": adversarial, "torch": torchs, "horovod": horovods, "local": local, "central": central,
-         "foreign": foreign}  # fmt: skip
+         "foreign": foreign, "unfreezing": unfreezing}  # fmt: skip
 found = kinds[sys.argv[1]]()
 
 

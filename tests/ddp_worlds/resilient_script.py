@@ -1,7 +1,8 @@
 """Trains a small model under dtrain; a rank fails at a place of a step, once for each word of the arguments.
 
 A word is `rank.step.place.how`, such as `1.5.backward.kill`; the first process that comes there makes a file of that
-name in the working directory, and fails. Each rank prints at the end what must not depend on failures.
+name in the working directory, and fails. "module" is a place in the model's forward pass, "gradient" one in its
+backward pass, after some gradients have arrived. Each rank prints at the end what must not depend on failures.
 """
 
 import os
@@ -51,6 +52,10 @@ def fail(place: str) -> None:
                 time.sleep(0.001)
             raise RuntimeError("Connection closed by peer")
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+net[2].register_forward_pre_hook(lambda *_: fail("module"))
+net[0].weight.register_hook(lambda _: fail("gradient"))
 
 
 @ddp.resilient

@@ -46,14 +46,15 @@ class BucketSchedule:
         channel: Channel,
         members: list[Member],
         sparse: Collection[int],
-        limits: BucketLimits,
         *,
+        limits: BucketLimits,
         as_views: bool,
         own_status: Callable[[], RankStatus],
     ) -> None:
         self.order: list[int] = []
         self.specs: list[GradSpec] = []  # of the gradients, in this order
         self.repeated: frozenset[int] = frozenset()
+        self.state: dict[str, Any] = {}  # the plan in names and numbers; without sizes where these are `limits`
         self.transfer_of: list[Transfer] = []  # by index; the same list for ever, the hooks hold it
         self._channel = channel
         self._members = members
@@ -88,6 +89,12 @@ class BucketSchedule:
             for member in transfer.members:
                 self.transfer_of[member.index] = transfer
             transfer.hold_back(self.repeated)
+        names = {
+            "order": [self._members[index].name for index in order],
+            "sparse": [each.name for each in self._sparse],
+        }
+        sizes = {} if self.limits == self._first_limits else {"limits": dataclasses.asdict(self.limits)}
+        self.state = {**names, **sizes}
 
     def plans_for(self, limits: BucketLimits, *, compressed: bool = False) -> tuple[BucketPlan, ...]:
         """The buckets that limits give, in launch order; nothing changes. `compressed`: as they would be then."""
@@ -108,14 +115,6 @@ class BucketSchedule:
         self.end()
         self.plan(self.order, self.repeated)
 
-    def plan_state(self) -> dict[str, Any]:
-        """The plan in names and numbers; without sizes where these are what the constructor was given."""
-        state: dict[str, Any] = {
-            "order": [self._members[index].name for index in self.order],
-            "repeated": [self._members[index].name for index in sorted(self.repeated)],
-        }
-        return state if self.limits == self._first_limits else {**state, "limits": dataclasses.asdict(self.limits)}
-
     def check_plan_state(self, state: Mapping[str, Any]) -> None:
         """Raise CheckpointError if the plan is of other parameters."""
         mine = {self._members[index].name for index in self.order}
@@ -126,15 +125,13 @@ class BucketSchedule:
                 f"{'here' if odd in mine else 'there'}"
             )
 
-    def load_plan_state(self, state: Mapping[str, Any]) -> set[int]:
-        """Plan as `plan_state` says; return which gradients become ready more than once."""
+    def load_plan_state(self, state: Mapping[str, Any], repeated: Collection[int]) -> None:
+        """Plan as `state` was elsewhere, for gradients of which those in `repeated` become ready more than once."""
         index_of = {member.name: member.index for member in self._members}
         if (limits := state.get("limits")) is not None:
             firsts = tuple(map(int, limits["first_caps_bytes"]))
             self.limits = BucketLimits(limits["cap_bytes"], firsts, limits["own_bytes"], limits.get("piece_bytes"))
-        repeated = {index_of[name] for name in state["repeated"]}
         self.plan([index_of[name] for name in state["order"]], repeated)
-        return repeated
 
     def _transfer(self, index: int, plan: BucketPlan, count: int) -> Transfer:
         members = [self._members[slot.spec.index] for slot in plan.slots]

@@ -125,11 +125,16 @@ class BucketPlanner:
     @property
     def decides(self) -> bool:
         """Whether the ranks agree at the end of the pass that is counted now."""
-        return self.timer is not None and self._steps == _HELD_STEPS + _FREE_STEPS + self.clock.late_steps
+        return self.timer is not None and self._steps >= _HELD_STEPS + _FREE_STEPS + self.clock.late_steps
 
     def mark(self, moment: Moment) -> None:
         """This moment of a step is now."""
         (self.timer or self.recent).mark(moment)
+
+    def step_failed(self) -> None:
+        """A pass has failed on this rank: the next step begins here."""
+        if self.timer is not None:
+            self.timer.end_step({})
 
     def step_ended(self, schedule: BucketSchedule, arrived: Mapping[int, Any], *, has_joined: bool) -> None:
         """The averages of a pass are in place. After the last that is measured, agree with the other ranks; blocks.

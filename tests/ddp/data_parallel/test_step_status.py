@@ -29,6 +29,11 @@ def test_a_failure_on_one_rank_is_everybodys_in_the_same_step(
         assert took_s < 5
 
 
+@pytest.mark.parametrize("fails_in", ["forward", "backward", "hook"])
+def test_failures_change_no_bit_of_later_steps(nursery: Nursery, fails_in: str) -> None:
+    nursery.run(3, "ddp_worlds.step_status_cases:failures_change_no_bit", group="gloo", fails_in=fails_in)
+
+
 @pytest.mark.parametrize("who", [0, 2])
 @pytest.mark.parametrize("fails_in", ["inputs", "inputs, join", "module", "output", "forward, hook", "hook"])
 def test_a_failure_beside_a_collective_of_forward_leaves_all_ranks_in_step(

@@ -41,6 +41,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str]
         (3, "", ("1.2.forward.kill", "0.4.backward.kill", "2.6.step.kill", "0.9.commit.raise", "1.11.load.exit",
                  "0.15.forward.raise", "2.15.forward.raise")),  # the last two at once
         (3, "gloo", ("1.0.load.kill", "0.4.step.kill", "2.5.commit.kill", "1.7.forward.raise", "1.24.end.kill")),
+        # After these all ranks need the buckets that they had: with three ranks, gloo's order of sums depends on them.
+        (3, "gloo", ("0.0.gradient.raise", "1.1.gradient.raise", "2.2.module.raise", "1.5.gradient.kill",
+                     "0.8.gradient.raise", "2.13.gradient.raise")),
+        (3, "gloo", ("2.0.module.raise", "2.1.gradient.kill", "0.2.gradient.raise", "1.6.module.raise")),
         (2, "", ("0.0.backward.kill", "0.12.load.kill", "1.24.commit.kill", "1.36.end.kill")),
         # Rank 2 dies when its gradients are on their way; rank 0 has stepped with them, rank 1 has not.
         (3, "", ("2.5.backward.kill", "1.5.backward.hear")),
