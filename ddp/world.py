@@ -311,6 +311,8 @@ def rejoin(
         member.joining = number
         # Broken with the other connections, so that nobody waits in vain at the store.
         own = member.connections.clone(member.store, int(os.environ["MASTER_PORT"]))
+        if is_over():  # announced before there was anything to break
+            return False
         hook = sys.excepthook
         try:
             _connect(member, PrefixStore(f"{prefix}/default_pg", own))

@@ -152,44 +152,75 @@ def test_a_checkpoint_loaded_before_the_function_is_no_obstacle(tmp_path: Path) 
 
 DIES_WHILE_IT_MEETS_THE_OTHERS = """\
 from ddp import world as ddp_world
+from ddp.resilience import loop
 
 
-def dies(*names):
-    for name in names:
-        try:
-            Path(name).touch(exist_ok=False)
-        except FileExistsError:
-            continue
-        os.kill(os.getpid(), signal.SIGKILL)
+def is_first(name):
+    try:
+        Path(name).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def wait_until(holds):
+    deadline = time.monotonic() + 60
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
+def dies(name, *others):
+    # once the others are where they are to be then
+    if not Path(name).exists():
+        wait_until(lambda: all(Path(other).exists() for other in others))
+        if is_first(name):
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def meet(*arguments):
-    if world.rank == 1 and "1.2.forward.kill" in os.listdir():
+    if world.rank == 1 and Path("1.2.forward.kill").exists():
         dies("before it is at the store")
-    return really_meet(*arguments)
+    have_met = really_meet(*arguments)
+    if have_met and world.rank == 2 and Path("rank 0 waits").exists() and is_first("rank 2 has met"):
+        # What it hears now breaks no connection that it makes from here on.
+        wait_until(lambda: broken and broken[-1] > loop._loop_of_process()._joining)
+    return have_met
 
 
 def connect(member, store):
+    if member.joining > 0:
+        Path(f"rank {world.rank} connects in {member.joining}").touch()
     if member.joining > 0 and world.rank == 1:
-        dies("while it connects", "while it connects again")
-    if member.joining == 2 and world.rank == 0:
+        dies("while it connects", *(f"rank {rank} connects in {member.joining}" for rank in (0, 2)))
+        dies("while it connects again", f"rank 0 connects in {member.joining}", "rank 2 has met")
+    if member.joining > 0 and world.rank == 0 and is_first("rank 0 waits"):
         time.sleep(600)  # as gloo waits for a rank that has told where it is to be found, and whose host is off now
     really_connect(member, store)
 
 
+def break_connections():
+    really_break()
+    broken.append(loop._loop_of_process()._announcements.newest)
+
+
+broken = []
 really_meet, ddp_world.meet = ddp_world.meet, meet
 really_connect, ddp_world._connect = ddp_world._connect, connect
+really_break, loop.break_connections = loop.break_connections, break_connections
 """
 
 
 def test_a_rank_that_dies_again_and_again_while_it_meets_the_others_is_replaced_and_who_waits_for_it_too(
     tmp_path: Path, undisturbed: Callable[[int, str], Results]
 ) -> None:
-    """Rank 0 waits for what nobody can break, until it ends by itself. Rank 2 has the state meanwhile."""
+    """Rank 0 waits for what nobody can break, until it ends by itself. Rank 2 has the state meanwhile.
+
+    The last time, rank 2 hears that rank 1 is gone just before it makes its first connection.
+    """
     script = changed(tmp_path, ("entered = 0\n", DIES_WHILE_IT_MEETS_THE_OTHERS + "entered = 0\n"))
     result = run(tmp_path, 3, "1.2.forward.kill", restarts=5, backend="gloo", script=script)
     assert result.returncode == 0, result
-    died = {"before it is at the store", "while it connects", "while it connects again"}
+    died = {"before it is at the store", "while it connects", "rank 2 has met", "while it connects again"}
     assert {each.name for each in tmp_path.iterdir()} >= died
     assert "rank 0 waits for a rank that is gone, and ends" in result.stderr + result.stdout
     assert result.stderr.count("only this worker restarts") == 5, result.stderr
