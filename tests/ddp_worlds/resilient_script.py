@@ -2,7 +2,8 @@
 
 A word is `rank.step.place.how`, such as `1.5.backward.kill`; the first process that comes there makes a file of that
 name in the working directory, and fails. "module" is a place in the model's forward pass, "gradient" one in its
-backward pass, after some gradients have arrived. Each rank prints at the end what must not depend on failures.
+backward pass, after some gradients have arrived. Ranks that fail at the same place of a step wait for each other there.
+Each rank prints at the end what must not depend on failures.
 """
 
 import os
@@ -32,6 +33,12 @@ state = ddp.State(model=model, optimizer=optimizer, scheduler=scheduler, sampler
 entered = 0
 
 
+def wait_for(*words: str) -> None:
+    deadline = time.monotonic() + 60
+    while not all(Path(word).exists() for word in words) and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
 def fail(place: str) -> None:
     for word in sys.argv[1:]:
         name, _, how = word.rpartition(".")
@@ -42,15 +49,17 @@ def fail(place: str) -> None:
         except FileExistsError:
             continue
         print("fails", word, time.monotonic(), flush=True)
+        if how == "pass":  # no failure: others wait until this rank was here
+            continue
+        wait_for(*(other for other in sys.argv[1:] if f".{state.step}.{place}.{how}" in other))
         if how == "raise":
             raise ValueError(word)
         if how == "exit":
             os._exit(3)
         if how == "hear":  # as if this rank's connection had ended and not the others', when the others have failed
-            deadline = time.monotonic() + 30
-            while not all(Path(other).exists() for other in sys.argv[1:]) and time.monotonic() < deadline:
-                time.sleep(0.001)
+            wait_for(*sys.argv[1:])
             raise RuntimeError("Connection closed by peer")
+        wait_for(*(other for other in sys.argv[1:] if other.endswith(".pass")))
         os.kill(os.getpid(), signal.SIGKILL)
 
 
