@@ -81,7 +81,7 @@ from launcher.protocol.two_way import Heartbeat
 
 WORLDS, CHUNKS = int(os.environ.get("SIMULATED_WORLDS", "500")), 20
 # Each of these has once shown an error, here or in the job.
-KEPT = (787905405, 271581307, 1640485759, 4049407496, 2752361647, 3141837396, 649958285, 4061452041)
+KEPT = (787905405, 271581307, 1640485759, 4049407496, 2752361647, 3141837396, 649958285, 4061452041, 2847861547)
 LIMITS = Limits.shared()  # for nobody: the guards here know by themselves
 PYTHON = "{}.{}.{}".format(*sys.version_info[:3])
 T0 = 1000.0
@@ -905,7 +905,7 @@ class World:
         if agent.node.frozen:
             agent.node.postponed.append(lambda: self.fail(agent, worker, status, error))
             return
-        if not worker.alive or worker.failing is not None:
+        if not worker.alive or worker.hangs or worker.failing is not None:
             return
         if agent.suspended or agent.kill_at < float("inf") or not agent.alive:
             return
