@@ -11,7 +11,7 @@ import psutil
 import pytest
 from testbed import left
 from testbed.left import Watch, nothing_left, own_group
-from testbed.processes import MARK, everyone, kill, marked, run_program, started
+from testbed.processes import MARK, everyone, kill, marked, run_program, started, wait_until
 
 from launcher.agent.cleanup.run_tag import RunTag
 
@@ -146,6 +146,7 @@ def test_what_another_program_of_the_test_has_is_not_taken_for_left(watch: Watch
 def test_what_a_call_in_this_process_leaves_is_named(watch: Watch) -> None:
     with nothing_left("it()"):
         process = psutil.Popen(["sleep", "600"])
+        wait_until(lambda: marked({watch.mark}), "it has its variables")
     assert [f"pid {process.pid} " in each and "left when `it()`" in each for each in watch.found] == [True]
     process.kill()
     process.wait()

@@ -107,8 +107,9 @@ def test_a_backend_that_is_named_is_known_to_torch(nursery: Nursery, tmp_path: P
     assert result.returncode == 0, result.stderr
 
 
-def test_under_torchrun(script: Path) -> None:
-    result = run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script])
+def test_under_torchrun(script: Path, tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    result = run([*torchrun, script], TMPDIR=str(tmp_path))  # it leaves a folder there
     first, second = reports(result)
     assert (first["rank"], second["rank"]) == (0, 1)
     assert (first["is_main"], second["is_main"]) == (True, False)

@@ -12,12 +12,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import getpass
 import os
 import signal
 import stat
 import struct
 import subprocess
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -31,9 +31,9 @@ SHARED_MEMORY = "/dev/shm"
 # The processes of a lab's daemons for each command that they run. They end after the client has the exit code, and no
 # client can wait for that.
 SESSIONS_OF_DAEMONS = ("sshd", "slurmstepd")
-# Folders of this user, of no run: the next one finds them there. Those of ours are empty.
+# Folders of this user that all runs share: they stay, and what is in them does not.
 KEPT = (f"dtrain-{os.geteuid()}", f"ddp-{os.geteuid()}")
-KEPT_BY_TORCH = f"torchinductor_{getpass.getuser()}"
+KEPT_BY_TORCH = "torchinductor_"  # and the user's name
 _IN_CREATE = 0x100
 _EVENT = struct.Struct("iIII")  # struct inotify_event
 _LISTENS = {"tcp": (3, "0A"), "tcp6": (3, "0A"), "unix": (3, "00010000")}  # in /proc/net: a column, and what it says
@@ -81,7 +81,7 @@ class Watch:
         groups = [group for group in (own_group(), *(g for lab in self.labs for g in lab.groups)) if group]
         possible = (f"{group}/{name}" for name in self.agents(temps) for group in groups)
         found |= set(filter(os.path.exists, possible))
-        return {path for path in found if os.path.basename(path) != KEPT_BY_TORCH}
+        return {path for path in found if not os.path.basename(path).startswith(KEPT_BY_TORCH)}
 
     def close(self) -> None:
         self._names.close()
@@ -167,15 +167,15 @@ class Program(subprocess.Popen[bytes]):
 
 def mark_of(pid: int) -> str:
     """Return the mark in a process's environment; empty if it has none, has ended, or is another user's."""
-    for _ in range(3):  # in the middle of an exec it has no environment for a moment
+    for _ in range(5):
         try:
             with open(f"/proc/{pid}/environ", "rb") as file:
-                environment = file.read()
+                environment = b"\0" + file.read()
         except OSError:
             return ""
-        if environment:
-            _, found, rest = b"\0".join((b"", environment)).partition(f"\0{MARK}=".encode())
-            return rest.partition(b"\0")[0].decode() if found else ""
+        if len(environment) > 1:
+            return environment.partition(f"\0{MARK}=".encode())[2].partition(b"\0")[0].decode()
+        time.sleep(0.002)  # in the middle of an exec it has none for a moment
     return ""
 
 

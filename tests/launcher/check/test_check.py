@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from testbed import REPOSITORY
 from testbed.gpu_machine import GpuMachine
+from testbed.left import TEST_CHARS
 from testbed.namespaces import run_part
 from testbed.network import NetworkHosts
 from testbed.processes import MARK, Result, run_dtrain, run_program, started_dtrain
@@ -124,7 +125,7 @@ def test_a_check_that_is_stopped_leaves_nothing(ssh_hosts: SshHosts) -> None:
             with contextlib.suppress(OSError):
                 if program.encode() in (folder / "cmdline").read_bytes():
                     environment = (folder / "environ").read_bytes()
-                    return any(mark.encode() in environment for mark in (ssh_hosts.mark, os.environ[MARK]))
+                    return any(mark[:TEST_CHARS].encode() in environment for mark in (ssh_hosts.mark, os.environ[MARK]))
             return False
 
         with started_dtrain(*argv) as process:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import pytest
@@ -283,13 +283,10 @@ def test_what_to_type_is_printed_and_does_what_it_says(tmp_path: Path, port: int
     assert printed.returncode == 0
     typed = [line for line in printed.stdout.splitlines() if line.startswith("cd ")]
     assert [re.findall(r"--node-rank (\d)", line) for line in typed] == [["0"], ["1"]]
-    env = {**os.environ, "HOME": str(tmp_path), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    running = [subprocess.Popen(["bash", "-c", line], env=env, stdout=subprocess.PIPE) for line in typed]
-    try:
+    env = {"HOME": str(tmp_path), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    with ExitStack() as stack:
+        running = [stack.enter_context(started("bash", "-c", line, env=env)) for line in typed]
         outputs = [process.communicate(timeout=60)[0] for process in running]
-    finally:
-        for process in running:
-            process.kill()
     assert [process.returncode for process in running] == [0, 0]
     assert outputs[0].count(b"place") == 2
 

@@ -250,7 +250,7 @@ def test_what_on_end_leaves_in_the_background_is_not_waited_for(monkeypatch: pyt
     command = "(while [ ! -e go ]; do sleep 0.1; done; echo later) & echo é at once"
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", notebook)
-        launch(_rank, nproc_per_node=1, on_end=command)
+        launcher.launch(_rank, nproc_per_node=1, on_end=command)
     assert notebook.getvalue() == "é at once\n"
     Path("go").touch()
     wait_until(lambda: notebook.getvalue() == "é at once\nlater\n", "what it writes is shown all the same")
@@ -298,7 +298,7 @@ print(among, ratio())
 
 
 def test_a_worker_may_not_launch() -> None:
-    error = _failure(partial(launch, print))
+    error = _failure(partial(launcher.launch, print))
     assert error.type == "UsageError"
     assert f"launch() was called in rank {error.rank} of a run" in error.message
 

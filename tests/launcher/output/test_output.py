@@ -5,7 +5,6 @@ import pty
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -13,12 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import psutil
 import pytest
+from testbed.left import Program
 from testbed.outcomes import STOOD, evidence
-from testbed.processes import run_dtrain, run_program, started, started_dtrain, wait_until
+from testbed.processes import run_dtrain, run_program, started, started_dtrain, wait_until, watched
 
 from launcher.controller.controller import Controller
 from launcher.hosts.host import Host, HostKind
@@ -193,10 +193,9 @@ def test_second_run_of_the_same_name_keeps_the_first_ones_files(tmp_path: Path) 
 def terminal_run(folder: Path, *argv: str) -> bytes:
     """Run dtrain on a terminal of its own and return all that the terminal was sent."""
     main, secondary = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "launcher", "run", *argv],
-        stdin=secondary, stdout=secondary, stderr=secondary, cwd=folder, start_new_session=True,
-    )  # fmt: skip
+    words = [sys.executable, "-m", "launcher", "run", *argv]
+    streams: dict[str, Any] = {"stdin": secondary, "stdout": secondary, "stderr": secondary}
+    process = watched(lambda env: Program(words, env=env, cwd=folder, start_new_session=True, **streams), words)
     os.close(secondary)
     seen = b""
     try:
@@ -283,7 +282,8 @@ def test_terminal_that_vanishes_does_not_stop_the_run(tmp_path: Path) -> None:
     )
     main, secondary = pty.openpty()
     argv = ["nohup", sys.executable, "-m", "launcher", "run", "--run-id", "r", str(path)]
-    process = subprocess.Popen(argv, stdin=secondary, stdout=secondary, stderr=secondary, cwd=tmp_path)
+    streams: dict[str, Any] = {"stdin": secondary, "stdout": secondary, "stderr": secondary}
+    process = watched(lambda env: Program(argv, env=env, cwd=tmp_path, **streams), argv)
     os.close(secondary)
     time.sleep(0.6)
     os.close(main)

@@ -2,11 +2,7 @@
 
 import contextlib
 import os
-import pty
-import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,6 +10,7 @@ import psutil
 import pytest
 from testbed.processes import MARK, marked, run_dtrain, started_dtrain, wait_until, wait_up
 from testbed.sshd import SshHosts
+from testbed.terminal import dtrain_on_terminal
 
 from launcher.machine.processes import find
 
@@ -313,27 +310,11 @@ def test_interrupt_typed_at_a_terminal_reaches_the_workers_once(tmp_path: Path) 
         "print('up', flush=True)\n"
         "while not seen: time.sleep(0.01)\ntime.sleep(0.3)\nprint('interrupts:', len(seen), flush=True)"
     )
-    main, secondary = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "launcher", "run", str(script)],
-        stdin=secondary, stdout=secondary, stderr=secondary, cwd=tmp_path, start_new_session=True,
-        preexec_fn=lambda: __import__("fcntl").ioctl(0, __import__("termios").TIOCSCTTY, 0),
-    )  # fmt: skip
-    os.close(secondary)
-    seen = b""
-    try:
-        while b"up" not in seen:
-            seen += os.read(main, 4096)
-        os.write(main, b"\x03")
-        while not re.search(rb"interrupts: [0-9]", seen):
-            seen += os.read(main, 4096)
-        wait_until(lambda: process.poll() is not None, "dtrain has ended")
-    finally:
-        process.kill()
-        process.wait()
-        os.close(main)
-    assert b"interrupts: 1" in seen
-    assert process.returncode == 130
+    with dtrain_on_terminal("run", script, cwd=tmp_path) as terminal:
+        terminal.read_until("up")
+        terminal.type("\x03")
+        assert terminal.wait() == 130
+    assert "interrupts: 1" in terminal.shown
 
 
 def test_stopped_and_continued_dtrain_goes_on(tmp_path: Path) -> None:
