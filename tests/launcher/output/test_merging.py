@@ -216,6 +216,20 @@ def test_a_prompt_has_the_terminal_alone_until_it_is_answered() -> None:
     assert b"dtrain: something" in seen
     assert bytes(seen).endswith(b"[a:0] 42\r\n")
     assert seen.count(b"(Pdb)") == 1
+    assert b"not shown" not in seen, "there was room for all"
+
+
+def test_what_a_rank_left_unfinished_is_shown_when_it_ends() -> None:
+    with terminal() as (descriptor, seen):
+        console = console_of(descriptor, 2, None)
+        console.write(0, 1, b"half of a line")
+        console.write(0, 2, b"half of an error")
+        console.write(1, 1, b"of another rank")
+        console.end_line(0)
+        console.write(0, 1, b"next\n")
+        console.finish()
+    of_rank = [line for line in shown_lines(seen) if line.startswith("[a:0]")]
+    assert of_rank == ["[a:0] half of a line", "[a:0] half of an error", "[a:0] next"]
 
 
 def test_what_waits_for_an_answer_is_bounded_and_that_is_said() -> None:
