@@ -127,7 +127,8 @@ class Start:
                 continue
             mark = mark_of(pid)
             of_lab = mark[:TEST_CHARS] in marks or any(tag.is_on(process) for tag in tags)
-            if mark == self.mark or (of_lab and not self._belongs_to_lab(process)):
+            is_left = mark == self.mark or (of_lab and not self._belongs_to_lab(process))
+            if is_left and processes.find(pid) is not None:  # on a host that was lost, it may be about to end
                 yield describe(pid)
 
     def _belongs_to_lab(self, process: processes.Process) -> bool:

@@ -172,7 +172,7 @@ def test_what_is_kept_warm_serves_a_run_with_other_variables_unless_a_package_lo
 
     def run(**variables: str) -> tuple[str, bool]:
         options = ("--keep-warm", "5m", "-x", "OF_RUN", "script.py")
-        result = run_dtrain("run", "-v", *options, cwd=tmp_path, env={"OF_RUN": "1", **variables})
+        result = run_dtrain("run", "-v", *options, cwd=tmp_path, env={"OF_RUN": "1", **variables}, outlived=True)
         assert "1 worker was forked" in result.stderr, result
         return re.findall("seen (.*)", result.stdout)[0], "since an earlier run" in result.stderr
 

@@ -316,7 +316,7 @@ HELD_S = 12.0  # longer than each of the limits
 @pytest.mark.parametrize("where", [["--nproc-per-node", "2"], ["--simulate", "--nnodes", "2", "--nproc-per-node", "1"]])
 def test_a_debugger_may_be_held_for_longer_than_every_timeout(where: list[str], folder: Path) -> None:
     (folder / "script.py").write_text(TRAINING)
-    limits = ["--stall-timeout-s", "4", "--hang", "3s", "--heartbeat-timeout-s", "10"]
+    limits = ["--stall-timeout-s", "8", "--hang", "8s", "--heartbeat-timeout-s", "10"]
     detached(*limits, *where, "script.py")
     with dtrain_on_terminal("debug", "r", "--rank", "1", cwd=folder) as terminal:
         debugger = Debugger(terminal, 1)
