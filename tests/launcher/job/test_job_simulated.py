@@ -81,7 +81,9 @@ from launcher.protocol.two_way import Heartbeat
 
 WORLDS, CHUNKS = int(os.environ.get("SIMULATED_WORLDS", "500")), 20
 # Each of these has once shown an error, here or in the job.
-KEPT = (787905405, 271581307, 1640485759, 4049407496, 2752361647, 3141837396, 649958285, 4061452041, 2847861547)
+KEPT = (
+    787905405, 271581307, 1640485759, 4049407496, 2752361647, 3141837396, 649958285, 4061452041, 2847861547, 2123441745,
+)  # fmt: skip
 LIMITS = Limits.shared()  # for nobody: the guards here know by themselves
 PYTHON = "{}.{}.{}".format(*sys.version_info[:3])
 T0 = 1000.0
@@ -253,7 +255,6 @@ class World:
         self.signals: list[int] = []
         self.lost_hosts = self.grown = 0
         self.clock_error = 0.0
-        self.slept_s = 0.0  # in all
         self.phase = self.job.phase  # before what is handled
         self.spins = 0
         self.steps = self.kills = 0
@@ -390,6 +391,9 @@ class World:
                 node = self.nodes[command.host.name]
                 self.later(0.01 + self.delay(node), self.connect, node, command.link)
             elif isinstance(command, Close):
+                for root in self.roots:
+                    if (root.kind, root.host) == (FailureKind.HOST_LOST, command.host):
+                        root.told_at = min(root.told_at, self.now)
                 self.close(self.nodes[command.host])
             elif isinstance(command, SuspendSelf):
                 self.suspend()
@@ -1154,7 +1158,6 @@ class World:
         if self.chance.random() < 0.3:
             self.later(self.chance.uniform(0, asleep_s), self.cut, self.chance.choice(list(self.nodes.values())))
         self.disturbed(asleep_s)
-        self.slept_s += asleep_s
         until = self.now + asleep_s
         waiting: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         handle, self.handle = self.handle, lambda event: waiting.append((handle, (event,)))  # type: ignore[method-assign]
@@ -1305,17 +1308,10 @@ class World:
     def check_cause(self, attempt: AttemptState, cause: Failure) -> None:
         """The cause is the first of what failed by itself, as far as the clocks tell."""
         assert attempt.number == cause.attempt
-        # A host that was lost before the attempt began takes part in it only while the job does not know of that.
-        unnoticed_s = max(self.spec.heartbeat_timeout_s, self.spec.start_timeout_s) + self.slept_s
         roots = [
             root
             for root in self.roots
-            if root.attempt == attempt.number
-            or (
-                root.kind is FailureKind.HOST_LOST
-                and root.attempt < attempt.number
-                and root.at >= attempt.began - unnoticed_s
-            )
+            if root.attempt == attempt.number or (root.kind is FailureKind.HOST_LOST and root.attempt < attempt.number)
         ]
         slack = 0.1 + max(node.latency for node in self.nodes.values()) * 2
         slack += self.clock_error
@@ -1342,7 +1338,7 @@ class World:
             return
         if looks_like_consequence(cause) and any(r.alone and cause.at - 0.5 - slack < r.at <= cause.at for r in roots):
             return  # of a failure that had not ended the attempt by itself
-        told = [r for r in roots if (r.told_at <= stopped_at and not r.alone) or r.kind is FailureKind.HOST_LOST]
+        told = [root for root in roots if attempt.began <= root.told_at <= stopped_at and not root.alone]
         assert same or not told, f"the cause is {cause}, but these came by themselves: {told}"
         if same and sure:
             first = min(root.at for root in sure)
