@@ -85,10 +85,13 @@ class RunTag:
             self.cgroup.kill()
 
     def remove(self) -> None:
-        """Remove what the run tag has outside of processes: the folder for files, and the group."""
-        remove_folder(self.value)
+        """Remove what the run tag has outside of processes: the group, and the folder for files.
+
+        The folder is the last: it is how the next run finds what a killed one has left.
+        """
         if self.cgroup is not None:
             self.cgroup.remove()
+        remove_folder(self.value)
 
     def is_on(self, process: Process) -> bool:
         """Say whether a process has it, by itself or from who started it."""
