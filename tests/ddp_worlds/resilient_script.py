@@ -35,7 +35,8 @@ entered = 0
 
 def wait_for(*words: str) -> None:
     deadline = time.monotonic() + 60
-    while not all(Path(word).exists() for word in words) and time.monotonic() < deadline:
+    while not all(Path(word).exists() for word in words):
+        assert time.monotonic() < deadline, words
         time.sleep(0.001)
 
 

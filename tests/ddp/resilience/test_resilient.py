@@ -165,7 +165,8 @@ def is_first(name):
 
 def wait_until(holds):
     deadline = time.monotonic() + 60
-    while not holds() and time.monotonic() < deadline:
+    while not holds():
+        assert time.monotonic() < deadline
         time.sleep(0.001)
 
 
@@ -181,7 +182,7 @@ def meet(*arguments):
     if world.rank == 1 and Path("1.2.forward.kill").exists():
         dies("before it is at the store")
     have_met = really_meet(*arguments)
-    if have_met and world.rank == 2 and Path("rank 0 waits").exists() and is_first("rank 2 has met"):
+    if have_met and world.rank == 2 and Path("while it connects").exists() and is_first("rank 2 has met"):
         # What it hears now breaks no connection that it makes from here on.
         wait_until(lambda: broken and broken[-1] > loop._loop_of_process()._joining)
     return have_met
