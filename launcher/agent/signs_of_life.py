@@ -1,10 +1,11 @@
 """What can be seen of workers from outside, at each heartbeat: how long each has been silent, and who is stopped.
 
-A sign of life is a step, a checkpoint, the begin or end of a phase (ddp/monitoring/progress.py), or output. Only those
-workers are watched that have made a step, or, without ddp, have written something at OUTPUTS looks: before that, a
-silence is a start. Nor is one silent that waits for its standard input, for somebody to type. What a silence means is
-for the controller to say (launcher/hangs). Nor does a silence tell how long a step takes while a worker meets others
-again, and waits for one that starts: until its next step none is learned.
+A sign of life is a step, a checkpoint, the begin or end of a phase (ddp/monitoring/progress.py), or, of a worker that
+has made no step, a new line of output. A line that is drawn again is none: progress bars do that while training stands
+still. Only those workers are watched that have made a step, or, without ddp, have written new lines at OUTPUTS looks:
+before that, a silence is a start. Nor is one silent that waits for its standard input, for somebody to type. What a
+silence means is for the controller to say (launcher/hangs). Nor does a silence tell how long a step takes while a
+worker meets others again, and waits for one that starts: until its next step none is learned.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class _Signs:
         self.since = now
         self.phase = 0
         self.steps = 0
-        self.outputs = -1  # looks at which there was new output, or anything; the first one finds what was before
+        self.outputs = -1  # looks at which there was a new line, or anything; the first one finds what was before
         self.is_stopped = False
         self.regroups_until = -1  # steps
 
@@ -86,7 +87,7 @@ class SignsOfLife:
 
     def _read(self, worker: Worker, signs: _Signs, now: float) -> None:
         steps, saved = worker.progress
-        seen = (steps, saved, worker.phase, worker.output_bytes)
+        seen = (steps, saved, worker.phase, 0 if steps else worker.output_lines)
         if seen != signs.seen:
             if signs.is_watched and signs.steps > signs.regroups_until:
                 self.longest_s[signs.phase] = max(self.longest_s[signs.phase], now - signs.since)

@@ -1,7 +1,7 @@
 """Which rank hangs: how long a silence is too long, learned from the run itself, and who is to blame. Pure.
 
-A sign of life is a step, a checkpoint, the begin or end of a phase, or output. A silence that is too long begins
-nothing but looks at all ranks. A rank is blamed only if
+Signs of life are those of launcher/agent/signs_of_life.py. A silence that is too long begins nothing but looks at all
+ranks. A rank is blamed only if
 
 - the others wait for it: half of the ranks at least are in some communication, and it is not (positions.py), and
 - two looks one after another find it idle: it and its children use no CPU time, none waits for a disk, and its line

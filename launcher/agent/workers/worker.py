@@ -205,6 +205,7 @@ class Worker:
         self.status: int | None = None
         self.reported = False
         self.output_bytes = 0  # that were read of it
+        self.output_lines = 0  # that it has ended
         self._begun: dict[int, str] = {}  # by stream, what its last line is if it has no end yet: a bar or a prompt
         self.ended = 0.0
         self._kill_at: float | None = None  # once it is known to have failed while its process goes on
@@ -247,6 +248,7 @@ class Worker:
     def wrote(self, stream: int, data: bytes) -> None:
         """Take note of what was read of it."""
         self.output_bytes += len(data)
+        self.output_lines += data.count(b"\n")
         _, newline, rest = data.rpartition(b"\n")
         before = "" if newline else self._begun.get(stream, "")
         self._begun[stream] = "bar" if b"\r" in rest or before == "bar" else "prompt" if rest else before

@@ -23,7 +23,7 @@ class FakeWorker:
         self.pid = pid or os.getpid()
         self.progress = (0, 0)
         self.phase = 0
-        self.output_bytes = 0
+        self.output_lines = 0
 
 
 class Looks:
@@ -66,7 +66,7 @@ def test_the_wait_for_a_replacement_teaches_nothing() -> None:
     worker.progress = (31, 0)
     looks.look()
     looks.look(after_s=300)
-    worker.output_bytes = 9  # it says that it begins anew
+    worker.output_lines = 9  # it says that it begins anew
     looks.look()
     looks.look(after_s=60)  # its first batch
     worker.progress = (35, 0)
@@ -76,6 +76,16 @@ def test_the_wait_for_a_replacement_teaches_nothing() -> None:
     worker.progress = (36, 0)
     looks.look()
     assert looks.signs.longest_s == [3, 0, 0], "it learns again"
+
+
+def test_output_is_no_sign_of_life_once_there_was_a_step() -> None:
+    worker = FakeWorker(0)
+    looks = Looks(worker)
+    worker.progress = (5, 0)
+    looks.look()
+    for lines in range(1, 16):  # a thread that logs
+        worker.output_lines = lines
+        assert (looks.look().silent_s, looks.signs.longest_s) == (lines, [0, 0, 0])
 
 
 def test_each_phase_has_its_longest_silence() -> None:
@@ -100,7 +110,7 @@ def test_without_steps_it_is_the_output_that_counts_once_there_was_some() -> Non
     for number in range(1, OUTPUTS + 1):
         looks.look(after_s=3)
         assert looks.signs.silent_s == 0, "not watched yet"
-        worker.output_bytes = number
+        worker.output_lines = number
         looks.look(after_s=0)
     assert looks.look(after_s=3).silent_s == 3
 

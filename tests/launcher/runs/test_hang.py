@@ -202,10 +202,26 @@ LONG_S = 200.0
 
 # ---- --hang ----------------------------------------------------------------------------------------------------
 
+# A progress bar that a thread goes on drawing, as tqdm's monitor does.
+BAR = """\
+import sys, threading, time
+
+def draw():
+    while True:
+        sys.stderr.write("\\rstep 40 of 60")
+        sys.stderr.flush()
+        time.sleep(1)
+
+def draw_bar():
+    threading.Thread(target=draw, daemon=True).start()
+
+"""
+
 RESILIENT = (
     HEADER
+    + BAR
     + """\
-import os, signal, sys, time
+import os, signal
 world = ddp.init()
 torch.manual_seed(1)
 net = torch.nn.Linear(6, 3)
@@ -218,6 +234,7 @@ def load():
         open("hung", "w").write(str(time.monotonic()))
         if sys.argv[1] == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
+        draw_bar()
         time.sleep(600)
     if sys.argv[1] != "well":
         time.sleep(0.05)
@@ -329,12 +346,14 @@ def test_a_parameter_server_that_hangs_or_has_nothing_to_do_is_told_apart(tmp_pa
 
 SILENT = (
     HEADER
+    + BAR
     + """\
-import os, time
+import os
 dist.init_process_group("gloo")
 
 def step(number):
     if number == 50 and dist.get_rank() == 2 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        draw_bar()
         time.sleep(600)
     dist.all_reduce(torch.ones(4))
 
