@@ -371,7 +371,7 @@ def test_a_script_without_ddp_that_stops_printing_is_made_again(tmp_path: Path) 
     script = tmp_path / "script.py"
     script.write_text(SILENT)
     options = ("--nproc-per-node", "3", "--max-restarts", "1", "--hang", "2s", "--grace-s", "1")
-    result = run_dtrain("run", *options, script, cwd=tmp_path)
+    result = run_dtrain("run", *options, script, cwd=tmp_path, timeout=LONG_S)
     assert result.returncode == 0, result.stderr
     assert re.search(
         rf"rank 2 on \S+ hung after .* at {script}:{HANG} in step, while 2 other ranks wait", result.stderr
