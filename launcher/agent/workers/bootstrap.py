@@ -21,6 +21,7 @@ import types
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # typing itself takes 5 ms to import, in every worker
+    import traceback
     from collections.abc import Callable, Sequence
     from typing import Any, NoReturn
 
@@ -320,7 +321,7 @@ def _position(error: BaseException) -> tuple[str, str]:
 
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}", ""
-    frames = traceback.extract_tb(error.__traceback__, limit=-1000)
+    frames = [*traceback.extract_tb(error.__traceback__, limit=-1000), *_frames_elsewhere(_text(error))]
     ours = os.path.abspath(__file__).rpartition("/launcher/")[0]
     library = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     foreign = ("<", *(folder + os.sep for folder in (*library, f"{ours}/launcher", f"{ours}/ddp")))
@@ -336,6 +337,26 @@ def _position(error: BaseException) -> tuple[str, str]:
         called = [frame.name for frame in below[: of_ddp.index(True) + 1] if frame.name[0] not in "_<"]
         inside = called[-1] if called else inside
     return f"{deepest.filename}:{deepest.lineno} in {deepest.name}", inside
+
+
+def _frames_elsewhere(message: str) -> list[traceback.FrameSummary]:
+    """Return the frames that a message of torch has where it raises the exception of a DataLoader's worker again.
+
+    They are those of the innermost worker, if another one has passed the exception on.
+    """
+    import itertools
+    import re
+    import traceback
+
+    _, is_again, text = message.rpartition("\nOriginal Traceback (most recent call last):\n")
+    # Exceptions that led to the last one come before it.
+    lines = text.rpartition("Traceback (most recent call last):\n")[2].splitlines() if is_again else []
+    found = (re.match(r'  File "(.*)", line (\d+), in (.*)', line) for line in itertools.takewhile(_is_indented, lines))
+    return [traceback.FrameSummary(m[1], int(m[2]), m[3], lookup_line=False) for m in found if m]
+
+
+def _is_indented(line: str) -> bool:
+    return line.startswith(" ")
 
 
 def _end(error: BaseException | None) -> None:

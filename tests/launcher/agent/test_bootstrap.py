@@ -209,6 +209,17 @@ WHERE = {
         "script.py:6 in f",
         "backward",
     ),
+    "in a worker of a DataLoader": (
+        "import torch\nfrom torch.utils.data import DataLoader\n"
+        "class Data(torch.utils.data.Dataset):\n"
+        "  def __len__(self): return 1\n"
+        "  def __getitem__(self, i):\n"
+        "    try: {}[i]\n"
+        "    except KeyError as e: raise ValueError('no\\nsample') from e\n"
+        "next(iter(DataLoader(Data(), num_workers=1)))",
+        "script.py:7 in __getitem__",
+        "__getitem__",
+    ),
     "at the exit": ("import sys\ndef f(): sys.exit('no data')\nf()", "script.py:2 in f", "f"),
     "in no function": ("x = = 1", "script.py:1", ""),
 }
