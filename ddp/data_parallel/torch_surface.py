@@ -144,6 +144,12 @@ class TorchSurface(TorchDistributedDataParallel):
         """Outputs are returned as they are."""
 
     def _set_static_graph(self) -> None:
+        """Do as torch's class: only before training. It changes nothing here. Raises DdpError."""
+        if not self.static_graph and self._policy is not None and self._policy.reducer.report.step > 0:
+            raise DdpError(
+                f"_set_static_graph() after {self._policy.reducer.report.step} steps: call it before the first one, or "
+                "leave it out, since it is not needed here"
+            )
         self.static_graph = True
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:

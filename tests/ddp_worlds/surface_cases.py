@@ -195,6 +195,10 @@ def what_others_read_of_a_wrapper() -> None:
     model._set_ddp_runtime_logging_sample_rate(1)
     model._check_reducer_finalized()
     model._set_static_graph()
+    for wrapper in (hooked, theirs):
+        wrapper(batch(0, 2)[0]).sum().backward()
+        with pytest.raises(RuntimeError, match="before"):
+            wrapper._set_static_graph()
     assert model.will_sync_module_buffers() is False
     warnings.filterwarnings("ignore", message="Full backward hook is firing")  # inputs that need no gradient
     seen: list[str] = []
