@@ -431,7 +431,7 @@ class Reducer:
         factor = group.size() / (statuses.weight if statuses.weighted else self.policy.rank_count(statuses))
         is_first = not self.is_planned
         meets = is_first or statuses.unfrozen or (self.planner is not None and self.planner.decides)
-        with failing_together(self.channel, "the end of its backward pass") if meets else nullcontext():
+        with failing_together(self.channel, "its backward pass") if meets else nullcontext():
             self._schedule.deliver(factor)
         self._watches = False
         self._last_absent = frozenset(self._schedule.absent())

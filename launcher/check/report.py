@@ -137,7 +137,9 @@ def _network(report: Report) -> str:
     found = summary(report.ways)
     if not found.ways:
         return ""
-    text = f"network: {found.ways - found.failed} of {found.ways} ways between the hosts work"
+    text = f"network: {found.ways - found.failed} of {found.ways} connections between the hosts work"
+    if to_store := found.ways - len({(way.source, way.to) for way in report.ways}):
+        text += f", counting {to_store} to the store's port"
     if len(report.examined) > MOST + 1:
         text += f"; each host tried {MOST} others"
     if found.median_s is not None and found.most_s is not None and found.slowest is not None:

@@ -60,7 +60,7 @@ def draw(curves: StepCurves, path: Path, title: str) -> None:
     except ImportError as error:
         raise RunError("dtrain plot draws with matplotlib, which is not here: pip install matplotlib") from error
     if not curves.by_rank:
-        raise RunError("no rank has told of a step: the workers make their steps with ddp, and have made one")
+        raise RunError("no rank has reported a step: dtrain plot shows the steps that workers make with ddp")
     figure = Figure(figsize=(10, 5), layout="constrained")
     axes: Any = figure.subplots()
     ranks = sorted(curves.by_rank)

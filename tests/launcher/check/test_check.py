@@ -34,6 +34,7 @@ from launcher.check.finding import Examined, Finding, Severity, fix_in, merged
 from launcher.check.hosts import host_findings
 from launcher.check.link import Clock
 from launcher.check.pairs import MOST, pair_findings, targets
+from launcher.check.report import Report, report_as_text
 from launcher.decode import decode_value
 from launcher.errors import ProtocolError
 from launcher.hosts.folding import fold
@@ -400,6 +401,15 @@ def _network(names: str, closed: Mapping[tuple[str, str], str], **facts: Any) ->
     examined = [_examined(name, name_resolves_to=("10.0.0.1",), **facts) for name in names]
     listening = {name: Listening(f"10.0.0.{name}", 7) for name in names}
     return merged(pair_findings(examined, listening, _ways(names, closed), {}))
+
+
+def test_the_line_of_the_network_says_what_it_counts() -> None:
+    ways = _ways("12", {})
+    ways += [replace(way, port=29500) for way in ways if way.to == "1"]
+    report = Report((_examined("1"), _examined("2")), tuple(ways), (), None, False, True, 1.0, 1.0)
+    assert "network: 3 of 3 connections between the hosts work, counting 1 to the store's port (eth0" in report_as_text(
+        report
+    )
 
 
 def test_a_host_that_nobody_reaches_is_one_finding() -> None:

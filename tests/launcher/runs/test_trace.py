@@ -166,4 +166,4 @@ def test_a_run_without_ddp_has_a_trace_of_its_start_and_end(tmp_path: Path) -> N
     result = run_dtrain("trace", "plain", "-o", "-", cwd=tmp_path, env=env)
     names = [event["name"] for event in json.loads(result.stdout)["traceEvents"]]
     assert {"connect", "check", "start", "rank 0: ValueError: wrong", "attempt 0"} <= {*names}
-    assert "no rank has told of a step" in run_dtrain("plot", "plain", cwd=tmp_path, env=env).stderr
+    assert "no rank has reported a step" in run_dtrain("plot", "plain", cwd=tmp_path, env=env).stderr
