@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public, but not marked as exported
+from torch.distributed import PrefixStore, Store
 
 from ddp.comm.shm.agreement import agree
 from ddp.comm.shm.backend import NAME as SHM

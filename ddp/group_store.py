@@ -9,7 +9,7 @@ import tempfile
 from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed import (  # type: ignore[attr-defined]  # public, but not marked as exported
+from torch.distributed import (
     FileStore,
     HashStore,
     Store,

@@ -211,7 +211,7 @@ def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
 @_unless_lacking
 def apply_to_tensors(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Replace every parameter and buffer, as `module.double()` does. Without it, complex ones stay as they are."""
-    module._apply(change)  # type: ignore[no-untyped-call]  # torch has no types here
+    module._apply(change)
 
 
 def ignored_names(module: nn.Module) -> set[str]:

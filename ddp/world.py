@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import (  # type: ignore[attr-defined]  # public, but not marked as exported
+from torch.distributed import (
     PrefixStore,
     Store,
 )

@@ -289,5 +289,5 @@ def _helpers() -> Iterator[int]:
     """What is started once and kept until the end: by the testbed, and by multiprocessing."""
     if (server := dtrain_server_if_started()) is not None:
         yield server.pid
-    if (pid := resource_tracker._resource_tracker._pid) is not None:
+    if (pid := vars(resource_tracker._resource_tracker)["_pid"]) is not None:
         yield pid

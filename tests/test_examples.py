@@ -14,6 +14,7 @@ import pytest
 import torch
 from ddp_worlds.nursery import Nursery
 from testbed.once import once
+from testbed.present import present
 from testbed.processes import Result, run_program
 from testbed.require import require
 
@@ -115,7 +116,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) ->
 def test_a_killed_run_that_is_restarted_goes_on_to_the_same_bits(
     nursery: Nursery, uninterrupted: Printed, tmp_path: Path
 ) -> None:
-    argv = [GPT, *TINY, *SHORT, *RESUMING]
+    argv: list[str | Path] = [GPT, *TINY, *SHORT, *RESUMING]
     launcher_says = {"TORCHELASTIC_RUN_ID": "mine", "TORCHELASTIC_MAX_RESTARTS": "3"}
     killed = _run_plainly(nursery, [_dying(tmp_path), "14", *argv], tmp_path, **launcher_says)
     assert killed.returncode == -signal.SIGKILL, killed
@@ -175,7 +176,7 @@ def test_losses_with_parameter_servers_are_drawn_over_time(tmp_path: Path, monke
     runpy.run_path(str(PS), run_name="__main__")
     servers = [sys.executable, "-m", "launcher", "run", "--ps", "2", "--nproc-per-node", "2"]
     result = _run([*servers, str(PS), "--mode", "async", "--epochs", "3", "--plot", "ps.png"], tmp_path)
-    found = re.search(r"async, 2 workers: test loss ([\d.]+)", result.stdout)
+    found = present(re.search(r"async, 2 workers: test loss ([\d.]+)", result.stdout))
     assert float(found[1]) < 0.5
     runs = [line.rpartition(",")[0].rpartition(",")[0] for line in Path("runs/train_ps.csv").read_text().splitlines()]
     assert set(runs) == {'"sync, 1 worker"', '"async, 2 workers"'}

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import coverage
 import pytest
+from testbed.present import present
 
 ROOT = Path(__file__).parents[1]
 TINY = """\
@@ -137,7 +138,7 @@ def test_an_ordinary_user_has_no_rights_of_root_and_is_gone_afterwards() -> None
     if os.geteuid() != 0:
         pytest.skip("only root can make a user")
     says = "import getpass, os, launcher; print(*os.getresuid(), getpass.getuser(), os.access('/etc/shadow', os.R_OK))"
-    argv = [ROOT / "scripts/ordinary_user", sys.executable, "-c", f"{says}; raise SystemExit(3)"]
+    argv = [str(ROOT / "scripts/ordinary_user"), sys.executable, "-c", f"{says}; raise SystemExit(3)"]
     result = subprocess.run(argv, capture_output=True, text=True, timeout=60)
     if result.returncode == 77:
         pytest.skip(result.stderr)
@@ -187,8 +188,7 @@ def test_packages_are_installed_once_another_process_gives_up_apt_s_lock(apt_fol
     with (apt_folder / lock).open("w") as held:
         fcntl.lockf(held, fcntl.LOCK_EX)
         process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
-        assert process.stderr is not None
-        line = process.stderr.readline()
+        line = present(process.stderr).readline()
         assert (line.startswith("-- waiting up to 300 s: E: Could not get lock"), str(held.name) in line) == (
             True,
             True,
@@ -210,8 +210,8 @@ def test_coverage_sees_all_processes_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "script.py").touch()
     env = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
     env |= {"COVERAGE_PROCESS_START": str(ROOT / "pyproject.toml"), "COVERAGE_FILE": str(tmp_path / "data")}
-    options = ["--log-dir", tmp_path / "runs", "--nproc-per-node", "1"]
-    argv = [sys.executable, "-m", "launcher", "run", *options, tmp_path / "script.py"]
+    options = ["--log-dir", str(tmp_path / "runs"), "--nproc-per-node", "1"]
+    argv = [sys.executable, "-m", "launcher", "run", *options, str(tmp_path / "script.py")]
     subprocess.run(argv, cwd=ROOT, env=env, check=True, timeout=100)
     ran: dict[str, set[int]] = {}
     for file in tmp_path.glob("data.*"):
@@ -220,10 +220,10 @@ def test_coverage_sees_all_processes_of_a_run(tmp_path: Path) -> None:
         for module in data.measured_files():
             ran.setdefault(module, set()).update(data.lines(module) or ())
     for name in ("controller/controller", "agent/cleanup/guard", "agent/agent", "agent/workers/bootstrap"):
-        module = ROOT / "launcher" / f"{name}.py"
-        functions = (node for node in ast.walk(ast.parse(module.read_bytes())) if isinstance(node, ast.FunctionDef))
+        source = ROOT / "launcher" / f"{name}.py"
+        functions = (node for node in ast.walk(ast.parse(source.read_bytes())) if isinstance(node, ast.FunctionDef))
         in_functions = {line for each in functions for line in range(each.body[0].lineno, each.body[-1].lineno + 1)}
-        assert len(ran[str(module)] & in_functions) > 5
+        assert len(ran[str(source)] & in_functions) > 5
 
 
 def _tiny_tree(folder: Path) -> None:
@@ -236,7 +236,7 @@ def _tiny_tree(folder: Path) -> None:
 
 
 def _mutate(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, folder / "scripts/mutate", *args]
+    argv = [sys.executable, str(folder / "scripts/mutate"), *args]
     env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # they take most of the time
     return subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True, timeout=240)
 

@@ -159,8 +159,8 @@ def test_a_test_whose_program_leaves_something_fails_by_it(tmp_path: Path) -> No
         "    run_program('sh', '-c', 'setsid sleep 600 >/dev/null 2>&1 & mkdir $TMPDIR/left')\n"
     )
     tests = Path(__file__).parent
-    options = ["-p", "conftest", "-p", "no:cacheprovider", "-p", "no:xdist", "--rootdir", tmp_path]
-    argv = [sys.executable, "-m", "pytest", *options, "--basetemp", tmp_path / "base", tmp_path]
+    options = ["-p", "conftest", "-p", "no:cacheprovider", "-p", "no:xdist", "--rootdir", str(tmp_path)]
+    argv = [sys.executable, "-m", "pytest", *options, "--basetemp", str(tmp_path / "base"), str(tmp_path)]
     result = run_program(*argv, cwd=tmp_path, env={"PYTHONPATH": str(tests)})
     assert result.returncode == 1
     assert "1 passed, 1 error" in result.stdout

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from testbed.namespaces import find_part
+from testbed.namespaces import path_of
 from testbed.network import NetworkHosts, why_not
-from testbed.processes import everyone, kill, left_behind, started, wait_until
+from testbed.present import present
+from testbed.processes import Program, everyone, kill, left_behind, started, wait_until
 
 TESTS = Path(__file__).parent
 SILENCE_S = 1.05
@@ -23,7 +24,7 @@ MENDED_S = 60.0  # a retransmission may be seconds away
 
 
 @contextlib.contextmanager
-def session(hosts: NetworkHosts, name: str, command: str = "cat") -> Iterator["subprocess.Popen[bytes]"]:
+def session(hosts: NetworkHosts, name: str, command: str = "cat") -> Iterator[Program]:
     """Yield an ssh client to which the remote command has said something."""
     argv = ("ssh", "-F", hosts.ssh_config, name, f"echo begun; {command}")
     with started(*argv, stdin=subprocess.PIPE) as process:
@@ -31,19 +32,18 @@ def session(hosts: NetworkHosts, name: str, command: str = "cat") -> Iterator["s
         yield process
 
 
-def say(process: "subprocess.Popen[bytes]", text: bytes) -> None:
-    process.stdin.write(text)
-    process.stdin.flush()
+def say(process: Program, text: bytes) -> None:
+    present(process.stdin).write(text)
+    present(process.stdin).flush()
 
 
-def heard(process: "subprocess.Popen[bytes]", timeout_s: float) -> bytes | None:
+def heard(process: Program, timeout_s: float) -> bytes | None:
     """What comes next; empty at the end of file, None if nothing happens for so long."""
-    assert process.stdout is not None
     ready, _, _ = select.select([process.stdout], [], [], timeout_s)
     return os.read(process.stdout.fileno(), 65536) if ready else None
 
 
-def silent(*processes: "subprocess.Popen[bytes]") -> bool:
+def silent(*processes: Program) -> bool:
     """Whether no client prints anything, sees an end of file or ends for `SILENCE_S`."""
     ready, _, _ = select.select([process.stdout for process in processes], [], [], SILENCE_S)
     return not ready and all(process.poll() is None for process in processes)
@@ -99,7 +99,7 @@ def test_cut_dropped_and_frozen_hosts_are_silent_and_go_on_afterwards(network_ho
 def _carrier(hosts: NetworkHosts, name: str) -> bool:
     """Whether the host has carrier, as it sees it itself."""
     (process, *_) = hosts.processes(name)
-    argv = [find_part("nsenter"), f"--net=/proc/{process.pid}/ns/net", find_part("ip"), "link", "show", "eth0"]
+    argv = [path_of("nsenter"), f"--net=/proc/{process.pid}/ns/net", path_of("ip"), "link", "show", "eth0"]
     shown = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
     return "NO-CARRIER" not in shown
 
@@ -119,7 +119,7 @@ def test_packets_can_be_lost_in_one_direction(network_hosts: NetworkHosts, tmp_p
             network_hosts.drop("far1", "out")
             network_hosts.drop("far2", "in")
             say(writes, b"hello\n")
-            ticks.stdin.close()  # would end it, but it does not come to know
+            present(ticks.stdin).close()  # would end it, but it does not come to know
             assert silent(writes, ticks)
             assert arrived.read_bytes() == b"hello\n"
             while select.select([clock], [], [], 0)[0]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # torch's documentation has both
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from ddp.comm.pinned_buffer import has_stream, recorded_event
 

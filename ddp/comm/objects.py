@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, but not marked as exported
+from torch.distributed import PrefixStore
 
 from ddp.comm.codec import decode, encode
 from ddp.comm.small_sum import add_up, pays

@@ -81,7 +81,7 @@ def named(method: str) -> Half | Int8 | PowerSGD:
 # Torch's register_comm_hook reads these annotations, and refuses strings: no `from __future__ import annotations` here.
 def compress_hook(
     state: Compressor,
-    bucket: dist.GradBucket,  # type: ignore[name-defined]  # not in torch's stubs
+    bucket: dist.GradBucket,
 ) -> torch.futures.Future[torch.Tensor]:
     """The communication hook of every compressor."""
     return state.reduce(bucket)

@@ -164,7 +164,7 @@ class ForwardPolicy:
         for tensor in tensors_in(output):
             forward.is_opaque = False
             if tensor.grad_fn is not None:  # a hook on a leaf would outlive the graph
-                tensor.register_hook(on_grad)  # type: ignore[no-untyped-call]  # torch has no types here
+                tensor.register_hook(on_grad)
         if is_training:
             self._forwards.append(forward)
         self._had_foreign_leaf = self.reducer.module_watch.has_foreign_leaf()

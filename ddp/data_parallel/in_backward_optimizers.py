@@ -25,7 +25,7 @@ class InBackwardOptimizers:
 
         for parameter in self._owners:
             handles = theirs.param_to_optim_hook_handle_map
-            for handle in handles.get(parameter, []):  # type: ignore[no-untyped-call]  # torch has no types here
+            for handle in handles.get(parameter, []):
                 handle.remove()
 
     def step(self) -> None:

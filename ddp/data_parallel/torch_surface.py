@@ -228,7 +228,7 @@ class TorchSurface(TorchDistributedDataParallel):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Attach to the default group, without communication; alone where there is none."""
-        nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]  # torch has no types here
+        nn.Module.__setstate__(self, state)
         if dist.is_initialized():
             self._join_group(None)
 

@@ -352,7 +352,7 @@ class DistributedDataParallel(TorchSurface):
         what is owed is in the weights of its own step.
         """
         if weight is None:
-            loss.backward(**kwargs)  # type: ignore[no-untyped-call]  # torch has no types here
+            loss.backward(**kwargs)
             return
         if self.steps_alone:
             raise UnsupportedError(
@@ -367,7 +367,7 @@ class DistributedDataParallel(TorchSurface):
         if policy is not None:
             policy.reducer.add_weight(amount)
         if amount:
-            loss.backward(gradient=torch.full_like(loss, amount), **kwargs)  # type: ignore[no-untyped-call]
+            loss.backward(gradient=torch.full_like(loss, amount), **kwargs)
         elif policy is not None:
             policy.reduce_alone()
         if policy is None:

@@ -101,7 +101,7 @@ def count_step_after(outputs: Iterable[torch.Tensor]) -> None:
     _is_queued = False
     for output in outputs:
         if output.grad_fn is not None:  # a hook on a leaf would outlive the graph
-            output.register_hook(_on_grad)  # type: ignore[no-untyped-call]  # torch has no types here
+            output.register_hook(_on_grad)
 
 
 def _on_grad(_: torch.Tensor) -> None:

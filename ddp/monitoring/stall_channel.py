@@ -26,7 +26,7 @@ from queue import Empty, SimpleQueue
 from typing import Protocol, TypeVar
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public, but not marked as exported
+from torch.distributed import PrefixStore, Store
 
 from ddp.errors import UnsupportedError
 from ddp.generation.connections import clone

@@ -363,7 +363,7 @@ def follow(outputs: Iterable[torch.Tensor]) -> None:
     if _opened() is not None:
         for output in outputs:
             if output.grad_fn is not None:  # a hook on a leaf would outlive the graph
-                output.register_hook(_on_gradient)  # type: ignore[no-untyped-call]  # torch has no types here
+                output.register_hook(_on_gradient)
 
 
 def _on_gradient(_: torch.Tensor) -> None:

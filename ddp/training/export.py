@@ -87,7 +87,7 @@ def export(module: nn.Module, path: Path, example_inputs: Any, kind: Format) -> 
     with torch.no_grad(), warnings.catch_warnings():
         for category in (DeprecationWarning, FutureWarning):  # TorchScript was asked for: other runtimes read it
             warnings.filterwarnings("ignore", r"`torch\.jit\.", category)
-        traced = torch.jit.trace(model, arguments or None, example_kwarg_inputs=named or None)  # type: ignore[no-untyped-call]
+        traced = torch.jit.trace(model, arguments or None, example_kwarg_inputs=named or None)
         _write(path, lambda file: torch.jit.save(traced, file))
 
 

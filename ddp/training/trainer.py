@@ -275,7 +275,7 @@ class Trainer(Training):
             weight = self.weighted.of_batch
             if weight is None:
                 self.record("loss", loss.detach().double() * part.size, part.size if self.strategy.replica == 0 else 0)
-                self.scaler.scale(loss if part.weight == 1 else loss * part.weight).backward()  # type: ignore[no-untyped-call]
+                self.scaler.scale(loss if part.weight == 1 else loss * part.weight).backward()
             else:
                 self.record("loss", loss.detach().double() * weight, weight)
                 self.weighted.backward(self.model, self.scaler.scale(loss), ends_step=part.ends_step)

@@ -100,7 +100,7 @@ class WeightedMeans:
             for parameter in () if is_first else model.parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
-        loss.backward(gradient=torch.full_like(loss, weight))  # type: ignore[no-untyped-call]  # torch has no types here
+        loss.backward(gradient=torch.full_like(loss, weight))
 
     def _factor(self) -> float:
         """What makes this replica's sum of the step its part of the average of the replicas."""

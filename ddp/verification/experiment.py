@@ -171,7 +171,7 @@ class Experiment:
                 )
             if factor != 1.0:
                 loss = loss * factor
-            loss.backward()  # type: ignore[no-untyped-call]  # torch has no types here
+            loss.backward()
         inner = model.module if isinstance(model, DistributedDataParallel) else model
         gradients = {
             name: None if p.grad is None else _comparable(p.grad)

@@ -50,7 +50,7 @@ SILENT = {
 @pytest.fixture(scope="module", params=PARTS, ids=" ".join)
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     def run() -> dict[str, Any]:
-        argv = (sys.executable, "-m", "ddp_worlds.hidden_names", tmp_path_factory.mktemp("worlds"), *request.param)
+        argv = (sys.executable, "-m", "ddp_worlds.hidden_names", str(tmp_path_factory.mktemp("worlds")), *request.param)
         env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
         ran = run_program(*argv, env=env, cwd=ROOT, timeout=1500)
         assert ran.returncode == 0, ran.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import re
@@ -9,22 +10,26 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ddp_worlds.nursery import Nursery
 from testbed.processes import Result
 from testbed.require import require
-from torch.distributed import (  # type: ignore[attr-defined]  # public, but not marked as exported
+from torch.distributed import (
     HashStore,
     TCPStore,
 )
 
 import ddp
 from ddp import device_choice, world
+from ddp.environment import read_placement
+from ddp.group_store import store_at_address
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
@@ -55,14 +60,14 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def run(command: list[str | Path], timeout_s: float = 200, **env: str) -> subprocess.CompletedProcess[str]:
+def run(command: Sequence[str | Path], **env: str) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
     return subprocess.run(
         command,
         env={**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env},
         capture_output=True,
         text=True,
-        timeout=timeout_s,
+        timeout=200,
     )
 
 
@@ -120,7 +125,7 @@ def test_under_torchrun(script: Path, tmp_path: Path) -> None:
 def test_under_mpirun_on_one_host_without_a_master_address(script: Path, tmp_path: Path) -> None:
     require(shutil.which("mpirun"), "mpirun", "apt-get install openmpi-bin")
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    result = run(["mpirun", "--oversubscribe", "-np", "2", sys.executable, script], TMPDIR=str(tmp_path), **as_root)
+    result = run(["mpirun", "--oversubscribe", "-np", "2", sys.executable, script], **as_root, TMPDIR=str(tmp_path))
     assert [report["grad"] for report in reports(result)] == [0.5, 0.5]
     assert [report["local_rank"] for report in reports(result)] == [0, 1]
     (meeting_place,) = tmp_path.glob("ddp-*")
@@ -183,7 +188,13 @@ def test_a_group_that_somebody_else_made_is_used_and_left_alone(nursery: Nursery
 
 
 def test_a_rank_that_cannot_meet_the_others_says_where(nursery: Nursery, tmp_path: Path) -> None:
-    env = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    env: dict[str, Any] = {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }
     result = nursery.program("import ddp; ddp.init(timeout_s=1)", tmp_path, **env)
     assert result.returncode == 1
     assert "RendezvousError: rank 1 of 2 could not join the others at 127.0.0.1:1" in result.stderr
@@ -243,15 +254,13 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(world, "_world", None)
-    monkeypatch.setattr(world.atexit, "register", lambda _: None)
+    monkeypatch.setattr(atexit, "register", lambda _: None)
     monkeypatch.setattr(world, "store_at_address", lambda _, timeout: options.update(meeting=timeout) or HashStore())
     monkeypatch.setattr(
         device_choice, "agree", lambda store, rank, size, value, decide, _: decide([value] * size)[rank]
     )
     monkeypatch.setattr(device_choice, "sharing", lambda *_: [(0,), (1,)])
-    monkeypatch.setattr(
-        world.dist, "init_process_group", lambda backend, **given: options.update(given, backend=backend)
-    )
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **given: options.update(given, backend=backend))
     return options
 
 
@@ -273,7 +282,7 @@ def test_the_accelerator_decides_on_device_and_backend(
     joined: dict[str, Any], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     devices = Devices(kind, count)
-    monkeypatch.setattr(world.torch, "accelerator", devices)
+    monkeypatch.setattr(torch, "accelerator", devices)
     here = world.init(backend)
     assert (str(here.device), here.backend, joined["backend"]) == (device, made, made)
     assert joined.get("device_id") == (here.device if eager else None)
@@ -285,7 +294,7 @@ def test_the_accelerator_decides_on_device_and_backend(
 def test_ranks_of_a_host_that_see_one_device_may_share_it_whatever_has_chosen_it(
     joined: dict[str, Any], monkeypatch: pytest.MonkeyPatch, local_world_size: str, is_eager: bool
 ) -> None:
-    monkeypatch.setattr(world.torch, "accelerator", Devices("cuda", 1))
+    monkeypatch.setattr(torch, "accelerator", Devices("cuda", 1))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", local_world_size)
     monkeypatch.setenv("LOCAL_RANK", "1" if local_world_size == "2" else "0")
@@ -303,7 +312,7 @@ def test_ranks_of_a_host_that_see_one_device_may_share_it_whatever_has_chosen_it
 def test_a_backend_without_its_device_is_named(
     kind: str, count: int, backend: str, says: str, joined: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(world.torch, "accelerator", Devices(kind, count))
+    monkeypatch.setattr(torch, "accelerator", Devices(kind, count))
     with pytest.raises(ddp.errors.ArgumentError, match=says):
         world.init(backend)
     assert not joined
@@ -313,7 +322,7 @@ def test_a_backend_without_its_device_is_named(
 def test_more_ranks_than_devices_are_an_error(
     kind: str, variable: str, joined: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(world.torch, "accelerator", Devices(kind, 2))
+    monkeypatch.setattr(torch, "accelerator", Devices(kind, 2))
     for name, value in (("LOCAL_RANK", "2"), ("LOCAL_WORLD_SIZE", "3"), ("WORLD_SIZE", "3")):
         monkeypatch.setenv(name, value)
     with pytest.raises(ddp.errors.LaunchEnvironmentError, match=rf"2 {kind.upper()} devices .*{variable}=not set"):
@@ -329,8 +338,8 @@ def test_another_store_at_the_same_address_is_found(monkeypatch: pytest.MonkeyPa
     here |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     for name, value in here.items():
         monkeypatch.setenv(name, value)
-    placement = world.read_placement(os.environ)
-    client = world.store_at_address(placement, timedelta(seconds=30))
+    placement = read_placement(os.environ)
+    client = store_at_address(placement, timedelta(seconds=30))
     member = world._Membership(placement, client, "gloo", None, None, can_be_ended=False)
     world._take_place(member, {})
     assert member.store is client
@@ -364,5 +373,5 @@ def test_a_group_that_cannot_be_made_again_leaves_no_excepthook_of_torch(nursery
     """
     variables = dict.fromkeys(("RANK", "LOCAL_RANK", "MASTER_PORT"), "0")
     variables |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1") | {"MASTER_ADDR": "127.0.0.1"}
-    result = nursery.program(textwrap.dedent(script), tmp_path, **variables)
+    (result,) = nursery.programs(textwrap.dedent(script), tmp_path, [variables])
     assert (result.returncode, result.stdout) == (0, "as before\n"), result.stderr

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import resource
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ def training_goes_on_while_rank_zero_writes(folder: str) -> None:
     model = ddp.DistributedDataParallel(nn.Linear(3, 2))
     optimizer = torch.optim.AdamW(model.parameters())
     checkpoint = ddp.Checkpoint(folder)
-    notes = {"list": [1], "tensor": torch.ones(2)}
+    notes: dict[str, Any] = {"list": [1], "tensor": torch.ones(2)}
 
     def train() -> None:
         optimizer.zero_grad()
@@ -97,13 +97,18 @@ def a_failed_save_is_everybodys_error(folder: str) -> list[str]:
     """By the next save, load or wait; and only once."""
     checkpoint = ddp.Checkpoint(folder)
     counted: list[int] = []
-    checkpoint_module.count_checkpoint = lambda: counted.append(1)
+    checkpoint_module.count_checkpoint = lambda: counted.append(1)  # type: ignore[attr-defined]  # replaced in this process
     checkpoint.save(1)
     checkpoint.wait()
     model = nn.Linear(1, 1)
     told = []
     steps = iter(range(2, 9))
-    for call in (lambda: checkpoint.save(next(steps)), checkpoint.wait, lambda: checkpoint.load(model=model)):
+    calls: list[Callable[[], object]] = [
+        lambda: checkpoint.save(next(steps)),
+        checkpoint.wait,
+        lambda: checkpoint.load(model=model),
+    ]
+    for call in calls:
         if dist.get_rank() == 0:
             resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
         checkpoint.save(next(steps), weights=torch.zeros(10_000))

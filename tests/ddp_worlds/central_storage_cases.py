@@ -6,6 +6,7 @@ The oracle is all-reduce: DistributedDataParallel with the same optimizer, on th
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import os
 from collections.abc import Callable
@@ -153,6 +154,7 @@ def equals_all_reduce(*, settings: list[tuple[str, str, int, float]]) -> None:
         their_optimizer = make(list(theirs.parameters()))
         train(theirs, their_optimizer, range(5), parts=parts, clip=clip)
 
+        optimizer: Any
         model = build(model_name)
         users = make(list(model.parameters()))
         model, optimizer = CentralStorage(max_grad_norm=clip or None).prepare(model, users)
@@ -175,6 +177,7 @@ def a_late_device_equals_all_reduce(*, settings: list[tuple[str, str, int, float
             make = MAKERS[maker]
             theirs = ddp.DistributedDataParallel(build(model_name))
             train(theirs, make(list(theirs.parameters())), range(5), parts=parts, clip=clip)
+            optimizer: Any
             model = build(model_name)
             model, optimizer = CentralStorage(max_grad_norm=clip or None).prepare(model, make(list(model.parameters())))
             before = late.copies
@@ -184,6 +187,10 @@ def a_late_device_equals_all_reduce(*, settings: list[tuple[str, str, int, float
             broadcast_all(list(theirs.module.buffers()))
             assert_same(dict(model.state_dict()), dict(theirs.module.state_dict()), f"{model_name} {maker}")
             optimizer.close()
+
+
+def _opens_nothing(ticket: object) -> None:
+    """Stand in for SharedSegment.open on another host."""
 
 
 def prepared(name: str = "mlp", maker: str = "sgd", **options: Any) -> tuple[nn.Module, CentralOptimizer]:
@@ -337,7 +344,7 @@ def what_differs_between_ranks_is_an_error() -> None:
         optimizer.step()
     # Another host has none of this one's processes.
     if rank == 1:
-        SharedSegment.open = lambda ticket: None  # type: ignore[method-assign]  # this process ends after the test
+        SharedSegment.open = _opens_nothing  # this process ends after the test
     with pytest.raises(
         ddp.errors.ArgumentError, match=r"rank 1 \(on .*\) cannot open that of rank 0 .*parameter_server"
     ):
@@ -387,7 +394,8 @@ def half_precision_is_rounded_once() -> None:
     every = torch.randn(dist.get_world_size(), 1000).bfloat16()
     parameter.grad = every[dist.get_rank()].clone()
     optimizer.step()
-    assert torch.equal(parameter, -(sum(every.float()) / dist.get_world_size()).bfloat16())
+    total = functools.reduce(torch.add, every.float())
+    assert torch.equal(parameter, -(total / dist.get_world_size()).bfloat16())
 
 
 def the_name_in_strategy_is_enough() -> None:

@@ -131,7 +131,7 @@ def _bytes_read() -> tuple[int, int]:
 def one_that_cannot_open_it_receives_the_file(folder: str) -> None:
     """Rank 1 sees the folder that rank 0 reads, but not the file that rank 0 has found there."""
     if dist.get_rank() == 1:
-        checkpoint.open_again = lambda *_: None
+        checkpoint.open_again = lambda *_: None  # type: ignore[attr-defined]  # replaced in this process
     model = nn.Linear(2, 1)
     assert ddp.Checkpoint(folder).load(model=model).step == 4
     assert model.weight.tolist() == [[4.0, 4.0]]
@@ -172,9 +172,10 @@ def differing_arguments_are_refused_by_all(folder: str) -> list[str]:
     rank = dist.get_rank()
     checkpoint = ddp.Checkpoint(folder)
     sampler = ddp.DistributedSampler(range(100))
+    extra: dict[str, Any] = {"extra": 1} if rank else {}
     wrong: list[Callable[[], None]] = [
         lambda: checkpoint.save(5 + rank),
-        lambda: checkpoint.save(5, **({"extra": 1} if rank else {})),
+        lambda: checkpoint.save(5, **extra),
         lambda: checkpoint.save(5, extra=object() if rank else 1),
         lambda: checkpoint.save(5, model=nn.Linear(1, 1) if rank else object()),  # type: ignore[arg-type]  # on purpose
         lambda: checkpoint.save(5, sampler=sampler),
@@ -281,9 +282,9 @@ def a_warning_is_heard_in_one_step(folder: str, has_host_group: bool) -> None:
     """Rank 1 hears SIGUSR1 twice: all ranks save in the same two steps, told by tensors in host memory."""
     if not has_host_group:  # as of NCCL alone
         for module in (preemption, objects):
-            module.device_of = lambda *_: torch.device("cuda")
+            module.device_of = lambda *_: torch.device("cuda")  # type: ignore[attr-defined]  # replaced in this process
     seen = []
-    control_group = preemption.control_group
+    control_group = preemption.control_group  # type: ignore[attr-defined]  # replaced in this process
 
     used: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -296,7 +297,7 @@ def a_warning_is_heard_in_one_step(folder: str, has_host_group: bool) -> None:
             seen.append((tensors[0].device.type, self.group is dist.group.WORLD))
             return self.group.allreduce(tensors, options)
 
-    preemption.control_group = Noted
+    preemption.control_group = Noted  # type: ignore[attr-defined]  # replaced in this process
     made = ddp.Checkpoint(folder)
     answers = []
     for step in range(8):

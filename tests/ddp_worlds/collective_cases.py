@@ -739,7 +739,7 @@ def a_device_mesh_moves_dtensors(group: Group) -> None:
 
     mesh = DeviceMesh.from_group(group, "cpu")
     whole = torch.arange(4.0 * group.size() * 3).view(-1, 3)
-    sharded = distribute_tensor(whole, mesh, [Shard(0)])
+    sharded: Any = distribute_tensor(whole, mesh, [Shard(0)])
     assert sharded.to_local().shape == (4, 3)
     same(sharded.redistribute(placements=[Replicate()]).to_local(), whole)
     same((sharded + sharded).full_tensor(), 2 * whole)
@@ -753,7 +753,7 @@ def _trained(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequen
         optimizer.step()
 
 
-def _net() -> nn.Module:
+def _net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 300), nn.ReLU(), nn.BatchNorm1d(300), nn.Linear(300, 1)).double()
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from testbed.present import present
 from torch import nn
 
 from ddp.comm import broadcast, objects, small_sum
@@ -63,7 +64,7 @@ def large_tensors_travel_in_pieces() -> None:
         patched.setattr(broadcast, "_ALONE_BYTES", LIMIT_BYTES)
         patched.setattr(broadcast, "_CHUNK_BYTES", LIMIT_BYTES)
         patched.setattr(broadcast, "_Package", Package)
-        broadcast_tensors(dist.group.WORLD, tensors, root)
+        broadcast_tensors(present(dist.group.WORLD), tensors, root)
     assert max(sizes) <= LIMIT_BYTES
     assert sum(sizes) < sum(tensor.nbytes for tensor in tensors)
     in_place = [tensor for tensor in tensors if tensor.is_contiguous() and not tensor.is_conj()]
@@ -89,7 +90,7 @@ def large_buffers_travel_in_turn() -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(broadcast, "_ALONE_BYTES", LIMIT_BYTES)
         patched.setattr(broadcast, "_CHUNK_BYTES", LIMIT_BYTES)
-        sync = BufferSync(dist.group.WORLD, module, ["buffer2"], wait)
+        sync = BufferSync(present(dist.group.WORLD), module, ["buffer2"], wait)
         for round_ in range(3):
             factor = torch.ones((), requires_grad=True)
             loss = (module.buffer0 * factor).sum()
@@ -131,7 +132,7 @@ def small_sums_take_few_messages_and_are_the_same_bits() -> None:
     group, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
     inner = 1 << (size.bit_length() - 1)
     doublings = inner.bit_length() - 1
-    counted = Counted()
+    counted: Any = Counted()
     add_up(counted, mine := torch.full((5,), 2.0**rank))
     assert mine.tolist() == [2.0**size - 1] * 5
     expected = 1 if rank >= inner else doublings + (rank + inner < size)
@@ -143,12 +144,12 @@ def small_sums_take_few_messages_and_are_the_same_bits() -> None:
         for _ in range(10):
             given = [torch.randn(length, generator=generator) for length in (1, 60, 1000)]
             sums = [each.clone() for each in given]
-            works = [SmallAdder(group).start(each) for each in sums]
+            works = [SmallAdder(present(group)).start(each) for each in sums]
             dist.all_reduce(one := torch.ones(3))
             sent = dist.isend(torch.tensor([rank]), (rank + 1) % size)
             dist.recv(came := torch.tensor([-1]), (rank - 1) % size)
             sent.wait()
-            assert (one[0], came[0]) == (size, (rank - 1) % size)
+            assert (one[0].item(), came[0].item()) == (size, (rank - 1) % size)
             for work, added, each in zip(reversed(works), reversed(sums), reversed(given), strict=True):
                 assert work.wait(timedelta(seconds=25))
                 assert work.is_completed()
@@ -201,7 +202,8 @@ def values_are_gathered_by_sums() -> None:
 
 def a_group_of_some_ranks_is_not_split_off() -> None:
     """Rank 0 alone makes one while the default group is bound to a device, and it stays bound, also after an error."""
-    group, device = dist.group.WORLD, torch.device("cuda", 0)
+    group: Any = dist.group.WORLD
+    device = torch.device("cuda", 0)
     group.bound_device_id = device
     try:
         if dist.get_rank() == 0:

@@ -123,7 +123,7 @@ class PowerSGDReference:
 
     def reduce(self, plan: Plan, every: Sequence[State]) -> State:
         self.step += 1
-        if self.step <= METHODS["powersgd"].start_step:  # type: ignore[union-attr]
+        if self.step <= METHODS["powersgd"].start_step:
             return {name: torch.stack([mine[name] for mine in every]).double().mean(0) for name in SHAPES}
         return {name: self._reduce(name, every) for names in plan for name in names}
 
@@ -160,7 +160,7 @@ def owed_of(state: Any) -> State:
 def plans_change(method: str) -> None:
     """Averages are those of a reference through four plans, and what was lost on the way is owed at the end."""
     made = make_compression(METHODS[method], parameters=OWNERS)
-    reference = REFERENCES[method]()
+    reference: Any = REFERENCES[method]()
     size, step = dist.get_world_size(), 0
     missing = {name: torch.zeros(shape).double() for name, shape in SHAPES.items()}
     for number, plan in enumerate(PLANS):
@@ -243,7 +243,7 @@ def wrapper_plans_anew(method: str, folder: str) -> None:
     """After the first pass, when a parameter is unfrozen, by a loaded plan: nothing that is owed is lost."""
     net, model = wrapped(method, cap_mb=0.002, has_late=False)
     missing: State = {}
-    reducer: Any = model._policy.reducer  # type: ignore[union-attr]
+    reducer: Any = model._policy.reducer
     train(net, model, range(1), missing)
     first = reducer.plan_state()
     train(net, model, range(1, 4), missing)

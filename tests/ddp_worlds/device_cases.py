@@ -226,17 +226,19 @@ def a_measured_model_waits_for_no_device_and_is_explained() -> None:
         parts = record.forward_s, record.backward_s, record.other_s, model.measurement.step_s
         assert parts == pytest.approx((0.001, 0.001 * (count + 1), 0.002, 0.006))
         assert [each.ready_s for each in record.gradients] == pytest.approx([0.001 * at for at in range(1, count + 1)])
-        steps_s, computed_s = model._policy.reducer.planner.recent.times_s()  # type: ignore[union-attr]
+        steps_s, computed_s = model._policy.reducer.planner.recent.times_s()
         assert 3 <= len(steps_s) < 18 - 7 - 1  # the last ones are not over
         assert (steps_s[0], computed_s[0]) == pytest.approx((0.003, 0.002))
         if dist.get_rank() == 0:
             report = model.explain()
-            assert (report.backend, report.measured_step_s) == ("fake", pytest.approx(0.003))
+            assert report.backend == "fake"
+            assert report.measured_step_s == pytest.approx(0.003)
             assert sum(len(time.bucket.indices) for time in report.step.buckets) == count
             assert all(time.bucket.indices for time in report.step.buckets)  # the step status is in host memory
             assert [way.title for way in report.ways] == ["LocalSGD, every=8"]
             assert [step.ranks for step in model.explain(hosts=2, gpus=2, gbit=100).steps] == [1, 2, 4]
-        for refused, settings in (("measure=True", {}), ("on a device", {"measure": True, "compression": "bf16"})):
+        ways: dict[str, dict[str, Any]] = {"measure=True": {}, "on a device": {"measure": True, "compression": "bf16"}}
+        for refused, settings in ways.items():
             other = wrapped(Net(), init_sync=True, **settings)
             with pytest.raises(ddp.errors.UnsupportedError, match=refused):
                 other.explain()

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp_worlds.data_parallel_cases import batch, build, loss_of, shard
+from testbed.present import present
 from torch import nn
 
 import ddp
@@ -30,7 +31,7 @@ def _plain_step(model: nn.Module) -> None:
     """A step without torch's optimizers."""
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter -= 0.1 * parameter.grad
+            parameter.sub_(0.1 * present(parameter.grad))
             parameter.grad = None
 
 

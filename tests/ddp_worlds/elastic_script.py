@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import ddp
+from ddp.data.replica_loader import ReplicaLoader
 
 dist, nn = torch.distributed, torch.nn
 SAMPLES = 480
@@ -26,7 +27,7 @@ numbers = torch.Generator().manual_seed(1)
 inputs, labels = torch.randn(SAMPLES, 6, generator=numbers), torch.randint(3, (SAMPLES,), generator=numbers)
 data = torch.utils.data.TensorDataset(torch.arange(SAMPLES), inputs, labels)
 strategy = ddp.strategy("all_reduce")
-sampler: ddp.DistributedSampler | ddp.data.replica_loader.ReplicaLoader = ddp.DistributedSampler(data)
+sampler: ddp.DistributedSampler | ReplicaLoader = ddp.DistributedSampler(data)
 loader: Any = torch.utils.data.DataLoader(data, batch_size=4, sampler=sampler)
 if len(sys.argv) > 3:
     loader = sampler = strategy.loader(data, global_batch_size=int(sys.argv[3]), shuffle=True)

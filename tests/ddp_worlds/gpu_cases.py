@@ -11,6 +11,7 @@ import copy
 import pickle
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -123,7 +124,7 @@ def mixed_precision_and_compile() -> None:
             assert torch.equal(mine, theirs)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's own, of what the compiler imports
-            compiled = torch.compile(ddp.DistributedDataParallel(_model(), [0]), backend="aot_eager")
+            compiled: Any = torch.compile(ddp.DistributedDataParallel(_model(), [0]), backend="aot_eager")
             _train(compiled, steps=2)  # inductor would need a C compiler
 
 

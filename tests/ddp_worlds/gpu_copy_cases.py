@@ -35,7 +35,7 @@ def central_storage_equals_that_of_the_cpu(settings: list[tuple[str, str]]) -> N
             users = MAKERS[maker](list(model.parameters()))
             optimizer = CentralOptimizer(Storage(model, users, dist.group.WORLD, None, None), users)
             for step in range(STEPS):
-                model.step = step  # type: ignore[assignment]  # which some models read
+                model.step = step  # which some models read
                 x, y = (tensor.to(device) for tensor in batch(step))
                 (model(x) - y).square().mean().backward()
                 with waiting_is_an_error() if device == CUDA and step and name == "mlp" else contextlib.nullcontext():
@@ -77,7 +77,13 @@ def compressors_average_on_the_device() -> None:
     size, rank = dist.get_world_size(), dist.get_rank()
     rows, columns = torch.linspace(-1, 1, 60), torch.linspace(0, 2, 50)
     shapes = [(60, 50), (9,)]
-    methods = {Half(): 0.01, Half(torch.float16): 0.001, Int8(): 0.02, PowerSGD(1, 2): 1e-4, PowerSGD(3, 2): 1e-4}
+    methods: dict[Half | Int8 | PowerSGD, float] = {
+        Half(): 0.01,
+        Half(torch.float16): 0.001,
+        Int8(): 0.02,
+        PowerSGD(1, 2): 1e-4,
+        PowerSGD(3, 2): 1e-4,
+    }
     for method, bound in methods.items():
         made = make_compression(method)
         for step in range(5):

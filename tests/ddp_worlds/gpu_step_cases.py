@@ -6,6 +6,7 @@ import contextlib
 import copy
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ def _net() -> nn.Module:
     return nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 32)).to("cuda:0")
 
 
-def _reducing(module: nn.Module, **settings: object) -> ddp.DistributedDataParallel:
+def _reducing(module: nn.Module, **settings: Any) -> ddp.DistributedDataParallel:
     """A wrapper that communicates in a world of one as in others."""
     model = ddp.DistributedDataParallel(module, **settings)
     if model._policy is None:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any
+from typing import Any, cast
 
 from ddp_worlds import nursery
 
@@ -151,8 +151,9 @@ def _loaded(statement: ast.stmt) -> Iterator[str]:
 
 def noted() -> tuple[dict[str, str], set[str], dict[str, set[str]]]:
     """On each rank, with all names: what becomes of each feature, what can be noted as called, what each calls."""
-    sys.meta_path.insert(0, loader := _Changing(_NoteCalls()))  # type: ignore[arg-type]  # it has all that is asked
-    said, called = {}, {}
+    sys.meta_path.insert(0, loader := _Changing(_NoteCalls()))
+    said: dict[str, str] = {}
+    called: dict[str, set[str]] = {}
     for name in FEATURES:
         loader.called.clear()
         said |= _outcomes([name])
@@ -163,7 +164,7 @@ def noted() -> tuple[dict[str, str], set[str], dict[str, set[str]]]:
 def outcomes(hidden: str, features: Sequence[str]) -> dict[str, str]:
     """On each rank: what becomes of these features."""
     assert "ddp" not in sys.modules
-    sys.meta_path.insert(0, _Changing(_Rename(hidden)))  # type: ignore[arg-type]
+    sys.meta_path.insert(0, _Changing(_Rename(hidden)))
     return _outcomes(features)
 
 
@@ -332,7 +333,7 @@ def _compiled_state() -> None:
     from ddp.torch_internals import unwrapped
 
     model = _model()
-    assert unwrapped(torch.compile(model, backend="eager")) is model
+    assert unwrapped(cast(torch.nn.Module, torch.compile(model, backend="eager"))) is model
 
 
 def _batches() -> None:

@@ -90,7 +90,7 @@ elif attempt == 0 and what == "killed in a copy":
                 die()
             return super().write(data)
 
-    copy_memory._Sink = Sink
+    copy_memory._Sink = Sink  # type: ignore[misc]  # replaced in this process
     save(4)
 elif attempt:
     save(9)

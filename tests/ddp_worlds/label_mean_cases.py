@@ -118,8 +118,9 @@ def collectives_of_its_own() -> dict[str, int]:
     for name, loss in (("none", nn.CrossEntropyLoss(reduction="none")), ("mean", nn.CrossEntropyLoss())):
         for strategy in ("all_reduce", "central_storage", "local_sgd"):
             one = Trainer(*made(), loss, strategy=strategy, accumulate=3, seed=4, log_every=100)
-            reduce, calls = one.strategy.reduce, []
-            one.strategy.reduce = lambda *given, reduce=reduce, calls=calls: calls.append(1) or reduce(*given)  # type: ignore[method-assign]
+            reduce = one.strategy.reduce
+            calls: list[int] = []
+            one.strategy.reduce = lambda *given, reduce=reduce, calls=calls: calls.append(1) or reduce(*given)
             one.fit(TensorDataset(x, y), epochs=4, global_batch_size=BATCH)
             assert one.step == 8
             counts[f"{strategy} {name}"] = len(calls)

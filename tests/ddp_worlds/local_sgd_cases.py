@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp_worlds.data_parallel_cases import Mlp, assert_replicas_equal, batch, build, loss_of
+from testbed.present import present
 from torch import nn
 
 import ddp
@@ -88,7 +89,7 @@ class Simulated:
             replica.zero_grad()
             for part in range(parts):
                 (loss_of(replica, *data(step, rank, part)) / parts).backward()
-            found.append([p.grad for p in replica.parameters()])
+            found.append([present(p.grad) for p in replica.parameters()])
         return found
 
 
@@ -393,7 +394,7 @@ def ranks_that_cannot_become_equal() -> list[str]:
 class StandIn(StandInOptimizer):
     """As that of central storage and that of parameter servers."""
 
-    _make_step = _whole_state = _load_whole_state = lambda *_: None  # type: ignore[assignment]
+    _make_step = _whole_state = _load_whole_state = lambda *_: None
 
 
 def compression_is_of_averaged_gradients(compression: Any) -> None:

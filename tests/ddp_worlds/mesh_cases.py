@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_worlds.data_parallel_cases import Mlp, batch, build, loss_of
+from ddp_worlds.data_parallel_cases import batch, build, loss_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -23,9 +23,10 @@ WIDTH = 40
 class SplitMlp(nn.Module):
     """This rank's half of an Mlp's first two layers, and the whole of what follows."""
 
-    def __init__(self, whole: Mlp, group: dist.ProcessGroup) -> None:
+    def __init__(self, whole: nn.Module, group: dist.ProcessGroup) -> None:
         super().__init__()
-        first, _, second, *rest = whole.layers
+        layers: Any = whole.layers
+        first, _, second, *rest = layers
         mine = slice(group.rank() * WIDTH // 2, (group.rank() + 1) * WIDTH // 2)
         self.group = group
         self.first = nn.Linear(6, WIDTH // 2, dtype=first.weight.dtype)
@@ -58,11 +59,12 @@ class _Sum(torch.autograd.Function):
 def replicas_along_one_dimension_are_exact() -> None:
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     tp, replica = mesh.get_group("tp"), mesh.get_local_rank("dp")
-    for settings in (
+    ways: list[dict[str, Any]] = [
         {"device_mesh": mesh["dp"]},
         {"process_group": mesh.get_group("dp")},
         {"device_mesh": mesh["dp"], "compression": None, "gradient_as_bucket_view": True, "weight_checksum": True},
-    ):
+    ]
+    for settings in ways:
         alone, split = build("mlp"), SplitMlp(build("mlp"), tp)
         if replica:
             nn.init.zeros_(split.first.weight)  # the first of the replicas gives the others its values
@@ -84,12 +86,14 @@ def replicas_along_one_dimension_are_exact() -> None:
 def distributed_tensors_are_refused_by_all() -> None:
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     plan: Any = {"layers.0": ColwiseParallel(), "layers.2": RowwiseParallel()}
-    for module in (
+    modules: list[Any] = [
         parallelize_module(build("mlp"), mesh["tp"], plan),
         fully_shard(build("mlp"), mesh=mesh["dp"]),
         fully_shard(build("mlp"), mesh=mesh),
-    ):
-        for settings in ({}, {"device_mesh": mesh["dp"]}, {"init_sync": False}):
+    ]
+    for module in modules:
+        refused: list[dict[str, Any]] = [{}, {"device_mesh": mesh["dp"]}, {"init_sync": False}]
+        for settings in refused:
             with pytest.raises(ddp.errors.UnsupportedError, match=r"is a DTensor.*fully_shard\(module, mesh="):
                 ddp.DistributedDataParallel(module, **settings)
     with pytest.raises(ddp.errors.ArgumentError, match=r'1D device mesh.*mesh\["dp"\]'):

@@ -176,14 +176,14 @@ def _serve_client(connection: Connection) -> None:
             os._exit(0)
         if kind == "programs":
             text, cwd, environments, deadline_s, folder = request
-            pids: list[int] = []
+            forked: list[int] = []
             for number, environment in enumerate(environments):
-                pids.append(os.fork())
-                if not pids[-1]:
+                forked.append(os.fork())
+                if not forked[-1]:
                     connection.close()
                     raise _Program(text, cwd, environment, Path(folder) / str(number))
             end = time.monotonic() + deadline_s
-            connection.send([_code_of(pid, end) for pid in pids])
+            connection.send([_code_of(pid, end) for pid in forked])
             continue
         world_size, case, group, arguments, deadline_s, folder = request
         _import_ahead(case.partition(":")[0])

@@ -37,6 +37,7 @@ from torch.nn import functional as F
 
 import ddp
 from ddp.strategies.parameter_server import client
+from ddp.strategies.parameter_server.gradient_codec import read_values
 from ddp.strategies.parameter_server.strategy import ParameterServer
 from ddp.strategies.parameter_server.transport import endpoint
 
@@ -112,9 +113,9 @@ def a_late_device_equals_one_process(runs: Sequence[tuple[int, int, Setting]]) -
         setting = now[0]
         with pytest.MonkeyPatch.context() as patch:
             device.install(patch)
-            patch.setattr(client, "read_values", after_all(client.read_values))
+            patch.setattr(client, "read_values", after_all(read_values))
             strategy = start(setting)
-            strategy.unwrap = after_all(strategy.unwrap)  # type: ignore[method-assign]
+            strategy.unwrap = after_all(strategy.unwrap)
             if setting.options.get("mode") == "async":
                 train(strategy, setting)
             else:

@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from testbed.present import present
 from torch import nn
 
 import ddp
@@ -25,6 +26,8 @@ from ddp.compression import row_exchange
 from ddp.compression.compressors import Auto
 from ddp.data_parallel.buckets.bucket_plan import BucketLimits
 from ddp.data_parallel.planning import bucket_planner, measuring
+from ddp.data_parallel.planning.bucket_planner import Measurement
+from ddp.data_parallel.planning.choose import Choice, choose
 from ddp.data_parallel.planning.clock import HostClock
 from ddp.data_parallel.planning.link_cost import CompressionCost, LinkCost
 from ddp.data_parallel.planning.step_timer import TimedStep
@@ -68,23 +71,26 @@ def train(model: ddp.DistributedDataParallel, steps: int = STEPS) -> list[torch.
     return seen
 
 
+def measured(model: ddp.DistributedDataParallel) -> Measurement | None:
+    return model.measurement
+
+
 def limits_of(model: ddp.DistributedDataParallel) -> BucketLimits:
     """But for pieces, which a link may ask for that a busy machine has slowed down."""
-    limits: BucketLimits = model._policy.reducer._schedule.limits  # type: ignore[union-attr]
+    limits: BucketLimits = model._policy.reducer._schedule.limits
     return dataclasses.replace(limits, piece_bytes=None)
 
 
 @contextlib.contextmanager
 def rank_0_wants(limits: BucketLimits) -> Iterator[None]:
     """Let the choice be `limits` on rank 0, and what there is on the others."""
-    choose = bucket_planner.choose
 
     def choose_these(record: Any, link: Any, current: Any, plan: Any, **options: Any) -> Any:
         choices = choose(record, link, current, plan, **options)
         if dist.get_rank():
             return sorted(choices, key=lambda choice: choice.limits != current)
         now = next(choice for choice in choices if choice.limits == current)
-        return [bucket_planner.Choice(limits, tuple(plan(limits)), now.step), *choices]
+        return [Choice(limits, tuple(plan(limits)), now.step), *choices]
 
     with mock.patch.object(bucket_planner, "choose", choose_these):
         yield
@@ -118,7 +124,7 @@ def pieces_for_a_slow_link_change_no_bit() -> None:
         with costing(link, ()), mock.patch.object(bucket_planner, "_PIECE_BYTES", 1 << 10):
             model = wrapped()
             found = train(model)
-        schedule = model._policy.reducer._schedule  # type: ignore[union-attr]
+        schedule = model._policy.reducer._schedule
         assert schedule.limits.piece_bytes == pieces
         for step, (one, other) in enumerate(zip(expected, found, strict=True)):
             assert torch.equal(one, other), step
@@ -132,7 +138,7 @@ def no_backend_for_the_cpu_is_asked_for_pieces_on_a_device() -> None:
     lacking = mock.patch.object(bucket_planner, "backend_of", side_effect=RuntimeError("no backend for the CPU"))
     with costing(SLOW, ()), lacking as backend_of:
         model = wrapped()
-        model._policy.reducer.planner.clock = OnDevice()  # type: ignore[union-attr]
+        model._policy.reducer.planner.clock = OnDevice()
         train(model)
     assert model.measurement is not None
     backend_of.assert_not_called()
@@ -150,10 +156,10 @@ def times_that_one_rank_cannot_read_decide_nothing_on_any() -> None:
 def the_first_steps_are_recorded_on_all_ranks_alike() -> None:
     model = wrapped()
     train(model, 4)
-    assert model.measurement is None
+    assert measured(model) is None
     train(model, 1)
-    assert model.measurement is not None
-    record, link = model.measurement.record, model.measurement.link
+    found = present(measured(model))
+    record, link = found.record, found.link
     named = dict(model.module.named_parameters())
     assert record.nbytes == sum(parameter.nbytes for parameter in named.values())
     ready = [gradient.ready_s for gradient in record.gradients]
@@ -171,7 +177,7 @@ def the_first_steps_are_recorded_on_all_ranks_alike() -> None:
     before = model.measurement
     train(model, 2)
     assert model.measurement is before
-    reducer: Any = model._policy.reducer  # type: ignore[union-attr]
+    reducer: Any = model._policy.reducer
     assert reducer.planner.timer is None
 
 
@@ -209,11 +215,10 @@ def failed_steps_are_not_measured() -> None:
     with rank_0_wants(SMALL):
         train(model, 1)
         for _ in range(4):
-            assert model.measurement is None
+            assert measured(model) is None
             fail()
             train(model, 1)
-    assert model.measurement is not None
-    assert model.measurement.record.other_s < pause_s
+    assert present(measured(model)).record.other_s < pause_s
     assert limits_of(model) == SMALL
     fail()
     train(model, 1)
@@ -234,17 +239,16 @@ def a_parameter_unfrozen_while_steps_are_measured_begins_that_anew() -> None:
         for at in range(6):
             module.sometimes.requires_grad_(at >= 2)
             step()
-        assert model.measurement is None
+        assert measured(model) is None
         step()
-    assert model.measurement is not None
-    assert model.measurement.record.nbytes == sum(parameter.nbytes for parameter in module.parameters())
+    assert present(measured(model)).record.nbytes == sum(parameter.nbytes for parameter in module.parameters())
     assert limits_of(model) == SMALL
 
 
 def a_rank_that_raises_alone_after_the_averages_agrees_in_the_same_step() -> None:
     model = wrapped(bucket_cap_mb="auto")
     rank = dist.get_rank()
-    schedule = model._policy.reducer._schedule  # type: ignore[union-attr]
+    schedule = model._policy.reducer._schedule
     with rank_0_wants(SMALL):
         train(model, 2)
         model.zero_grad()
@@ -262,7 +266,7 @@ def a_rank_that_raises_alone_after_the_averages_agrees_in_the_same_step() -> Non
 def a_rank_that_raises_where_ranks_agree_is_an_error_on_all_at_once(place: str, goes_on: bool) -> None:
     """On rank 1 alone, in the first pass or in the one that decides; long before a wait would be given up."""
     model = wrapped(bucket_cap_mb="auto")
-    rank, reducer = dist.get_rank(), model._policy.reducer  # type: ignore[union-attr]
+    rank, reducer = dist.get_rank(), model._policy.reducer
     steps, owner, name = {
         "delivers first": (0, reducer._schedule, "deliver"),
         "plans first": (0, reducer, "_plan"),
@@ -313,7 +317,7 @@ def auto_that_can_decide_nothing_warns() -> None:
     assert limits_of(model) == before
     for model, warned in ((wrapped(compression="auto"), 1), (wrapped(), 0)):
         train(model, 3)
-        model._policy.reducer.planner._is_missing = True  # type: ignore[union-attr]
+        model._policy.reducer.planner._is_missing = True
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             train(model, 3)
@@ -328,16 +332,23 @@ def _fail(*_: object) -> None:
 
 def nothing_is_measured_where_that_is_not_wanted() -> None:
     with mock.patch.object(measuring, "measure_link", _fail):
-        for options in ({"bucket_cap_mb": 1}, {"bucket_cap_mb_list": [1, 2]}, {"init_sync": False}, {"measure": False}):
+        unmeasured: list[dict[str, Any]] = [
+            {"bucket_cap_mb": 1},
+            {"bucket_cap_mb_list": [1, 2]},
+            {"init_sync": False},
+            {"measure": False},
+        ]
+        for options in unmeasured:
             model = wrapped(**options)
             train(model)
             assert model.measurement is None
-    for options, text in (
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"bucket_cap_mb": "big"}, 'it is a number of MiB, or "auto"'),
         ({"bucket_cap_mb": "auto", "bucket_cap_mb_list": [1]}, "leave one of them out"),
         ({"bucket_cap_mb": "auto", "measure": False}, "decides by measurement"),
         ({"compression": "auto", "measure": False}, "decides by measurement"),
-    ):
+    ]
+    for options, text in refused:
         with pytest.raises(ddp.errors.ArgumentError, match=text):
             wrapped(**options)
     with pytest.raises(ddp.errors.ArgumentError, match="one or more of 'fp16', 'bf16', 'int8'"):

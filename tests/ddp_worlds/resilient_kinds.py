@@ -196,7 +196,10 @@ class Words(nn.Module):
 def horovods() -> list[Any]:
     """An optimizer in Horovod's style, over two backward passes, after its broadcasts; some gradients are sparse."""
     model = Words()
-    groups = [{"params": model.net.parameters(), "momentum": 0.9}, {"params": model.words.parameters()}]
+    groups: list[dict[str, Any]] = [
+        {"params": model.net.parameters(), "momentum": 0.9},
+        {"params": model.words.parameters()},
+    ]
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(groups, 0.05),
         named_parameters=model.named_parameters(),

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore  # type: ignore[attr-defined]  # public, but not marked as exported
+from torch.distributed import FileStore
 
 from ddp.comm.shm.backend import register
 from ddp.comm.shm.group import ShmGroup
@@ -82,7 +82,7 @@ def a_dead_rank_is_named_on_all_others(folder: str, name: str, chunks: int) -> N
                     os.kill(os.getpid(), signal.SIGKILL)
                 return began(words)
 
-            group._rounds.begin = begin  # type: ignore[method-assign]
+            group._rounds.begin = begin
             _calls(group)[name]().wait()
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -407,7 +407,7 @@ def nothing_is_left_of_a_group(folder: str) -> None:
     rank = dist.get_rank()
     group: Any = dist.new_group(backend="shm")
     assert _left()
-    dist.all_reduce(torch.ones(_LARGE), group=group, async_op=True).wait()  # type: ignore[union-attr]
+    dist.all_reduce(torch.ones(_LARGE), group=group, async_op=True).wait()
     dist.barrier(group)
     dist.destroy_process_group(group)
     del group

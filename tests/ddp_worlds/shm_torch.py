@@ -10,18 +10,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]  # public, but not marked as exported
+from torch.distributed import FileStore, TCPStore
 
 import ddp
 from ddp.comm.objects import device_of
 from ddp.comm.shared_memory import SharedSegment
-from ddp.comm.shm import memory
 from ddp.comm.shm.backend import connect, register, sharing
 from ddp.comm.shm.other_devices import OtherDevices
 from ddp.device_choice import agree_on_backend
@@ -145,7 +145,7 @@ def other_devices_have_their_backends(folder: str) -> None:
 
 def sparse_tensors_go_by_gloo(folder: str) -> None:
     with _default_group(folder, "shm") as (rank, size):
-        sparse = torch.sparse_coo_tensor([[rank, 0]], [1.0, 2.0], (size,), check_invariants=True)
+        sparse = torch.sparse_coo_tensor(torch.tensor([[rank, 0]]), [1.0, 2.0], (size,), check_invariants=True)
         dist.all_reduce(sparse)
         wanted = torch.ones(size)
         wanted[0] += 2 * size
@@ -205,7 +205,7 @@ def ranks_that_share_no_memory_go_by_gloo(folder: str) -> None:
         return opened(cls, ticket, **options) if is_apart == (rank == size - 1) else None
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(memory.SharedSegment, "open", classmethod(of_same_host))
+        patched.setattr(SharedSegment, "open", MethodType(of_same_host, SharedSegment))
         hosts = sharing(FileStore(f"{folder}/some", size), rank, size, limit)
         assert hosts == [tuple(range(size - 1)), (size - 1,)]
         group = dist.new_group(backend="shm")
@@ -231,7 +231,7 @@ def one_store_serves_several_times(folder: str) -> None:
             assert _backend(store) == "shm"
             with pytest.MonkeyPatch.context() as patched:
                 if rank == size - 1:
-                    patched.setattr(memory.SharedSegment, "open", lambda *_, **__: None)
+                    patched.setattr(SharedSegment, "open", lambda *_, **__: None)
                 # The first two still share, where there are three.
                 assert _backend(store) == ("shm" if size > 2 else "gloo")
     dist.barrier()  # or rank 0's ends before the others have left

@@ -25,6 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp_worlds.nursery import BACKEND
+from testbed.present import present
 
 import ddp
 from ddp.comm import small_sum
@@ -51,7 +52,7 @@ def until(is_so: Callable[[], Any]) -> Any:
 
 
 def make(timeout_s: float | None = STALL_S, group: dist.ProcessGroup | None = None) -> StallReport:
-    made = StallReport(group or dist.group.WORLD, timeout_s=timeout_s)
+    made = StallReport(present(group or dist.group.WORLD), timeout_s=timeout_s)
     made.at("user code")
     return made
 
@@ -182,14 +183,14 @@ def hangs_elsewhere(folder: Path, size: int, where: str) -> str | None:
             "sparse gradients": lambda: model(torch.tensor([dist.get_rank()])).sum().backward(),
         }[where]
         if sparse and is_late:
-            bucket_schedule.average_sparse = lambda *_: hang()
+            bucket_schedule.average_sparse = lambda *_: hang()  # type: ignore[attr-defined]  # replaced in this process
             is_late = False
     if is_late:
         hang()
     if where == "sparse gradients":
         exchange = sparse_transfer._average
         if dist.get_rank() == 0:
-            sparse_transfer._average = lambda *given: (comes(), exchange(*given))  # type: ignore[assignment,func-returns-value]
+            sparse_transfer._average = lambda *given: (comes(), exchange(*given))  # type: ignore[func-returns-value]
     elif where != "evaluation":
         comes()
     with pytest.raises(CollectiveError) as caught:
@@ -272,7 +273,7 @@ def sums_with_one_gone(folder: Path, size: int, who: int) -> str | None:
     reduce(stall_report)
     if dist.get_rank() == who:
         os.kill(os.getpid(), signal.SIGKILL)
-    work = SmallAdder(dist.group.WORLD).start(torch.ones(30))
+    work = SmallAdder(present(dist.group.WORLD)).start(torch.ones(30))
     with pytest.raises(CollectiveError) as caught:
         stall_report.wait(work, "step status")
     all_come(folder, "end", size - 1)
@@ -455,7 +456,7 @@ class OnDevice:
 
 def on_host(folder: Path, size: int) -> str | None:
     """What a model on a device waits for in host memory is bounded, as is what gloo moves on a device."""
-    stall_report = StallReport(dist.group.WORLD, timeout_s=STALL_S, device=DEVICE)
+    stall_report = StallReport(present(dist.group.WORLD), timeout_s=STALL_S, device=DEVICE)
     stall_report.at("user code")
     by_gloo = make()
     if dist.get_rank() == 1:
@@ -465,7 +466,8 @@ def on_host(folder: Path, size: int) -> str | None:
     work = dist.all_reduce(torch.ones(3), async_op=True)
     with pytest.raises(CollectiveError) as caught:
         stall_report.wait(HostWork(work), "step status")
-    by_gloo.wait(OnDevice(work), "all-reduce", device=DEVICE)  # takes no timeout, and returns
+    on_device: Any = OnDevice(work)
+    by_gloo.wait(on_device, "all-reduce", device=DEVICE)  # takes no timeout, and returns
     by_gloo.check_in_step()
     with pytest.raises(CollectiveError, match="rank 1 is missing: "):
         by_gloo.wait(work, "all-reduce", device=torch.device("cuda"))
@@ -554,11 +556,12 @@ def on_device(folder: Path, size: int) -> None:
     debugger_file = folder / "debugger"
     debugger_file.write_text("open")
     os.environ["DTRAIN_DEBUGGER_FILE"] = str(debugger_file)
-    stall_report = StallReport(dist.group.WORLD, timeout_s=STALL_S, device=DEVICE)
+    stall_report = StallReport(present(dist.group.WORLD), timeout_s=STALL_S, device=DEVICE)
     stall_report.at("user code")
     if dist.get_rank() == 0:
         work = dist.all_reduce(torch.ones(1), async_op=True)
-        stall_report.wait(OnDevice(work), "all-reduce of bucket 1 of 1")
+        on_device: Any = OnDevice(work)
+        stall_report.wait(on_device, "all-reduce of bucket 1 of 1")
         stall_report.at("loss.item()")
         time.sleep(4 * STALL_S)
         assert "missing" not in (folder / "stderr.0").read_text(), "a debugger is open"
@@ -584,7 +587,8 @@ def details(folder: Path, size: int) -> list[str]:
         return "never"
 
     texts = []
-    for detail in (changing, lambda: 1 / 0, lambda: "x" * 1000):
+    details: list[Callable[[], Any]] = [changing, lambda: 1 / 0, lambda: "x" * 1000]
+    for detail in details:
         stall_report.at("backward", detail)
         texts.append(stall_report.position().detail)
     dist.barrier()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp_worlds.data_parallel_cases import F64, Mlp, assert_close, assert_replicas_equal, batch, build, loss_of, shard
+from testbed.present import present
 from torch import nn
 
 import ddp
@@ -80,8 +82,9 @@ def failure_is_shared(fails_in: str, views: bool, cap_mb: float | None, catch: b
         if step == 1:
             with pytest.raises(ValueError if fails else ddp.errors.PeerFailedError) as caught:
                 loss_of(model, shard(x), shard(y)).backward()
-            text, took_s = str(caught.value), time.monotonic() - start
-            assert fails or list(caught.value.failures) == [world - 1]
+            error: Any = caught.value
+            text, took_s = str(error), time.monotonic() - start
+            assert fails or list(error.failures) == [world - 1]
             assert all(parameter.grad is None for parameter in model.parameters())
             replica.mlp.layers[2].weight._backward_hooks = None  # the user's hook that failed
             continue
@@ -136,7 +139,7 @@ def failures_change_no_bit(fails_in: str) -> None:
             each.zero_grad()
             loss_of(each, x, y).backward()
         for one, other in zip(model.parameters(), undisturbed.parameters(), strict=True):
-            assert torch.equal(one.grad, other.grad), step
+            assert torch.equal(present(one.grad), present(other.grad)), step
         mine, plan = (each.gradient_reducer.plan_state() for each in (model, undisturbed))
         assert mine == plan
         plans.append(plan["order"])
@@ -148,7 +151,7 @@ def failures_change_no_bit(fails_in: str) -> None:
 
 def failed_without_a_word(count: int) -> str:
     """The text for ranks that failed and could not tell the store why."""
-    return str(peers_failed(StallReport(dist.group.WORLD, timeout_s=None), count))
+    return str(peers_failed(StallReport(present(dist.group.WORLD), timeout_s=None), count))
 
 
 def _drop_in_another_thread(kept: list[object]) -> None:
@@ -157,13 +160,18 @@ def _drop_in_another_thread(kept: list[object]) -> None:
     thread.join(timeout=20)
 
 
+def _keep_and_call(kept: list[object], end: Callable[[], None]) -> None:
+    kept.append(end)
+    call_after_backward(end)
+
+
 def _failed_and_kept(kept: list[object]) -> tuple[ddp.DistributedDataParallel, Fragile, Fragile]:
     """A model, its replica and an oracle, after a pass that failed; `kept` holds it, as a graph that somebody holds."""
     replica = Fragile().to(F64)
     model = ddp.DistributedDataParallel(replica)
     oracle = copy.deepcopy(replica)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reducer, "call_after_backward", lambda end: (kept.append(end), call_after_backward(end)))
+        patch.setattr(reducer, "call_after_backward", functools.partial(_keep_and_call, kept))
         replica.fails_in = "hook"
         with pytest.raises(ValueError, match="a bad hook"):
             loss_of(model, *batch(0, 4)).backward()
@@ -199,9 +207,13 @@ def a_failed_pass_is_dropped_while_the_next_begins() -> None:
         time.sleep(0.5)  # for the next forward pass, if it does not wait
         gather()
 
+    def noted_send() -> None:
+        sent.append(threading.get_ident())
+        send()
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transfer, "gather_nothing", gather_nothing)
-        patch.setattr(transfer, "send", lambda: (sent.append(threading.get_ident()), send()))
+        patch.setattr(transfer, "send", noted_send)
         thread = threading.Thread(target=kept.clear)
         thread.start()
         assert is_inside.wait(20)
@@ -222,7 +234,7 @@ def a_failed_pass_of_an_optimizer_is_dropped_late() -> None:
     oracle = copy.deepcopy(replica)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(replica.parameters(), 0.1), backward_passes_per_step=2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(counting_policy, "call_after_backward", lambda end: (kept.append(end), call_after_backward(end)))
+        patch.setattr(counting_policy, "call_after_backward", functools.partial(_keep_and_call, kept))
         replica.fails_in = "hook"
         with pytest.raises(ValueError, match="a bad hook"):
             loss_of(replica, *batch(0, 4)).backward()
@@ -359,7 +371,7 @@ class Unmovable(torch.Tensor):
         raise torch.OutOfMemoryError("a bad batch is too large")
 
 
-class Unreadable(Mapping):
+class Unreadable(Mapping[str, torch.Tensor]):
     """An output that cannot be looked through."""
 
     def __init__(self, out: torch.Tensor) -> None:
@@ -409,7 +421,8 @@ def failure_around_forward(fails_in: str, who: int) -> None:
         assert_close(replica.mlp, oracle, f"step {step}")
         for module in (model, oracle):
             module.zero_grad()
-    seen = [torch.empty_like(replica.seen) for _ in range(world)]
-    dist.all_gather(seen, replica.seen if "hook" in fails_in else replica.at_start[-1])
+    own: Any = replica.seen
+    seen = [torch.empty_like(own) for _ in range(world)]
+    dist.all_gather(seen, own if "hook" in fails_in else replica.at_start[-1])
     assert all(torch.equal(other, seen[0]) for other in seen), seen
     assert_replicas_equal(replica.mlp)

@@ -266,7 +266,8 @@ def large_tensors_travel_once() -> None:
     """Sums of large tensors and averages of gradients are all-reduced: what is gathered is small."""
     strategy = ddp.strategy("all_reduce")
     rank, replicas = strategy.replica, strategy.replicas
-    gathered, reduced = [], []
+    gathered: list[Any] = []
+    reduced: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
 
         def counting(original: Callable[..., Any], calls: list[int], place: int) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ import io
 import pickle
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -28,6 +28,7 @@ from ddp_worlds.data_parallel_cases import (
     loss_of,
     shard,
 )
+from testbed.present import present
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
     DDPCommHookType,
@@ -111,7 +112,11 @@ def arguments_are_taken_as_torchs() -> None:
     ):
         follows_whole_batch(ddp.DistributedDataParallel(build("mlp"), **settings), what=str(settings), steps=2)
     follows_whole_batch(ddp.DistributedDataParallel(build("mlp"), None, None, 0, None, True, group, 25, True), steps=2)
-    for settings in ({"broadcast_buffers": False}, {"broadcast_buffers": True, "forward_sync_buffers": False}):
+    unsynced: list[dict[str, Any]] = [
+        {"broadcast_buffers": False},
+        {"broadcast_buffers": True, "forward_sync_buffers": False},
+    ]
+    for settings in unsynced:
         with pytest.warns(FutureWarning, match="forward_sync_buffers"):
             model = ddp.DistributedDataParallel(build("mlp"), **settings)
         assert not model.forward_sync_buffers
@@ -126,7 +131,7 @@ def arguments_are_taken_as_torchs() -> None:
         ("lazy_bucket_allocation", True),
     ):
         with pytest.warns(UserWarning, match=rf"{name}=\.\.\.\) has no effect: \w+"):
-            model = ddp.DistributedDataParallel(build("mlp"), **{name: value})
+            model = ddp.DistributedDataParallel(build("mlp"), **cast(dict[str, Any], {name: value}))
         follows_whole_batch(model, what=name, steps=2)
 
 
@@ -270,7 +275,7 @@ def _average_later(state: object, bucket: dist.GradBucket) -> torch.futures.Futu
     return work.get_future().then(lambda future: future.value()[0].float())
 
 
-def _average_now(state, bucket):
+def _average_now(state, bucket):  # type: ignore[no-untyped-def]  # as most scripts have them
     dist.all_reduce(bucket.buffer())
     bucket.set_buffer(bucket.buffer() / dist.get_world_size())
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
@@ -313,13 +318,15 @@ def hooks_give_what_they_give_with_torchs_class() -> None:
             torch.testing.assert_close(one, two, rtol=2e-5, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
+def _registered(hook: Hook, model: Any) -> None:
+    model.register_comm_hook(None, hook)
+
+
 def bf16_hooks_work_on_the_cpu() -> None:
     """Which torch's class refuses. To the precision of 8 bits."""
     exact = _train_with(Theirs, HOOKS["allreduce"], steps=1)
     for hook in (default_hooks.bf16_compress_hook, default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook)):
-        ours = _train_with(
-            ddp.DistributedDataParallel, lambda model, hook=hook: model.register_comm_hook(None, hook), steps=1
-        )
+        ours = _train_with(ddp.DistributedDataParallel, functools.partial(_registered, hook), steps=1)
         for one, two in zip(ours, exact, strict=True):
             assert float((one - two).norm() / two.norm()) < 0.01
 
@@ -328,7 +335,7 @@ def buckets_have_torchs_interface() -> None:
     """Indices count up, one bucket is the last, `gradients()` are views of `buffer()`, each parameter is in one."""
     passes: list[list[Any]] = []
 
-    def hook(state: object, bucket) -> torch.futures.Future[torch.Tensor]:
+    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         if bucket.index() == 0:
             passes.append([])
         assert bucket.index() == len(passes[-1])
@@ -344,7 +351,12 @@ def buckets_have_torchs_interface() -> None:
         return inner.then(lambda future: future.value()[0])
 
     for name in ("odd", "complex", "conv"):
-        for settings in ({}, {"bucket_cap_mb": 1e-4}, {"bucket_cap_mb": 1e-6, "gradient_as_bucket_view": True}):
+        every: list[dict[str, Any]] = [
+            {},
+            {"bucket_cap_mb": 1e-4},
+            {"bucket_cap_mb": 1e-6, "gradient_as_bucket_view": True},
+        ]
+        for settings in every:
             passes.clear()
             model = ddp.DistributedDataParallel(build(name), **settings)
             model.register_comm_hook(None, hook)
@@ -367,12 +379,12 @@ def wrong_hooks_are_errors() -> None:
         raise AssertionError
 
     with pytest.raises(TypeError, match="callable"):
-        model.register_comm_hook(None, 1)
+        model.register_comm_hook(None, 1)  # type: ignore[arg-type]  # on purpose
     with_annotation.__annotations__["bucket"], with_return.__annotations__["return"] = int, int
     with pytest.raises(ValueError, match="bucket annotation"):
         model.register_comm_hook(None, with_annotation)
     with pytest.raises(ValueError, match="return annotation"):
-        model.register_comm_hook(None, with_return)
+        model.register_comm_hook(None, with_return)  # type: ignore[arg-type]  # on purpose
     with pytest.raises(ValueError, match="built-in"):
         model._register_builtin_comm_hook("allreduce")
     follows_whole_batch(model, what="after refused hooks", steps=2)
@@ -381,23 +393,23 @@ def wrong_hooks_are_errors() -> None:
         model.register_comm_hook(None, default_hooks.allreduce_hook)
     follows_whole_batch(model, what="registered after steps", steps=3)
 
-    def gives_tensor(state: object, bucket) -> Any:
+    def gives_tensor(state: object, bucket: dist.GradBucket) -> Any:
         return bucket.buffer()
 
-    def gives_too_little(state: object, bucket) -> Any:
+    def gives_too_little(state: object, bucket: dist.GradBucket) -> Any:
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         future.set_result(torch.zeros(3))
         return future
 
-    def raises(state: object, bucket) -> Any:
+    def raises(state: object, bucket: dist.GradBucket) -> Any:
         raise ArithmeticError("of the hook")
 
-    def raises_later(state: object, bucket) -> Any:
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    def raises_later(state: object, bucket: dist.GradBucket) -> Any:
+        future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_exception(ArithmeticError("of the future"))
         return future
 
-    wrong: Sequence[tuple[Hook, type[Exception], str]] = (
+    wrong: Sequence[tuple[Hook, type[Exception] | tuple[type[Exception], ...], str]] = (
         (gives_tensor, ddp.errors.ArgumentError, r"must return a torch\.futures\.Future"),
         (gives_too_little, ddp.errors.ArgumentError, "3 numbers"),
         (raises, ArithmeticError, "of the hook"),
@@ -416,11 +428,11 @@ def a_hook_that_fails_on_one_rank_fails_everywhere() -> None:
     """Once: then the next step is exact."""
     failures = [1] if dist.get_rank() == 1 else []
 
-    def hook(state: object, bucket) -> Any:
+    def hook(state: object, bucket: dist.GradBucket) -> Any:
         if failures and bucket.is_last():
             failures.pop()
             raise ArithmeticError("of the hook")
-        return default_hooks.allreduce_hook(None, bucket)
+        return default_hooks.allreduce_hook(present(dist.group.WORLD), bucket)
 
     model = ddp.DistributedDataParallel(build("mlp"), bucket_cap_mb=1e-3)
     model.register_comm_hook(None, hook)
@@ -448,7 +460,8 @@ def buffer_hooks_synchronise_buffers() -> None:
         runs: list[list[torch.Tensor]] = []
         for cls in (Theirs, ddp.DistributedDataParallel):
             module = _built(Normed)
-            model = cls(module, **(SYNCS_BUFFERS if cls is Theirs else {}))
+            own: dict[str, Any] = SYNCS_BUFFERS if cls is Theirs else {}
+            model = cls(module, **own)
             state = {"calls": 0}
             model._register_buffer_comm_hook(state, average, location)
             for step in range(4):
@@ -626,7 +639,7 @@ def compiled_models_are_exact() -> None:
     # Of dynamo itself, behind a break in the graph.
     warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
     wrapper = ddp.DistributedDataParallel(_built(Mlp))
-    model = torch.compile(wrapper, backend="aot_eager")
+    model: Any = torch.compile(wrapper, backend="aot_eager")
     follows_whole_batch(model, what="around")
     oracle = copy.deepcopy(wrapper.module)
     for step in range(3):  # no_sync and no_grad are not compiled away
@@ -640,9 +653,11 @@ def compiled_models_are_exact() -> None:
             model(shard(x))
         (loss_of(model, shard(x), shard(y)) * 2).backward()
         assert_close(wrapper.module, oracle, f"around, accumulating, step {step}")
-    wrapper = ddp.DistributedDataParallel(torch.compile(_built(Broken), backend="eager"))
+    inside: Any = torch.compile(_built(Broken), backend="eager")
+    wrapper = ddp.DistributedDataParallel(inside)
     follows_whole_batch(wrapper, what="inside")
-    follows_whole_batch(torch.compile(wrapper, backend="eager"), what="both", start=5, steps=2)
+    both: Any = torch.compile(wrapper, backend="eager")
+    follows_whole_batch(both, what="both", start=5, steps=2)
 
 
 class Broken(Mlp):
@@ -666,7 +681,7 @@ def _built(make: type[nn.Module]) -> nn.Module:
 def torchs_loader_and_class_beside_ours() -> None:
     """torch's DistributedSampler in a DataLoader feeds both classes, in one loop, over one group."""
     data = torch.utils.data.TensorDataset(*batch(0, 4 * dist.get_world_size()))
-    sampler = torch.utils.data.DistributedSampler(data, shuffle=True, seed=5)
+    sampler: torch.utils.data.DistributedSampler[Any] = torch.utils.data.DistributedSampler(data, shuffle=True, seed=5)
     loader = torch.utils.data.DataLoader(data, batch_size=2, sampler=sampler)
     ours, theirs = ddp.DistributedDataParallel(build("mlp")), Theirs(build("mlp"))
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (ours, theirs)]

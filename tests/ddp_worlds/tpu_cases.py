@@ -90,7 +90,7 @@ class WrongOrder(StandIn):
 def hosts_share_out_each_batch() -> None:
     """Batches of 11, of which the last is a single sample, to the numbers of one process on the whole batch."""
     stand_in = StandIn().install()
-    strategy = ddp.strategy("tpu")
+    strategy: Any = ddp.strategy("tpu")
     assert (strategy.replica, strategy.replicas, strategy.devices) == (0, 1, 4)
     assert strategy.is_main == (stand_in.rank == 0)
     loaded: list[int] = []

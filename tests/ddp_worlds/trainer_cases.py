@@ -147,7 +147,7 @@ def fit_is_the_loop_by_hand(strategies: list[str]) -> None:
                 found.strategy.averages_in_step = True
                 found._averages_first = needs_average(found.strategy, "float32", found.max_grad_norm)
             found.fit(data(), epochs=2, global_batch_size=BATCH)
-            difference = flat(found.module) - flat(by_hand(KINDS["mean"][1], **options))  # type: ignore[arg-type]
+            difference = flat(found.module) - flat(by_hand(KINDS["mean"][1], **options))
             assert difference.abs().max() < 1e-12, (name, options)
 
 
@@ -282,6 +282,7 @@ def saves_without_a_group(folder: str) -> list[float]:
             self.publications += 1
             states: list[Any] = [[each.state_dict() for each in self.given]]
             dist.broadcast_object_list(states, src=0)
+            each: Any
             for each, state in zip(self.given, states[0], strict=True):
                 each.load_state_dict(state)
 
@@ -444,7 +445,7 @@ def refuses() -> None:
         ({"strategy": "mirrored"}, "did you mean 'all_reduce'?"),
     ):
         with pytest.raises(ddp.errors.ArgumentError, match=message):
-            trainer(**options)  # type: ignore[arg-type]
+            trainer(**options)
     one = trainer()
     with pytest.raises(ddp.errors.ArgumentError, match=r"a list_iterator cannot be shared out: give the data set"):
         one.fit(iter([1]), epochs=1)
@@ -468,7 +469,7 @@ def half_precision() -> None:
     for precision in ("bfloat16", "float16"):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Flatten(), nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
-        seen = []
+        seen: list[torch.dtype] = []
         net[1].register_forward_hook(lambda _, __, out, seen=seen: seen.append(out.dtype))
         one = Trainer(
             net, torch.optim.Adam(net.parameters(), 0.05), nn.CrossEntropyLoss(), precision=precision, max_grad_norm=1.0

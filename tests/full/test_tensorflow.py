@@ -54,7 +54,7 @@ def test_mirrored_workers_compute_what_one_process_does(
 def test_over_ssh_an_evaluator_reads_the_checkpoint_and_is_stopped_at_the_end(
     ssh_hosts: SshHosts, losses_alone: dict[int, float], tmp_path: Path
 ) -> None:
-    hosts = ["--hosts", "node1,node2", "--ssh-config", ssh_hosts.ssh_config]
+    hosts = ["--hosts", "node1,node2", "--ssh-config", str(ssh_hosts.ssh_config)]
     result = _train(*hosts, "--chief", "--evaluator", MIRRORED, "--checkpoints", tmp_path, cwd=tmp_path)
     assert result.returncode == 0, result
     _assert_trained(result, {"chief 0", "worker 0"}, losses_alone)

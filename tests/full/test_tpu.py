@@ -52,7 +52,7 @@ def test_a_training_goes_on_under_another_strategy_and_back(tmp_path: Path) -> N
     ]
     assert {(type(tensor), tensor.device.type) for tensor in tensors} == {(torch.Tensor, "cpu")}
     options = {**ENVIRONMENT, "DTRAIN_STRATEGY": "all_reduce"}
-    words = ["--nproc-per-node", "2", PROGRAM, "fit", folder, "2"]
+    words: list[str | Path] = ["--nproc-per-node", "2", PROGRAM, "fit", folder, "2"]
     (second,) = _results(run_dtrain("run", *words, cwd=tmp_path, env=options, timeout=LIMIT_S))
     assert second == "all_reduce made 5 steps, epoch 2"
     (third,) = _results(_run("--nproc-per-node", "1", PROGRAM, "fit", folder, "3", cwd=tmp_path))
@@ -60,7 +60,7 @@ def test_a_training_goes_on_under_another_strategy_and_back(tmp_path: Path) -> N
 
 
 def test_an_example_for_all_strategies_runs_unchanged(tmp_path: Path) -> None:
-    words = [ROOT / "scripts/examples/train_fit.py", "--epochs", "1", "--folder", tmp_path / "fit"]
+    words = [str(ROOT / "scripts/examples/train_fit.py"), "--epochs", "1", "--folder", str(tmp_path / "fit")]
     result = _run("--nproc-per-node", "1", *words, cwd=tmp_path)
     assert result.returncode == 0, result
     ours, plain = re.findall(r"accuracy ([\d.]+)%", result.stdout)[-2:]

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -58,7 +59,12 @@ def test_equality_and_hash_leave_out_what_is_not_compared(cls: type[Any]) -> Non
 @BOTH
 def test_nothing_can_be_changed_and_secrets_are_not_shown(cls: type[Any]) -> None:
     made = cls("a", "b")
-    for change in (lambda: setattr(made, "name", "c"), lambda: setattr(made, "new", 1), lambda: delattr(made, "name")):
+    changes: list[Callable[[], None]] = [
+        lambda: setattr(made, "name", "c"),
+        lambda: setattr(made, "new", 1),
+        lambda: delattr(made, "name"),
+    ]
+    for change in changes:
         with pytest.raises(dataclasses.FrozenInstanceError):
             change()
     assert repr(made) == "_made.<locals>.Made(name='a', place=3, items=[], last=None)"
@@ -71,7 +77,7 @@ def test_copies_and_the_functions_of_dataclasses(cls: type[Any], replace: Any) -
     assert replace(made, last="z") == cls("a", "b", items=[1], last="z")
     assert dataclasses.asdict(made) == vars(made)
     assert dataclasses.is_dataclass(cls)
-    assert tuple(field.name for field in dataclasses.fields(made)) == cls.__match_args__
+    assert tuple(field.name for field in dataclasses.fields(made)) == vars(cls)["__match_args__"]
     assert copy.deepcopy(made) == made
 
 

@@ -4,7 +4,7 @@ import ast
 import json
 import math
 import struct
-from dataclasses import fields
+from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -53,9 +53,14 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
 KINDS: tuple[type[Message], ...] = tuple(dict.fromkeys([*Command.__subclasses__(), *Report.__subclasses__()]))
 
 
+def _fields(message: Any) -> tuple[Field[Any], ...]:
+    """Return the fields of a message or of its class: Message itself is no dataclass, all kinds of it are."""
+    return fields(message)
+
+
 def _messages_of(kind: type[Message]) -> st.SearchStrategy[Message]:
     hints = get_type_hints(kind)
-    return st.builds(kind, **{field.name: VALUES[hints[field.name]] for field in fields(kind)})
+    return st.builds(kind, **{field.name: VALUES[hints[field.name]] for field in _fields(kind)})
 
 
 MESSAGES = st.one_of([_messages_of(kind) for kind in KINDS])
@@ -184,7 +189,7 @@ def test_a_damaged_frame_is_an_error_or_another_message_but_never_anything_else(
         return
 
 
-NAMES = ["kind", "data", *dict.fromkeys(field.name for kind in KINDS for field in fields(kind))]
+NAMES = ["kind", "data", *dict.fromkeys(field.name for kind in KINDS for field in _fields(kind))]
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from([10**400, -1, 2**64]) | TEXT,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=3),
@@ -196,7 +201,7 @@ JSON = st.recursive(
 def test_a_field_of_another_type_is_an_error_or_a_message_of_the_right_types(
     message: Message, data: st.DataObject
 ) -> None:
-    names = [field.name for field in fields(message) if field.name != "data"]
+    names = [field.name for field in _fields(message) if field.name != "data"]
     changed = data.draw(st.dictionaries(st.sampled_from([*names, "data"]), JSON, max_size=3))
     said = {"kind": message.kind, **{name: getattr(message, name) for name in names}, **changed}
     try:
@@ -206,7 +211,7 @@ def test_a_field_of_another_type_is_an_error_or_a_message_of_the_right_types(
     assert type(arrived) is type(message)
     assert repr(_decode(encode(arrived))) == repr([arrived])  # NaN is not equal to itself
     hints = get_type_hints(type(arrived))
-    for field in fields(arrived):
+    for field in _fields(arrived):
         _check_type(getattr(arrived, field.name), hints[field.name])
 
 

@@ -5,6 +5,7 @@ sum over the whole weights.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,16 +29,16 @@ def alone(mesh: DeviceMesh) -> tuple[nn.Module, int, int]:
     return toy(), 0, 1
 
 
-def fsdp(mesh: DeviceMesh) -> tuple[nn.Module, int, int]:
-    model = toy()
+def fsdp(mesh: DeviceMesh) -> tuple[Any, int, int]:
+    model: Any = toy()
     flat = init_device_mesh("cpu", (mesh.size(),))
     for layer in model[::2]:
         fully_shard(layer, mesh=flat)
     return fully_shard(model, mesh=flat), dist.get_rank(), mesh.size()
 
 
-def hsdp(mesh: DeviceMesh) -> tuple[nn.Module, int, int]:
-    model = toy()
+def hsdp(mesh: DeviceMesh) -> tuple[Any, int, int]:
+    model: Any = toy()
     for layer in model[::2]:
         fully_shard(layer, mesh=mesh)  # replicas along the first dimension, shards along the second
     return fully_shard(model, mesh=mesh), dist.get_rank(), mesh.size()
@@ -47,7 +48,7 @@ def tensor_parallel(mesh: DeviceMesh) -> tuple[nn.Module, int, int]:
     return parallelize_module(toy(), mesh["tp"], PLAN), 0, 1
 
 
-def tensor_parallel_and_fsdp(mesh: DeviceMesh) -> tuple[nn.Module, int, int]:
+def tensor_parallel_and_fsdp(mesh: DeviceMesh) -> tuple[Any, int, int]:
     model = parallelize_module(toy(), mesh["tp"], PLAN)
     return fully_shard(model, mesh=mesh["dp"]), mesh.get_local_rank("dp"), mesh["dp"].size()
 

@@ -5,6 +5,7 @@ Each as its tutorial has it, on the CPU.
 
 import os
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,7 +36,7 @@ def main() -> None:
     dcp.load(state, checkpoint_id=os.path.join(sys.argv[1], "checkpoint"))
 
     whole = torch.arange(12.0).reshape(6, 2)
-    tensor = distribute_tensor(whole, mesh, [Shard(0)])
+    tensor: Any = distribute_tensor(whole, mesh, [Shard(0)])
     gathered = tensor.redistribute(mesh, [Replicate()])
     assert torch.equal(gathered.to_local(), whole)
     local, total = tuple(tensor.to_local().shape), tensor.sum().full_tensor()

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import time
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 
 PROMISED = [
@@ -30,7 +31,7 @@ def main() -> None:
     parser.add_argument("what", choices=["show", "sum", "record", "once", "spawn"])
     parser.add_argument("words", nargs="*")
     args = parser.parse_args()
-    seen = {name: os.environ.get(name) for name in PROMISED}
+    seen: dict[str, object] = {name: os.environ.get(name) for name in PROMISED}
     seen |= {"argv": sys.argv[1:], "name": __name__, "local_rank": args.local_rank}
     assert int(os.environ["MASTER_PORT"]) > 0
     assert os.environ["MASTER_ADDR"]
@@ -80,7 +81,7 @@ def spawn() -> list[int]:
     return sorted(queue.get() for _ in range(2))
 
 
-def _put(index: int, queue: "torch.multiprocessing.SimpleQueue[int]") -> None:  # noqa: F821
+def _put(index: int, queue: "SimpleQueue[int]") -> None:
     queue.put(index)
 
 

@@ -6,13 +6,14 @@ Its script prints `here ATTEMPT RANK WORLD_SIZE GROUP_RANK HOST`.
 import re
 import threading
 from collections.abc import Iterator
-from subprocess import Popen
+
+from testbed.processes import Program
 
 
 class AttemptsSeen:
     """What the workers of each attempt have said, read as it comes."""
 
-    def __init__(self, process: "Popen[bytes]") -> None:
+    def __init__(self, process: Program) -> None:
         self.lines: list[tuple[int, int, int, int, str]] = []
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._read, args=(process.stdout,), daemon=True)

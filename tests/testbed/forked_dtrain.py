@@ -181,7 +181,7 @@ def _serve(requests: socket.socket) -> None:
             try:
                 pid = os.fork()
             except OSError as error:
-                os.write(status, b"failed %d\n" % error.errno)
+                os.write(status, b"failed %d\n" % (error.errno or 0))
                 for descriptor in descriptors:
                     os.close(descriptor)
                 continue
@@ -200,7 +200,7 @@ def _become(request: dict[str, Any], streams: Sequence[int], status: int) -> Non
     try:
         os.chdir(request["cwd"])
     except OSError as error:
-        os.write(status, b"failed %d\n" % error.errno)
+        os.write(status, b"failed %d\n" % (error.errno or 0))
         return
     os.setsid()
     for number, descriptor in enumerate(streams):

@@ -21,6 +21,7 @@ from launcher.job.events import (
     Send,
     Tick,
 )
+from launcher.job.failure import Failure
 from launcher.job.job import Job, Phase
 from launcher.job.outcome import Outcome
 from launcher.placement.job_spec import CommandKind, JobSpec
@@ -29,6 +30,7 @@ from launcher.protocol.commands import Collect, StartWorker
 from launcher.protocol.message import PROTOCOL, Report
 from launcher.protocol.reports import Bye, Collected, Exited, Facts, Hello, Started, StoreOpened, Swept
 from launcher.protocol.two_way import Heartbeat
+from testbed.present import present
 
 PYTHON = "{}.{}.{}".format(*sys.version_info[:3])
 M = TypeVar("M")
@@ -144,7 +146,7 @@ class Drive:
         for start in messages(begun, StartWorker):
             host = self.host_of(start.rank)
             self.say(host, Started(self.number, start.rank, 100 + start.rank, self.time(host)))
-        assert self.job.phase is Phase.RUNNING
+        assert self.phase() is Phase.RUNNING
 
     def opened(self) -> StoreOpened:
         return StoreOpened(self.number, "10.0.0.9", 29500)
@@ -186,8 +188,15 @@ class Drive:
 
     @property
     def outcome(self) -> Outcome:
-        assert self.job.outcome is not None
-        return self.job.outcome
+        return present(self.job.outcome)
+
+    @property
+    def cause(self) -> Failure:
+        return present(self.outcome.cause)
+
+    def phase(self) -> Phase:
+        """Return the job's phase, by a call: mypy takes an attribute to be still what an assertion before said."""
+        return self.job.phase
 
 
 def tells(commands: Iterable[Command]) -> list[Send]:

@@ -20,6 +20,7 @@ import subprocess
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 from launcher.agent.cleanup.run_tag import RunTag
 from launcher.machine import processes
@@ -152,6 +153,8 @@ def nothing_left(call: str) -> Iterator[None]:
 class Program(subprocess.Popen[bytes]):
     """A program for which what is left is looked for as soon as its exit is collected, by whichever call."""
 
+    stdout: IO[bytes]  # pipes, but on a terminal
+    stderr: IO[bytes]
     watching: Start
 
     def poll(self) -> int | None:

@@ -23,7 +23,8 @@ import psutil
 
 from testbed.forked_dtrain import MARK as MARK
 from testbed.forked_dtrain import DtrainServer, ForkedDtrain
-from testbed.left import TEST_CHARS, Program, Start, Watch
+from testbed.left import TEST_CHARS, Start, Watch
+from testbed.left import Program as Program
 
 _variables = dict(os.environ)
 by_exec = False  # start `dtrain` as users do
@@ -75,7 +76,7 @@ def run_program(
 
 
 def _run(
-    start: Callable[..., contextlib.AbstractContextManager["subprocess.Popen[bytes]"]],
+    start: Callable[..., contextlib.AbstractContextManager[Program]],
     env: Mapping[str, str | None] | None = None,
     cwd: Path | None = None,
     stdin: str | None = None,
@@ -101,12 +102,12 @@ def started_dtrain(
     cwd: Path | None = None,
     stdin: int = subprocess.DEVNULL,
     outlived: bool = False,
-) -> contextlib.AbstractContextManager["subprocess.Popen[bytes]"]:
+) -> contextlib.AbstractContextManager[Program]:
     """Yield a running `dtrain ARGS`, for tests that signal it or read it live; `started` says what the options are.
 
     It is forked from a process that has imported it, where that makes no difference (forked_dtrain.py).
     """
-    argv = [sys.executable, "-m", "launcher", *map(os.fspath, args)]
+    argv = [sys.executable, "-m", "launcher", *(os.fspath(arg) for arg in args)]
 
     def start(environment: dict[str, str]) -> Program:
         if by_exec or (request := dtrain_server().request(argv, environment, cwd)) is None:
@@ -142,7 +143,7 @@ def started(
     cwd: Path | None = None,
     stdin: int = subprocess.DEVNULL,
     outlived: bool = False,
-) -> contextlib.AbstractContextManager["subprocess.Popen[bytes]"]:
+) -> contextlib.AbstractContextManager[Program]:
     """Yield a running program with its output in pipes; kill its tree if it still runs at the end."""
     words = [os.fspath(arg) for arg in argv]
     start = partial(_executed, words, cwd=cwd, stdin=stdin)
@@ -177,7 +178,7 @@ def watched(
 
 
 @contextlib.contextmanager
-def _until_its_end(process: "subprocess.Popen[bytes]") -> Iterator["subprocess.Popen[bytes]"]:
+def _until_its_end(process: Program) -> Iterator[Program]:
     with process:
         try:
             yield process
@@ -207,9 +208,8 @@ def _cpu_s() -> float:
     )
 
 
-def wait_up(process: "subprocess.Popen[bytes]", workers: int = 2) -> None:
+def wait_up(process: Program, workers: int = 2) -> None:
     """Read a run's output until so many workers have said `up`."""
-    assert process.stdout is not None
     seen = 0
     while seen < workers:
         line = process.stdout.readline()
@@ -291,7 +291,7 @@ def _environment(changes: Mapping[str, str | None]) -> dict[str, str]:
     return {name: value for name, value in merged.items() if value is not None}
 
 
-def _drain(process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
+def _drain(process: Program) -> tuple[bytes, bytes]:
     # A stray that left the tree may hold the pipes open for ever.
     try:
         return process.communicate(timeout=2)

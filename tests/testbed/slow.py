@@ -36,7 +36,9 @@ class Share:
 def select(items: Iterable[pytest.Item], share: Share | None) -> tuple[list[pytest.Item], list[pytest.Item], set[str]]:
     """Mark the slow ones; return which to run, which to leave out, and the names in slow.txt that no item has."""
     listed = {line for line in LIST.read_text(encoding="utf-8").splitlines() if not line.startswith("#")}
-    run, left_out, found = [], [], set()
+    run: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
+    found: set[str] = set()
     for item in items:
         if names := listed & {item.nodeid, item.nodeid.partition("[")[0]}:
             found |= names

@@ -15,8 +15,10 @@ import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
+from typing import TypeAlias
 
 import psutil
+from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import (
     BestAvailableEncryption,
@@ -31,6 +33,7 @@ from testbed.lab import Lab, clear_temp
 from testbed.left import own_group
 from testbed.processes import MARK, kill, marked, wait_until
 
+PrivateKey: TypeAlias = Ed25519PrivateKey | EllipticCurvePrivateKey
 HOST = "DTRAIN_TEST_HOST"
 PASSPHRASE = "correct horse"
 
@@ -351,24 +354,24 @@ def no_penalties(sshd: str, host_key: Path) -> str:
     return "PerSourcePenalties no\n" if known else ""
 
 
-def write_key(path: Path, key: Ed25519PrivateKey, lock: KeySerializationEncryption | None = None) -> Path:
+def write_key(path: Path, key: PrivateKey, lock: KeySerializationEncryption | None = None) -> Path:
     path.touch(mode=0o600)
     path.write_bytes(_private(key, lock))
     path.with_name(f"{path.name}.pub").write_text(f"{public_line(key)}\n")
     return path
 
 
-def _private(key: Ed25519PrivateKey, lock: KeySerializationEncryption | None = None) -> bytes:
+def _private(key: PrivateKey, lock: KeySerializationEncryption | None = None) -> bytes:
     return key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, lock or NoEncryption())
 
 
 def certify(authority: Path, key: Path, *, name: str, host: bool = False, valid: str = "+1h") -> Path:
     """Sign a key (its .pub) by an authority's key for a user or a host of that name; return the certificate."""
     options = ["-h"] if host else []
-    argv = ["ssh-keygen", "-q", "-s", authority, *options, "-I", "test", "-n", name, "-V", valid, f"{key}.pub"]
+    argv = ["ssh-keygen", "-q", "-s", str(authority), *options, "-I", "test", "-n", name, "-V", valid, f"{key}.pub"]
     subprocess.run(argv, check=True, capture_output=True)
     return key.with_name(f"{key.name}-cert.pub")
 
 
-def public_line(key: Ed25519PrivateKey) -> str:
+def public_line(key: PrivateKey) -> str:
     return key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()

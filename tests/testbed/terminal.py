@@ -78,7 +78,7 @@ def dtrain_on_terminal(
     def take_terminal() -> None:
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
-    words = [sys.executable, *program, *map(os.fspath, args)]
+    words = [sys.executable, *program, *(os.fspath(arg) for arg in args)]
 
     def start(env: dict[str, str]) -> Program:
         return Program(

@@ -5,7 +5,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from subprocess import Popen
+
+from testbed.processes import Program
 
 LIMIT_S = 120.0
 
@@ -25,7 +26,7 @@ class At:
 class TrainingSeen:
     """What the workers of a run have said."""
 
-    def __init__(self, process: "Popen[bytes]") -> None:
+    def __init__(self, process: Program) -> None:
         self.commits: list[At] = []
         self._lines: list[str] = []
         self._process = process

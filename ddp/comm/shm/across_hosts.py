@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, but not marked as exported
+from torch.distributed import PrefixStore
 
 from ddp.comm.shm.collectives import Steps
 from ddp.comm.shm.combine import combine

@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, but not marked as exported
+from torch.distributed import PrefixStore
 
 __all__ = ["NAME", "connect", "register", "sharing"]
 

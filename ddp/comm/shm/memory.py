@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, but not marked as exported
+from torch.distributed import PrefixStore
 
 from ddp.comm.shared_memory import SharedSegment
 from ddp.comm.shm import waiting

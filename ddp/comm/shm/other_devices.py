@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, but not marked as exported
+from torch.distributed import PrefixStore
 
 from ddp.torch_internals import destroy_device_group, device_group, host_group
 

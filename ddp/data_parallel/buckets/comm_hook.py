@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import BuiltinCommHookType  # type: ignore[attr-defined]  # public, but not marked as exported
-from torch.distributed import GradBucket as TorchBucket  # type: ignore[attr-defined]
+from torch.distributed import BuiltinCommHookType
+from torch.distributed import GradBucket as TorchBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from ddp.data_parallel.buckets.bucket_plan import BucketPlan, Member, slot_view

@@ -241,7 +241,7 @@ class LocalSGD:
         _remove(self._gradient_hooks)
         hook = self._on_gradient  # neither copies nor pickles of a parameter have it
         self._gradient_hooks += [
-            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch has no types here
+            parameter.register_post_accumulate_grad_hook(hook)
             for parameter in weights_of(model).values()
             if parameter.requires_grad
         ]

@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import Literal
 
 import torch.distributed as dist
-from torch.distributed import (  # type: ignore[attr-defined]  # public, but not marked as exported
+from torch.distributed import (
     PrefixStore,
     Store,
     TCPStore,

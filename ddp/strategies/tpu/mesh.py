@@ -137,7 +137,7 @@ def _move(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
             moved = nn.Parameter(moved, tensor.requires_grad)
             moved.grad = None if tensor.grad is None else tensor.grad.to(device)
         try:
-            torch.utils.swap_tensors(tensor, moved)  # type: ignore[no-untyped-call]  # torch's
+            torch.utils.swap_tensors(tensor, moved)
         except RuntimeError as error:  # a graph or a weak reference still has the tensor
             raise ArgumentError(
                 f"a tensor of shape {tuple(tensor.shape)} of the model cannot be moved to {device}: {error}; call "

@@ -20,13 +20,14 @@ import sys
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy
 import pytest
 import torch
 from ddp_worlds.checkpoint_cases import listed
 from ddp_worlds.nursery import ROOT, Nursery
+from testbed.present import present
 from testbed.processes import run_program
 from testbed.seeds import Seeds
 from torch import nn
@@ -94,7 +95,7 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(stop: int, tmp_path: Path) -> No
     numpy.random.seed(1)
     torch.manual_seed(1)
     second = Run()
-    restored = ddp.Checkpoint(tmp_path).load(**second.parts)
+    restored = present(ddp.Checkpoint(tmp_path).load(**second.parts))
     assert (restored.step, restored.path) == (stop, tmp_path / f"step-000000000{stop}.pt")
     assert restored.values == {"losses": before, "nested": {"a": [None, 1j, b"x", {2, 3}]}}
     assert list(itertools.islice(second.steps(), 8)) == expected
@@ -285,7 +286,7 @@ def test_a_broken_file_is_passed_over_with_its_reason(
     path.write_bytes(damage(whole))
     checkpoint = ddp.Checkpoint(tmp_path)
     with pytest.warns(UserWarning, match=rf"passed over: {path}: .*{reason}"):
-        restored = checkpoint.load()
+        restored = present(checkpoint.load())
     assert restored.step == 6
     with pytest.raises(ddp.errors.CheckpointError, match=rf"{path}: .*{reason}"):
         checkpoint.load(path)
@@ -480,7 +481,8 @@ def test_wrapped_or_not_a_model_has_the_same_keys(nursery: Nursery, saved: str, 
         found = nursery.run(2, "ddp_worlds.checkpoint_cases:loads_wrapped", folder=str(tmp_path), wrapper=wrapper)
         assert found == expected
     bare: Any = nn.Linear(3, 2)
-    assert ddp.Checkpoint(tmp_path).load(model=torch.compile(bare, backend="eager"))
+    compiled = cast(nn.Module, torch.compile(bare, backend="eager"))
+    assert ddp.Checkpoint(tmp_path).load(model=compiled)
     assert bare.weight.flatten().tolist() == expected[0]
 
 
@@ -563,8 +565,7 @@ def test_what_a_killed_writer_left_is_removed_though_a_forked_process_lives(tmp_
     with subprocess.Popen(
         words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=environment
     ) as writer:
-        assert writer.stdout is not None
-        assert writer.stdout.readline() == "forked\n"
+        assert present(writer.stdout).readline() == "forked\n"
         assert writer.wait(60) == -signal.SIGKILL
         assert len(listed(tmp_path)) == 1
         remove_unfinished(tmp_path, re.compile(r"step-([0-9]+)\.pt"))

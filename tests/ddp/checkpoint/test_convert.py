@@ -16,6 +16,7 @@ import pytest
 import torch
 from ddp_worlds.checkpoint_cases import listed
 from ddp_worlds.nursery import ROOT, Nursery
+from testbed.present import present
 from testbed.processes import run_program
 from testbed.seeds import Seeds
 from torch import nn
@@ -55,7 +56,7 @@ def _saved(folder: Path, **values: Any) -> tuple[nn.Module, torch.optim.Optimize
 
 
 def test_there_and_back_is_the_same_checkpoint(tmp_path: Path) -> None:
-    values = {
+    values: dict[str, Any] = {
         "empty": {}, "none": None, "keys": {1: 2, (None): "x"}, "tuple": (1, torch.ones(2), [torch.zeros(1)]),
         "set": {1, 2}, "counter": Counter("aab"), "ordered": OrderedDict(b=1, a=torch.ones(1)), "list": [[], [{}]],
         "parameter": nn.Parameter(torch.ones(2)), "bytes": b"x", "scalar": torch.tensor(3),
@@ -123,7 +124,7 @@ def test_a_run_goes_on_from_shards(nursery: Nursery, tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    restored = ddp.Checkpoint(tmp_path / "ours").load(model=model, optimizer=optimizer)
+    restored = present(ddp.Checkpoint(tmp_path / "ours").load(model=model, optimizer=optimizer))
     assert (restored.step, restored.values, restored.path) == (3, {"epoch": 4}, path)
     assert torch.equal(torch.get_rng_state(), before)
     alone = build()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import namedtuple
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -30,6 +29,11 @@ VALUES = st.recursive(
 )
 
 
+class Pair(NamedTuple):
+    a: int
+    b: int
+
+
 @given(VALUES)
 def test_values_come_back_with_their_types(value: Any) -> None:
     found = decode(encode(value))
@@ -48,7 +52,7 @@ def test_tensors_come_back_bit_by_bit_wherever_they_stand(dtype: torch.dtype, sh
 
 
 def test_other_kinds_of_tensors_and_numbers() -> None:
-    sparse = torch.sparse_coo_tensor([[2, 0, 2]], [1.0, 2.0, 3.0], (4,), check_invariants=True)
+    sparse = torch.sparse_coo_tensor(torch.tensor([[2, 0, 2]]), [1.0, 2.0, 3.0], (4,), check_invariants=True)
     negative = torch.complex(torch.zeros(2), torch.ones(2)).conj().imag  # lazily negated
     leaf = torch.nn.Parameter(torch.ones(2))
     found = decode(encode([sparse, negative, leaf, torch.bfloat16, torch.Size([2, 3]), math.inf]))
@@ -63,7 +67,7 @@ def test_other_kinds_of_tensors_and_numbers() -> None:
     ("value", "named"),
     [
         ({"a": [object()]}, r"value\['a'\]\[0\] is a object"),
-        (namedtuple("Pair", "a b")(1, 2), "is a Pair"),
+        (Pair(1, 2), "is a Pair"),
         ([lambda: 0], r"value\[0\] is a function"),
         ((range(3),), r"value\[0\] is a range"),
     ],

@@ -29,7 +29,7 @@ def _names(how: str, size: int, half: int) -> list[str]:
 
 def _cases() -> Iterator[ParameterSet]:
     for turn, (how, size) in enumerate(WORLDS):
-        for half, marks in enumerate(((), pytest.mark.slow(turn=turn))):
+        for half, marks in enumerate(([], [pytest.mark.slow(turn=turn)])):
             for name in _names(how, size, half):
                 yield pytest.param((how, size, half), name, id=f"{name}-{how} {size}", marks=marks)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from testbed.present import present
 from testbed.processes import started, wait_until
 
 from ddp.comm.shared_memory import SharedSegment
@@ -42,7 +43,7 @@ def test_two_processes_share_a_segment_until_both_are_gone() -> None:
         with started(sys.executable, "-c", _OTHER, env=env, stdin=subprocess.PIPE) as process:
             assert process.stdin is not None
             ticket = json.loads(process.stdout.readline())
-            theirs = SharedSegment.open(ticket)
+            theirs = present(SharedSegment.open(ticket))
             assert theirs.tensor[:4].tolist() == [5, 5, 5, 0]
             if os.geteuid() == 0:
                 os.seteuid(65534)
@@ -63,7 +64,7 @@ def test_two_processes_share_a_segment_until_both_are_gone() -> None:
 
 def test_only_what_the_ticket_says_is_opened(tmp_path: Path) -> None:
     with SharedSegment(4096) as segment:
-        again = SharedSegment.open(json.loads(json.dumps(segment.ticket)))
+        again = present(SharedSegment.open(json.loads(json.dumps(segment.ticket))))
         again.tensor.view(torch.bfloat16)[7] = 3
         assert segment.tensor.view(torch.bfloat16)[7] == 3
         plain = os.open(tmp_path / "plain", os.O_RDWR | os.O_CREAT)
@@ -110,7 +111,7 @@ def test_nothing_is_left_open_and_what_cannot_be_had_is_said_so(monkeypatch: pyt
     before = descriptors()
     for _ in range(3):
         with SharedSegment(100) as segment:
-            again = SharedSegment.open(segment.ticket)
+            again = present(SharedSegment.open(segment.ticket))
             again.close()
             assert SharedSegment.open({**segment.ticket, "bytes": 99}) is None
     wait_until(lambda: descriptors() == before, "all descriptors are closed")

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp_worlds.compression_cases import Bucket
+from testbed.present import present
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ddp.compression import row_compressor
@@ -31,7 +32,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.ProcessGroup]:
     in_order.start = lambda group, rows: RowExchange.start(in_order, group, rows)  # type: ignore[arg-type]
     monkeypatch.setattr(row_compressor, "open_exchange", lambda _: in_order)
     try:
-        yield dist.group.WORLD
+        yield present(dist.group.WORLD)
     finally:
         dist.destroy_process_group()
 

@@ -83,9 +83,9 @@ def test_without_a_group_the_world_is_this_process(monkeypatch: pytest.MonkeyPat
     assert {name: type(value) for name, value in found.items()} == {"loss": float, "count": int, "x": float}
     assert math.isnan(gather_metrics({"loss": (0, 0)})["loss"])
     rows = torch.ones(3, requires_grad=True)
-    found = gather_samples(rows)
-    assert (found.tolist(), found.requires_grad) == ([1, 1, 1], False)
-    found += 1
+    samples = gather_samples(rows)
+    assert (samples.tolist(), samples.requires_grad) == ([1, 1, 1], False)
+    samples += 1
     assert rows.tolist() == [1, 1, 1]
     with pytest.raises(ddp.errors.ArgumentError, match=r"gather_metrics: rank 0: 'loss' holds None \(NoneType\)"):
         gather_metrics({"loss": None})  # type: ignore[dict-item]  # on purpose

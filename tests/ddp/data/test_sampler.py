@@ -27,7 +27,7 @@ def test_indices_are_those_of_torch(size: int) -> None:
     for replicas, drop_last, shuffle in itertools.product((1, 2, 3, 4, 7), (False, True), (False, True)):
         for rank in range(replicas):
             ours = ddp.DistributedSampler(data, replicas, rank, shuffle, 0, drop_last)
-            theirs = TorchSampler(data, replicas, rank, shuffle, 0, drop_last)  # type: ignore[arg-type]
+            theirs: TorchSampler[int] = TorchSampler(data, replicas, rank, shuffle, 0, drop_last)  # type: ignore[arg-type]
             assert isinstance(ours, TorchSampler)
             assert (len(ours), ours.num_samples, ours.total_size) == (len(theirs), len(theirs), theirs.total_size)
             for epoch in (0, 1, 9, 2**32 - 1):
@@ -38,7 +38,7 @@ def test_indices_are_those_of_torch(size: int) -> None:
 
 
 def test_the_largest_set_with_torchs_order() -> None:
-    theirs = TorchSampler(range(LARGE), 3, 1)  # type: ignore[arg-type]
+    theirs: TorchSampler[int] = TorchSampler(range(LARGE), 3, 1)  # type: ignore[arg-type]
     assert list(ddp.DistributedSampler(range(LARGE), 3, 1)) == list(theirs)
     assert list(ddp.DistributedSampler(range(LARGE + 1), 3, 1))[:100] != list(theirs)[:100]
 
@@ -136,7 +136,7 @@ def test_a_set_that_no_memory_would_hold(size: int) -> None:
 
 
 @pytest.mark.parametrize("even", ["pad", "drop", "exact"])
-def test_a_large_set_is_shared_out_like_a_small_one(even: ddp.data.sampler.Even) -> None:
+def test_a_large_set_is_shared_out_like_a_small_one(even: Even) -> None:
     size, replicas = LARGE + 2, 5  # 5 leave 3 over
     samplers = [ddp.DistributedSampler(range(size), replicas, rank, seed=3, even=even) for rank in range(replicas)]
     shares = [torch.tensor(list(sampler)) for sampler in samplers]
@@ -157,9 +157,7 @@ def test_a_large_set_is_shared_out_like_a_small_one(even: ddp.data.sampler.Even)
     shuffle=st.booleans(),
     even=st.sampled_from(["pad", "drop", "exact"]),
 )
-def test_shares_cover_the_set(
-    size: int, replicas: int, seed: int, epoch: int, shuffle: bool, even: ddp.data.sampler.Even
-) -> None:
+def test_shares_cover_the_set(size: int, replicas: int, seed: int, epoch: int, shuffle: bool, even: Even) -> None:
     seen: Counter[int] = Counter()
     lengths = []
     for rank in range(replicas):
@@ -199,7 +197,8 @@ def test_epochs_differ_and_repeat() -> None:
 def test_without_a_group_the_world_is_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert sorted(ddp.DistributedSampler(range(5))) == [0, 1, 2, 3, 4]
-    loader = DataLoader(list(range(6)), batch_size=3, sampler=ddp.DistributedSampler(range(6), shuffle=False))
+    sampler = ddp.DistributedSampler(range(6), shuffle=False)
+    loader: DataLoader[int] = DataLoader(range(6), batch_size=3, sampler=sampler)  # type: ignore[arg-type]  # torch wants a Dataset
     assert [part.tolist() for part in loader] == [[0, 1, 2], [3, 4, 5]]
 
 
@@ -409,7 +408,13 @@ def test_a_loader_that_draws_ahead_loses_nothing(workers: int) -> None:
         sampler = ddp.DistributedSampler(range(40), 1, 0)
         if state:
             sampler.load_state_dict(state)
-        loader = DataLoader(range(40), 4, sampler=sampler, num_workers=workers, multiprocessing_context=_fork(workers))  # type: ignore[arg-type]  # torch wants a Dataset
+        loader: DataLoader[int] = DataLoader(
+            range(40),  # type: ignore[arg-type]  # torch wants a Dataset
+            4,
+            sampler=sampler,
+            num_workers=workers,
+            multiprocessing_context=_fork(workers),
+        )
         sampler.set_epoch(0)
         assert len(loader) == (40 - len(trained)) // 4
         for step, batch in enumerate(loader):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -22,6 +23,7 @@ from ddp.data_parallel.explaining.all_reduce_models import (
 from ddp.data_parallel.explaining.extrapolate import expected_maximum
 
 LOCAL, NETWORK = Link(1e-6, 1e10), Link(1e-5, 1e9)
+Model = Callable[[Layout, float], float]
 MODELS = (hierarchical_s, recursive_doubling_s, ring_s, tree_s)
 
 
@@ -30,12 +32,12 @@ def layout(hosts: int, ranks: int) -> Layout:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_one_rank_sends_nothing(model) -> None:
+def test_one_rank_sends_nothing(model: Model) -> None:
     assert model(layout(1, 1), 1e9) == 0
 
 
 @pytest.mark.parametrize("model", [hierarchical_s, ring_s])
-def test_a_ring_sends_each_byte_nearly_twice_over_the_slowest_link(model) -> None:
+def test_a_ring_sends_each_byte_nearly_twice_over_the_slowest_link(model: Model) -> None:
     assert model(layout(1, 4), 1e9) == pytest.approx(6 * 1e-6 + 1.5 * 0.1)
     assert model(layout(4, 1), 1e9) == pytest.approx(6 * 1e-5 + 1.5 * 1.0)
 
@@ -83,7 +85,7 @@ def test_trees_win_with_small_messages_in_many_hosts_and_rings_with_large_ones()
 
 
 @pytest.mark.parametrize(("backend", "model"), [("gloo", ring_s), ("shm", hierarchical_s), ("mpi", ring_s)])
-def test_each_backend_has_its_algorithm(backend, model) -> None:
+def test_each_backend_has_its_algorithm(backend: str, model: Model) -> None:
     assert all_reduce_s(backend, layout(3, 5), 12345) == model(layout(3, 5), 12345)
 
 

@@ -13,7 +13,7 @@ from ddp_worlds.nursery import Nursery
 from ddp.data_parallel.buckets.transfers import Adder
 
 pytestmark = pytest.mark.skipif(
-    torch.__version__ < (2, 10), reason="only torch 2.10 has devices that are made in Python"
+    torch.__version__ < "2.10", reason="only torch 2.10 has devices that are made in Python"
 )
 
 CASES = "ddp_worlds.device_cases:"
@@ -71,7 +71,7 @@ def test_nccl_averages_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl,xpu:xccl")
     found = {device: Adder(group, torch.device(device)) for device in ("cpu", "cuda", "xpu")}
     assert {device: adder.divisor for device, adder in found.items()} == {"cpu": 4, "cuda": 1, "xpu": 4}
-    operations = [adder._options.reduceOp for adder in found.values()]
+    operations: list[object] = [adder._options.reduceOp for adder in found.values()]
     assert operations == [dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.SUM]
 
 

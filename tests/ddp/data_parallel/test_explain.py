@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -22,12 +23,12 @@ SLOW, FAST = LinkCost(2, 1e-3, 1e-7), LinkCost(2, 1e-5, 1e-11)
 INT8 = CompressionCost("int8", 0.25, 1e-10, 1e-10)
 
 
-def explained(cost: LinkCost, sizes_mb: tuple[float, ...] = (1, 1, 1, 1), **given: object) -> StepReport:
+def explained(cost: LinkCost, sizes_mb: tuple[float, ...] = (1, 1, 1, 1), **given: Any) -> StepReport:
     """A backward pass of 80 ms whose gradients are ready one after the other."""
     nbytes = [int(size * MB) for size in sizes_mb]
     ready = [0.08 * at / len(nbytes) for at in range(1, len(nbytes) + 1)]
     gradients = [GradReady(i, n, torch.float32, t) for i, (n, t) in enumerate(zip(nbytes, ready, strict=True))]
-    arguments = {
+    arguments: dict[str, Any] = {
         "backend": "gloo",
         "step_times_s": [0.5, 0.6, 0.7],
         "compute_times_s": [0.1, 0.11, 0.12],
@@ -56,7 +57,7 @@ def test_what_was_exposed_is_explained_to_the_last_second() -> None:
 
 def test_a_fast_link_exposes_only_the_last_bucket() -> None:
     report = explained(LinkCost(2, 0.0, 1e-9))
-    assert (report.exposed.last_s, report.exposed.queued_s) == (pytest.approx(0.001), pytest.approx(0.0))
+    assert (report.exposed.last_s, report.exposed.queued_s) == pytest.approx((0.001, 0.0))
 
 
 def test_the_measured_step_is_a_median_and_stragglers_are_what_the_slowest_computes_more() -> None:

@@ -6,7 +6,8 @@ Where it does, the comparison is made again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import pytest
 from ddp_worlds.nursery import Nursery
@@ -47,7 +48,7 @@ def assert_foretold(compare: Callable[[], Mapping[str, tuple[float, float]]]) ->
         assert attempt < TRIES, f"foretold and measured: {wrong}, all: {found}"
 
 
-def trained(nursery: Nursery, network: SlowNetwork, ranks: int, *names: str, scaled: object = ()):
+def trained(nursery: Nursery, network: SlowNetwork, ranks: int, *names: str, scaled: Sequence[object] = ()) -> Any:
     """What rank 0 was told of the first way to train, and the time of a step in each."""
     case = "ddp_worlds.explain_cases:train"
     return nursery.run(ranks, case, networks=network.pids, names=names, rounds=3, scaled=list(scaled))[0]
@@ -58,7 +59,8 @@ def test_an_all_reduce_of_2_ranks_foretells_those_of_3_and_4_and_on_a_slower_lin
 ) -> None:
     def measured(ranks: int) -> list[tuple[int, float]]:
         case = "ddp_worlds.explain_cases:all_reduce_times"
-        return nursery.run(ranks, case, networks=slow_network.pids, sizes=SIZES, times=4)[0]
+        found: list[tuple[int, float]] = nursery.run(ranks, case, networks=slow_network.pids, sizes=SIZES, times=4)[0]
+        return found
 
     def compare() -> Mapping[str, tuple[float, float]]:
         slow_network.set_rate(RATE)

@@ -23,7 +23,7 @@ HALVES = [Bucket((0, 1, 2, 3, 4), 500), Bucket((5, 6, 7, 8, 9), 500)]
 def test_a_link_is_fitted_to_what_its_collectives_took() -> None:
     link = LinkCost(3, 2e-3, 1e-8)
     fitted = fit(3, [(size, link.collective_s(size)) for size in (4 << 10, 256 << 10, 4 * MB)])
-    assert (fitted.latency_s, fitted.seconds_per_byte) == (pytest.approx(2e-3), pytest.approx(1e-8))
+    assert (fitted.latency_s, fitted.seconds_per_byte) == pytest.approx((2e-3, 1e-8))
     assert fitted.ring_bytes_per_s == pytest.approx(2 * (3 - 1) / 3 * 1e8)
     with pytest.raises(ValueError, match="two sizes"):
         fit(2, [(4, 1.0), (4, 1.0)])
@@ -43,10 +43,9 @@ def test_a_bandwidth_is_corrected_by_what_a_whole_step_took() -> None:
 
 def test_what_backward_does_not_cover_is_exposed() -> None:
     step = simulate(TEN, HALVES, LinkCost(2, 0.1, 1e-3))  # 0.6 s a bucket, ready at 0.5 and 1.0
-    assert [(time.ready_s, time.start_s, time.end_s) for time in step.buckets] == [
-        (0.5, 0.5, pytest.approx(1.1)),
-        (1.0, pytest.approx(1.1), pytest.approx(1.7)),
-    ]
+    first, second = step.buckets
+    assert (first.ready_s, first.start_s, first.end_s) == pytest.approx((0.5, 0.5, 1.1))
+    assert (second.ready_s, second.start_s, second.end_s) == pytest.approx((1.0, 1.1, 1.7))
     assert (step.wire_s, step.exposed_s, step.overlapped_s) == pytest.approx((1.2, 0.7, 0.5))
     assert (step.compute_s, step.delayed_s, step.total_s) == pytest.approx((1.75, 0.0, 2.45))
 

@@ -48,10 +48,11 @@ def test_a_step_does_not_wait_for_the_device(weights: list[float] | None) -> Non
     net = nn.Sequential(nn.Flatten(), nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 3))
     labels = torch.arange(40) % 3
     labels[::4] = -100
-    seen = RaisesWhereItWaits()
-    trainer = Trainer(
-        net, torch.optim.SGD(net.parameters(), 0.1), loss, strategy=ddp.strategy(), callbacks=[seen], log_every=1000
-    )
-    assert next(net.parameters()).is_cuda
-    trainer.fit(TensorDataset(torch.randn(40, 6), labels), epochs=1, global_batch_size=8)
+    with ExitStack() as checked:
+        seen = RaisesWhereItWaits(checked)
+        trainer = Trainer(
+            net, torch.optim.SGD(net.parameters(), 0.1), loss, strategy=ddp.strategy(), callbacks=[seen], log_every=1000
+        )
+        assert next(net.parameters()).is_cuda
+        trainer.fit(TensorDataset(torch.randn(40, 6), labels), epochs=1, global_batch_size=8)
     assert seen.steps == 5

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,7 +55,7 @@ def _read(path: Path, kind: int) -> list[tuple[float, ...]]:
     assert owner == os.getpid()
     records = sorted(struct.iter_unpack("<q8d", data[HEADER:])) if written else []
     count = {STEP: 8, SPAN: 3, DETAIL: 5}[kind]
-    return [values[:count] for number, *values in records if number % 4 == kind and any(values)]
+    return [tuple(values[:count]) for number, *values in records if number % 4 == kind and any(values)]
 
 
 def _model() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -140,7 +141,7 @@ def test_a_step_that_calls_a_closure_has_its_passes(ring: Path, kind: type[torch
         optimizer.zero_grad()
         loss = model(torch.ones(2)).square().sum()
         loss.backward()
-        return loss.item()
+        return float(loss.detach())
 
     for _ in range(3):
         time.sleep(STRETCH_S)  # data
@@ -206,7 +207,12 @@ def test_parameters_are_gone_through_once_whatever_the_number_of_optimizers(
     looks: list[object] = []
     through = timeline._parameters
     model, _ = _model()
-    monkeypatch.setattr(timeline, "_parameters", lambda of: looks.append(of) or through(of))
+
+    def noted(of: Any) -> Any:
+        looks.append(of)
+        return through(of)
+
+    monkeypatch.setattr(timeline, "_parameters", noted)
     for parameter in model.parameters():
         torch.optim.SGD([parameter], lr=0.1).step()
     assert looks.count(model) == 1
@@ -238,7 +244,7 @@ def test_the_steps_of_horovod_s_interface_are_known_from_the_first_closure_on(ri
         optimizer.zero_grad()
         loss = model(torch.ones(2)).sum()
         loss.backward()
-        return loss.item()
+        return float(loss.detach())
 
     for _ in range(3):
         optimizer.step(closure)

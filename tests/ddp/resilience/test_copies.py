@@ -37,7 +37,7 @@ def test_the_state_of_a_module_is_copied_into_the_same_memory_each_time() -> Non
     assert {name: value.data_ptr() for name, value in second.items()} == places
     assert second["weight"].tolist() == [7.0] * 3
     assert not second["weight"].requires_grad
-    assert second._metadata == module.state_dict()._metadata
+    assert vars(second)["_metadata"] == vars(module.state_dict())["_metadata"]
 
 
 def test_views_of_the_same_memory_have_copies_of_their_own() -> None:

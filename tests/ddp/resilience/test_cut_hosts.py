@@ -40,8 +40,9 @@ def test_a_host_that_is_gone_without_a_word_is_done_without_and_joins_again(
     script.write_text(SCRIPT.read_text().replace("entered = 0\n", "entered = 0\n" + SAYS_WHAT_IT_IS_FORKED_FROM))
     kept = ["--keep-warm", "120s"] if fault == "drop" else []
     argv = [
-        "run", "--ssh-config", network_hosts.ssh_config, "--heartbeat-timeout-s", f"{TIMEOUT_S:g}", "--grace-s", "1",
-        "--nproc-per-node", "1", "--hosts", "far1,far2,far3", "--nnodes", "1:3", *kept, script, "3", "0.2",
+        "run", "--ssh-config", str(network_hosts.ssh_config), "--heartbeat-timeout-s", f"{TIMEOUT_S:g}",
+        "--grace-s", "1", "--nproc-per-node", "1", "--hosts", "far1,far2,far3", "--nnodes", "1:3", *kept,
+        str(script), "3", "0.2",
     ]  # fmt: skip
     with started_dtrain(*argv, cwd=tmp_path, outlived=bool(kept)) as process:
         seen = TrainingSeen(process)

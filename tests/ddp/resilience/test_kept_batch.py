@@ -23,6 +23,11 @@ def passes(output: str) -> dict[tuple[int, str], float]:
     return found
 
 
+def await_size(seen: TrainingSeen, ranks: int) -> None:
+    """Wait until so many ranks have made some steps."""
+    seen.wait(lambda: len(seen.sized(ranks)) > 2 * ranks + 2)
+
+
 @pytest.mark.usefixtures("warm")  # for the run without hosts
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_steps_and_losses_are_those_of_a_run_that_never_shrank(ssh_hosts: SshHosts, tmp_path: Path, ranks: int) -> None:
@@ -33,14 +38,14 @@ def test_steps_and_losses_are_those_of_a_run_that_never_shrank(ssh_hosts: SshHos
     names = [f"node{number}" for number in range(1, ranks + 1)]
     argv = [
         "run", "--ssh-config", str(ssh_hosts.ssh_config), "--nproc-per-node", "1", "--heartbeat-timeout-s", "3",
-        "--hosts", ",".join(names), "--nnodes", f"1:{ranks}", "--max-restarts", "3", SCRIPT, EPOCHS, "0.25",
+        "--hosts", ",".join(names), "--nnodes", f"1:{ranks}", "--max-restarts", "3", str(SCRIPT), EPOCHS, "0.25",
     ]  # fmt: skip
     with started_dtrain(*argv, cwd=tmp_path) as process:
         seen = TrainingSeen(process)
         seen.wait(lambda: len(seen.sized(ranks)) > 5 * ranks)
         for number in range(ranks, 2, -1):
             ssh_hosts.stop(number)
-            seen.wait(lambda number=number: len(seen.sized(number - 1)) > 2 * number)
+            await_size(seen, number - 1)
         victim = seen.sized(2)[-1]
         killed = time.monotonic()
         os.kill(victim.pid, signal.SIGKILL)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from operator import mul
 from typing import Any
 
 import pytest
@@ -51,8 +53,7 @@ def test_promises_are_exchanged_and_a_look_asks_for_one_key() -> None:
     points = [JoinPoint(1, never) for _ in range(RANKS)]
     with ThreadPoolExecutor(RANKS) as pool:
         agreed = [
-            pool.submit(point.agree, store, rank, RANKS, lambda rank=rank: 10 * rank)
-            for rank, point in enumerate(points)
+            pool.submit(point.agree, store, rank, RANKS, partial(mul, 10, rank)) for rank, point in enumerate(points)
         ]
         assert all(each.result(LIMIT_S) for each in agreed)
     for point in points:

@@ -18,6 +18,8 @@ from ddp.errors import ArgumentError, BackwardError, UnsupportedError
 from ddp.generation import pending_group
 from ddp.resilience.global_batch import GlobalBatch
 
+Loader = DataLoader[tuple[torch.Tensor, ...]]
+
 
 @pytest.fixture
 def parts(request: pytest.FixtureRequest) -> tuple[nn.Module, torch.optim.Optimizer, ddp.DistributedSampler]:
@@ -119,7 +121,7 @@ def test_a_commit_under_a_loader_with_workers_needs_advance(
     state.commit()
 
 
-def drawn_in_a_thread(loader: DataLoader) -> Iterator[torch.Tensor]:
+def drawn_in_a_thread(loader: Loader) -> Iterator[torch.Tensor]:
     batches: queue.Queue[torch.Tensor | None] = queue.Queue()
 
     def draw() -> None:
@@ -132,7 +134,7 @@ def drawn_in_a_thread(loader: DataLoader) -> Iterator[torch.Tensor]:
         yield x
 
 
-def drawn_ahead(loader: DataLoader) -> Iterator[torch.Tensor]:
+def drawn_ahead(loader: Loader) -> Iterator[torch.Tensor]:
     """One batch ahead, as loaders that copy to a device do."""
     batches = iter(loader)
     following = next(batches, None)
@@ -141,7 +143,7 @@ def drawn_ahead(loader: DataLoader) -> Iterator[torch.Tensor]:
         yield now[0]
 
 
-def drawn_at_once(loader: DataLoader) -> Iterator[torch.Tensor]:
+def drawn_at_once(loader: Loader) -> Iterator[torch.Tensor]:
     indices = [*loader.sampler]
     for first in range(0, len(indices), 2):
         yield torch.stack([loader.dataset[index][0] for index in indices[first : first + 2]])
@@ -158,7 +160,7 @@ def drawn_at_once(loader: DataLoader) -> Iterator[torch.Tensor]:
 )
 def test_a_loader_of_the_script_s_own_that_draws_ahead_needs_advance(
     parts: tuple[nn.Module, torch.optim.Optimizer, ddp.DistributedSampler],
-    draw: Callable[[DataLoader], Iterator[torch.Tensor]],
+    draw: Callable[[Loader], Iterator[torch.Tensor]],
     commits: int,
     message: str,
 ) -> None:
@@ -196,7 +198,7 @@ def test_a_loader_of_the_script_s_own_that_draws_ahead_needs_advance(
 
 def kept(parts: tuple[nn.Module, torch.optim.Optimizer, ddp.DistributedSampler], **changed: Any) -> ddp.State:
     model, optimizer, sampler = parts
-    given = {"model": ddp.DistributedDataParallel(model), "optimizer": optimizer, "sampler": sampler}
+    given: dict[str, Any] = {"model": ddp.DistributedDataParallel(model), "optimizer": optimizer, "sampler": sampler}
     return ddp.State(**given | changed, keep_global_batch=True)
 
 
@@ -206,7 +208,7 @@ def test_what_the_global_batch_cannot_be_kept_with_is_refused(
 ) -> None:
     model, optimizer, sampler = parts
     data = sampler.dataset
-    refused = {
+    refused: dict[str, dict[str, Any]] = {
         r"takes a model in ddp.DistributedDataParallel, and there is model=Linear": {"model": model},
         r"and there is model=DistributedDataParallel": {"model": nn.parallel.DistributedDataParallel(nn.Linear(2, 1))},
         r"takes an optimizer, and there is none": {"optimizer": None},
@@ -259,6 +261,11 @@ def of_two(
     part.begin(None)
     yield state
     state.model._let_go()  # before the group ends
+
+
+def commit_after(state: ddp.State, x: torch.Tensor) -> bool:
+    one_pass(state, x)
+    return state.commit()
 
 
 def one_pass(state: ddp.State, x: torch.Tensor) -> None:
@@ -338,7 +345,7 @@ def test_a_second_backward_pass_before_a_commit_is_an_error(of_two: ddp.State) -
 
 def test_after_the_function_each_pass_is_a_step_and_a_second_one_goes_on(of_two: ddp.State) -> None:
     rows = DataLoader(of_two.sampler.dataset, batch_size=2, sampler=of_two.sampler)
-    assert [not one_pass(of_two, x) and of_two.commit() for (x,) in rows] == [False, True] * 3
+    assert [commit_after(of_two, x) for (x,) in rows] == [False, True] * 3
     of_two.commits.end()
     for _ in range(2):
         before = of_two.model.module.weight.detach().clone()
@@ -346,7 +353,7 @@ def test_after_the_function_each_pass_is_a_step_and_a_second_one_goes_on(of_two:
         assert not torch.equal(before, of_two.model.module.weight)
     of_two.commits.begin(has_state=True)
     of_two.sampler.set_epoch(1)
-    assert [not one_pass(of_two, x) and of_two.commit() for (x,) in rows] == [False, True] * 3
+    assert [commit_after(of_two, x) for (x,) in rows] == [False, True] * 3
 
 
 def test_what_no_step_of_two_batches_can_be_made_of_is_an_error(of_two: ddp.State) -> None:

@@ -17,6 +17,7 @@ Verified = dict[str, tuple[dict[str, Any], str]]
 
 
 def of_all_ranks(nursery: Nursery, world_size: int, names: list[str]) -> Verified:
+    first: Verified
     first, *others = nursery.run(world_size, f"{CASES}:verified", names=names)
     for name in names:
         assert all(other[name][1] == first[name][1] for other in others), f"the report of {name} differs between ranks"

@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 from testbed.agent import AgentProcess
+from testbed.present import present
 from testbed.processes import wait_until
 
 from launcher.agent.cleanup.killed_runs import IDENTITY
@@ -237,7 +238,7 @@ def test_a_worker_that_has_failed_and_goes_on_has_half_of_the_grace_period_after
     )
     agent.expect(Failing)
     agent.tell(EndAttempt(attempt=0, signum=signal.SIGTERM))
-    assert agent.expect(Exited).error["type"] == "ValueError"
+    assert present(agent.expect(Exited).error)["type"] == "ValueError"
     assert (tmp_path / "saved").exists(), "it was not killed before"
     agent.expect(Swept)
 
@@ -248,7 +249,7 @@ def test_a_worker_that_has_failed_and_goes_on_is_stopped_before_the_grace_period
     agent.expect(Failing)
     agent.tell(EndAttempt(attempt=0, signum=signal.SIGTERM))
     exited = agent.expect(Exited)
-    assert (exited.status, exited.provoked, exited.error["type"]) == (1, False, "ValueError")
+    assert (exited.status, exited.provoked, present(exited.error)["type"]) == (1, False, "ValueError")
     agent.expect(Swept)
 
 
@@ -451,7 +452,7 @@ def test_a_trace_that_does_not_fit_ends_nothing(
         identity = identity.replace('"boot": "', '"boot": "x')
     else:  # the pids are others' by now; with the mark, what carries it would be ended
         for pid in (agent.pid, agent.process.pid):
-            found = processes.find(pid)
+            found = present(processes.find(pid))
             identity = identity.replace(str(found.start), str(found.start - 1))
         identity = identity.replace(run_tag_of(agent), "0" * 32)
     if change == "run_tag":

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from testbed import REPOSITORY
-from testbed.processes import started, wait_until
+from testbed.processes import Program, started, wait_until
 from testbed.require import require
 
 from launcher.agent import evidence as evidence_module
@@ -32,7 +32,7 @@ class Workers:
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self._folder = folder
         self._stack = stack
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[Program] = []
 
     def start(
         self, text: str, *, wait: bool = True, through: Sequence[str] = (str(BOOTSTRAP), "script"), **env: str

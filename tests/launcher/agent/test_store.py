@@ -29,6 +29,12 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
+def listening_at(port: int) -> list[str]:
+    """Return the addresses at which something listens."""
+    found = psutil.net_connections("tcp")
+    return [c.laddr.ip for c in found if c.laddr and c.laddr.port == port and c.status == psutil.CONN_LISTEN]
+
+
 def test_unmodified_script_meets_its_peers(tmp_path: Path) -> None:
     script = write(tmp_path, ALL_REDUCE)
     result = run_dtrain("run", "--nproc-per-node", "2", script, cwd=tmp_path)
@@ -108,15 +114,10 @@ def test_store_listens_on_one_address_only(tmp_path: Path) -> None:
         port = unused.getsockname()[1]
     with started_dtrain("run", "--master-port", str(port), script, cwd=tmp_path) as process:
         assert int(process.stdout.readline().split()[-1]) == port
-        listening = [
-            c.laddr.ip for c in psutil.net_connections("tcp") if c.laddr.port == port and c.status == psutil.CONN_LISTEN
-        ]
-        assert listening == ["127.0.0.1"]
+        assert listening_at(port) == ["127.0.0.1"]
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=60)
-    wait_until(
-        lambda: not any(c.laddr.port == port for c in psutil.net_connections("tcp4") if c.status == "LISTEN"), ""
-    )
+    wait_until(lambda: not listening_at(port), "it is closed")
 
 
 def test_environment_is_what_scripts_for_torchrun_expect(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def write(folder: Path, name: str, text: str) -> Path:
     return path
 
 
-def look(folder: Path, method: str, *argv: object, preloaded: str = "") -> list[list[Any]]:
+def look(folder: Path, method: str, *argv: str | Path, preloaded: str = "") -> list[list[Any]]:
     """What each of two workers finds: itself, and what must be its alone. The user has set what a process inherits."""
     out = folder / method
     result = run_program(
@@ -210,7 +210,7 @@ def test_each_forked_worker_has_random_states_of_torch_of_its_own(tmp_path: Path
     assert all(first[key] != second[key] for key in first)
 
 
-def run_verbose(folder: Path, *argv: object) -> Result:
+def run_verbose(folder: Path, *argv: str | Path) -> Result:
     """What a run of two workers said, with how they were started."""
     return run_dtrain("run", "-v", "--nproc-per-node", "2", *argv, cwd=folder)
 
@@ -251,7 +251,8 @@ def test_fork_says_without_being_asked_why_it_is_not_done(tmp_path: Path) -> Non
 def test_a_script_that_is_no_plain_file_runs_as_ever(tmp_path: Path, kind: str) -> None:
     script = write(tmp_path, "app/__main__.py", "import numpy\nprint('ran')").parent
     if kind == "archive":
-        script = Path(zipapp.create_archive(script, tmp_path / "app.pyz") or tmp_path / "app.pyz")
+        zipapp.create_archive(script, tmp_path / "app.pyz")
+        script = tmp_path / "app.pyz"
     if kind == "pipe":
         script = tmp_path / "pipe"
         os.mkfifo(script)
@@ -421,17 +422,20 @@ def test_a_dead_fork_server_is_replaced_whoever_finds_it_dead(installed: Path, t
     selector = selectors.DefaultSelector()
     server = ForkServer(RunTag.new(), selector, Warmth())
     command = ([sys.executable, "-c", ""], {**os.environ})
-    streams = {"cwd": "/", "stdout": 1, "stderr": 2}
+    streams: dict[str, Any] = {"cwd": "/", "stdout": 1, "stderr": 2}
     children = []
+
+    def loading() -> bool:
+        return server.is_loading
 
     def load() -> None:
         assert server.pid is not None
         children.append(server.pid)
-        assert server.is_loading
+        assert loading()
         # Its imports may take as long as those of the first, and the store does not wait for them.
         assert server.pause_s(time.monotonic()) == math.inf
         children.append(server.fork_or_spawn(*command, **streams))
-        while server.is_loading:
+        while loading():
             for chosen, _ in selector.select(60):
                 chosen.data()
         assert server.why_not == ""

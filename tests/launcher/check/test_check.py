@@ -117,7 +117,7 @@ def test_each_host_that_cannot_be_used_is_named_with_the_line_that_fixes_it(
 
 
 def test_a_check_that_is_stopped_leaves_nothing(ssh_hosts: SshHosts) -> None:
-    argv = ["check", "--hosts", "node1,node2", "--ssh-config", ssh_hosts.ssh_config]
+    argv = ["check", "--hosts", "node1,node2", "--ssh-config", str(ssh_hosts.ssh_config)]
 
     def stopped_while(program: str, signum: int) -> int | None:
         """Stop a check while `program` runs on a host; None if the check was over before that was seen."""
@@ -150,7 +150,15 @@ def test_the_all_reduce_of_a_check_has_a_short_grace() -> None:
 
 def test_an_elastic_run_starts_without_the_host_that_is_gone(ssh_hosts: SshHosts, tmp_path: Path) -> None:
     ssh_hosts.stop(3)
-    argv = ["--hosts", "node[1-3]", "--nnodes", "2:3", "--no-allreduce", "--ssh-config", ssh_hosts.ssh_config]
+    argv = [
+        "--hosts",
+        "node[1-3]",
+        "--nnodes",
+        "2:3",
+        "--no-allreduce",
+        "--ssh-config",
+        str(ssh_hosts.ssh_config),
+    ]
     (tmp_path / "train.py").write_text(SCRIPT)
     result = run_dtrain("check", *argv, "train.py", cwd=tmp_path)
     assert result.returncode == 0, result
@@ -183,7 +191,14 @@ def test_ways_that_are_closed_are_named_by_direction_and_port(network_hosts: Net
         "ip", "rule", "add", "to", address("far2"), "ipproto", "tcp", "sport", "29500", "blackhole", inside=pids["far1"]
     )
     run_part("ip", "route", "add", "blackhole", address("far2"), inside=pids["far3"])
-    argv = ["--hosts", "far1,far2,far3", "--interface", "eth0", "--ssh-config", network_hosts.ssh_config]
+    argv: list[str | Path] = [
+        "--hosts",
+        "far1,far2,far3",
+        "--interface",
+        "eth0",
+        "--ssh-config",
+        network_hosts.ssh_config,
+    ]
     found = check(tmp_path, *argv)
     assert (found.result.returncode, found.errors) == (1, {"no-way"}), found.report["findings"]
     pairs = found.report["network"]["pairs"]
@@ -363,13 +378,13 @@ def test_a_shared_folder_of_different_users_and_one_machine_by_two_names_are_fou
     assert "bob (1001), elsewhere ann (1000)" in said["user"].message
     assert "user" not in _said(_examined("a"), _examined("c", uid=1001, workdir_mark="2:2"))
     assert "user" not in _said(_examined("a", workdir_mark=""), _examined("c", uid=1001, workdir_mark=""))
-    one = {"offered": replace(OFFERED, gpus=["0"], gpus_verified=True)}
+    one: dict[str, Any] = {"offered": replace(OFFERED, gpus=["0"], gpus_verified=True)}
     same = [replace(_examined(name, **one), facts=replace(FACTS, **one)) for name in "ab"]
     assert _said(*same)["same-machine"].severity is Severity.WARNING
 
 
 def test_a_torch_that_cannot_use_the_gpus_of_its_host_is_named() -> None:
-    some = {"gpus": (Gpu(0),), "driver": "1"}
+    some: dict[str, Any] = {"gpus": (Gpu(0),), "driver": "1"}
     assert _said(_examined("a", **some, driver_cuda="12.8")) == {}
     assert "driver-too-old" in _said(_examined("a", **some, driver_cuda="11.8"))
     assert _said(_examined("a", **some, torch_cuda=None))["torch-without-cuda"].severity is Severity.WARNING
@@ -477,13 +492,14 @@ def test_a_reason_s_command_becomes_its_fix() -> None:
 def test_what_a_host_says_is_taken_as_these_fields_only() -> None:
     fields = json.loads(json.dumps(asdict(FACTS)))
     assert decode_value(HostFacts, fields) == FACTS
-    for wrong in (
+    wrongs: tuple[object, ...] = (
         {**fields, "more": 1},
         {**fields, "uid": "0"},
         {k: v for k, v in fields.items() if k != "uid"},
         [],
         1,
-    ):
+    )
+    for wrong in wrongs:
         with pytest.raises(ProtocolError):
             decode_value(HostFacts, wrong)
 

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import pytest
-from testbed.processes import run_dtrain, started, started_dtrain, wait_until, wait_up
+from testbed.processes import Program, run_dtrain, started, started_dtrain, wait_until, wait_up
 
 TOKEN = "correct horse battery staple"
 SHOW = (
@@ -39,7 +38,7 @@ def _words(port: int, rank: int, *more: str, nnodes: str = "2", nproc: int = 2) 
 @contextlib.contextmanager
 def _nodes(
     tmp_path: Path, port: int, ranks: list[int], *more: str, nnodes: str = "2", nproc: int = 1, **env: str
-) -> Iterator[list["subprocess.Popen[bytes]"]]:
+) -> Iterator[list[Program]]:
     """Start nodes one after the other, each in its own right."""
     with contextlib.ExitStack() as stack:
         yield [
@@ -48,12 +47,12 @@ def _nodes(
         ]
 
 
-def _started(*words: str, cwd: Path, env: dict[str, str]) -> AbstractContextManager["subprocess.Popen[bytes]"]:
+def _started(*words: str, cwd: Path, env: dict[str, str]) -> AbstractContextManager[Program]:
     """Start by exec, as users do: what is forked from one process has one hash seed, and nodes have several."""
     return started(sys.executable, "-m", "launcher", *words, cwd=cwd, env=env)
 
 
-def _ends(process: "subprocess.Popen[bytes]") -> tuple[int, str, str]:
+def _ends(process: Program) -> tuple[int, str, str]:
     out, err = process.communicate(timeout=60)
     return process.returncode, out.decode(), err.decode()
 

@@ -4,13 +4,12 @@ import contextlib
 import os
 import resource
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import psutil
 import pytest
-from testbed.processes import Result, run_dtrain, run_program, started_dtrain, wait_until
+from testbed.processes import Program, Result, run_dtrain, run_program, started_dtrain, wait_until
 
 from launcher.machine.processes import find
 
@@ -28,13 +27,13 @@ def with_files(limit: int, *words: str, soft: bool) -> Result:
     return run_program("sh", "-c", line, "sh", sys.executable, "-m", "launcher", *words)
 
 
-def preforked_of(dtrain: "subprocess.Popen[bytes]") -> psutil.Process:
+def preforked_of(dtrain: Program) -> psutil.Process:
     """The process that the agents are forked from; its children are their guards."""
     (preforked,) = (child for child in psutil.Process(dtrain.pid).children() if PREFORKED in child.cmdline())
     return preforked
 
 
-def await_running(dtrain: "subprocess.Popen[bytes]", name: str, count: int) -> None:
+def await_running(dtrain: Program, name: str, count: int) -> None:
     def running() -> bool:
         return sum(p.name() == name for p in psutil.Process(dtrain.pid).children(recursive=True)) == count
 

@@ -186,7 +186,7 @@ def test_what_cannot_be_pickled_or_is_wrong_is_an_error_before_a_host_is_reached
     with pytest.raises(UsageError, match=r"take 257 MB, at most 256 MB are sent; save the data to a file"):
         launch(print, bytes(257 << 20), **far)
     with pytest.raises(UsageError, match="launch\\(\\) needs a function, not int"):
-        launch(3, **far)  # type: ignore[arg-type]
+        launch(3, **far)
     with pytest.raises(UsageError, match="launch\\(\\) has no option 'nprocs_per_node'; did you mean 'nproc_per_node'"):
         launch(print, nprocs_per_node=2, **far)
     with pytest.raises(UsageError, match="launch\\(\\) takes no detach: "):
@@ -328,7 +328,6 @@ if __name__ == "__main__":
 def test_a_signal_ends_the_run_and_takes_effect_after_it(folder: Path) -> None:
     (folder / "program.py").write_text(INTERRUPTED)
     with started(sys.executable, "program.py") as program:
-        assert program.stdout is not None
         wait_until(Path("first").exists, "the first runs")
         program.send_signal(signal.SIGINT)
         assert program.stdout.readline() == b"interrupted\n"

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from testbed.present import present
 
 from launcher.errors import UsageError
 from launcher.hosts.host import Host, HostKind, own_names
@@ -252,7 +253,7 @@ def test_any_text_is_hosts_or_an_error_whose_places_are_in_the_text(text: str) -
         parse_discovered(text, command="x")
     except UsageError as error:
         places = [
-            re.match(r"output of x, line ([0-9]+), column ([0-9]+): .|\.\.\. and [0-9]+ more bad", line)
+            present(re.match(r"output of x, line ([0-9]+), column ([0-9]+): .|\.\.\. and [0-9]+ more bad", line))
             for line in str(error).splitlines()
         ]
     lines = re.split(r"\r\n|\r|\n", text.removeprefix("\ufeff"))

@@ -10,6 +10,7 @@ import click
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from testbed.present import present
 
 from launcher.cli.main import cli
 from launcher.cli.sbatch import batch_script, run_sbatch
@@ -100,7 +101,7 @@ def test_the_only_node_needs_no_srun_if_we_are_on_it() -> None:
 
 
 def test_parts_of_a_heterogeneous_job_are_hosts_of_one_run() -> None:
-    allocation = find_allocation(HET)
+    allocation = present(find_allocation(HET))
     assert allocation.nodes == (Node("node1", None, 0), Node("node2", 2, 1), Node("node3", 2, 1))
     with pytest.raises(UsageError, match="has the node node1 twice"):
         find_allocation({**HET, "SLURM_JOB_NODELIST_HET_GROUP_1": "node[1-2]"})
@@ -138,7 +139,7 @@ def test_variables_that_are_no_allocation_are_named(changes: dict[str, str], sai
 
 
 def test_outside_of_slurm_there_is_nothing() -> None:
-    assert find_allocation({}) is find_step({}) is slurm_run_id({}) is cpu_limit({}) is None
+    assert [find_allocation({}), find_step({}), slurm_run_id({}), cpu_limit({})] == [None] * 4
     assert restart_count({"SLURM_RESTART_COUNT": "3"}) == 0
     assert "no SLURM job" in (requeue({}) or "")
 
@@ -147,8 +148,8 @@ def test_outside_of_slurm_there_is_nothing() -> None:
 
 
 def test_a_task_of_srun_knows_its_place_and_has_the_nodes_of_its_step() -> None:
-    allocation = find_allocation(STEP)
-    step = allocation.step
+    allocation = present(find_allocation(STEP))
+    step = present(allocation.step)
     assert (step.rank, step.tasks, step.node_rank, step.local_rank, step.interactive) == (2, 3, 1, 0, False)
     assert allocation.nodes == (Node("node1", 2), Node("node2", 1))
 
@@ -156,7 +157,7 @@ def test_a_task_of_srun_knows_its_place_and_has_the_nodes_of_its_step() -> None:
 @pytest.mark.parametrize("shell", [{"SLURM_STEP_ID": "4294967290"}, {"SLURM_PTY_PORT": "33559"}])
 def test_an_interactive_shell_stands_for_the_whole_allocation(shell: dict[str, str]) -> None:
     one = {"SLURM_STEP_NODELIST": "node2", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_NODEID": "0"}
-    allocation = find_allocation({**STEP, **one, "SLURM_TASKS_PER_NODE": "1", **shell})
+    allocation = present(find_allocation({**STEP, **one, "SLURM_TASKS_PER_NODE": "1", **shell}))
     assert allocation.step is None
     assert [node.name for node in allocation.nodes] == ["node1", "node2", "node3"]
 
@@ -255,7 +256,7 @@ def test_a_job_that_may_be_queued_again_is_told_of_its_end() -> None:
     assert "append" not in own
 
 
-@given(st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",)), max_size=20), min_size=1))
+@given(st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20), min_size=1))
 def test_no_argument_is_taken_for_code(words: list[str]) -> None:
     script = batch_script([], words, dtrain=["dtrain"])
     assert shlex.split(script[script.index("\nexec dtrain run") :])[3:] == words

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from testbed.present import present
 from testbed.processes import run_dtrain, started_dtrain
 from testbed.sshd import SshHosts
 
@@ -14,7 +15,7 @@ from launcher.errors import DtrainError, UsageError
 from launcher.hosts import sources as sources_module
 from launcher.hosts.host import Host, HostKind
 from launcher.hosts.sources import Sources, choose_hosts, discover, wait_for_discovery
-from launcher.job.events import AgentMessage, Connected, Discovered, Notice, Open, Send, Tick
+from launcher.job.events import AgentMessage, Command, Connected, Discovered, Event, Notice, Open, Send, Tick
 from launcher.job.host_state import HostPhase
 from launcher.job.job import Job
 from launcher.placement.job_spec import CommandKind, JobSpec, WorkerCommand
@@ -157,12 +158,12 @@ def test_a_discovery_script_that_runs_when_the_run_ends_is_not_complained_of(tmp
     assert (result.returncode, "--hosts-script" in result.stderr) == (0, False), result
 
 
-def _ready(job: Job, name: str, now: float) -> list[object]:
+def _ready(job: Job, name: str, now: float) -> list[Command]:
     link = job.fleet.states[name].link
     python = "{}.{}.{}".format(*sys.version_info[:3])
     hello = Hello(PROTOCOL, __version__, python, name, 1, f"{name}{link}", now)
     facts = Facts([], "CUDA_VISIBLE_DEVICES", False, [0], 1, problems=[], time=now)
-    events = [Connected(name, link), AgentMessage(name, link, hello), AgentMessage(name, link, facts)]
+    events: list[Event] = [Connected(name, link), AgentMessage(name, link, hello), AgentMessage(name, link, facts)]
     return [command for event in events for command in job.handle(event, now)]
 
 
@@ -183,7 +184,7 @@ def test_who_is_found_joins_and_who_is_no_longer_named_is_left_out() -> None:
     _ready(job, "b", now)
     now = 20.0
     job.handle(Tick(), now)
-    assert job.attempt.members == ("a", "b")
+    assert present(job.attempt).members == ("a", "b")
     job.handle(AgentMessage("a", 1, StoreOpened(0, "x", 1)), now)
     for rank, name in enumerate("ab"):
         job.handle(AgentMessage(name, 1, Started(0, rank, 9, now)), now)
@@ -196,9 +197,9 @@ def test_who_is_found_joins_and_who_is_no_longer_named_is_left_out() -> None:
     assert {c.host for c in grown if isinstance(c, Send) and isinstance(c.message, EndAttempt)} == {"a", "b"}
     for name in "ab":
         job.handle(AgentMessage(name, 1, Swept(0, 0, 0, [])), now)
-    assert job.attempt.number == 1
-    assert job.attempt.members == ("a", "c")
-    assert job.attempt.world_size == 3
+    assert present(job.attempt).number == 1
+    assert present(job.attempt).members == ("a", "c")
+    assert present(job.attempt).world_size == 3
     assert job.fleet.states["b"].phase is HostPhase.LEAVING
     job.handle(Discovered((*hosts, Host("c", HostKind.SSH, slots=2))), now)
     assert job.fleet.wanted(job.fleet.states["b"]), "it is used again"

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from testbed.job_drive import Drive, messages, notices, told
+from testbed.present import present
 
 from launcher.hangs.watch import HangPolicy
 from launcher.hosts.host import Host, HostKind
@@ -109,7 +110,7 @@ def test_a_simulated_host_is_lost_with_all_that_is_on_it() -> None:
     link = drive.job.fleet.states[host].link
     drive.event(Lost(host, link, "its agent ended with status -9"), after_s=0.25)
     drive.collected("b" if host == "a" else "a")
-    failure = drive.job.attempt.failures[0]
+    failure = present(drive.job.attempt).failures[0]
     assert (failure.kind, failure.host, failure.injected) == (FailureKind.HOST_LOST, host, True)
     assert drive.job.phase is Phase.ENDING
     drive.stop_all()

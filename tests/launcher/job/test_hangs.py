@@ -53,7 +53,7 @@ def beats(drive: Drive, hosts: str, *, stopped: tuple[int, ...] = (), silent_s: 
     """Let hosts of resilient workers send heartbeats; those of `stopped` are of the last one."""
     commands = []
     for host in hosts:
-        known = {"stopped": [*stopped], "silent_s": silent_s} if host == hosts[-1] else {}
+        known: dict[str, Any] = {"stopped": [*stopped], "silent_s": silent_s} if host == hosts[-1] else {}
         commands += drive.say(host, Heartbeat(drive.time(host), steps=50, resilient=True, **known))
     return commands
 
@@ -113,7 +113,7 @@ def test_another_rank_that_hangs_ends_the_attempt_and_is_its_cause() -> None:
     assert told(commands, Collect) == [], "all were looked at before"
     assert told(commands, Stop) == ["a", "b"]
     drive.stop_all()
-    cause = drive.outcome.cause
+    cause = drive.cause
     assert (cause.kind, cause.rank, drive.outcome.exit_code) == (FailureKind.HUNG, 3, 1)
     assert [each.rank for each in drive.outcome.evidence] == [0, 1, 2, 3]
 
@@ -179,7 +179,7 @@ def test_one_that_has_ended_by_itself_meanwhile_did_not_hang() -> None:
     hang(drive)
     drive.say("b", replace(drive.exited("b", 3, 7)))
     drive.stop_all()
-    assert (drive.outcome.cause.kind, drive.outcome.exit_code) == (FailureKind.EXITED, 7)
+    assert (drive.cause.kind, drive.outcome.exit_code) == (FailureKind.EXITED, 7)
 
 
 @pytest.mark.parametrize("policy", [AUTO, REPORT])

@@ -198,7 +198,7 @@ def test_all_clocks_of_stalls_rest_while_a_debugger_is_open() -> None:
 def test_a_look_that_was_under_way_blames_nobody_once_a_debugger_is_open() -> None:
     drive = running(hang=HangPolicy(acts=True))
     debug(drive)
-    beat = {"steps": 50, "longest_s": [0.5, 0.0, 0.0]}
+    beat: dict[str, Any] = {"steps": 50, "longest_s": [0.5, 0.0, 0.0]}
     drive.say("a", Heartbeat(drive.time("a"), **beat))
     assert told(drive.say("b", Heartbeat(drive.time("b"), stopped=[3], **beat)), Collect) == ["a", "b"]
     drive.say("b", DebuggerOpened(1))

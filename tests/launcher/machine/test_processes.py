@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from testbed.present import present
 from testbed.processes import Result, run_program, started, wait_until
 
 from launcher.agent.cleanup.run_tag import RunTag
@@ -167,7 +168,7 @@ def test_a_process_is_known_by_pid_and_start_time(tmp_path: Path) -> None:
     odd.symlink_to("/bin/sleep")
     with started(odd, "60") as process:
         wait_until(lambda: (found := find(process.pid)) and found.name == odd.name, "the program runs")
-        found = find(process.pid)
+        found = present(find(process.pid))
         assert (found.parent, found.group) == (os.getpid(), process.pid)
         assert found.start / os.sysconf("SC_CLK_TCK") == pytest.approx(time.monotonic(), abs=60)
         process.kill()
@@ -178,7 +179,7 @@ def test_a_process_is_known_by_pid_and_start_time(tmp_path: Path) -> None:
 
 def test_a_reused_pid_is_never_signalled() -> None:
     with started("/bin/sleep", "60") as process:
-        now = find(process.pid)
+        now = present(find(process.pid))
         earlier = Process(now.pid, now.start - 1, now.parent, now.group, now.state, now.name)
         assert not send(earlier, signal.SIGKILL)
         assert earlier != now

@@ -11,11 +11,10 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from subprocess import Popen
 
 import psutil
 import pytest
-from testbed.processes import MARK, kill, marked, started_dtrain, wait_until
+from testbed.processes import MARK, Program, kill, marked, started_dtrain, wait_until
 from testbed.seeds import Seeds
 from testbed.sshd import HOST, SshHosts
 
@@ -75,7 +74,7 @@ def test_an_elastic_training_goes_on_under_random_faults(ssh_hosts: SshHosts, tm
 class _Run:
     """A running training, what its workers have said, and the faults that can befall it."""
 
-    def __init__(self, process: "Popen[bytes]", hosts: SshHosts, chance: random.Random) -> None:
+    def __init__(self, process: Program, hosts: SshHosts, chance: random.Random) -> None:
         self.stderr = b""
         self.attempt = 0
         self._process = process
@@ -174,7 +173,6 @@ class _Run:
         return _parent(self._workers(i)[0])
 
     def _read(self) -> None:
-        assert self._process.stdout is not None
         for line in self._process.stdout:
             if match := re.search(rb"here (\d+) (\d+) (\d+) (\S+)", line):
                 attempt, rank, world = (int(match[k]) for k in (1, 2, 3))
@@ -182,7 +180,6 @@ class _Run:
                 self._up.setdefault(attempt, {})[rank] = match[4].decode()
 
     def _read_errors(self) -> None:
-        assert self._process.stderr is not None
         for line in self._process.stderr:
             self.stderr += line
 

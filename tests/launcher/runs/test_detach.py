@@ -120,7 +120,6 @@ def test_a_run_in_the_foreground_is_listed_looked_into_and_stopped(folder: Path)
         stopped = dtrain("stop", "fro")
         assert (stopped.returncode, run.wait()) == (0, 143), stopped
         assert "run front has ended: stopped, exit code 143" in stopped.stderr
-        assert run.stderr is not None
         assert b"stopped by SIGTERM" in run.stderr.read()
 
 
@@ -255,7 +254,6 @@ def test_two_runs_at_once_are_told_apart(folder: Path) -> None:
 def test_logs_follow_to_the_end_and_choose_ranks(folder: Path) -> None:
     start("seen")
     with started_dtrain("logs", "seen", "-f", "--rank", "1") as logs:
-        assert logs.stdout is not None
         host = socket.gethostname()
         assert logs.stdout.readline() == f"[{host}:1] rank 1 up\n".encode()
         (folder / "go").touch()
@@ -269,7 +267,6 @@ def test_logs_follow_to_the_end_and_choose_ranks(folder: Path) -> None:
     noted_apart = len(lines) - 2  # those of which both lines are not of one second
     assert dtrain("logs", "seen", "--since", "1h").stdout.count("\n") == noted_apart
     with started_dtrain("logs", "seen") as logs:  # as `dtrain logs | head -1`
-        assert logs.stdout is not None
         logs.stdout.close()
         assert logs.wait() == 0
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from testbed.present import present
 from testbed.processes import MARK, marked, run_dtrain, started_dtrain, wait_until, wait_up
 from testbed.sshd import SshHosts
 from testbed.terminal import dtrain_on_terminal
@@ -146,7 +147,8 @@ def test_what_a_run_leaves_that_is_killed_whole_is_ended_by_the_next_one_which_s
         ]
         for victim in (guard, agent):
             victim.suspend()  # so that none can act before all are dead
-        for victim in (process, guard, agent):
+        process.kill()
+        for victim in (guard, agent):
             victim.kill()
         process.wait()
         assert any(find(stray.pid) for stray in strays)
@@ -166,8 +168,8 @@ def test_killed_session_of_sshd_is_reported_and_leaves_nothing(
     argv = ["run", "--grace-s", "0.5", "--hosts", "node1,node2", "--ssh-config", str(ssh_hosts.ssh_config), str(family)]
     with started_dtrain(*argv, cwd=tmp_path) as process:
         wait_up(process)
-        guard = agents()[0].parent()
-        session = guard.parent()
+        guard = present(agents()[0].parent())
+        session = present(guard.parent())
         assert "sshd" in session.name()
         session.kill()
         _, stderr = process.communicate(timeout=60)
@@ -355,7 +357,7 @@ def test_quiet_shows_the_report_of_a_failure_and_nothing_else(tmp_path: Path) ->
         "import os, sys\nsys.exit(3 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' else int(sys.argv[1]))"
     )
     for exit_code in (0, 4):
-        options = ["--max-restarts", "1", "--nproc-per-node", "1", script, str(exit_code)]
+        options = ["--max-restarts", "1", "--nproc-per-node", "1", str(script), str(exit_code)]
         loud = run_dtrain("run", *options, cwd=tmp_path)
         assert (loud.returncode, "attempt 1 begins" in loud.stderr) == (exit_code, True), loud
         quiet = run_dtrain("run", "-q", *options, cwd=tmp_path)

@@ -118,7 +118,6 @@ def test_quit_shows_where_the_ranks_stand_and_the_run_goes_on(where: list[str], 
 
         def all_are_there() -> bool:
             process.send_signal(signal.SIGQUIT)
-            assert process.stderr is not None
             said = b""
             while b"stacks of all ranks" not in said:
                 line = process.stderr.readline()
@@ -285,7 +284,6 @@ def test_a_stopped_rank_is_named_at_once_and_by_default_left_alone(tmp_path: Pat
     script = tmp_path / "script.py"
     script.write_text(RESILIENT)
     with started_dtrain("run", "-q", "--nproc-per-node", "3", script, "stop", cwd=tmp_path) as process:
-        assert process.stderr is not None
         said = b""
         while b"hangs: " not in said:
             said = process.stderr.readline()
@@ -420,8 +418,7 @@ dist.destroy_process_group()
 def test_ranks_that_wait_for_one_that_does_not_come_to_the_process_group_are_named_once(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(APART)
     with started_dtrain("run", "--nproc-per-node", "3", "--hang", "4s", "script.py", cwd=tmp_path) as process:
-        assert process.stderr is not None
-        said = []
+        said: list[bytes] = []
         while not said or b"stacks of all ranks" not in said[-1]:
             said.append(process.stderr.readline())
             assert said[-1], said

@@ -264,7 +264,12 @@ def test_the_steps_of_all_hosts_are_added_up_once_a_second_not_at_each_event(
     steps: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[AttemptState] = []
-    monkeypatch.setattr(AttemptState, "steps", property(lambda attempt: asked.append(attempt) or steps))
+
+    def asked_for(attempt: AttemptState) -> int:
+        asked.append(attempt)
+        return steps
+
+    monkeypatch.setattr(AttemptState, "steps", property(asked_for))
     drive = Drive("a")
     drive.run()
     overview = Overview(Timeline(), lambda _: None)

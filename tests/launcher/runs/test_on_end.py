@@ -69,7 +69,6 @@ def test_it_runs_after_a_run_that_could_not_start(folder: Path) -> None:
 def test_it_runs_after_ctrl_c(folder: Path) -> None:
     (folder / "script.py").write_text(WAITS)
     with started_dtrain("run", "--on-end", COMMAND, "script.py") as run:
-        assert run.stdout is not None
         assert run.stdout.readline().endswith(b"up\n")
         run.send_signal(signal.SIGINT)
         assert run.wait() == 130
@@ -123,7 +122,6 @@ def test_ctrl_c_ends_the_command_and_leaves_the_exit_code(folder: Path) -> None:
         wait_until(Path("pid").exists, "the command runs")
         run.send_signal(signal.SIGINT)
         assert run.wait() == 7
-        assert run.stderr is not None
         assert b"the command was killed, since dtrain got SIGINT" in run.stderr.read()
     assert not os.path.exists(f"/proc/{Path('pid').read_text().strip()}")
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from testbed.present import present
 from testbed.processes import MARK, marked, run_dtrain, started_dtrain, wait_up
 from testbed.warm import HEADER
 
@@ -211,7 +212,7 @@ def _argv(process: psutil.Process) -> list[str]:
 def _guard_and_agent() -> tuple[psutil.Process, psutil.Process]:
     """Those of rank 1's host."""
     (worker,) = [p for p in marked({os.environ[MARK]}, RANK="1") if "script.py" in " ".join(_argv(p))]
-    agent = worker.parent()
+    agent = present(worker.parent())
     guard = agent.parent()
     assert guard is not None
     assert "launcher.agent" in _argv(guard)

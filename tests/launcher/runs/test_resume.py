@@ -6,14 +6,14 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from subprocess import Popen
 
 import psutil
 import pytest
 import torch
 from testbed import REPOSITORY
 from testbed.once import once
-from testbed.processes import run_dtrain, started_dtrain
+from testbed.present import present
+from testbed.processes import Program, run_dtrain, started_dtrain
 from testbed.resumes import assert_resumes
 from testbed.sshd import SshHosts
 
@@ -50,7 +50,7 @@ def test_a_killed_worker_changes_no_bit(undisturbed: Path, tmp_path: Path) -> No
         stdout, stderr = process.communicate(timeout=60)
     after = stdout.decode()
     assert process.returncode == 0, stderr
-    resumed = re.search(r"resuming after step (\d+)", after)
+    resumed = present(re.search(r"resuming after step (\d+)", after))
     assert int(resumed[1]) >= step - 2 * 3  # the last one may have been on its way to the disk
     assert {**_losses(before), **_losses(after)} == _losses((undisturbed / "stdout").read_text())
     # What was done twice gave the same both times.
@@ -86,8 +86,7 @@ def test_a_script_in_nanogpt_s_form_resumes_after_a_restart(tmp_path: Path) -> N
     assert_resumes("nanogpt", "6", "4", tmp_path)
 
 
-def _read_until(process: "Popen[bytes]", pattern: str) -> str:
-    assert process.stdout is not None
+def _read_until(process: Program, pattern: str) -> str:
     text = ""
     for line in _lines(process.stdout):
         text += line

@@ -76,7 +76,6 @@ def test_a_rank_that_does_not_read_fills_no_memory_and_loses_nothing(tmp_path: P
     )
     data = os.urandom(4 << 20)
     with started_dtrain("run", "-q", path, cwd=tmp_path, stdin=subprocess.PIPE) as process:
-        assert process.stdout is not None
         assert process.stdin is not None
         assert process.stdout.readline().endswith(b"up\n")
         descriptor = process.stdin.fileno()
@@ -128,7 +127,6 @@ def test_the_process_that_takes_its_place_reads_on(tmp_path: Path, alone: bool) 
     )
     with started_dtrain("run", "--max-restarts", "1", path, cwd=tmp_path, stdin=subprocess.PIPE) as process:
         assert process.stdin is not None
-        assert process.stdout is not None
         for word in (b"first", b"second"):
             assert process.stdout.readline().endswith(b"asks\n")
             process.stdin.write(word + b"\n")
@@ -142,7 +140,6 @@ def test_no_clock_ends_a_run_that_waits_for_somebody(tmp_path: Path) -> None:
     options = ["--stall-timeout-s", "2", "--start-timeout-s", "5"]
     with started_dtrain("run", *options, path, cwd=tmp_path, stdin=subprocess.PIPE) as process:
         assert process.stdin is not None
-        assert process.stdout is not None
         process.stdout.readline()
         time.sleep(9)
         assert process.poll() is None

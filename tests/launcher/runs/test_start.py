@@ -1,6 +1,8 @@
 """The start of a run with many hosts or bad ones, and with more workers than a host can hold."""
 
 import json
+import os
+import resource
 import sys
 from pathlib import Path
 
@@ -118,8 +120,8 @@ def test_processes_are_limited_by_the_user_and_by_the_control_group(
     assert room == 10
     assert said.startswith("the limit of processes in its control group, 100, of which 72 are in use (pids.max in ")
     (tmp_path / "pids.max").write_text("max\n")
-    monkeypatch.setattr(limits.os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(limits.resource, "getrlimit", lambda _: (50, 50))
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (50, 50))
     monkeypatch.setattr(limits, "_threads_of", lambda _: 45)
     monkeypatch.setattr(limits, "_files", lambda: None)
     room, said = limits.room_for_workers(1)

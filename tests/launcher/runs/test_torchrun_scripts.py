@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from testbed import REPOSITORY
+from testbed.present import present
 from testbed.processes import Result, run_program
 
 PROGRAMS = REPOSITORY / "tests/programs"
@@ -89,6 +90,6 @@ def _seen(folder: Path) -> dict[tuple[str, str], dict[str, object]]:
     """What the workers wrote, by rank and attempt."""
     found = {}
     for path in folder.glob("seen.*"):
-        match = re.fullmatch(r"seen\.(\d+)\.(\d+)\.json", path.name)
+        match = present(re.fullmatch(r"seen\.(\d+)\.(\d+)\.json", path.name))
         found[match[1], match[2]] = json.loads(path.read_text())
     return found

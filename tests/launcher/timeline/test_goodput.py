@@ -69,7 +69,7 @@ class _Run:
             self.goodput.add(window)
 
 
-def _shown(parts: Parts) -> dict[str, float]:
+def _shown(parts: Parts) -> dict[str, object]:
     return {name: pytest.approx(value) for name in PARTS if (value := getattr(parts, name)) > 1e-9}
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from testbed import REPOSITORY
+from testbed.present import present
 from testbed.processes import wait_until
 from testbed.slurm import SlurmCluster
 
@@ -267,7 +268,7 @@ def step_of(folder: Folder, job: str) -> psutil.Process:
             if process.name() == "srun" and STEP_TASK in process.cmdline():
                 environ = process.environ()
                 ours = (environ["SLURM_JOB_ID"], environ["SLURM_CONF"]) == (job, conf)
-                here += [process] if ours and process.parent().name() != "srun" else []
+                here += [process] if ours and present(process.parent()).name() != "srun" else []
     (srun,) = here
     return srun
 
@@ -303,7 +304,7 @@ def test_without_dtrain_the_tasks_of_its_step_end(folder: Folder) -> None:
     job = folder.submit(WAIT, "-N2")
     folder.await_up(2)
     srun = step_of(folder, job)
-    srun.parent().kill()
+    present(srun.parent()).kill()
     wait_until(lambda: not psutil.pid_exists(srun.pid) or srun.status() == psutil.STATUS_ZOMBIE, "srun has ended")
     wait_until(lambda: not any(map(folder.slurm.steps, folder.slurm.names)), "no step is left")
 
@@ -371,6 +372,6 @@ def test_a_job_that_a_step_submits_is_no_step(folder: Folder) -> None:
     text = folder.log.read_text()
     env = dict(line.partition("=")[::2] for line in text.splitlines() if "=" in line)
     assert env["SLURM_STEP_NODELIST"] == "node2"  # of the step that submitted it
-    title = re.search(r"slurmstepd: \[(.*?)\]", text)
+    title = present(re.search(r"slurmstepd: \[(.*?)\]", text))
     assert title[1] == f"{job}.batch"
     assert find_step(env, title[1]) is None

@@ -9,14 +9,13 @@ import json
 import os
 import re
 import signal
-import subprocess
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from testbed.network import NetworkHosts
-from testbed.processes import started_dtrain
+from testbed.processes import Program, started_dtrain
 from testbed.sshd import SshHosts
 
 from ddp.errors import ParameterServerError
@@ -100,7 +99,7 @@ if options.get("mode", "sync") == "sync" and strategy.is_main:
 class Run:
     """The output of a run, read line by line."""
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, process: Program) -> None:
         self.process = process
         self.lines: list[list[str]] = []
 

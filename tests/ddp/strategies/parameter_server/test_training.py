@@ -88,8 +88,8 @@ def test_short_numbers_between_hosts_reach_the_same_loss_within_a_tenth(nursery:
 def test_clocks_never_drift_further_apart_than_the_staleness(
     nursery: Nursery, staleness: int, servers: int, tmp_path: Path
 ) -> None:
-    arguments = {"folder": str(tmp_path), "staleness": staleness, "servers": servers}
-    nursery.run(3 + servers, f"{CASES}:fast_workers_wait_at_the_bound", **arguments)
+    case = f"{CASES}:fast_workers_wait_at_the_bound"
+    nursery.run(3 + servers, case, folder=str(tmp_path), staleness=staleness, servers=servers)
 
 
 def test_nobody_waits_for_a_slow_worker_beyond_those_needed(nursery: Nursery, tmp_path: Path) -> None:

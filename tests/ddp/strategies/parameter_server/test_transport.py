@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import zmq
+from testbed.present import present
 from testbed.processes import started, wait_until
 
 from ddp.errors import ArgumentError, KeyRefusedError, ParameterServerError, VersionMismatchError
@@ -226,7 +227,7 @@ def test_messages_of_all_kinds_of_tensors_go_there_and_back(host: str, encrypt: 
     with Echo(host=host, encrypt=encrypt) as echo, client_of(echo.address, encrypt=encrypt) as client:
         assert client.send(Message("many", {"step": 3, "lr": [0.1, None]}, sent))
         assert client.send(Message("none"))
-        answer = client.receive(DEADLINE_S)
+        answer = present(client.receive(DEADLINE_S))
         assert (answer.kind, answer.facts) == ("many", {"step": 3, "lr": [0.1, None]})
         for ours, theirs in zip(sent, answer.tensors, strict=True):
             assert theirs.dtype == ours.dtype
@@ -234,7 +235,7 @@ def test_messages_of_all_kinds_of_tensors_go_there_and_back(host: str, encrypt: 
             assert theirs.is_contiguous()
             assert torch.equal(_bits(theirs), _bits(ours))
             theirs.zero_()  # its own memory, writable
-        after = client.receive(DEADLINE_S)
+        after = present(client.receive(DEADLINE_S))
         assert (after.kind, after.tensors) == ("none", ())
         assert client.receive(0.0) is None
         assert [peer.name for peer in echo.server.peers.values()] == ["worker 0"]
@@ -246,7 +247,7 @@ def test_a_copied_message_may_be_changed_at_once() -> None:
         tensor = torch.ones(2 * MB)
         assert client.send(Message("push", tensors=(tensor,)), copy=True)
         tensor.zero_()
-        answer = client.receive(DEADLINE_S)
+        answer = present(client.receive(DEADLINE_S))
         assert answer.tensors[0].min() == 1
 
 
@@ -453,7 +454,7 @@ def test_a_connection_that_breaks_keeps_its_session() -> None:
             assert client.send(Message("echo", {"n": number}, (torch.full((MB // 4,), number),)))
         cable.mend()
         for number in range(2, 12):
-            answer = client.receive(DEADLINE_S)
+            answer = present(client.receive(DEADLINE_S))
             assert answer.facts["n"] == number
             assert answer.tensors[0].min() == number
         assert (session_of(client), client.connections) == (session, 2)
@@ -556,8 +557,8 @@ def test_a_client_that_was_killed_comes_back_with_a_new_session() -> None:
     with Echo() as echo:
         env = {"PYTHONPATH": str(ROOT)}
         with started(sys.executable, "-c", _CLIENT, echo.address, env=env, stdin=subprocess.PIPE) as process:
-            process.stdin.write(KEY.hex().encode() + b"\n")
-            process.stdin.flush()
+            present(process.stdin).write(KEY.hex().encode() + b"\n")
+            present(process.stdin).flush()
             wait_until(lambda: len(echo.seen) > 5, "it is in the middle of something", timeout=60)
             os.kill(process.pid, signal.SIGKILL)
             process.wait()

@@ -32,7 +32,7 @@ class Trust(torch.optim.Optimizer):
         self.all = [p for group in self.param_groups for p in group["params"]]
 
     @torch.no_grad()
-    def step(self, closure: object = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch's has overloads
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
@@ -287,8 +287,8 @@ def test_sparse_gradients_change_and_report_their_rows(name: str) -> None:
                     for piece, rows in zip(pieces, changed or [None] * len(pieces), strict=True):
                         found = range(piece.end - piece.begin) if rows is None else rows.tolist()
                         reported[piece.parameter] |= {piece.begin + row for row in found}
-            for old, new, rows in zip(before, there.values(), reported, strict=True):
-                assert set((old != new).reshape(len(old), -1).any(1).nonzero().flatten().tolist()) <= rows
+            for old, new, known in zip(before, there.values(), reported, strict=True):
+                assert set((old != new).reshape(len(old), -1).any(1).nonzero().flatten().tolist()) <= known
             assert len(reported[0]) <= 3 * step * (step if name == "sgd momentum" else 1)
         assert_same(there.values(), [p.detach() for p in whole])
         ours, plain = there.state(), optimizer.state_dict()
@@ -349,7 +349,11 @@ def test_the_average_of_dense_absent_and_sparse_gradients(
 def test_sums_are_made_in_the_order_of_the_replicas() -> None:
     (chunk,) = partition([torch.empty(1, 1)], servers=1).chunks
     row = Rows(torch.tensor([0]), torch.tensor([[-1e8]]))
-    gradients = [torch.tensor([1e8]), torch.tensor([1.0]), ChunkGradient(None, sparse={0: row})]
+    gradients: list[torch.Tensor | ChunkGradient] = [
+        torch.tensor([1e8]),
+        torch.tensor([1.0]),
+        ChunkGradient(None, sparse={0: row}),
+    ]
     mean = average(chunk, gradients, torch.empty(1))
     assert isinstance(mean, ChunkGradient)
     assert mean.flat is not None

@@ -108,7 +108,7 @@ def test_new_host_key_is_accepted_once_and_then_known(ssh_hosts: SshHosts, scrip
     assert second.returncode == 0, second.stderr
     known = (ssh_hosts.folder / "accepting.known_hosts").read_text().splitlines()
     name = f"[{ssh_hosts.address(2)}]:{ssh_hosts.port}"
-    argv = ["ssh-keygen", "-F", name, "-f", ssh_hosts.folder / "accepting.known_hosts"]
+    argv = ["ssh-keygen", "-F", name, "-f", str(ssh_hosts.folder / "accepting.known_hosts")]
     lookup = subprocess.run(argv, capture_output=True, check=False)
     assert lookup.returncode == 0
     assert len(known) == 4
@@ -213,7 +213,6 @@ def test_host_that_dies_is_the_cause_and_the_others_are_stopped(ssh_hosts: SshHo
     script.write_text("import time\nprint('up', flush=True)\ntime.sleep(600)")
     argv = [sys.executable, "-m", "launcher", *on(ssh_hosts), str(script)]
     with started(*argv, cwd=tmp_path) as process:
-        assert process.stdout is not None
         for _ in range(2):
             process.stdout.readline()
         ssh_hosts.stop(2)

@@ -96,7 +96,7 @@ def test_the_run_s_key_is_for_the_eyes_of_its_workers_alone(ssh_hosts: SshHosts,
         "if rank == '0': raise ValueError('no')\ntime.sleep(60)\n"
     )
     env = {"DTRAIN_RUN_KEY": "canary-of-the-user", "DTRAIN_TOKEN": "canary-token"}
-    hosts = ["--ssh-config", ssh_hosts.ssh_config, "--hosts", "node1,node2"]
+    hosts: list[str | Path] = ["--ssh-config", ssh_hosts.ssh_config, "--hosts", "node1,node2"]
     options = ["--max-restarts", "1", "--error-json", "end.json", "-x", "DTRAIN_*"]
     with command_lines() as seen:
         result = run_dtrain("run", "-v", *hosts, *options, script, cwd=work, env=env)

@@ -358,7 +358,7 @@ def test_start_up_files_that_end_or_wait_or_name_another_python_are_told(ssh_hos
 
     def why(host: str) -> str:
         # Without separated privileges, as here, sshd does not end what it is asked to end.
-        options = ["--ssh-config", config, "--hosts", host, "--start-timeout-s", "4"]
+        options = ["--ssh-config", str(config), "--hosts", host, "--start-timeout-s", "4"]
         return run_dtrain("run", *options, script, cwd=tmp_path, outlived=host == "node3").stderr
 
     try:

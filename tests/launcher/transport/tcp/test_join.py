@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from testbed import REPOSITORY
-from testbed.processes import Result, started, wait_until
+from testbed.processes import Program, Result, started, wait_until
 
 from launcher.errors import HostError, StreamError
 from launcher.protocol.commands import Prepare, StartWorker, Stop
@@ -77,7 +77,7 @@ class Run:
         return self.listener.wait("b", time.monotonic() + within_s)
 
     @contextlib.contextmanager
-    def joiner(self, code: str = ECHO, **how: Any) -> Iterator["subprocess.Popen[bytes]"]:
+    def joiner(self, code: str = ECHO, **how: Any) -> Iterator[Program]:
         with joiner(f"127.0.0.1:{self.listener.port}", [sys.executable, "-c", code], **how) as process:
             yield process
 
@@ -85,13 +85,13 @@ class Run:
 @contextlib.contextmanager
 def joiner(
     where: str, command: list[str], *, token: str = TOKEN, deadline_s: float = 60, rejoin_s: float = 60
-) -> Iterator["subprocess.Popen[bytes]"]:
+) -> Iterator[Program]:
     argv = [sys.executable, "-c", JOINER, where, str(deadline_s), str(rejoin_s), *command]
     with started(*argv, env={"DTRAIN_TOKEN": token}, cwd=REPOSITORY) as process:
         yield process
 
 
-def finished(process: "subprocess.Popen[bytes]") -> Result:
+def finished(process: Program) -> Result:
     out, err = process.communicate(timeout=60)
     return Result(process.returncode, out.decode(), err.decode(), 0.0)
 
@@ -283,7 +283,7 @@ def test_a_node_whose_run_never_comes_back_ends_with_an_error(run: Run) -> None:
     assert f"nobody listens at 127.0.0.1:{relay.port}" in result.stderr
 
 
-def run_of(relay: CuttableRelay, **how: Any) -> "contextlib.AbstractContextManager[subprocess.Popen[bytes]]":
+def run_of(relay: CuttableRelay, **how: Any) -> contextlib.AbstractContextManager[Program]:
     return joiner(f"127.0.0.1:{relay.port}", [sys.executable, "-c", ECHO], **how)
 
 
@@ -432,7 +432,12 @@ def test_all_bytes_come_through_unchanged_both_ways(run: Run) -> None:
     with run.joiner(ECHO) as process:
         stream = run.wait()
         read_until(stream, b"\n")
-        writer = threading.Thread(target=lambda: (stream.write(data), stream.end()))
+
+        def write() -> None:
+            stream.write(data)
+            stream.end()
+
+        writer = threading.Thread(target=write)
         writer.start()
         received = bytearray()
         while more := stream.read():

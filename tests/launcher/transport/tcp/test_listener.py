@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from testbed.present import present
 from testbed.processes import wait_until
 
 from launcher.errors import HostError, StreamError, UsageError
@@ -92,7 +93,7 @@ class Node:
         return self.connection.receive(time.monotonic() + 5.0)
 
     def encrypted(self, kind: Kind, data: bytes = b"") -> bytes:
-        return self.connection._encryptor.encrypt(kind, data)
+        return present(self.connection._encryptor).encrypt(kind, data)
 
     def send(self, kind: Kind, data: bytes = b"") -> None:
         self.sock.sendall(self.encrypted(kind, data))
@@ -291,7 +292,12 @@ def test_a_second_node_for_a_place_is_refused_while_the_first_one_answers(
     first = lab.join(1, hostname="beta-host", pid=4711)
     thread, results = _in_thread(first.receive)
     began = time.monotonic()
-    answering, _ = _in_thread(lambda: (thread.join(), first.send(Kind.PONG)))
+
+    def answer() -> None:
+        thread.join()
+        first.send(Kind.PONG)
+
+    answering, _ = _in_thread(answer)
     with pytest.raises(JoinError, match=r"node rank 1 is already taken by beta-host \(pid 4711\)"):
         lab.join(1)
     answering.join(60.0)
@@ -428,9 +434,9 @@ def test_a_recorded_join_lets_nobody_in_and_tells_nothing(lab: Lab) -> None:
     proof = handshake.feed(_exactly(real, GREETING_BYTES))
     real.sendall(proof)
     handshake.feed(_exactly(real, PROOF_BYTES))
-    greeting = Encryptor(handshake.keys.sending).encrypt(Kind.GREETING, encode(Greeting.ours(1, COMMAND)))
+    greeting = Encryptor(present(handshake.keys).sending).encrypt(Kind.GREETING, encode(Greeting.ours(1, COMMAND)))
     real.sendall(greeting)
-    assert Decryptor(handshake.keys.receiving).feed(real.recv(1000))[0].kind is Kind.WELCOME
+    assert Decryptor(present(handshake.keys).receiving).feed(real.recv(1000))[0].kind is Kind.WELCOME
 
     sock = lab.raw(handshake.greeting)
     _exactly(sock, GREETING_BYTES)
