@@ -37,7 +37,7 @@ def test_its_python_runs_on_two_ranks(tmp_path: Path) -> None:
 
 
 def test_the_lines_that_resume_are_those_of_tested_programs() -> None:
-    shown = {program: code for program, code in BLOCK.findall(README) if program}
+    shown = {program: code for program, code in BLOCK.findall(README) if program.startswith("tests/")}
     assert set(shown) == {str(path.relative_to(ROOT)) for path in ROOT.glob("tests/programs/resume_*.py")}
     for program, code in shown.items():
         there = {line.strip() for line in (ROOT / program).read_text().splitlines()}
@@ -46,6 +46,17 @@ def test_the_lines_that_resume_are_those_of_tested_programs() -> None:
         ]
         assert len(matter) >= 2, program
         assert not [line for line in matter if line not in there], program
+
+
+@pytest.mark.usefixtures("warm")
+def test_its_scripts_that_fail_end_with_the_error_that_is_shown(tmp_path: Path) -> None:
+    failing = {mark.removeprefix("raises:"): code for mark, code in BLOCK.findall(README) if mark.startswith("raises:")}
+    assert len(failing) >= 2
+    for error, code in failing.items():
+        (tmp_path / "script.py").write_text(HEADER + code)
+        result = run_dtrain("run", "--nproc-per-node", "2", "script.py", cwd=tmp_path)
+        assert result.returncode == 1, result
+        assert f"ddp.errors.{error}: " in result.stderr, result
 
 
 def test_its_messages_are_raised() -> None:
