@@ -1,9 +1,8 @@
 """Faults on purpose (`--chaos`): when, whom they hit, and what each of them costs. Pure.
 
-Faults come only while a worker trains: its process has made a step with ddp. One fault is under way at a time, and
-until training goes on the time to the next ones stands still. It goes on when each process that was started for it has
-made a step, or is started, if its rank makes none (a parameter server); where the world has shrunk, when the others are
-told of that.
+One fault is under way at a time, and until training goes on the time to the next ones stands still. It goes on when
+each process that was started for it has made a step, or, in a run in which none has counted steps before, is started;
+where the world has shrunk, when the others are told of that.
 What a fault ends costs no restart of --max-restarts. Lost are finished steps that have to be made again: none where the
 others live on, else those since the newest checkpoint.
 """
@@ -73,11 +72,9 @@ class Chaos:
         commands: list[Command] = []
         if not self._is_announced:
             self._is_announced = True
-            commands.append(
-                Notice(f"--chaos: the faults begin after the first step with ddp, with seed {self._plan.seed}")
-            )
-        if not self._training:
-            return commands
+            commands.append(Notice(f"--chaos: the faults begin, with seed {self._plan.seed}"))
+            for number, fault in enumerate(self._plan.faults):
+                self._timers.set((Timer.CHAOS, number), now + fault.every_s)
         for number, fault in enumerate(self._plan.faults):
             if self._timers.over((Timer.CHAOS, number), now):
                 self._timers.set((Timer.CHAOS, number), now + fault.every_s)
@@ -93,7 +90,7 @@ class Chaos:
             if fault.action == "stop":  # of another one, nobody would know that it does not go on (hangs/watch.py)
                 workers = tuple(worker for worker in workers if len(workers) > 1 and worker.rank in self._training)
             if not workers:
-                return [Notice("--chaos: no worker is stopped this time: that takes two workers")]
+                return [Notice("--chaos: no worker is stopped this time: that takes two, and one that has made a step")]
             worker = self._random.choice(workers)
             host, rank, what = worker.host, worker.rank, f"rank {worker.rank} on {worker.host}"
             signum = signal.SIGKILL if fault.action == "kill" else signal.SIGSTOP
@@ -159,10 +156,6 @@ class Chaos:
     def goes_on(self, rank: int, now: float, *, has_stepped: bool) -> None:
         """Take the start of a process, or its first step."""
         if has_stepped:
-            if not self._stepping:
-                assert self._plan is not None
-                for number, each in enumerate(self._plan.faults):
-                    self._timers.set((Timer.CHAOS, number), now + each.every_s)
             self._stepping.add(rank)
             self._training.add(rank)
         fault = self._under_way
@@ -174,7 +167,7 @@ class Chaos:
         if not fault.lacking:
             self._end(fault, now)
             lost = self.costs[-1].steps_lost
-            self._note(recovery_s=now - fault.at, steps_lost=0 if lost is None else lost)
+            self._note(recovery_s=now - fault.at, steps_lost=0 if lost is None and self._stepping else lost)
 
     def _end(self, fault: _UnderWay, now: float) -> None:
         """Let the time to the next faults go on."""
