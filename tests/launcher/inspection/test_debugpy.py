@@ -131,7 +131,7 @@ def test_an_editor_leaves_the_descriptors_of_the_rank_as_they_were(folder: Path)
     has_timeout = "import socket\nones, others = socket.socketpair()\nsocket.setdefaulttimeout(60)\n"
     blocks = "assert os.get_blocking(ones.fileno())\n"
     (folder / "script.py").write_text(has_timeout + SCRIPT + blocks)
-    assert run_dtrain("run", "--detach", "--run-id", "r", "script.py").returncode == 0
+    assert run_dtrain("run", "--detach", "--run-id", "r", "script.py", outlived=True).returncode == 0
     wait_until(lambda: (folder / "pid").exists() and (folder / "pid").read_text(), "the script runs")
     before = _open_files(folder)
     with attached(folder):
