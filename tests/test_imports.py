@@ -2,7 +2,9 @@
 
 import functools
 import json
+import os
 import sys
+from collections.abc import Sequence
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -25,6 +27,11 @@ FAT = {
     "rich",
     "ssl",
     "unittest",
+}
+# What each half imports of others, and may not import.
+ALONE = {
+    "launcher": ({"click", "cryptography", "paramiko", "psutil", "rich"}, HEAVY),
+    "ddp": ({"numpy", "torch", "zmq"}, {"launcher"}),
 }
 LAUNCHER, DDP = modules("launcher"), modules("ddp")
 STORE = "launcher.agent.store_process"  # runs in a process of its own
@@ -90,10 +97,42 @@ def _loaded(statement: str) -> set[str]:
     return set(json.loads(result.stdout))
 
 
-def test_importing_the_launcher_loads_no_torch() -> None:
-    names = [name for name in LAUNCHER if not name.endswith(("__main__", "bootstrap"))]  # these run
-    assert "launcher.agent.main" in names
-    assert not _loaded(f"import {', '.join(names)}") & HEAVY
+def _imported_alone(names: Sequence[str], ahead: set[str], without: set[str], *folders: Path) -> str:
+    """Import each module as the first of ours in a process; return what failed, and their number."""
+    argv = ["-m", "testbed.imported_alone", ",".join(ahead), ",".join(without)]
+    path = os.pathsep.join(map(str, (*folders, ROOT, ROOT / "tests")))
+    result = run_program(
+        sys.executable, *argv, env={"PYTHONPATH": path}, cwd=Path("/"), stdin="\n".join(names), timeout=250
+    )
+    assert result.returncode == 0, result
+    return result.stdout
+
+
+@pytest.mark.parametrize("package", ALONE)
+def test_each_module_can_be_imported_first_and_loads_nothing_that_it_must_not(package: str) -> None:
+    names = [name for name in modules(package) if not name.endswith("__main__")]  # which would run
+    assert len(names) > 200
+    assert _imported_alone(names, *ALONE[package]) == f"{len(names)} modules\n"
+
+
+def test_a_module_that_only_works_behind_another_is_found(tmp_path: Path) -> None:
+    planted = {
+        "planted": "",
+        "planted.first": "",
+        "planted.heavy": "import wave",
+        "planted.inner": "from planted import first",
+        "planted.inner.fine": "import planted\nplanted.first",  # its package has imported it
+        "planted.second": "import planted\nplanted.first",
+        "planted.third": "import planted.second",
+    }
+    for name, text in planted.items():
+        is_package = any(other.startswith(f"{name}.") for other in planted)
+        file = tmp_path.joinpath(*name.split("."), *["__init__"] * is_package).with_suffix(".py")
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+    why = "AttributeError: module 'planted' has no attribute 'first'"
+    found = ["planted.heavy: loads wave", f"planted.second: {why}", f"planted.third: {why}", "7 modules"]
+    assert _imported_alone([*planted], set(), {"wave"}, tmp_path).splitlines() == found
 
 
 def test_the_agent_s_imports_are_lean() -> None:
