@@ -115,6 +115,7 @@ def test_each_module_can_be_imported_first_and_loads_nothing_that_it_must_not(pa
     assert _imported_alone(names, *ALONE[package]) == f"{len(names)} modules\n"
 
 
+@pytest.mark.control
 def test_a_module_that_only_works_behind_another_is_found(tmp_path: Path) -> None:
     planted = {
         "planted": "",

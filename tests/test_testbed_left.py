@@ -57,7 +57,7 @@ def shell(line: str) -> None:
 
 
 def test_nothing_is_found_where_nothing_is_left(watch: Watch) -> None:
-    shell("sleep 0.1 & mkdir $TMPDIR/it; rmdir $TMPDIR/it")
+    shell("sleep 0.1 & mkdir $TMPDIR/it; rmdir $TMPDIR/it; wait")
     assert watch.found == []
 
 

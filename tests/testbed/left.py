@@ -34,7 +34,7 @@ SHARED_MEMORY = "/dev/shm"
 SESSIONS_OF_DAEMONS = ("sshd", "slurmstepd")
 # Folders of this user that all runs share: they stay, and what is in them does not.
 KEPT = (f"dtrain-{os.geteuid()}", f"ddp-{os.geteuid()}")
-KEPT_BY_TORCH = "torchinductor_"  # and the user's name
+KEPT_BY_TORCH = ("torchinductor_", "torchelastic_")  # with the user's name; by torchrun, one a run
 _IN_CREATE = 0x100
 _EVENT = struct.Struct("iIII")  # struct inotify_event
 _LISTENS = {"tcp": (3, "0A"), "tcp6": (3, "0A"), "unix": (3, "00010000")}  # in /proc/net: a column, and what it says

@@ -29,15 +29,23 @@ def with_files(limit: int, *words: str, soft: bool) -> Result:
 
 def preforked_of(dtrain: Program) -> psutil.Process:
     """The process that the agents are forked from; its children are their guards."""
-    (preforked,) = (child for child in psutil.Process(dtrain.pid).children() if PREFORKED in child.cmdline())
+    found = []
+    for child in psutil.Process(dtrain.pid).children():
+        with contextlib.suppress(psutil.Error):  # another program of dtrain's has just ended
+            found += [child] if PREFORKED in child.cmdline() else []
+    (preforked,) = found
     return preforked
 
 
 def await_running(dtrain: Program, name: str, count: int) -> None:
-    def running() -> bool:
-        return sum(p.name() == name for p in psutil.Process(dtrain.pid).children(recursive=True)) == count
+    def running() -> int:
+        found = 0
+        for process in psutil.Process(dtrain.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found += process.name() == name
+        return found
 
-    wait_until(running, f"{count} workers run")
+    wait_until(lambda: running() == count, f"{count} workers run")
 
 
 def test_a_hundred_hosts_need_no_more_open_files_than_the_hard_limit_allows(tmp_path: Path) -> None:
@@ -86,20 +94,11 @@ def test_an_agent_that_is_killed_is_named_and_the_others_end(tmp_path: Path) -> 
         assert b"0 processes left on 3 hosts" in err
 
 
-def _shells(pid: int) -> int:
-    """Count the shells below a process."""
-    found = 0
-    for process in psutil.Process(pid).children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            found += process.name() == "sh"
-    return found
-
-
 def test_without_the_process_that_forked_them_the_agents_go_on(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     line = f"while [ ! -e {gate} ]; do sleep 0.05; done; exit 7"
     with started_dtrain(*options(3, tmp_path), "--no-python", "sh", "-c", line) as dtrain:
-        wait_until(lambda: _shells(dtrain.pid) == 3, "up")
+        await_running(dtrain, "sh", 3)
         preforked_of(dtrain).kill()
         gate.touch()
         _, err = dtrain.communicate(timeout=60)
@@ -111,7 +110,7 @@ def test_the_process_that_forked_them_is_gone_at_the_end_also_if_it_was_stopped(
     gate = tmp_path / "gate"
     line = f"while [ ! -e {gate} ]; do sleep 0.05; done; exit 7"
     with started_dtrain(*options(3, tmp_path), "--no-python", "sh", "-c", line) as dtrain:
-        wait_until(lambda: _shells(dtrain.pid) == 3, "up")
+        await_running(dtrain, "sh", 3)
         preforked = preforked_of(dtrain)
         preforked.suspend()
         gate.touch()

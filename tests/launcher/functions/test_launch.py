@@ -260,11 +260,16 @@ def test_another_thread_may_launch() -> None:
     found: list[list[int]] = []
     before = signal.getsignal(signal.SIGINT)
     limits = sys.getswitchinterval(), resource.getrlimit(resource.RLIMIT_NOFILE)
-    threads = [threading.Thread(target=lambda: found.append(launch(_rank, nproc_per_node=2))) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+
+    def run() -> None:
+        found.append(launcher.launch(_rank, nproc_per_node=2))
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    with nothing_left("launch() twice"):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     assert found == [[0, 1], [0, 1]]
     assert signal.getsignal(signal.SIGINT) is before
     assert (sys.getswitchinterval(), resource.getrlimit(resource.RLIMIT_NOFILE)) == limits

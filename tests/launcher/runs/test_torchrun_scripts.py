@@ -5,6 +5,7 @@ torchrun flattens every exit code of a worker to 1; dtrain keeps it. Everything 
 
 import json
 import re
+import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ WORKER = "torchrun_worker.py"
 TORCHRUN = "from torch.distributed.run import main; main()"
 DTRAIN_TORCHRUN = "from launcher.cli.main import torchrun; torchrun()"
 LIMIT_S = 90.0
+MASTER = "--master-addr localhost --master-port FREE"  # other tests run beside this one
 TWO = "--standalone --nproc-per-node 2"
 
 pytestmark = pytest.mark.timeout(200)
@@ -31,7 +33,10 @@ pytestmark = pytest.mark.timeout(200)
         (f"{TWO} {WORKER} sum env", {}),
         (f"--nproc_per_node=2 --rdzv_backend=c10d --rdzv_endpoint=localhost:0 --rdzv-id=j7 {WORKER} sum tcp", {}),
         (f"--nnodes=1:1 --nproc-per-node=cpu --max_restarts=3 --role trainer --tee 3 {WORKER} sum none", {}),
-        (f"--nnodes 1 --node-rank 0 --master-addr localhost --nproc-per-node 2 -r 3 --log-dir logs {WORKER} show", {}),
+        (
+            f"--nnodes 1 --node-rank 0 {MASTER} --nproc-per-node 2 -r 3 --log-dir l {WORKER} show",
+            {},
+        ),
         (f"{TWO} --max-restarts 1 {WORKER} once", {}),
         (f"{TWO} {WORKER} spawn", {}),
         (f"{TWO} -m torchrun_worker show x", {}),
@@ -83,6 +88,8 @@ def _folder(path: Path) -> Path:
 def _launch(program: str, words: str, folder: Path, variables: Mapping[str, str]) -> Result:
     path = f"{Path(sys.executable).parent}:/usr/bin:/bin"  # --no-python finds the same interpreter
     environment = {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "PATH": path, **variables}
+    with socket.create_server(("localhost", 0)) as free:
+        words = words.replace("FREE", str(free.getsockname()[1]))
     return run_program(sys.executable, "-c", program, *words.split(), cwd=folder, env=environment, timeout=LIMIT_S)
 
 
