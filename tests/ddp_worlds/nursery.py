@@ -284,12 +284,19 @@ def _run_rank(rank: int, world_size: int, case: str, group: str, arguments: dict
 
         register()
     dist.init_process_group(group, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=30))
+    _wait_for_all(store, rank, world_size)
     kept = dist.group.WORLD  # a thread of gloo that drops a future's callback must not be the last that holds it
     module, _, function = case.partition(":")
     result = getattr(importlib.import_module(module), function)(**arguments)
     dist.destroy_process_group()
     _kept.append(kept)
     return result
+
+
+def _wait_for_all(store: Any, rank: int, world_size: int) -> None:
+    """Wait until each rank is connected: a case may end at once, which a rank that still connects takes for a crash."""
+    store.set(f"connected.{rank}", b"")
+    store.wait([f"connected.{other}" for other in range(world_size)])
 
 
 def _watch(pids: dict[int, int], deadline_s: float, folder: Path) -> str | None:

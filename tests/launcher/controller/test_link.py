@@ -258,8 +258,14 @@ def test_sruns_that_never_answer_end_with_the_run_and_slurm_is_asked_once(
 
     before = set(psutil.Process().children())  # other tests may have left zombies, which have a name too
 
+    def is_sleep(process: psutil.Process) -> bool:
+        try:
+            return process.name() == "sleep"
+        except psutil.NoSuchProcess:  # scontrol ends while we look
+            return False
+
     def sleeping() -> list[psutil.Process]:
-        return [child for child in psutil.Process().children() if child not in before and child.name() == "sleep"]
+        return [child for child in psutil.Process().children() if child not in before and is_sleep(child)]
 
     threads = [threading.Thread(target=connect, args=(name,), daemon=True) for name in ("n1", "n2")]
     for thread in threads:
