@@ -1,4 +1,6 @@
-"""How much memory the workers of this host use, and how busy their GPUs are: looked at now and then, for who watches.
+"""How much memory the workers of this host use, how long they waited for a processor, and how busy their GPUs are.
+
+Looked at now and then, for who watches.
 
 The driver of a broken GPU may not answer for minutes, while the agent must go on: a thread asks it.
 """
@@ -47,6 +49,9 @@ class HostUseWatch:
             memory_limit_bytes=limit,
             resident_bytes={str(worker.rank): _resident_bytes(worker.pid) for worker in workers},
             gpus={str(rank): busy[name] for rank, name in gpus.items() if name in busy},
+            waited_s={
+                str(worker.rank): seconds for worker in workers if (seconds := _waited_s(worker.pid)) is not None
+            },
         )
 
     def close(self) -> None:
@@ -70,6 +75,15 @@ def _memory(pid: int) -> tuple[int, int]:
     except (OSError, ValueError):  # ended meanwhile
         return 0, 0
     return resident * _PAGE_BYTES, shared * _PAGE_BYTES
+
+
+def _waited_s(pid: int) -> float | None:
+    """Return how long the first thread of a process could have run and had no processor; None where it is not known."""
+    try:
+        with open(f"/proc/{pid}/schedstat", "rb") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):  # it has ended; a kernel that does not count it
+        return None
 
 
 class _GpuWatch:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from launcher.output.text import count, ranges, size
 from launcher.timeline.goodput import PARTS, Parts
-from launcher.timeline.stragglers import Straggler
+from launcher.timeline.stragglers import Crowded, Straggler
 
 __all__ = ["goodput_line", "status_line", "straggler_line"]
 
 WORTH_S = 0.05  # a part that is less is not named
-NOTABLE = 1.15  # times the others' work: below that, nobody is called the slowest
 _NAMES = dict(
     zip(PARTS, ("start", "training", "waiting for stragglers", "checkpoints", "failures", "rest"), strict=True)
 )
@@ -27,8 +26,13 @@ def goodput_line(parts: Parts) -> str:
     return f"goodput {100 * parts.goodput:.0f} % of {parts.wall_s:.1f} s: {listed}"
 
 
-def straggler_line(found: Straggler) -> str:
-    """Say that something is slow, or is so no longer."""
+def straggler_line(found: Straggler | Crowded) -> str:
+    """Say that something is slow, or is so no longer; or why it cannot be told."""
+    if isinstance(found, Crowded):
+        return (
+            f"the processors of {found.host} have more threads to run than there are: a rank waited for one for "
+            f"{100 * found.part:.0f} % of the time, so no slow rank is named"
+        )
     who = _who(found)
     if found.to_step is not None:
         return f"{who} is no longer slow, since step {found.to_step}, after {found.for_s or 0.0:.0f} s"
@@ -57,13 +61,13 @@ def status_line(
 ) -> str:
     """Say how training goes, the more important first: the terminal may be narrow. Empty if nothing is known.
 
-    `slowest` is a rank with its host, how many times the others' work it has, and with what; `memory` is that of the
-    fullest host: in use, and of how much.
+    `slowest` is a slow rank with its host, how many times the others' work it has, and with what; `memory` is that of
+    the fullest host: in use, and of how much.
     """
     parts = [f"step {step}"] if step else []
     if per_s:
         parts.append(f"{per_s:.3g} step/s")
-    if slowest is not None and slowest[2] >= NOTABLE:
+    if slowest is not None:
         rank, host, times, what = slowest
         parts.append(f"slowest rank {rank} on {host} ({times:.2g}x, {what})")
     if memory is not None:

@@ -153,7 +153,7 @@ class Timings(Report):
 
 @dataclass(frozen=True)
 class HostUse(Report):
-    """What a host's memory and its workers' GPUs are used for, now and then; what cannot be known is left out."""
+    """What a host's memory, processors and GPUs are used for, now and then; what cannot be known is left out."""
 
     attempt: int
     memory_bytes: int  # in use, of the host or of the limit that holds for the workers
@@ -162,6 +162,7 @@ class HostUse(Report):
     gpus: dict[str, list[int]] = field(
         default_factory=dict
     )  # by rank, its first: percent busy, bytes in use, of how many
+    waited_s: dict[str, float] = field(default_factory=dict)  # by rank, for a processor, its first thread until now
 
 
 @dataclass(frozen=True)

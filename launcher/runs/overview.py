@@ -16,6 +16,7 @@ from launcher.job.job import Job, Phase
 from launcher.output.insight import status_line, straggler_line
 from launcher.protocol.reports import Exited, HostUse
 from launcher.timeline.goodput import Goodput, Parts
+from launcher.timeline.processor_waits import ProcessorWaits
 from launcher.timeline.records import PHASES, Record, Span
 from launcher.timeline.stragglers import Straggler, Stragglers
 from launcher.timeline.timeline import Timeline
@@ -43,6 +44,7 @@ class Overview:
         self._has_news = False
         self._use: dict[str, HostUse] = {}  # by host
         self._faults: Counter[int] = Counter()  # by rank
+        self._waits = ProcessorWaits()
         self._lost: Counter[str] = Counter()  # by host
         self._hosts: dict[int, str] = {}
         timeline.subscribe(self._take)
@@ -61,7 +63,8 @@ class Overview:
             self._stragglers = Stragglers(
                 job.began,
                 host_of=lambda rank: self._hosts.get(rank, ""),
-                tell=lambda straggler: self._say(straggler_line(straggler)),
+                queued_part=self._waits.part,
+                tell=lambda found: self._say(straggler_line(found)),
             )
         if attempt is not self._attempt:
             self._begin_attempt(attempt)
@@ -71,7 +74,7 @@ class Overview:
             stops = job.phase in (Phase.STOPPING, Phase.ENDED)
             fails = bool(attempt.failures) if stops else job.fails or self._is_mending
             self._goodput.note(now, all_run=all_run, fails=fails)
-            self._count_fault(job, attempt, event)
+            self._count_fault(job, attempt, event, now)
         if self._has_news:
             self._has_news = False
             if attempt is not None:
@@ -93,12 +96,13 @@ class Overview:
             self._goodput.add(window)
             self._stragglers.add(window)
 
-    def _count_fault(self, job: Job, attempt: AttemptState, event: Event) -> None:
+    def _count_fault(self, job: Job, attempt: AttemptState, event: Event, now: float) -> None:
         if isinstance(event, AgentMessage):
             message = event.message
             if isinstance(message, HostUse) and message.attempt == attempt.number:
                 gpus = {rank: gpu for rank, gpu in message.gpus.items() if len(gpu) == 3}
                 self._use[event.host] = replace(message, gpus=gpus)
+                self._waits.add(now, message.waited_s)
             elif isinstance(message, Exited) and message.status != 0 and not message.provoked:
                 self._faults[message.rank] += 1
         elif isinstance(event, Lost):

@@ -6,7 +6,12 @@ it has changed: one step out of the line, however long, adds so little that it t
 estimated by the differences of successive values (J. von Neumann, 1941), which a lasting change does not widen.
 Another sum, of the opposite sign, tells when it is over. The waits in which nobody was missing any more, the shortest
 of all ranks, are compared in the same way with what they were before: if they grow and nobody's work does, the
-network is slow. Rank, host and network are said to be slow once, and once to be so no longer.
+network is slow.
+
+Who is found so is named once it matters (`_Stretch`): for 10 s and 50 steps, with a part of that time that is worth a
+line, and in nearly each second. The first seconds after a start, a restart or a join say nothing. Nobody is named
+where ranks waited for a processor of their host nearly as long as they held up the others: that is said of the host
+instead, once. Rank, host and network are said to be slow once, and once to be so no longer.
 """
 
 from __future__ import annotations
@@ -14,13 +19,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from statistics import median, median_low
 
 from launcher.frozen import dataclass, replace
 from launcher.timeline.windows import Share, Window
 
-__all__ = ["Straggler", "Stragglers"]
+__all__ = ["Crowded", "Straggler", "Stragglers"]
 
 ALLOWANCE = 1.0  # in units of the spread; below that nothing is slow
 CLIP = 3.0  # the most that one window counts for, in these units
@@ -33,6 +38,14 @@ SPREAD_OF = 64  # windows
 USUAL_OF = 256  # windows
 KEPT = 100  # stragglers
 NEW_PART = 0.2  # of the newest window, in what is shown of late
+SETTLES_S = 2.0  # after a rank begins, or begins again: nothing is compared
+LEAST_S = 10.0  # of being slow, before it is said
+LEAST_STEPS = 50
+LEAST_STEP_S = 0.005  # of shorter steps nothing is said
+LEAST_PART = 0.05  # of the time, that the others lose
+BIN_S = 1.0
+LEAST_BINS = 0.9  # of all, in which it was slow
+CROWDED_PART = 0.5  # of what the others lose, that was spent in the queue for a processor
 _PARTS = ("data", "compute", "other")
 _MAD = 1.4826 / math.sqrt(2.0)  # from the median of absolute differences to a standard deviation
 
@@ -69,6 +82,57 @@ class Straggler:
         }
 
 
+@dataclass(frozen=True)
+class Crowded:
+    """A host on which ranks wait for a processor: this part of the time, and the others for them."""
+
+    host: str
+    part: float
+
+
+class _Stretch:
+    """How much the others have lost since something began to be slow."""
+
+    def __init__(self) -> None:
+        self.began: float | None = None
+        self._ended = 0.0
+        self._steps = 0
+        self._lost_s = self._length_s = 0.0
+        self._bins = self._slow_bins = 0
+        self._bin_lost_s = self._bin_length_s = 0.0
+
+    def add(self, window: Window, lost_s: float) -> None:
+        """Take a window with what was lost in it, less than 0 if something was gained."""
+        if self.began is None:
+            self.began = window.began
+        self._ended = window.ended
+        if window.length_s >= LEAST_STEP_S * window.steps:
+            self._steps += window.steps
+        self._lost_s += lost_s
+        self._length_s += window.length_s
+        self._bin_lost_s += lost_s
+        self._bin_length_s += window.length_s
+        if self._bin_length_s >= BIN_S:
+            self._bins += 1
+            self._slow_bins += self._bin_lost_s >= LEAST_PART * self._bin_length_s
+            self._bin_lost_s = self._bin_length_s = 0.0
+
+    @property
+    def matters(self) -> bool:
+        return (
+            self.began is not None
+            and self._ended - self.began >= LEAST_S
+            and self._steps >= LEAST_STEPS
+            and self.lost_part >= LEAST_PART
+            and self._slow_bins >= LEAST_BINS * self._bins
+        )
+
+    @property
+    def lost_part(self) -> float:
+        """Of the time of the training's steps."""
+        return self._lost_s / self._length_s if self._length_s else 0.0
+
+
 class _Sum:
     """The cumulative sums of one rank, or of the network."""
 
@@ -78,6 +142,7 @@ class _Sum:
         self.since: Window | None = None  # the first of those that make up the sum
         self.excess: dict[str, float] = {}  # seconds, by what they were spent on, since then
         self.ratios: list[float] = []  # since then
+        self.stretch = _Stretch()
         self._last: float | None = None
 
     def difference(self, value: float) -> float | None:
@@ -85,7 +150,7 @@ class _Sum:
         last, self._last = self._last, value
         return None if last is None else abs(value - last)
 
-    def take(self, value: float, spread: float, window: Window, excess: Mapping[str, float]) -> None:
+    def take(self, value: float, spread: float, window: Window, excess: Mapping[str, float], lost_s: float) -> None:
         counted = max(-CLIP, min(CLIP, value / spread))
         up = counted - ALLOWANCE
         self.slow = min(2 * LIMIT, max(0.0, self.slow + up))
@@ -93,9 +158,10 @@ class _Sum:
         if self.is_slow:
             return
         if self.slow == 0.0:
-            self.since, self.excess, self.ratios = None, {}, []
+            self._forget()
             return
         self.since = self.since or window
+        self.stretch.add(window, lost_s)
         self.ratios.append(value)
         part = counted * spread / value if value else 1.0  # an outlier says no more here than in the sum
         for what, seconds in excess.items():
@@ -103,7 +169,7 @@ class _Sum:
 
     @property
     def begins(self) -> bool:
-        return not self.is_slow and self.slow > LIMIT and len(self.ratios) >= 4
+        return not self.is_slow and self.slow > LIMIT and self.stretch.matters
 
     @property
     def is_over(self) -> bool:
@@ -113,23 +179,37 @@ class _Sum:
         self.is_slow, self.usual = True, 0.0
 
     def end(self) -> None:
-        self.is_slow, self.slow, self.usual, self.since = False, 0.0, 0.0, None
-        self.excess, self.ratios = {}, []
+        self.is_slow, self.slow, self.usual = False, 0.0, 0.0
+        self._forget()
+
+    def _forget(self) -> None:
+        self.since, self.excess, self.ratios, self.stretch = None, {}, [], _Stretch()
 
 
 class Stragglers:
-    """Takes windows. `tell` is called with each straggler when it begins and when it is over.
+    """Takes windows. `tell` is called with each straggler when it begins and when it is over, and with each `Crowded`.
 
-    `began` is the begin of the run; `host_of` knows where a rank is now.
+    `began` is the begin of the run; `host_of` knows where a rank is now, and `queued_part` for which part of the time
+    since then (the controller's clock) its thread that trains has waited for a processor.
     """
 
-    def __init__(self, began: float, *, host_of: Callable[[int], str], tell: Callable[[Straggler], None]) -> None:
+    def __init__(
+        self,
+        began: float,
+        *,
+        host_of: Callable[[int], str],
+        queued_part: Callable[[int, float], float],
+        tell: Callable[[Straggler | Crowded], None],
+    ) -> None:
         self.found: list[Straggler] = []  # the newest of them, in the order in which they began
         self._began = began
         self._host_of = host_of
+        self._queued_part = queued_part
         self._tell = tell
+        self._crowded: set[str] = set()  # hosts of which it was said
         self._last: Window | None = None
         self._windows = 0
+        self._settles_until = float("-inf")
         self._sums: dict[int, _Sum] = {}
         self._network = _Sum()
         self._differences: deque[float] = deque(maxlen=SPREAD_OF)
@@ -146,19 +226,25 @@ class Stragglers:
 
     @property
     def slowest(self) -> tuple[int, float, str] | None:
-        """The rank with the most own work of late, how many times the others', and with what."""
-        if not self._recent:
+        """Of the ranks that are slow now the slowest, how many times the others' work it had of late, and with what."""
+        slow = {rank for each in self.now for rank in each.ranks} & self._recent.keys()
+        if not slow:
             return None
-        rank = max(self._recent, key=lambda each: self._recent[each])
+        rank = max(slow, key=lambda each: self._recent[each])
         return rank, math.exp(self._recent[rank]), self._what[rank]
 
     def add(self, window: Window) -> None:
         if self._last is not None and window.attempt != self._last.attempt:
             self._begin_attempt(self._last)
         self._last = window
-        self._windows += 1
         shares = {rank: share for rank, share in window.shares.items() if share.own > 0.0}
-        if len(shares) < 2 or self._windows <= FIRST:
+        if not shares.keys() <= self._sums.keys() or any("recovery" in share.spans for share in shares.values()):
+            self._settles_until = window.ended + SETTLES_S
+            self._sums |= {rank: _Sum() for rank in shares if rank not in self._sums}
+        if window.ended < self._settles_until or len(shares) < 2:
+            return
+        self._windows += 1
+        if self._windows <= FIRST:
             return
         others = _Others(shares)
         values = {rank: math.log(share.own / others.median(share.own)) for rank, share in shares.items()}
@@ -172,7 +258,7 @@ class Stragglers:
         for rank, value in values.items():
             self._recent[rank] = self._recent.get(rank, value) * (1 - NEW_PART) + value * NEW_PART
             self._what[rank] = _most(excess[rank])
-            difference = self._sums.setdefault(rank, _Sum()).difference(value)
+            difference = self._sums[rank].difference(value)
             if difference is not None:
                 differences.append(difference)
         if differences:
@@ -181,7 +267,8 @@ class Stragglers:
         if self._windows > FIRST + LEARNED and len(self._differences) >= LEARNED:
             spread = max(LEAST_SPREAD, _MAD * median(self._differences))
             for rank, value in values.items():
-                self._sums[rank].take(value, spread, window, excess[rank])
+                lost_s = shares[rank].own - others.median(shares[rank].own)
+                self._sums[rank].take(value, spread, window, excess[rank], lost_s)
         if not self._absent:  # else the shortest wait may be missing
             self._take_network(window, shares)
         self._judge(window)
@@ -191,6 +278,7 @@ class Stragglers:
         self.found = [each if each.to_step is not None else self._ended(each, last) for each in self.found]
         self._windows = 0
         self._sums, self._network = {}, _Sum()
+        self._settles_until = float("-inf")
         for known in (self._usual, self._recent, self._what):
             known.clear()
 
@@ -210,15 +298,17 @@ class Stragglers:
             if len(self._network_differences) >= LEARNED:
                 spread = max(LEAST_SPREAD, _MAD * median(self._network_differences))
                 grown = work > usual_work * math.exp(LEAST_SPREAD)
-                self._network.take(min(value, 0.0) if grown else value, spread, window, {"network": wait - usual_wait})
+                lost_s = window.steps * (wait - usual_wait)
+                self._network.take(min(value, 0.0) if grown else value, spread, window, {"network": lost_s}, lost_s)
         if self._network.slow < LIMIT / 2 and not self._network.is_slow:
             self._usual.append((wait, work))
 
     def _judge(self, window: Window) -> None:
         for rank, each in self._sums.items():
-            if each.begins:
+            if each.begins and not self._waits_for_processors(each, [rank]):
                 self._begin(self._group_of(rank), window)
-        if self._network.begins and not any(each.slow > LIMIT / 2 for each in self._sums.values()):
+        is_alone = not any(each.slow > LIMIT / 2 for each in self._sums.values())
+        if self._network.begins and is_alone and not self._waits_for_processors(self._network, self._sums):
             self._network.begin()
             self._note("", (), self._network, window)
         for index, straggler in enumerate(self.found):
@@ -231,6 +321,19 @@ class Stragglers:
                 self.found[index] = self._ended(straggler, window)
                 if sums:  # else it has gone
                     self._tell(self.found[index])
+
+    def _waits_for_processors(self, found: _Sum, ranks: Iterable[int]) -> bool:
+        """Whether what the others lose may be due to processors that have too much to do; tell it of a host once."""
+        assert found.stretch.began is not None
+        parts = {rank: self._queued_part(rank, found.stretch.began) for rank in ranks}
+        rank = max(parts, key=lambda each: parts[each])
+        if parts[rank] < CROWDED_PART * found.stretch.lost_part:
+            return False
+        host = self._host_of(rank)
+        if host not in self._crowded:
+            self._crowded.add(host)
+            self._tell(Crowded(host, parts[rank]))
+        return True
 
     def _group_of(self, rank: int) -> tuple[int, ...]:
         """Return all ranks of its host if they are all slow, and there are others; else this one."""

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from launcher.output.insight import goodput_line, status_line, straggler_line
 from launcher.timeline.goodput import Parts
-from launcher.timeline.stragglers import Straggler
+from launcher.timeline.stragglers import Crowded, Straggler
 
 PARTS = Parts(
     start=5.0, training=80.0, waiting=3.0, checkpoints=2.0, failures=9.0, rest=1.0, repeated=4.0, is_measured=True
@@ -41,11 +41,18 @@ def test_a_straggler_is_one_line() -> None:
     )
 
 
+def test_a_host_whose_processors_are_shared_is_one_line() -> None:
+    assert straggler_line(Crowded("vm", 0.337)) == (
+        "the processors of vm have more threads to run than there are: a rank waited for one for 34 % of the time, so "
+        "no slow rank is named"
+    )
+
+
 def test_the_status_line_names_the_more_important_first() -> None:
     known = {"step": 1200, "per_s": 12.345, "memory": (12 << 30, 62 << 30), "gpu_percent": 87.4, "workers": 4}
     text = status_line(slowest=(3, "node2", 1.42, "data"), **known)  # type: ignore[arg-type]
     assert text == "step 1200, 12.3 step/s, slowest rank 3 on node2 (1.4x, data), memory 12 GB of 62 GB, GPU 87 %"
-    nobody = status_line(slowest=(3, "node2", 1.1, "data"), **{**known, "gpu_percent": None})  # type: ignore[arg-type]
+    nobody = status_line(slowest=None, **{**known, "gpu_percent": None})  # type: ignore[arg-type]
     assert nobody == "step 1200, 12.3 step/s, memory 12 GB of 62 GB"
     early = {"step": 0, "per_s": None, "slowest": None, "gpu_percent": None, "workers": 1}
     assert status_line(memory=(1 << 30, 4 << 30), **early) == "1 worker, memory 1.0 GB of 4.0 GB"  # type: ignore[arg-type]

@@ -106,7 +106,7 @@ def _top() -> dict[str, Any]:
 def test_a_throttled_rank_is_named_with_what_is_slow_and_top_shows_it(folder: Path) -> None:
     """Rank 3 gets its data late for a while, then rank 1 computes slowly to the end."""
     words = ["-v", "--simulate", "--nnodes", "2", "--nproc-per-node", "2", "--run-id", "r"]
-    slow = ["3.40.90.data", "1.130.99999.compute"]
+    slow = ["3.40.120.data", "1.160.99999.compute"]
     with started_dtrain("run", *words, "train.py", "100000", "plain", *slow) as run:
 
         def shows_the_second() -> bool:
@@ -148,7 +148,7 @@ def test_a_throttled_rank_is_named_with_what_is_slow_and_top_shows_it(folder: Pa
     assert re.search(r"dtrain: goodput \d+ % of \S+ s: start \S+ s, training \S+ s, waiting for stragglers \S+ s", said)
     assert said.count("goodput") == 1
     found = outcome("r")
-    slow_then = [each for each in found["stragglers"] if each["from_step"] <= 70 <= (each["to_step"] or 70)]
+    slow_then = [each for each in found["stragglers"] if each["from_step"] <= 90 <= (each["to_step"] or 90)]
     assert ([3], "data", "sim1") in [(each["ranks"], each["what"], each["host"]) for each in slow_then]
     slow_at_last = [each for each in found["stragglers"] if each["to_step"] is None]
     assert ([1], "compute", "sim0") in [(each["ranks"], each["what"], each["host"]) for each in slow_at_last]
