@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import sys
 import time
 import uuid
@@ -85,6 +86,9 @@ def pytest_configure(config: pytest.Config) -> None:
         if name.startswith(FOREIGN_PREFIXES) or name in FOREIGN_NAMES:
             del os.environ[name]
     keep_variables()
+    # A shell starts what it puts into the background with Ctrl-C ignored, and nohup with SIGHUP: runs would inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_unconfigure() -> None:

@@ -79,6 +79,7 @@ def open_connection(
     `trail` are the hops for which this connection is opened. Raises HostError with the next step.
     """
     tries = 0
+    before: Dropped | ConnectionRefusedError | None = None  # how the try before ended
     while True:
         try:
             return _try(address, options, deadline, trail)
@@ -88,7 +89,13 @@ def open_connection(
                 if isinstance(error, Unreached):
                     raise
                 raise HostError(address.host, why(address, error, tries=tries + 1)) from error
+            before = None if isinstance(error, Unreached) else error
             tries += 1
+        except HostError as error:
+            if before is None or not isinstance(error.__cause__, TimeoutError):
+                raise
+            # The deadline cut this try short; what the server did before says more.
+            raise HostError(address.host, why(address, before, tries=tries)) from before
         time.sleep(pause_s)
 
 

@@ -227,8 +227,13 @@ def test_a_server_that_is_coming_up_is_awaited_for_a_moment(
 
 
 @contextlib.contextmanager
-def server(config: Path, *, greeting: bytes = b"", closes: bool = False, backlog: int = 5) -> Iterator[Path]:
-    """A server that is none: it says a greeting and nothing more. Yields a configuration for it under `odd`."""
+def server(
+    config: Path, *, greeting: bytes = b"", closes: bool = False, backlog: int = 5, greeted: int = 1000
+) -> Iterator[Path]:
+    """A server that is none: it says a greeting and nothing more. Yields a configuration for it under `odd`.
+
+    After so many that are `greeted` it neither greets nor closes.
+    """
     with socket.create_server(("127.0.0.1", 0), backlog=backlog) as listener:
         held = []
 
@@ -236,10 +241,11 @@ def server(config: Path, *, greeting: bytes = b"", closes: bool = False, backlog
             with contextlib.suppress(OSError):
                 while True:
                     sock, _ = listener.accept()
-                    sock.sendall(greeting)
-                    if closes:
-                        sock.close()
                     held.append(sock)
+                    if len(held) <= greeted:
+                        sock.sendall(greeting)
+                        if closes:
+                            sock.close()
 
         thread = threading.Thread(target=serve, daemon=True)
         if backlog:
@@ -265,7 +271,7 @@ def server(config: Path, *, greeting: bytes = b"", closes: bool = False, backlog
         (b"220 mail.example ESMTP\r\n", False, "is no SSH server: it said '220 mail.example ESMTP'"),
         (b"\0\0\0", False, "is no SSH server"),
         (b"", True, "before it greeted; its sshd may be short of MaxStartups"),
-        (b"Not allowed at this time\r\n", True, "times, saying 'Not allowed at this time', before it greeted"),
+        (b"Not allowed at this time\r\n", True, "saying 'Not allowed at this time', before it greeted"),
         (b"Go away\r\n", True, "closed the connection, saying 'Go away', before it greeted"),
     ],
 )
@@ -274,6 +280,13 @@ def test_what_is_no_server_is_told_in_time(ssh_hosts: SshHosts, greeting: bytes,
         began = time.monotonic()
         assert reason in refusal(config, "odd", within_s=3)
         assert time.monotonic() - began < 15
+
+
+def test_a_server_that_turns_us_away_and_then_does_not_answer_is_told_by_what_it_said(ssh_hosts: SshHosts) -> None:
+    with server(ssh_hosts.ssh_config, greeting=b"Not allowed at this time\r\n", closes=True, greeted=1) as config:
+        assert "closed the connection, saying 'Not allowed at this time', before it greeted" in refusal(
+            config, "odd", within_s=4
+        )
 
 
 @contextlib.contextmanager
