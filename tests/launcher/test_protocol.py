@@ -43,6 +43,7 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
     list[float]: st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=4),
     list[int]: st.lists(st.integers(0, 999), max_size=4),
     dict[str, int]: st.dictionaries(TEXT, st.integers(0, 999), max_size=4),
+    dict[str, float]: st.dictionaries(TEXT, st.floats(allow_nan=False, allow_infinity=False), max_size=4),
     dict[str, list[int]]: st.dictionaries(TEXT, st.lists(st.integers(0, 999), max_size=3), max_size=3),
     dict[str, str]: st.dictionaries(TEXT, TEXT, max_size=4),
     dict[str, str] | None: st.none() | st.dictionaries(TEXT, TEXT, max_size=4),
