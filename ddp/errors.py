@@ -12,6 +12,7 @@ DdpError(RuntimeError)
 ├── BackwardError            a backward pass that cannot be reduced exactly
 ├── PeerFailedError          another rank's forward or backward raised an exception in this step
 ├── DriftError               the replicas' weights are no longer equal
+├── NonFiniteError           an optimizer was about to step with gradients that are infinite or no numbers
 ├── ReplacementError         a replaced rank, or those that it left behind, cannot go on where it was
 ├── CheckpointError          a checkpoint could not be written, found whole, or fitted to what is restored from it
 ├── ParameterServerError     a parameter server is gone, too slow, or cannot serve this process
@@ -37,6 +38,7 @@ __all__ = [
     "LaunchEnvironmentError",
     "LayoutMismatchError",
     "MissingNameError",
+    "NonFiniteError",
     "NotInitializedError",
     "ParameterServerError",
     "PeerFailedError",
@@ -121,6 +123,21 @@ class DriftError(DdpError):
         self.parameter = parameter
         self.step = step
         self.ranks = ranks
+
+
+class NonFiniteError(DdpError):
+    """An optimizer was about to step with gradients that are not finite; `ranks` of the group had them, in `step`.
+
+    Raised on every rank, before the weights change, under `dtrain run --on-nonfinite stop`.
+    """
+
+    def __init__(
+        self, message: str, *, step: int, ranks: tuple[int, ...], failed_ranks: tuple[int, ...] | None
+    ) -> None:
+        super().__init__(message)
+        self.step = step
+        self.ranks = ranks
+        self.failed_ranks = failed_ranks
 
 
 class ReplacementError(DdpError):

@@ -333,6 +333,7 @@ class ForwardPolicy:
         pass_ = self.reducer.current
         if pass_ is not None and not pass_.has_told and not self.reducer.has_users_hook:
             self.reducer.refuse(pass_, stepped_inside(optimizer, self.reducer.members))
+        self.reducer.nonfinite.before_step()
         return pass_ is None
 
     def replicas_equalised(self) -> None:

@@ -42,6 +42,7 @@ from ddp.data_parallel.double_backward import GraphKeeper
 from ddp.data_parallel.explaining.explain import Explained
 from ddp.data_parallel.gradient_hooks import GradientHooks
 from ddp.data_parallel.module_watch import ModuleWatch
+from ddp.data_parallel.nonfinite import NonFinite
 from ddp.data_parallel.planning.bucket_planner import BucketPlanner
 from ddp.data_parallel.planning.step_timer import Moment
 from ddp.data_parallel.status_errors import numbers_differ, weights_differ
@@ -109,6 +110,7 @@ class Reducer:
         self._watches = True
         self._repeated: set[int] = set()
         self._last_absent: frozenset[int] = frozenset()
+        self.nonfinite = NonFinite(channel)
         self._warned: set[str] = set()
         self._named = list(named)
         self.hooks = GradientHooks()
@@ -392,6 +394,7 @@ class Reducer:
             weight=self._weight,
             unfrozen=len(pass_.unfrozen),
             number=self.channel.number,
+            nonfinite=not self._schedule.is_finite,
         )
 
     def _note_taken_gradients(self, pass_: Pass) -> None:
@@ -424,6 +427,7 @@ class Reducer:
             raise numbers_differ(self.channel, self.channel.number)
         if (error := self.policy.disagreement(statuses)) is not None:
             raise error
+        self.nonfinite.note(statuses.nonfinite, is_here=not self._schedule.is_finite)
         if statuses.weighted not in (0, statuses.active) or (statuses.weighted and not statuses.weight > 0):
             raise weights_differ(self.channel, self._weight)
         if self.planner is not None:

@@ -346,16 +346,22 @@ class _Engine:
                 self.synchronize()
             elif self._counts.waiting:
                 raise BackwardError(self._still_waiting("step() inside skip_synchronize()"))
+            self._look_for_nonfinite()
             return None
 
         def averaged() -> Any:
             loss = closure()
             self.synchronize()
+            self._look_for_nonfinite()
             return self._average(loss)
 
         if len(args) > 1:
             return (args[0], averaged, *args[2:]), kwargs
         return args, {**kwargs, "closure": averaged}
+
+    def _look_for_nonfinite(self) -> None:
+        if self._reducer is not None:
+            self._reducer.nonfinite.before_step()
 
     def after_step(self, *_: object) -> None:
         self._counts.steps += 1

@@ -159,6 +159,13 @@ class Options:
         "Time without any output or training step after which the run has failed. Until the first step of ddp, "
         "no less than --start-timeout-s after the start of the workers."
     )
+    on_nonfinite: str = _option(
+        "What ddp does when an optimizer is about to step with gradients that are infinite or NaN: warn once, or stop "
+        "the run before the weights change.",
+        type=click.Choice(["warn", "stop"]),
+        default=JobSpec.on_nonfinite,
+        show_default=True,
+    )
     heartbeat_timeout_s: float = _option(
         "Time without a sign of life after which a host is lost. It ends its workers by itself then. A cut of the "
         "network shorter than 0.85 of it ends nothing, if the connections go on right after that.",

@@ -42,6 +42,7 @@ def worker_environment(
         "DTRAIN_ROLES": roles,
         "DTRAIN_RUN_KEY": run_key,
         "DTRAIN_LOST_AFTER_S": f"{spec.heartbeat_timeout_s:g}",  # a host that is silent for so long is lost
+        "DTRAIN_ON_NONFINITE": spec.on_nonfinite,
         "DTRAIN_ELASTIC": "1" if spec.elastic else "0",  # there may be other attempts though no restart is allowed
     }
     if worker.visible is not None:

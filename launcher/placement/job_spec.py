@@ -124,6 +124,7 @@ class JobSpec:
     heartbeat_timeout_s: float = 30.0
     stall_timeout_s: float | None = None
     hang: HangPolicy = field(default_factory=HangPolicy)
+    on_nonfinite: str = "warn"  # or "stop": about gradients that are infinite or NaN
     chaos: ChaosPlan | None = None  # faults on purpose
     master_addr: str | None = None
     master_port: int | None = None

@@ -6,6 +6,7 @@ step status among them, and plans them anew when the order or the parameters cha
 
 from __future__ import annotations
 
+import cmath
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from time import perf_counter
@@ -32,6 +33,8 @@ from ddp.errors import CheckpointError
 from ddp.monitoring import timeline
 
 __all__ = ["BucketSchedule"]
+
+_PROBED_NUMEL = 1 << 16
 
 
 class BucketSchedule:
@@ -67,6 +70,7 @@ class BucketSchedule:
         self._transfers: list[Transfer] = []
         self._next = 0  # the first transfer that has not been sent in this pass
         self._absent: list[int] = []
+        self.is_finite = True  # the gradient of the probe, on this rank, in this pass
         self._statuses = torch.empty(0)  # the last step status
         self.plan([index for index in reversed(range(len(members))) if index not in sparse])
 
@@ -89,6 +93,9 @@ class BucketSchedule:
             for member in transfer.members:
                 self.transfer_of[member.index] = transfer
             transfer.hold_back(self.repeated)
+        # A loss that is not finite leaves no gradient finite: the smallest shows it. The host waits for no device.
+        on_host = (self._members[index] for index in order if self._members[index].parameter.device.type == "cpu")
+        self._probe = min(on_host, key=lambda member: member.parameter.numel(), default=None)
         names = {
             "order": [self._members[index].name for index in order],
             "sparse": [each.name for each in self._sparse],
@@ -158,6 +165,7 @@ class BucketSchedule:
     def begin(self) -> None:
         """Prepare for the gradients of a backward pass."""
         self.waited_s = 0.0
+        self.is_finite = True
         for transfer in self._transfers:
             transfer.begin()
 
@@ -187,6 +195,9 @@ class BucketSchedule:
         self._await_previous()
         transfer = self._transfers[self._next]
         self._absent += transfer.gather(touched)
+        probe = self._probe
+        if probe is not None and probe.index in transfer.indices and probe.index in touched:
+            self.is_finite = _is_finite(probe.parameter.grad)
         if transfer is self._carrier:
             if self._hook is not None:  # the step status must know of a hook that fails later
                 self._wait_for(self._transfers[:-1])
@@ -267,3 +278,12 @@ class BucketSchedule:
                 more = f" and {len(names) - 3} more" if len(names) > 3 else ""
                 return f"bucket {position} of {len(self._transfers)} lacks {', '.join(names[:3])}{more}"
         return "all gradients are ready"
+
+
+def _is_finite(grad: torch.Tensor | None) -> bool:
+    """Whether all of a small gradient is finite, or the first part of a large one; the sum takes the least time."""
+    if grad is None or grad.layout is not torch.strided:
+        return True
+    if grad.numel() > _PROBED_NUMEL:
+        grad = grad.reshape(-1)[:_PROBED_NUMEL]
+    return cmath.isfinite(grad.sum().item()) or bool(grad.isfinite().all())

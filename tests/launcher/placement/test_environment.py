@@ -57,6 +57,7 @@ def test_the_environment_is_the_contract_s() -> None:
         "DTRAIN_HOST": "alpha",
         "DTRAIN_ELASTIC": "1",
         "DTRAIN_LOST_AFTER_S": "30",
+        "DTRAIN_ON_NONFINITE": "warn",
         "DTRAIN_ROLES": "default:4",
         "DTRAIN_RUN_KEY": "5e" * 32,
     }

@@ -1,0 +1,56 @@
+"""Gradients that are infinite or NaN on one rank: each function runs on every rank and returns what it learned."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ddp
+import ddp.horovod as hvd
+
+
+def _model(by: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model: torch.nn.Module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    if by == "ddp":
+        model = ddp.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, hvd.DistributedOptimizer(optimizer) if by == "horovod" else optimizer
+
+
+def _backward(model: torch.nn.Module, spoilt: float | None) -> None:
+    loss = model(torch.ones(3, 4)).square().mean()
+    (loss if spoilt is None else loss * spoilt).backward()
+
+
+def steps(
+    by: str, on_nonfinite: str, value: float, skipped: bool = False
+) -> tuple[list[str], tuple[object, ...], bool, int]:
+    """The last rank's loss is spoilt in steps 3 and 5 of 6.
+
+    Return what was warned of; the error with its step, ranks and failed_ranks; whether the weights are finite; and how
+    many steps were made.
+    """
+    model, optimizer = _model(by)
+    error: tuple[object, ...] = ()
+    done = 0
+    spoils = dist.get_rank() == dist.get_world_size() - 1
+    with pytest.MonkeyPatch.context() as patched, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        patched.setenv("DTRAIN_ON_NONFINITE", on_nonfinite)
+        for step in range(1, 7):
+            _backward(model, value if spoils and step in (3, 5) else None)
+            try:
+                if not (skipped and step in (3, 5)):
+                    optimizer.step()
+            except ddp.errors.NonFiniteError as raised:
+                error = str(raised), raised.step, raised.ranks, raised.failed_ranks
+                break
+            optimizer.zero_grad()
+            done = step
+    are_finite = all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+    told = [str(each.message) for each in warned if "infinite or NaN" in str(each.message)]
+    return told, error, are_finite, done
