@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddp.monitoring import timeline
 from ddp.monitoring.stall_report import finish
 from ddp.torch_internals import buffers_of, foreach_copy
 
@@ -156,8 +157,20 @@ class BufferSync:
         self._planned: list[Any] = []  # the buffers' identities, which the packages keep, and forms
 
     def run(self, root: int = 0) -> None:
-        """Broadcast the buffers of `root`. Every rank must call it; the others wait for the root."""
+        """Broadcast the buffers of `root`. Every rank must call it; the others wait for the root.
+
+        It is recorded as a wait on all of them: to send is no work of the root's own.
+        """
         buffers = self._collect()
+        if not buffers:
+            return
+        recorded = timeline.wait_begins()
+        try:
+            self._broadcast(buffers, root)
+        finally:
+            timeline.wait_ended(recorded)
+
+    def _broadcast(self, buffers: Sequence[torch.Tensor], root: int) -> None:
         with torch.no_grad():
             # The form of a buffer may change in place: observers of quantization grow theirs so.
             planned = [(id(buffer), buffer.shape, buffer.dtype, buffer.device) for buffer in buffers]

@@ -131,11 +131,7 @@ class ForwardPolicy:
         self._buffers_are_of = self.reducer.report.step
         hook = self.buffer_hook
         if hook is None and self._buffer_sync is not None:
-            recorded = timeline.wait_begins()  # for the root, too: to send is no work of its own
-            try:
-                self._buffer_sync.run(root)
-            finally:
-                timeline.wait_ended(recorded)
+            self._buffer_sync.run(root)
         if hook is not None and hook.is_before:
             hook.run(named())
         late = hook if hook is not None and not hook.is_before else None

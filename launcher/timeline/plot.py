@@ -1,26 +1,36 @@
-"""The times of a run as a picture: step time by rank over time, with restarts and faults marked. Needs matplotlib."""
+"""The times of a run as a picture: by rank, own work and waiting in a step, with restarts and faults marked.
+
+Own work is all of a step that was not spent in waiting for other ranks. Needs matplotlib.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from launcher.errors import RunError
 from launcher.timeline.file import Line
+from launcher.timeline.records import PHASES
 
-__all__ = ["StepCurves", "draw"]
+__all__ = ["StepCurves", "draw", "shown_up_to"]
 
-COLOURED = 10  # ranks; more are grey but for the slowest
+COLOURED = 10  # ranks; more are grey but for the one with the most own work
+USUAL_PART = 0.99  # of all points; what is longer may be cut off
+MOST_TIMES = 2.0  # the longest of these
+_WAIT = PHASES.index("wait")
+
+Point = tuple[float, float, float]
 
 
 class StepCurves:
-    """What is drawn: by rank, times with the mean step around each in ms; and when what was restarted or failed."""
+    """What is drawn: by rank, times with own work and waiting of a step around each in ms; restarts and faults."""
 
     def __init__(self, lines: Iterable[Line]) -> None:
-        self.by_rank: dict[int, list[tuple[float, float]]] = defaultdict(list)
+        self.by_rank: dict[int, list[Point]] = defaultdict(list)
         self.restarts: list[float] = []
         self.faults: list[float] = []
         attempt = None
@@ -28,8 +38,9 @@ class StepCurves:
         for line in lines:
             match line:
                 case ["steps", int(), int(rank), int(), int(steps), float() | int() as ended, list(phases_s)]:
-                    total_s = math.fsum(phases_s)
-                    self.by_rank[rank].append((ended - total_s / 2, total_s / max(1, steps) * 1e3))
+                    total_s, wait_s = math.fsum(phases_s), math.fsum(phases_s[_WAIT : _WAIT + 1])
+                    own_ms, wait_ms = ((total_s - wait_s) / max(1, steps) * 1e3, wait_s / max(1, steps) * 1e3)
+                    self.by_rank[rank].append((ended - total_s / 2, own_ms, wait_ms))
                 case ["attempt", int(number), float() | int() as time, list()]:
                     if attempt is not None and number != attempt:
                         self.restarts.append(time)
@@ -41,9 +52,9 @@ class StepCurves:
                 case ["end", int(), int(), float() | int() as time, int(), str(text)] if text:
                     self.faults.append(time)
 
-    def runs_of(self, rank: int) -> list[list[tuple[float, float]]]:
+    def runs_of(self, rank: int) -> list[list[Point]]:
         """Return the curve of a rank in pieces, cut at each restart: between two no steps were made."""
-        pieces: list[list[tuple[float, float]]] = [[]]
+        pieces: list[list[Point]] = [[]]
         marks = sorted(self.restarts)
         for point in sorted(self.by_rank[rank]):
             while marks and marks[0] <= point[0]:
@@ -51,6 +62,12 @@ class StepCurves:
                 pieces.append([])
             pieces[-1].append(point)
         return [piece for piece in pieces if piece]
+
+
+def shown_up_to(values: Sequence[float]) -> float:
+    """Return the upper end of an axis: a few outliers do not press all else flat."""
+    usual = sorted(values)[math.ceil(USUAL_PART * len(values)) - 1]
+    return 1.05 * min(max(values), MOST_TIMES * usual) or 1.0
 
 
 def draw(curves: StepCurves, path: Path, title: str) -> None:
@@ -61,15 +78,31 @@ def draw(curves: StepCurves, path: Path, title: str) -> None:
         raise RunError("dtrain plot draws with matplotlib, which is not here: pip install matplotlib") from error
     if not curves.by_rank:
         raise RunError("no rank has reported a step: dtrain plot shows the steps that workers make with ddp")
-    figure = Figure(figsize=(10, 5), layout="constrained")
-    axes: Any = figure.subplots()
+    figure = Figure(figsize=(10, 6), layout="constrained")
+    own, wait = figure.subplots(2, sharex=True)
+    _draw_panel(own, curves, 1, "own work, ms a step")
+    _draw_panel(wait, curves, 2, "waiting for others, ms a step")
+    own.set(title=title)
+    own.legend(loc="upper right", fontsize="small")
+    wait.set(xlabel="seconds since the run began")
+    try:
+        figure.savefig(path)
+    except ValueError as error:  # a suffix that matplotlib does not know
+        raise RunError(f"{path}: {error}") from error
+
+
+def _draw_panel(axes: Any, curves: StepCurves, which: int, label: str) -> None:
+    """Draw one number of each point."""
     ranks = sorted(curves.by_rank)
-    slowest = max(ranks, key=lambda rank: sum(ms for _, ms in curves.by_rank[rank]) / len(curves.by_rank[rank]))
+    most = max(ranks, key=lambda rank: fmean(point[1] for point in curves.by_rank[rank]))
+    values = [point[which] for points in curves.by_rank.values() for point in points]
+    top = shown_up_to(values)
     for rank in ranks:
-        is_plain = len(ranks) > COLOURED and rank != slowest
+        is_plain = len(ranks) > COLOURED and rank != most
         style = {"color": "0.7", "zorder": 1} if is_plain else {"label": f"rank {rank}", "zorder": 2}
         for piece in curves.runs_of(rank):
-            (line,) = axes.plot(*zip(*piece, strict=True), linewidth=1, marker=".", markersize=3, **style)
+            times, shown = [point[0] for point in piece], [min(point[which], top) for point in piece]
+            (line,) = axes.plot(times, shown, linewidth=1, marker=".", markersize=3, **style)
             style = {**style, "color": line.get_color(), "label": None}
     for times, words in (
         (curves.restarts, {"color": "black", "linestyle": "--", "label": "restart"}),
@@ -77,10 +110,7 @@ def draw(curves: StepCurves, path: Path, title: str) -> None:
     ):
         for number, time in enumerate(times):
             axes.axvline(time, linewidth=1, **{**words, "label": words["label"] if not number else None})
-    axes.set(xlabel="seconds since the run began", ylabel="step, ms", title=title)
-    axes.set_ylim(bottom=0)
-    axes.legend(loc="upper right", fontsize="small")
-    try:
-        figure.savefig(path)
-    except ValueError as error:  # a suffix that matplotlib does not know
-        raise RunError(f"{path}: {error}") from error
+    axes.set(ylabel=label, ylim=(0, top))
+    if longer := sum(value > top for value in values):
+        text = f"{longer} of {len(values)} cut off at the upper edge, the longest {max(values):.0f} ms"
+        axes.text(0.01, 0.97, text, transform=axes.transAxes, va="top", fontsize="small")

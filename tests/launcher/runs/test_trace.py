@@ -137,6 +137,7 @@ def test_the_plot_is_a_picture_with_the_restart(trained: Path) -> None:
     assert result.returncode == 0, result
     text = (trained / "out.svg").read_text()
     assert "<svg" in text
+    assert [words in text for words in ("own work, ms a step", "waiting for others, ms a step")] == [True, True]
     assert (dtrain(trained, "plot", "traced").returncode, (trained / "traced.png").read_bytes()[1:4]) == (0, b"PNG")
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launcher.timeline.plot import StepCurves
+from launcher.timeline.plot import StepCurves, shown_up_to
 from launcher.timeline.trace import LAUNCHER, trace_events
 
 Event = dict[str, Any]
@@ -127,5 +128,13 @@ def test_the_curve_of_a_rank_is_cut_where_it_was_started_again() -> None:
     curves = StepCurves(LINES)
     assert curves.restarts == [2.2, 6.0]
     assert curves.faults == [2.0]
-    assert [[round(ms) for _, ms in piece] for piece in curves.runs_of(1)] == [[800], [800], [800]]
-    assert [round(ms) for piece in curves.runs_of(0) for _, ms in piece] == [800, 800]
+    assert [[(round(own), round(wait)) for _, own, wait in piece] for piece in curves.runs_of(1)] == [[(700, 100)]] * 3
+    assert [(round(own), round(wait)) for piece in curves.runs_of(0) for _, own, wait in piece] == [(700, 100)] * 2
+
+
+def test_a_few_outliers_do_not_press_the_curves_flat() -> None:
+    usual = [10.0] * 99 + [12.0] * 99
+    assert shown_up_to([*usual, 15.0]) == pytest.approx(1.05 * 15.0)
+    assert shown_up_to([*usual, 1000.0, 900.0]) == pytest.approx(1.05 * 24.0)
+    assert shown_up_to([*usual, *[1000.0] * 20]) == pytest.approx(1.05 * 1000.0)
+    assert shown_up_to([0.0, 0.0]) > 0.0
