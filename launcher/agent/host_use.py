@@ -11,7 +11,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 from launcher.agent.workers.worker import Worker
 from launcher.machine.processes import descendants
@@ -32,7 +32,7 @@ class HostUseWatch:
         self._looks_at = 0.0
         self._gpus: _GpuWatch | None = None
 
-    def look(self, workers: Iterable[Worker], gpus: Mapping[int, str], now: float) -> HostUse | None:
+    def look(self, workers: Collection[Worker], gpus: Mapping[int, str], now: float) -> HostUse | None:
         """Return what is used now, if it is time to look; `gpus` are the ids of NVIDIA GPUs by rank."""
         if now < self._looks_at:
             return None
@@ -49,6 +49,7 @@ class HostUseWatch:
             memory_limit_bytes=limit,
             resident_bytes={str(worker.rank): _resident_bytes(worker.pid) for worker in workers},
             gpus={str(rank): busy[name] for rank, name in gpus.items() if name in busy},
+            pids={str(worker.rank): worker.pid for worker in workers},
             waited_s={
                 str(worker.rank): seconds for worker in workers if (seconds := _waited_s(worker.pid)) is not None
             },

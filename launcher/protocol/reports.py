@@ -162,6 +162,7 @@ class HostUse(Report):
     gpus: dict[str, list[int]] = field(
         default_factory=dict
     )  # by rank, its first: percent busy, bytes in use, of how many
+    pids: dict[str, int] = field(default_factory=dict)  # by rank
     waited_s: dict[str, float] = field(default_factory=dict)  # by rank, for a processor, its first thread until now
 
 

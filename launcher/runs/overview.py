@@ -133,14 +133,14 @@ class Overview:
             workers=attempt.world_size,
         )
 
-    def table(self, attempt: AttemptState | None) -> Content:
+    def table(self, attempt: AttemptState | None, now: float) -> Content:
         """Return what `dtrain top` shows beside the status: by host and by rank, and who is slow."""
         if attempt is None:
             return {"hosts_used": [], "ranks": [], "stragglers": []}
         slow = [] if self._stragglers is None else self._stragglers.now
         return {
             "hosts_used": [self._of_host(host) for host in attempt.members],
-            "ranks": [self._of_rank(attempt, worker.rank, worker.host) for worker in attempt.placement.workers],
+            "ranks": [self._of_rank(attempt, worker.rank, worker.host, now) for worker in attempt.placement.workers],
             "stragglers": [{**each.as_json(), "line": straggler_line(each)} for each in slow],
         }
 
@@ -153,7 +153,7 @@ class Overview:
             "lost": self._lost[host],
         }
 
-    def _of_rank(self, attempt: AttemptState, rank: int, host: str) -> Content:
+    def _of_rank(self, attempt: AttemptState, rank: int, host: str, now: float) -> Content:
         use = self._use.get(host)
         gpu = None if use is None else use.gpus.get(str(rank))
         newest = self._timeline.newest(rank)[-RECENT:]
@@ -163,7 +163,9 @@ class Overview:
         return {
             "rank": rank,
             "host": host,
+            "pid": None if use is None else use.pids.get(str(rank)),
             "step": newest[-1].step if newest else None,
+            "last_step_ago_s": round(max(0.0, now - newest[-1].ended), 3) if newest else None,
             "step_s": round(length_s / steps, 6) if steps else None,
             "own_s": round((length_s - wait_s) / steps, 6) if steps else None,
             "wait_s": round(wait_s / steps, 6) if steps else None,

@@ -129,7 +129,7 @@ class RunRecord:
                     self._samples.popleft()
         while not self._asked.empty():
             answer, in_full = self._asked.get()
-            answer.put({**self._status(job), **(self._overview.table(attempt) if in_full else {})})
+            answer.put({**self._status(job), **(self._overview.table(attempt, time.monotonic()) if in_full else {})})
 
     def status(self, wake: Callable[[], None], *, in_full: bool = False) -> Content:
         """Return how far the run is, from another thread than the loop's, which `wake` has call `watch`. Blocks.

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 __all__ = ["screen_of", "show_top"]
 
 REFRESH_S = 1.0
+AGO_S = 5.0  # a step that ended so long ago is not the one that runs
 FRAME = 6  # lines that are no row: the run (two), a blank one, the heads, what is cut, the cursor
-_COLUMNS = ("host", "rank", "step", "time", "work", "wait", "memory", "GPU", "restarts", "faults")
+_COLUMNS = ("host", "rank", "pid", "step", "ago", "time", "work", "wait", "memory", "GPU", "restarts", "faults")
 
 Content = Mapping[str, Any]
 
@@ -131,7 +132,9 @@ def _of_rank(rank: Content) -> list[str]:
     return [
         rank["host"],
         str(rank["rank"]),
+        "-" if rank["pid"] is None else str(rank["pid"]),
         number(rank["step"]),
+        _ago(rank["last_step_ago_s"]),
         _time(rank["step_s"]),
         _time(rank["own_s"]),
         _part(rank["wait_s"], rank["step_s"]),
@@ -148,7 +151,9 @@ def _of_host(host: Content, ranks: Sequence[Content]) -> list[str]:
     return [
         host["host"],
         ranges(rank["rank"] for rank in ranks),
+        "",
         number(max((rank["step"] or 0 for rank in ranks), default=0) or None),
+        _ago(max((rank["last_step_ago_s"] or 0.0 for rank in ranks), default=0.0)),
         _time(step_s),
         _time(_mean(ranks, "own_s")),
         _part(wait_s, step_s),
@@ -162,6 +167,11 @@ def _of_host(host: Content, ranks: Sequence[Content]) -> list[str]:
 def _mean(ranks: Sequence[Content], name: str) -> float | None:
     known = [rank[name] for rank in ranks if rank[name] is not None]
     return sum(known) / len(known) if known else None
+
+
+def _ago(seconds: float | None) -> str:
+    """Say how old the last step is, where it is older than the records usually are."""
+    return "" if seconds is None or seconds < AGO_S else span(seconds)
 
 
 def _time(seconds: float | None) -> str:

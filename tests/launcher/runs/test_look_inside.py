@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from rich.console import Console
 from testbed import REPOSITORY
@@ -127,6 +128,8 @@ def test_a_throttled_rank_is_named_with_what_is_slow_and_top_shows_it(folder: Pa
         wait_until(shows_its_times, "its times are those of late")
         assert all(rank["own_s"] + rank["wait_s"] == pytest.approx(rank["step_s"], abs=1e-4) for rank in found["ranks"])
         assert all(rank["resident_bytes"] > 50 << 20 for rank in found["ranks"])
+        assert all(psutil.Process(rank["pid"]).name() for rank in found["ranks"])
+        assert all(0.0 <= rank["last_step_ago_s"] < 60.0 for rank in found["ranks"])
         assert 0 < found["goodput"] < 1
         once = run_dtrain("top", "r")  # no terminal: once, and of no terminal's width
         assert once.returncode == 0, once
@@ -138,7 +141,7 @@ def test_a_throttled_rank_is_named_with_what_is_slow_and_top_shows_it(folder: Pa
             assert terminal.wait() == 0
         lines = _plain(terminal.shown)
         assert max(map(len, lines)) <= 80
-        assert any(line.split()[:6] == ["host", "rank", "step", "time", "work", "wait"] for line in lines)
+        assert any(line.split()[:6] == ["host", "rank", "pid", "step", "ago", "time"] for line in lines)
         assert run_dtrain("ps").stdout.count(" %") == 1
         run_dtrain("stop", "r")
         assert run.wait() == 143
@@ -356,7 +359,8 @@ def test_a_long_answer_comes_whole(folder: Path) -> None:
 
 def _many(hosts: int, per_host: int) -> dict[str, Any]:
     rank = {
-        "step": 1200, "step_s": 0.25, "own_s": 0.2, "wait_s": 0.05, "resident_bytes": 3 << 30, "gpu_percent": 90,
+        "pid": 1234567, "step": 1200, "last_step_ago_s": 70.0,
+        "step_s": 0.25, "own_s": 0.2, "wait_s": 0.05, "resident_bytes": 3 << 30, "gpu_percent": 90,
         "gpu_memory_bytes": 1, "gpu_memory_limit_bytes": 2, "restarts": 1, "faults": 1,
     }  # fmt: skip
     names = [f"node{host:03}" for host in range(hosts)]
@@ -388,5 +392,5 @@ def test_what_does_not_fit_the_screen_is_summed_up_by_host(folder: Path, hosts: 
         ]  # fmt: skip
         assert rows[0][-2:] == ["4", "5"]  # restarts; faults, with the loss of the host
     else:
-        assert rows[1][:3] == ["node001", "8-15", "1200"]
+        assert rows[1][:4] == ["node001", "8-15", "1200", "1m10s"]
         assert ("and 83 more hosts; all with --json" in lines) == (hosts == 100)
