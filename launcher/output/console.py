@@ -28,6 +28,9 @@ REPEAT_S = 10.0  # how often an unfinished progress bar is written where there i
 ATOMIC_BYTES: Final = select.PIPE_BUF  # a pipe that is ready takes so much without blocking
 PROMPT_BYTES = 1 << 20  # of other output that waits for an answer; what is more is in the log files only
 _COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
+_UP = re.compile(rb"\x1b\[[0-9]*[AF]")
+_BELOW = re.compile(rb"\n+(\r[^\n]*?)(?:\x1b\[[0-9]*[AF])+")  # a bar below, with the way there and back
+_OPEN = re.compile(rb"\n+(?:\r[^\n]*)?\Z|\x1b(?:\[[0-9;]*)?\Z")  # what may be the beginning of one, or a part of a code
 _ERASE = b"\r\x1b[K"
 _ERASE_BELOW = b"\r\x1b[J"  # the line, and what is below
 
@@ -43,6 +46,8 @@ class _Line:
     shown_at: float = 0.0
     redrawn: bool = False  # a \r has been seen in it
     length: int = 0  # of what came of it since the last newline or \r, on a terminal
+    nested: bool = False  # cursor-up codes have been seen: bars below each other
+    held: bytes = b""  # the end, which may be the beginning of a bar below
 
 
 class Console:
@@ -133,7 +138,9 @@ class Console:
         """Take bytes of a worker; whole lines appear at once."""
         self._release(rank)  # it was no prompt yet: the agent tells it again behind these bytes
         line = self._lines[rank, stream]
-        text = line.text + (_shortened(line, data) if self._terminal[stream] else data)
+        text = line.text + line.held + (_shortened(line, data) if self._terminal[stream] else data)
+        if line.nested or _UP.search(text):
+            text = _flattened(line, text)
         whole, newline, rest = text.rpartition(b"\n")
         if newline:
             whole = whole.replace(b"\r\n", b"\n").removesuffix(b"\r")
@@ -318,10 +325,11 @@ class Console:
         self._draw(b"")
 
     def _end(self, line: _Line) -> None:
-        state = _last_state(line.text)
-        if state.strip() and state != line.shown:
-            self._put(line.stream, self._written(line.prefix, state))
-        line.text, line.redrawn, line.length = b"", False, 0
+        for part in (line.text + line.held).split(b"\n"):
+            state = _last_state(part)
+            if state.strip() and state != line.shown:
+                self._put(line.stream, self._written(line.prefix, state))
+        line.text, line.held, line.redrawn, line.length = b"", b"", False, 0
 
     def _put(self, stream: int, data: bytes) -> None:
         """Show what is no held line, after those that are."""
@@ -429,6 +437,18 @@ def _shortened(line: _Line, data: bytes) -> bytes:
             shown += end
             line.length = 0
     return bytes(shown)
+
+
+def _flattened(line: _Line, text: bytes) -> bytes:
+    """Return bars that are drawn below each other, with the cursor moved down and up, as states of one line.
+
+    The cursor would leave the line, and draw over those of others.
+    """
+    line.nested = True
+    text = _UP.sub(b"", _BELOW.sub(rb"\1", text))
+    open_at = found.start() if (found := _OPEN.search(text)) else len(text)
+    line.held = text[open_at:]
+    return text[:open_at]
 
 
 def _last_state(text: bytes) -> bytes:

@@ -91,6 +91,26 @@ def test_progress_bars_end_in_one_line_where_there_is_no_terminal(tmp_path: Path
     assert result.stdout.rstrip("\n").endswith("] windows")
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+def test_bars_below_each_other_never_move_the_cursor_to_lines_of_others(tmp_path: Path, size: int) -> None:
+    """As tqdm draws nested bars, whatever parts of it arrive together."""
+    drawn = b"".join(
+        b"\repochs %d/2\n\rsteps 1/1\x1b[A\n\r         \r\x1b[A\r         \rdone %d\n\repochs %d/2" % (n, n, n + 1)
+        for n in range(2)
+    )
+    drawn += b"\nTraceback:\n  line\nError\n"
+    with (tmp_path / "shown").open("wb") as shown:
+        console = Console(out=shown.fileno(), err=shown.fileno())
+        console.add_worker(0, "a")
+        for first in range(0, len(drawn), size):
+            console.write(0, 2, drawn[first : first + size])
+        console.finish()
+    lines = (tmp_path / "shown").read_text().splitlines()
+    expected = [f"[a:0] {text}" for text in ("done 0", "done 1", "epochs 2/2", "Traceback:", "  line", "Error")]
+    # That the first bar has one below is known when the cursor comes back from there.
+    assert (lines[:-6], lines[-6:]) in [([], expected), (["[a:0] epochs 0/2"], expected)]
+
+
 def test_only_rank_shows_some_and_keeps_all(tmp_path: Path) -> None:
     path = script(tmp_path, "import os\nprint(os.environ['RANK'])")
     result = run_dtrain("run", "--nproc-per-node", "3", "--only-rank", "0,2", "--run-id", "r", path, cwd=tmp_path)
