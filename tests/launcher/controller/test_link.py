@@ -252,9 +252,13 @@ def test_sruns_that_never_answer_end_with_the_run_and_slurm_is_asked_once(
     ended: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def connect(name: str) -> None:
-        stream = srun.connect(Host(name, HostKind.SRUN), ["agent"], time.monotonic() + 600)
-        ended.put(read_all(stream))
-        stream.end()
+        try:
+            stream = srun.connect(Host(name, HostKind.SRUN), ["agent"], time.monotonic() + 600)
+        except HostError as error:
+            ended.put(error.reason.encode())
+        else:
+            ended.put(read_all(stream))
+            stream.end()
 
     before = set(psutil.Process().children())  # other tests may have left zombies, which have a name too
 
@@ -272,7 +276,8 @@ def test_sruns_that_never_answer_end_with_the_run_and_slurm_is_asked_once(
         thread.start()
     wait_until(lambda: len(sleeping()) == 2, "both have begun", WAIT_S)
     srun.close()
-    assert [ended.get(timeout=WAIT_S) for _ in threads] == [b"", b""]
+    # The second: close() may come while connect() has started its srun and does no more.
+    assert {ended.get(timeout=WAIT_S) for _ in threads} <= {b"", b"the run has ended"}
     for thread in threads:
         thread.join(WAIT_S)
     assert sleeping() == []
