@@ -77,9 +77,17 @@ class Chaos:
                 self._timers.set((Timer.CHAOS, number), now + fault.every_s)
         for number, fault in enumerate(self._plan.faults):
             if self._timers.over((Timer.CHAOS, number), now):
-                self._timers.set((Timer.CHAOS, number), now + fault.every_s)
+                self._timers.set((Timer.CHAOS, number), now + fault.every_s * self._patience)
                 return [*commands, *self._make(fault, attempt, now)]
         return commands
+
+    @property
+    def _patience(self) -> int:
+        """How many times as long to wait for the next fault: more each time, as long as no process makes a step.
+
+        It may take longer to start than the time between two faults, and would never come to one.
+        """
+        return 1 if self._stepping else 2 ** min(len(self.costs), 10)
 
     def _make(self, fault: Fault, attempt: AttemptState, now: float) -> list[Command]:
         if fault.target == "host":

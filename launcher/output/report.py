@@ -103,7 +103,7 @@ def _faults(outcome: Outcome) -> list[str]:
             "fault": f"{fault.action} {fault.target}",
             "at": _seconds(fault.at_s),
             "noticed after": _seconds(fault.detection_s),
-            "training again after": _seconds(fault.recovery_s),
+            "went on after": _seconds(fault.recovery_s),
             "steps lost": "-" if fault.steps_lost is None else str(fault.steps_lost),
         }
         for fault in outcome.faults[:FAULTS]

@@ -159,6 +159,19 @@ def test_only_workers_that_have_made_a_step_are_stopped() -> None:
     assert messages(drive.wait(20, heard="ab"), KillWorker) == [], "its successor has made none"
 
 
+def test_a_job_that_takes_longer_to_start_than_the_time_between_two_faults_comes_to_a_step() -> None:
+    drive = Drive("a", "b", chaos=parse_chaos("kill worker every 10s, seed 1"), max_restarts=0)
+    drive.run()
+    hit_at: list[float] = []
+    began = drive.now
+    while drive.now - began < 200:
+        for order in messages(drive.wait(1, heard="ab"), KillWorker):
+            hit_at.append(drive.now - began)
+            ends(drive, order, restart_policy=3, steps=0)
+            drive.say(drive.host_of(order.rank), Started(0, order.rank, 999, drive.time(drive.host_of(order.rank))))
+    assert hit_at == pytest.approx([10, 20, 40, 80, 160], abs=5)
+
+
 def test_before_all_workers_run_nothing_is_made() -> None:
     drive = Drive("a", "b", chaos=parse_chaos("kill worker every 1s"))
     drive.join()
