@@ -242,6 +242,7 @@ class _Loop:
         """Whether nobody will meet under a number. A process that `joins` others ends once they have finished."""
         if joins and has_finished():
             print("ddp: the ranks that this one was to join have finished", file=sys.stderr, flush=True)
+            set_restart_policy(_ORDINARY)
             sys.exit(0)
         return self._announcements.newest > number
 

@@ -37,7 +37,7 @@ from launcher.protocol.commands import (
     RestartWorker,
     StartWorker,
 )
-from launcher.protocol.message import COMPOSED, RESILIENT
+from launcher.protocol.message import COMPOSED, MEETS_SUCCESSOR, RESILIENT
 from launcher.protocol.reports import (
     Exited,
     Returned,
@@ -398,7 +398,8 @@ class Attempt:
                 worker.reported = True
                 self.step_times.send(time.monotonic(), [worker.rank])
                 self._writer.send(worker.exited(self.number))
-                if worker.status != 0 and not worker.provoked and worker.restart_policy:  # the others go on beside it
+                has_failed = worker.status != 0 or worker.restart_policy in MEETS_SUCCESSOR
+                if has_failed and not worker.provoked and worker.restart_policy:  # the others go on beside it
                     self.worker_restarts.clear(worker)
 
     @property

@@ -35,6 +35,7 @@ from launcher.job.inspection.stacks import refuse
 from launcher.job.lifecycle import ROOT_WAIT_S, Lifecycle
 from launcher.job.outcome import Outcome, fails_by_itself
 from launcher.job.progress_messages import Phase, progress, some
+from launcher.job.recovery.generations import with_early_end
 from launcher.job.timers import NEVER, Timer
 from launcher.placement.job_spec import JobSpec
 from launcher.protocol.commands import SignalWorkers
@@ -297,6 +298,7 @@ class Job:
         return self._run.fail(failure, now)
 
     def _exited(self, attempt: AttemptState, state: HostState, exited: Exited, now: float) -> list[Command]:
+        exited = with_early_end(exited)
         known = attempt.failing.pop(exited.rank, None)
         at = state.clock.corrected(exited.time) if known is None else known.at
         attempt.take_exit(state.name, exited, at, now)

@@ -29,7 +29,7 @@ from launcher.job.orders import open_store, reserve_ports, start_workers
 from launcher.job.outcome import Outcome, build_outcome, fails_by_itself
 from launcher.job.progress_messages import Phase, attempt_begins, attempt_ended, progress
 from launcher.job.recovery import compositions
-from launcher.job.recovery.generations import MEETS_SUCCESSOR, Generations
+from launcher.job.recovery.generations import Generations
 from launcher.job.recovery.hangs import Hangs
 from launcher.job.recovery.restarts import Restarts
 from launcher.job.stopping import ANSWER_S, Stopping
@@ -37,6 +37,7 @@ from launcher.job.timers import Timer, Timers
 from launcher.placement.job_spec import JobSpec
 from launcher.placement.placement import place_job
 from launcher.protocol.commands import EndAttempt
+from launcher.protocol.message import MEETS_SUCCESSOR
 from launcher.protocol.reports import Exited, PortsReserved, StoreOpened
 
 __all__ = ["ROOT_WAIT_S", "Lifecycle"]

@@ -13,6 +13,7 @@ INPUT_BYTES = 1 << 16  # of a rank's standard input that are sent and not taken 
 CHANNEL_BYTES = 256 << 10  # see ChannelData
 MAX_NOISE_BYTES = 1 << 20  # what a login shell may print before the preamble
 RESILIENT = 3  # of restart_policy: the process can meet others in any composition
+MEETS_SUCCESSOR = (RESILIENT, 4)  # of restart_policy; the latter only among as many ranks as before
 HEARTBEAT_S = 1.0
 STEP_TIMES = 10  # of one worker, between two heartbeats
 HEARTBEATS = 10  # at least so many in the heartbeat timeout

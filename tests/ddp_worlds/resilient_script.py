@@ -57,6 +57,8 @@ def fail(place: str) -> None:
             raise ValueError(word)
         if how == "exit":
             os._exit(3)
+        if how == "leave":
+            sys.exit(0)
         if how == "hear":  # as if this rank's connection had ended and not the others', when the others have failed
             wait_for(*sys.argv[1:])
             raise RuntimeError("Connection closed by peer")

@@ -14,18 +14,33 @@ compositions.py.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 
 from launcher.job.attempt import AttemptState
 from launcher.job.failure import Failure
 from launcher.job.timers import NEVER, Timer, Timers
 from launcher.placement.job_spec import JobSpec
 from launcher.protocol.commands import NextGeneration
-from launcher.protocol.message import RESILIENT
+from launcher.protocol.message import MEETS_SUCCESSOR
+from launcher.protocol.reports import Exited
 
-__all__ = ["MEETS_SUCCESSOR", "Generations"]
+__all__ = ["Generations", "with_early_end"]
 
-MEETS_SUCCESSOR = (RESILIENT, 4)  # of Exited.restart_policy; the latter only among as many ranks as before
 PAUSE_S = 0.02  # between two numbers that are told
+
+
+def with_early_end(exited: Exited) -> Exited:
+    """Return the end of a worker, as a failure if it left a resilient function without an exit code that says so.
+
+    The others of its world wait for it. A process that returns from the function first says that it is an ordinary one.
+    """
+    if exited.status != 0 or exited.provoked or exited.restart_policy not in MEETS_SUCCESSOR:
+        return exited
+    message = (
+        "it left @ddp.resilient early: the process ended with code 0 before the function had returned, and the others "
+        "wait for it; return from the function on all ranks"
+    )
+    return replace(exited, status=1, error={**(exited.error or {}), "type": "SystemExit", "message": message})
 
 
 class Generations:

@@ -21,10 +21,10 @@ from launcher.job.attempt import AttemptState
 from launcher.job.events import Command, Notice, Send
 from launcher.job.failure import SLACK_S, Failure, FailureKind, looks_like_consequence
 from launcher.job.progress_messages import goes_on_without, left_out, starts_again
-from launcher.job.recovery.generations import MEETS_SUCCESSOR
 from launcher.job.timers import Timer, Timers
 from launcher.placement.job_spec import JobSpec
 from launcher.protocol.commands import RestartWorker
+from launcher.protocol.message import MEETS_SUCCESSOR
 from launcher.protocol.reports import Exited
 
 __all__ = ["RestartDecision", "Restarts", "failed_attempt", "is_free", "judge"]

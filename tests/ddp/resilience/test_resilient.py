@@ -72,6 +72,17 @@ def test_a_failure_of_ones_own_is_not_recorded_as_a_recovery(tmp_path: Path) -> 
     assert not any('"recovery"' in text for text in recorded)
 
 
+@pytest.mark.parametrize("backend", ["", "gloo"])
+def test_a_rank_that_leaves_the_function_with_exit_code_0_has_failed_and_is_replaced(
+    tmp_path: Path, undisturbed: Callable[[int, str], Results], backend: str
+) -> None:
+    result = run(tmp_path, 3, "1.4.forward.leave", restarts=1, backend=backend)
+    assert result.returncode == 0, result
+    assert "it left @ddp.resilient early: the process ended with code 0" in result.stderr
+    assert result.stderr.count("only this worker restarts") == 1, result.stderr
+    assert said(result, "result") == undisturbed(3, backend)
+
+
 def changed(folder: Path, *pairs: tuple[str, str]) -> Path:
     """A copy of the script with some of its lines changed."""
     text = SCRIPT.read_text()

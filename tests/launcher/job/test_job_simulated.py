@@ -65,7 +65,7 @@ from launcher.protocol.commands import (
     Stop,
     Suspend,
 )
-from launcher.protocol.message import PROTOCOL, RESILIENT, Report
+from launcher.protocol.message import MEETS_SUCCESSOR, PROTOCOL, RESILIENT, Report
 from launcher.protocol.reports import (
     Bye,
     Collected,
@@ -915,10 +915,11 @@ class World:
             return
         if agent.suspended or agent.kill_at < float("inf") or not agent.alive:
             return
-        status = status or self.chance.choice([self.first_code, 1, 3, -9, -11, 127])
-        raised = error is not None or (status == 1 and self.chance.random() < 0.6)
+        leaves = status is None and worker.restart_policy in MEETS_SUCCESSOR and self.chance.random() < 0.1
+        status = 0 if leaves else status or self.chance.choice([self.first_code, 1, 3, -9, -11, 127])
+        raised = error is not None or leaves or (status == 1 and self.chance.random() < 0.6)
         kind = FailureKind.RAISED if raised else FailureKind.KILLED if status < 0 else FailureKind.EXITED
-        if raised and error is None:
+        if raised and error is None and not leaves:
             error = {"type": "ValueError", "message": "bad batch", "where": "t.py:9", "inside": ""}
         self.root(kind, agent.node, worker.rank, worker.attempt)
         self.failed.add((worker.attempt, worker.rank))
@@ -993,6 +994,8 @@ class World:
         if agent.kill_at < float("inf") or not agent.alive:
             return
         worker.alive = False
+        if worker.restart_policy in MEETS_SUCCESSOR:
+            worker.restart_policy = 0  # it says so when the function returns
         self.succeeded.add((worker.attempt, worker.rank))
         self.exited(agent, worker, 0, provoked=False)
 
