@@ -234,7 +234,7 @@ class Controller:
                     if self._input is not None:
                         self._input.worker_starts(command.host, start)
                 elif isinstance(command.message, RestartWorker):
-                    self._output.end_line(command.message.rank)
+                    self._output.replace_worker(command.message.rank)
                 self._links[command.host].tell(command.message)
             elif isinstance(command, Close):
                 self._links[command.host].close()

@@ -48,7 +48,7 @@ class OutputThread:
         self._room = threading.Condition(self._lock)  # there is room for another reader's bytes
         self._closing = False
         self._attempt = 0
-        self._tails: dict[tuple[int, int], bytes] = {}  # of each rank's newest attempt
+        self._tails: dict[tuple[int, int], bytes] = {}  # of each rank's newest process
         self._thread = threading.Thread(target=self._work, name="output", daemon=True)
 
     def start(self) -> None:
@@ -61,9 +61,9 @@ class OutputThread:
         """
         self._put(lambda: self._add_worker(rank, host, attempt, local_rank))
 
-    def end_line(self, rank: int) -> None:
+    def replace_worker(self, rank: int) -> None:
         """Announce a process that takes the place of this rank's dead one: what it writes begins a new line."""
-        self._put(lambda: self._console.end_line(rank))
+        self._put(lambda: self._replace_worker(rank))
 
     def write(self, rank: int, stream: int, data: bytes) -> None:
         """Take bytes of a worker's stdout (1) or stderr (2). Blocks while the queue is full."""
@@ -214,10 +214,17 @@ class OutputThread:
             self._attempt = attempt
             self._console.begin_attempt()
             self._logs.begin_attempt(attempt)
-        for stream in (1, 2):
-            self._tails.pop((rank, stream), None)
+        self._forget_tails(rank)
         self._console.add_worker(rank, host, local_rank=local_rank, attempt=attempt)
         self._logs.add_worker(rank)
+
+    def _replace_worker(self, rank: int) -> None:
+        self._forget_tails(rank)
+        self._console.end_line(rank)
+
+    def _forget_tails(self, rank: int) -> None:
+        for stream in (1, 2):
+            self._tails.pop((rank, stream), None)
 
     def _keep_evidence(self, attempt: int, number: int, evidence: Sequence[Evidence], *, say: bool) -> None:
         self._logs.write_evidence(attempt, number, write_out(evidence))

@@ -411,6 +411,16 @@ def test_tail_is_of_the_newest_attempt_only(tmp_path: Path) -> None:
     assert sink.output.tail(0, 1) == []
 
 
+def test_tail_is_of_the_process_that_took_the_place_of_a_dead_one(tmp_path: Path) -> None:
+    with output_thread(tmp_path) as sink:
+        sink.output.add_worker(0, "sim0", 0)
+        sink.output.write(0, 2, b"KeyboardInterrupt\nlast words")
+        sink.output.replace_worker(0)
+        sink.output.write(0, 2, b"of its successor\n")
+    assert sink.output.tail(0, 2) == ["of its successor"]
+    assert sink.kept("attempt_0/0/stderr.log") == "KeyboardInterrupt\nlast wordsof its successor\n"
+
+
 def test_a_thousand_attempts_keep_no_files_open(tmp_path: Path) -> None:
     with output_thread(tmp_path) as sink:
         for attempt in range(1000):
