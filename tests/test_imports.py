@@ -153,6 +153,7 @@ def test_the_command_line_and_the_controller_are_quick_to_load() -> None:
 def test_the_top_of_the_launcher_imports_launch_when_it_is_first_used() -> None:
     assert [name for name in _loaded("import launcher") if name.startswith("launcher")] == ["launcher"]
     assert LAUNCH in _loaded("import launcher; launcher.launch")
+    assert LAUNCH not in _loaded("import launcher; launcher.step()")
 
 
 def test_importing_ddp_loads_nothing_of_the_launcher() -> None:

@@ -1,11 +1,11 @@
 """What the launcher is told of this process while it runs: five numbers in a file that both have mapped.
 
-DTRAIN_PROGRESS_FILE names a file of 40 bytes that the launcher made, little-endian 64-bit integers: the number of
-backward passes whose gradients are in place, that of durable checkpoints, what the failure of this process means to
-the others (`set_restart_policy`), a number that changes when a phase begins or ends, whose remainder by three is
-that phase (`phase`): a long evaluation or save is thus not taken for a hang; and the first number at the time of the
+DTRAIN_PROGRESS_FILE names a file that the launcher made. It begins with these, little-endian 64-bit integers: the
+number of backward passes whose gradients are in place, that of durable checkpoints, what the failure of this process
+means to the others (`set_restart_policy`), a number that changes when a phase begins or ends, whose remainder by three
+is that phase (`phase`): a long evaluation or save is thus not taken for a hang; and the first number at the time of the
 newest checkpoint. Only this process writes to it. Without the variable, or with a file that cannot be mapped, nothing
-is told; that is never an error.
+is told; that is never an error. Once this module is imported, the launcher counts no steps by itself.
 """
 
 from __future__ import annotations

@@ -188,7 +188,7 @@ class Agent:
             attempt = self._attempt
             self._writer.send(Heartbeat(now) if attempt is None else attempt.heartbeat(now))
             if attempt is not None:
-                attempt.step_times.send(now)
+                attempt.send_times(now)
                 if self._attempt_end is None:
                     attempt.send_use(now)
 

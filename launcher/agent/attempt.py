@@ -8,7 +8,7 @@ import selectors
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -159,6 +159,13 @@ class Attempt:
         gpus = {order.rank: order.gpu for order in orders if order.gpu and "CUDA_VISIBLE_DEVICES" in order.env}
         if self.running and (use := self._use.look(self.running, gpus, now)) is not None:
             self._writer.send(use)
+
+    def send_times(self, now: float, workers: Iterable[Worker] | None = None) -> None:
+        """Send what is new of the time of all workers, or of some."""
+        looked_at = [*(self.workers.values() if workers is None else workers)]
+        for worker in looked_at:
+            self.step_times.count(worker.rank, *worker.counted, now)
+        self.step_times.send(now, [worker.rank for worker in looked_at])
 
     @property
     def pause_s(self) -> float:
@@ -396,7 +403,7 @@ class Attempt:
             if not self._writer.holding or self._writer.closed:
                 self.input.end(worker)
                 worker.reported = True
-                self.step_times.send(time.monotonic(), [worker.rank])
+                self.send_times(time.monotonic(), [worker])
                 self._writer.send(worker.exited(self.number))
                 has_failed = worker.status != 0 or worker.restart_policy in MEETS_SUCCESSOR
                 if has_failed and not worker.provoked and worker.restart_policy:  # the others go on beside it

@@ -1,11 +1,12 @@
 """What can be seen of workers from outside, at each heartbeat: how long each has been silent, and who is stopped.
 
-A sign of life is a step, a checkpoint, the begin or end of a phase (ddp/monitoring/progress.py), or, of a worker that
-has made no step, a new line of output. A line that is drawn again is none: progress bars do that while training stands
-still. Only those workers are watched that have made a step, or, without ddp, have written new lines at OUTPUTS looks:
-before that, a silence is a start. Nor is one silent that waits for its standard input, for somebody to type. What a
-silence means is for the controller to say (launcher/hangs). Nor does a silence tell how long a step takes while a
-worker meets others again, and waits for one that starts: until its next step none is learned.
+A sign of life is a step, a checkpoint, the begin or end of a phase (ddp/monitoring/progress.py), or, of a worker whose
+steps ddp has not counted, a new line of output: when that evaluates or saves is not known. A line that is drawn again
+is none: progress bars do that while training stands still. Only those workers are watched that have made a step, or
+have written new lines at OUTPUTS looks: before that, a silence is a start. Nor is one silent that waits for its
+standard input, for somebody to type. What a silence means is for the controller to say (launcher/hangs). Nor does a
+silence tell how long a step takes while a worker meets others again, and waits for one that starts: until its next step
+none is learned.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class SignsOfLife:
 
     def _read(self, worker: Worker, signs: _Signs, now: float) -> None:
         steps, saved = worker.progress
-        seen = (steps, saved, worker.phase, 0 if steps else worker.output_lines)
+        seen = (steps, saved, worker.phase, worker.output_lines if worker.is_known_by_output else 0)
         if seen != signs.seen:
             if signs.is_watched and signs.steps > signs.regroups_until:
                 self.longest_s[signs.phase] = max(self.longest_s[signs.phase], now - signs.since)

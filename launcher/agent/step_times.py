@@ -1,7 +1,8 @@
 """Reads what workers record of their time, and sends it on, summed up: what goes over the stream has a limit.
 
-ddp/monitoring/timeline.py has the format of the file that a worker writes. Whatever is in there, only records that can
-be true are sent; the rest is dropped. Owned by attempt.py.
+ddp/monitoring/timeline.py has the format of the file that a worker writes. Of a worker that trains without ddp only
+the number of its steps is known, and when the newest ended: what it has made since the last look is one record, without
+phases. Whatever workers write, only records that can be true are sent; the rest is dropped. Owned by attempt.py.
 """
 
 from __future__ import annotations
@@ -40,10 +41,20 @@ class _Ring:
         self.file = MemoryFile("timeline", path, _HEADER.size + RECORDS * _RECORD.size)
         self._began = began
         self._read = 0  # how many records were
+        self._counted = (0, began)  # steps that were counted without ddp, and when the last of them ended
+        self._made: list[StepTimes] = []  # of these, what was not taken yet
+
+    def count(self, attempt: int, steps: int, ended: float, now: float) -> None:
+        """Take how many steps were counted without ddp until `ended`. What comes before the first look is no step."""
+        (before, since), self._counted = self._counted, (steps, ended)
+        made, length_s = steps - before, ended - since
+        if before and 0 < made <= LOST_AT_MOST and length_s > 0.0 and self._may_be(steps, self._began, ended, now):
+            phases_s = (*(0.0 for _ in PHASES[1:]), length_s)
+            self._made.append(StepTimes(attempt, self.rank, steps, made, ended, phases_s))
 
     def take(self, attempt: int, now: float, at_most: int) -> tuple[list[Record], int]:
         """Return what has come since the last time, in order, and how many records were lost."""
-        steps: list[StepTimes] = []
+        steps, self._made = self._made, []
         spans: list[Span] = []
         details: list[Detail] = []
         values, lost = self._new()
@@ -117,7 +128,8 @@ def _summed(steps: list[StepTimes], at_most: int) -> Iterable[StepTimes]:
         group = steps[first : first + size]
         last = group[-1]
         phases_s = tuple(math.fsum(each) for each in zip(*(times.phases_s for times in group), strict=True))
-        yield StepTimes(last.attempt, last.rank, last.step, len(group), last.ended, phases_s)
+        made = sum(times.steps for times in group)
+        yield StepTimes(last.attempt, last.rank, last.step, made, last.ended, phases_s)
 
 
 class StepTimesReader:
@@ -142,6 +154,11 @@ class StepTimesReader:
         except OSError:  # no memory or no descriptor: the worker does without
             return ""
         return self._rings[rank].file.path
+
+    def count(self, rank: int, steps: int, ended: float, now: float) -> None:
+        """Take how many steps a worker has counted without ddp, and when the newest ended."""
+        if (ring := self._rings.get(rank)) is not None:
+            ring.count(self._attempt, steps, ended, now)
 
     def send(self, now: float, ranks: Iterable[int] | None = None) -> None:
         """Send what is new, of all workers or of some."""

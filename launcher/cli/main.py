@@ -295,7 +295,7 @@ def report(run_id: str) -> None:
 def trace(run_id: str, output: str | None) -> None:
     """Write the phases of RUN, on all hosts and ranks, as a JSON that https://ui.perfetto.dev and Chrome show.
 
-    What ranks do is there if they train with ddp. RUN may go on or have ended.
+    Steps are there if dtrain sees them; with ddp, also what ranks do in them. RUN may go on or have ended.
     """
     from launcher.cli.runs.times import trace_run
 

@@ -156,7 +156,7 @@ class Options:
         show_default=True,
     )
     stall_timeout_s: float | None = _option(
-        "Time without any output or training step after which the run has failed. Until the first step of ddp, "
+        "Time without any output or training step after which the run has failed. Until the first step, "
         "no less than --start-timeout-s after the start of the workers."
     )
     on_nonfinite: str = _option(

@@ -2,7 +2,7 @@
 
 All ranks are looked at some time after the start of an attempt, then after twice that time, and so on; and once more
 soon after a look that finds a rank newly waiting. Ranks that wait at two looks one after another are reported, once per
-attempt. The looks end when a step of ddp is made, or when torch has given up by itself.
+attempt. The looks end when a step is made, or when torch has given up by itself.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ ranks. A rank is blamed only if
 A process that somebody stopped (SIGSTOP) needs none of this, if two heartbeats have found it so and others still run:
 who stops the whole run, by hand or with Ctrl-Z, means it.
 
-Only ranks that have made STEPS steps are looked at; where no rank has, those of a script without ddp, all of them, once
-some have shown OUTPUTS signs. What comes before takes as long as it takes.
+Only ranks that have made STEPS steps are looked at; where no rank has, all of them, once some have shown OUTPUTS signs.
+What comes before takes as long as it takes.
 """
 
 from __future__ import annotations

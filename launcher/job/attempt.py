@@ -259,10 +259,11 @@ class AttemptState:
 def lost_steps(exits: Mapping[int, Exited]) -> int | None:
     """Return how many steps were made since the newest checkpoint, as the first rank knows it that saved one.
 
-    `exits` are the ends of processes by rank. None where none of them has counted steps.
+    `exits` are the ends of processes by rank. None where none of them has counted steps, or where what
+    they save is not known.
     """
     ends = [each for _, each in sorted(exits.items())]
-    if not any(each.steps for each in ends):
+    if not any(each.steps for each in ends) or any(each.unsaved is None for each in ends):
         return None
     saved = (each.unsaved for each in ends if each.saved)
     return next(saved, max(each.steps for each in ends))

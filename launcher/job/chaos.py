@@ -175,7 +175,8 @@ class Chaos:
         if not fault.lacking:
             self._end(fault, now)
             lost = self.costs[-1].steps_lost
-            self._note(recovery_s=now - fault.at, steps_lost=0 if lost is None and self._stepping else lost)
+            knows = self._stepping and all(each.unsaved is not None for each in self._exits.values())
+            self._note(recovery_s=now - fault.at, steps_lost=0 if lost is None and knows else lost)
 
     def _end(self, fault: _UnderWay, now: float) -> None:
         """Let the time to the next faults go on."""

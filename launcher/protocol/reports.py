@@ -133,7 +133,7 @@ class Exited(Report):
     restart_policy: int = 0  # see job/recovery/restarts.py; 0: its failure ends the attempt
     steps: int = 0  # that it said it made
     saved: int = 0  # checkpoints that it said it saved
-    unsaved: int = 0  # steps since the newest one
+    unsaved: int | None = 0  # steps since the newest one; None: it trained without ddp, what it saves is not known
 
 
 @dataclass(frozen=True)

@@ -160,6 +160,7 @@ class Overview:
         steps = sum(times.steps for times in newest)
         length_s = sum(sum(times.phases_s) for times in newest)
         wait_s = sum(times.phases_s[_WAIT] for times in newest)
+        is_divided = any(times.is_divided for times in newest)
         return {
             "rank": rank,
             "host": host,
@@ -167,8 +168,8 @@ class Overview:
             "step": newest[-1].step if newest else None,
             "last_step_ago_s": round(max(0.0, now - newest[-1].ended), 3) if newest else None,
             "step_s": round(length_s / steps, 6) if steps else None,
-            "own_s": round((length_s - wait_s) / steps, 6) if steps else None,
-            "wait_s": round(wait_s / steps, 6) if steps else None,
+            "own_s": round((length_s - wait_s) / steps, 6) if is_divided else None,
+            "wait_s": round(wait_s / steps, 6) if is_divided else None,
             "resident_bytes": None if use is None else use.resident_bytes.get(str(rank)),
             "gpu_percent": None if gpu is None else gpu[0],
             "gpu_memory_bytes": None if gpu is None else gpu[1],

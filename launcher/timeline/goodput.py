@@ -10,9 +10,11 @@ waits as none for stragglers.
 
 Between windows lies the start before the first, else a failure if there was one since the last window, from there on
 where that was, so that its detection counts; else spans; else the rest. Steps that are made again after a failure are
-no training but failures: those since the newest checkpoint of `ddp`, all of the attempt where it knows none.
+no training but failures: those since the newest checkpoint of `ddp`, all of the attempt where it knows none. Of a
+script that trains without ddp neither waits nor checkpoints are known: its steps are training, also if they are made
+again.
 
-Without windows (no ddp) only the start, failures (until all workers run again) and the rest are known.
+Without windows (no steps) only the start, failures (until all workers run again) and the rest are known.
 """
 
 from __future__ import annotations
@@ -126,7 +128,8 @@ class Goodput:
         for name, seconds in parts.items():
             self._sums[name] += seconds
         self._usual.append((ended - began) / window.steps)
-        self._kept.append(_Kept(window, began, parts["training"], parts["waiting"]))
+        if any(share.is_divided for share in window.shares.values()):  # else what the script saves is not known
+            self._kept.append(_Kept(window, began, parts["training"], parts["waiting"]))
         if len(self._kept) > KEPT:
             oldest = self._kept.popleft()
             self._older = self._older[0] + oldest.training, self._older[1] + oldest.waiting

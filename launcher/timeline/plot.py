@@ -1,6 +1,7 @@
 """The times of a run as a picture: by rank, own work and waiting in a step, with restarts and faults marked.
 
-Own work is all of a step that was not spent in waiting for other ranks. Needs matplotlib.
+Own work is all of a step that was not spent in waiting for other ranks. Where only the length of steps is known, that
+is drawn instead. Needs matplotlib.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class StepCurves:
         self.by_rank: dict[int, list[Point]] = defaultdict(list)
         self.restarts: list[float] = []
         self.faults: list[float] = []
+        self.is_divided = False  # whether work and waits are known apart: not of scripts that train without ddp
         attempt = None
         started: set[tuple[int, int]] = set()
         for line in lines:
@@ -40,6 +42,7 @@ class StepCurves:
                 case ["steps", int(), int(rank), int(), int(steps), float() | int() as ended, list(phases_s)]:
                     total_s, wait_s = math.fsum(phases_s), math.fsum(phases_s[_WAIT : _WAIT + 1])
                     own_ms, wait_ms = ((total_s - wait_s) / max(1, steps) * 1e3, wait_s / max(1, steps) * 1e3)
+                    self.is_divided |= any(phases_s[:-1])
                     self.by_rank[rank].append((ended - total_s / 2, own_ms, wait_ms))
                 case ["attempt", int(number), float() | int() as time, list()]:
                     if attempt is not None and number != attempt:
@@ -77,14 +80,17 @@ def draw(curves: StepCurves, path: Path, title: str) -> None:
     except ImportError as error:
         raise RunError("dtrain plot draws with matplotlib, which is not here: pip install matplotlib") from error
     if not curves.by_rank:
-        raise RunError("no rank has reported a step: dtrain plot shows the steps that workers make with ddp")
-    figure = Figure(figsize=(10, 6), layout="constrained")
-    own, wait = figure.subplots(2, sharex=True)
-    _draw_panel(own, curves, 1, "own work, ms a step")
-    _draw_panel(wait, curves, 2, "waiting for others, ms a step")
-    own.set(title=title)
-    own.legend(loc="upper right", fontsize="small")
-    wait.set(xlabel="seconds since the run began")
+        raise RunError(
+            "no rank has reported a step: dtrain plot shows steps of ddp, torch's optimizers or launcher.step()"
+        )
+    panels = ["own work, ms a step", "waiting for others, ms a step"] if curves.is_divided else ["step, ms"]
+    figure = Figure(figsize=(10, 3 * len(panels)), layout="constrained")
+    all_axes = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
+    for which, (axes, label) in enumerate(zip(all_axes, panels, strict=True), 1):
+        _draw_panel(axes, curves, which, label)
+    all_axes[0].set(title=title)
+    all_axes[0].legend(loc="upper right", fontsize="small")
+    all_axes[-1].set(xlabel="seconds since the run began")
     try:
         figure.savefig(path)
     except ValueError as error:  # a suffix that matplotlib does not know

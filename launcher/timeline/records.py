@@ -28,7 +28,7 @@ class StepTimes:
     """One step of one rank, or several in a row that were summed up.
 
     A step ends where the optimizer's step ends; without one that is known, where the next forward begins. What a rank
-    does before its first forward belongs to no step.
+    does before its first forward belongs to no step. Of a rank that trains without ddp all of a step is "other".
     """
 
     attempt: int
@@ -39,6 +39,11 @@ class StepTimes:
     # By PHASES, the sums over `steps`; together the wall time from the end of the step before to `ended`. "other" also
     # has the spans that lie in it.
     phases_s: tuple[float, ...]
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether more is known than its length."""
+        return any(self.phases_s[: PHASES.index("other")])
 
 
 @dataclass(frozen=True)

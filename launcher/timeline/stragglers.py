@@ -237,7 +237,7 @@ class Stragglers:
         if self._last is not None and window.attempt != self._last.attempt:
             self._begin_attempt(self._last)
         self._last = window
-        shares = {rank: share for rank, share in window.shares.items() if share.own > 0.0}
+        shares = {rank: share for rank, share in window.shares.items() if share.own > 0.0 and share.is_divided}
         if not shares.keys() <= self._sums.keys() or any("recovery" in share.spans for share in shares.values()):
             self._settles_until = window.ended + SETTLES_S
             self._sums |= {rank: _Sum() for rank in shares if rank not in self._sums}

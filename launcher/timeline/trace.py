@@ -138,7 +138,8 @@ def trace_events(lines: Iterable[Line]) -> Iterator[_Event]:
 
 def _steps(step: int, steps: int, ended: float, phases_s: list[float]) -> _Slice:
     name = f"step {step}" if steps == 1 else f"steps {step - steps + 1}-{step}"
-    about = {f"{phase}_ms": round(each_s * 1e3, 3) for phase, each_s in zip(PHASES, phases_s, strict=False)}
+    phases = zip(PHASES, phases_s, strict=False) if any(phases_s[:-1]) else ()  # else only the length is known
+    about = {f"{phase}_ms": round(each_s * 1e3, 3) for phase, each_s in phases}
     return _Slice(name, ended - math.fsum(phases_s), ended, steps=steps, **about)
 
 

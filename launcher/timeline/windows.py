@@ -38,6 +38,11 @@ class Share:
         """Its own work for the steps, without the spans."""
         return self.data + self.compute + self.other
 
+    @property
+    def is_divided(self) -> bool:
+        """Whether work and waits are known apart: not of a rank that trains without ddp."""
+        return self.data + self.compute + self.wait > 0.0
+
 
 @dataclass(frozen=True)
 class Window:

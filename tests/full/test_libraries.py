@@ -73,6 +73,66 @@ def test_libraries_that_read_mpirun_s_variables_find_their_rank(tmp_path: Path) 
     assert sorted(_results(result)) == ["0 0 2 3.0", "1 0 2 3.0"]
 
 
+# By library: trains, and sets `made` to the number of steps that the library has counted.
+COUNTING = {
+    "accelerate": """
+import accelerate
+accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+model = torch.nn.Linear(4, 1)
+batches = torch.utils.data.DataLoader(torch.ones(64, 4), batch_size=4)
+model, optimizer, batches = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), batches)
+made = 0
+for batch in batches:
+    with accelerator.accumulate(model):
+        accelerator.backward(model(batch).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        made += accelerator.sync_gradients
+""",
+    "lightning": """
+import lightning
+class Net(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+    def training_step(self, batch, index):
+        return self.layer(batch).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False)
+trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_epochs=2, **quiet)
+trainer.fit(Net(), torch.utils.data.DataLoader(torch.ones(64, 4), batch_size=4))
+made = trainer.global_step
+""",
+    "transformers": """
+from transformers import Trainer, TrainingArguments
+class Net(torch.nn.Linear):
+    def forward(self, x, labels=None):
+        return {"loss": (super().forward(x) - labels).square().mean()}
+data = [{"x": torch.ones(4), "labels": torch.ones(1)} for _ in range(64)]
+quiet = dict(report_to=[], save_strategy="no", disable_tqdm=True)
+arguments = TrainingArguments("out", use_cpu=True, per_device_train_batch_size=4, num_train_epochs=2, **quiet)
+trainer = Trainer(Net(4, 1), arguments, train_dataset=data)
+trainer.train()
+made = trainer.state.global_step
+""",
+}
+
+
+@pytest.mark.parametrize("library", COUNTING)
+def test_dtrain_counts_the_steps_that_a_library_counts(library: str, tmp_path: Path) -> None:
+    require(find_spec(library), library, "scripts/test --full")
+    (tmp_path / "train.py").write_text(
+        f"import os, struct\nimport torch\n{COUNTING[library]}"
+        "with open(os.environ['DTRAIN_PROGRESS_FILE'], 'rb') as file:\n"
+        "    print('result', made, struct.unpack('<8Q', file.read())[5])\n"
+    )
+    result = run_dtrain("run", "--nproc-per-node", "2", "train.py", cwd=tmp_path, env=ENVIRONMENT, timeout=LIMIT_S)
+    found = [tuple(map(int, line.split())) for line in _results(result)]
+    assert len(found) == 2
+    assert all(made == counted > 0 for made, counted in found)
+
+
 def _results(result: Result) -> list[str]:
     assert result.returncode == 0, result
     return re.findall(r"\bresult ([^\n]*)", result.stdout)

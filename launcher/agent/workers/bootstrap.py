@@ -3,8 +3,9 @@
 Started by the agent as `python -u .../workers/bootstrap.py script|module TARGET ARGS...`, or `function PACKAGES NAME
 FUNCTION_FILE RESULT_FILE`. Imports nothing of the launcher, so that the script finds a clean process: its own
 `__main__`, sys.argv, sys.path and tracebacks. Besides that it writes the error files for an exception that nobody
-caught, has a crash print where it happened, wakes the rendezvous store when torch is about to be imported, lets the
-agent open a debugger, and ends the process where a process group of torch is left open.
+caught, has a crash print where it happened, wakes the rendezvous store when torch is about to be imported, counts the
+steps of torch's optimizers, lets the agent open a debugger, and ends the process where a process group of torch is left
+open.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ DEBUGGER_SIGNAL = 52  # the same in debugging/channels.py
 LEAVE_S = 60.0  # for collectives that are under way when the script ends
 _IMPORT_PAUSE_S = 0.02
 _DEBUGPY = ("debugpy", "pydevd", "_pydev")  # how its packages begin
+_STEP_HOOKS = "register_optimizer_step_post_hook"  # of torch.optim.optimizer
 _OUTPUT_FAILED = 120  # what Python ends with when standard output cannot be written
 
 _pid = 0  # of the worker: a process that the script forks is not it
@@ -43,8 +45,9 @@ def main() -> None:
     sys.argv = [target, *args]
     sys.orig_argv[:] = [executable, *(["-m"] if kind == "module" else []), target, *args]
     _print_stacks()
-    if os.environ.get("RANK") == "0":
-        sys.meta_path.insert(0, _WakeStore())
+    imports = _Imports()
+    sys.meta_path.insert(0, imports)
+    imports.look()  # a forked worker may have torch already
     try:
         _run(kind, target)
     except BaseException as error:
@@ -465,29 +468,48 @@ def _close_groups() -> None:
     thread.join(LEAVE_S)
 
 
-class _WakeStore:
-    """Finds no module: on the first import of torch it connects once to the store's port.
+class _Imports:
+    """Finds no module: notices when torch is imported, and when its optimizers are.
 
-    The store's process imports torch as well, which takes seconds. It starts at the first connection, so one now
-    lets both imports run side by side, and a script without torch never costs a store.
+    On the first import of torch, rank 0 connects once to the store's port. The store's process imports torch as well,
+    which takes seconds. It starts at the first connection, so one now lets both imports run side by side, and a script
+    without torch never costs a store. Once torch has its optimizers, their steps are counted (step_counter.py).
+
     It stays in `sys.meta_path`: taken out while the import walks that list, the next finder would be skipped, and so
     the import hooks of tracers and profilers.
     """
 
     def __init__(self) -> None:
-        self._is_done = False
+        self._wakes_store = os.environ.get("RANK") == "0"
+        self._counts_steps = False
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> None:
-        if name != "torch" or self._is_done:
+        if not name.startswith("torch"):
             return
-        self._is_done = True
-        import socket
+        self.look()
+        if name == "torch" and self._wakes_store:
+            self._wakes_store = False
+            _wake_store()
 
-        address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-        try:
-            socket.create_connection((address, int(port or "")), timeout=1).close()
-        except (OSError, ValueError):  # the script chose another address: init_process_group will tell
+    def look(self) -> None:
+        """Count the steps of torch's optimizers from now on, if these are there."""
+        if self._counts_steps or not hasattr(sys.modules.get("torch.optim.optimizer"), _STEP_HOOKS):
             return
+        self._counts_steps = True
+        path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "step_counter.py")
+        counter = types.ModuleType("dtrain step_counter")  # not in sys.modules: the script is not to find it
+        importlib.machinery.SourceFileLoader(counter.__name__, path).exec_module(counter)
+        counter.count_optimizer_steps()
+
+
+def _wake_store() -> None:
+    import socket
+
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    try:
+        socket.create_connection((address, int(port or "")), timeout=1).close()
+    except (OSError, ValueError):  # the script chose another address: init_process_group will tell
+        return
 
 
 if __name__ == "__main__":

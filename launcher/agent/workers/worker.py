@@ -6,7 +6,7 @@ run tag, dies with its agent, and has nothing inherited but its three standard s
 Beside what its order says, a worker has these variables:
 
     TORCHELASTIC_ERROR_FILE  where it may write why it failed
-    DTRAIN_PROGRESS_FILE     40 bytes for it to map and write to; see ddp/monitoring/progress.py
+    DTRAIN_PROGRESS_FILE     64 bytes for it to map and write to; see ddp/monitoring/progress.py and step_counter.py
     DTRAIN_TIMELINE_FILE     memory for it to map and record its times in; see ddp/monitoring/timeline.py; empty where
                              none can be had
     DTRAIN_GENERATION        the number of the attempt's composition (its generation) that it is started for: 0, or, if
@@ -55,7 +55,7 @@ __all__ = ["BOOTSTRAP", "DEBUGGER_FILE", "Files", "GenerationPipe", "Worker", "s
 DEBUGGER_FILE = "debugger"
 BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
 
-_PROGRESS = struct.Struct("<QQQQQ")  # in this order, and why: ddp/monitoring/progress.py
+_PROGRESS = struct.Struct("<8Q")  # in this order, and why: ddp/monitoring/progress.py, step_counter.py
 _ALONE = (1, 2, 3, 4)  # its failure does not end the attempt: the others go on, or wait for its successor
 _GENERATION = struct.Struct("<Q")
 _PIPE_BYTES = 1 << 16
@@ -218,7 +218,7 @@ class Worker:
         try:
             self._progress = os.open(files.progress, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             self._opened.callback(os.close, self._progress)
-            os.pwrite(self._progress, _PROGRESS.pack(0, 0, restart_policy, 0, 0), 0)
+            os.pwrite(self._progress, _PROGRESS.pack(0, 0, restart_policy, 0, 0, 0, 0, 0), 0)
             self._generations = GenerationPipe(files.generations)
             self._opened.callback(self._generations.close)
             for stream in (1, 2):
@@ -265,7 +265,19 @@ class Worker:
     @property
     def progress(self) -> tuple[int, int]:
         """How many steps it made and how many checkpoints it saved, as far as it says so."""
-        return self._said()[:2]
+        said = self._said()
+        return said[0] + (said[6] or said[5]), said[1]
+
+    @property
+    def is_known_by_output(self) -> bool:
+        """Whether new lines of output are signs of its life: until ddp counts its steps and says what else it does."""
+        return self._said()[0] == 0
+
+    @property
+    def counted(self) -> tuple[int, float]:
+        """How many steps were counted without ddp, and when the last of them ended."""
+        said = self._said()
+        return said[6] or said[5], said[7] / 1e9
 
     @property
     def restart_policy(self) -> int:
@@ -279,15 +291,15 @@ class Worker:
         return self._said()[3]
 
     @property
-    def unsaved(self) -> int:
-        """How many steps it made since its newest checkpoint."""
-        return max(0, self._said()[0] - self._said()[4])
+    def unsaved(self) -> int | None:
+        """How many steps it made since its newest checkpoint; None if they were counted without ddp, which knows it."""
+        said = self._said()
+        return max(0, said[0] - said[4]) if said[0] or not self.progress[0] else None
 
-    def _said(self) -> tuple[int, int, int, int, int]:
+    def _said(self) -> tuple[int, ...]:
         # Read, not mapped: a file that it cut short would end the agent with SIGBUS.
         data = os.pread(self._progress, _PROGRESS.size, 0)
-        steps, saved, policy, phase, saved_at = _PROGRESS.unpack(data) if len(data) == _PROGRESS.size else (0,) * 5
-        return steps, saved, policy, phase, saved_at
+        return _PROGRESS.unpack(data) if len(data) == _PROGRESS.size else (0,) * 8
 
     def tell_generation(self, number: int, when: str, variables: Mapping[str, str]) -> None:
         """Tell it of the attempt's newest composition; whether it reads that is its own affair."""

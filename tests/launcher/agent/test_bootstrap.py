@@ -48,7 +48,7 @@ WORLD = """\
         "module": Here.__module__, "source": inspect.getsource(Here), "executable": sys.executable,
         "hook": sys.excepthook is sys.__excepthook__, "path_hooks": len(sys.path_hooks),
         "finders": [
-            getattr(f, "__name__", type(f).__name__) for f in sys.meta_path if type(f).__name__ != "_WakeStore"
+            getattr(f, "__name__", type(f).__name__) for f in sys.meta_path if type(f).__name__ != "_Imports"
         ],
         "modules": "launcher" in sys.modules,
     }

@@ -24,6 +24,11 @@ class FakeWorker:
         self.progress = (0, 0)
         self.phase = 0
         self.output_lines = 0
+        self.uses_ddp = True
+
+    @property
+    def is_known_by_output(self) -> bool:
+        return self.progress[0] == 0 or not self.uses_ddp
 
 
 class Looks:
@@ -86,6 +91,21 @@ def test_output_is_no_sign_of_life_once_there_was_a_step() -> None:
     for lines in range(1, 16):  # a thread that logs
         worker.output_lines = lines
         assert (looks.look().silent_s, looks.signs.longest_s) == (lines, [0, 0, 0])
+
+
+def test_without_ddp_steps_and_output_are_signs_of_life() -> None:
+    """When such a script evaluates is not known: what it writes says that it goes on."""
+    worker = FakeWorker(0)
+    worker.uses_ddp = False
+    looks = Looks(worker)
+    worker.progress = (5, 0)
+    looks.look()
+    assert looks.look(after_s=2).silent_s == 2
+    worker.output_lines = 1
+    assert (looks.look().silent_s, looks.signs.longest_s) == (0, [3, 0, 0])
+    assert looks.look(after_s=3).silent_s == 3
+    worker.progress = (6, 0)
+    assert (looks.look().silent_s, looks.signs.longest_s) == (0, [4, 0, 0])
 
 
 def test_each_phase_has_its_longest_silence() -> None:

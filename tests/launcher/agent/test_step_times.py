@@ -129,6 +129,30 @@ def test_more_steps_than_fit_are_summed_up_without_a_loss(reader: StepTimesReade
     assert math.isclose(sum(sum(times.phases_s) for times in steps), 6 * sum(range(1, 96)) / 100)
 
 
+def test_steps_counted_without_ddp_are_one_record_from_look_to_look(reader: StepTimesReader, sent: Sent) -> None:
+    reader.open(5, 1.0)
+    looks = [(0, 0.0), (3, 10.0), (7, 12.5), (7, 12.5), (8, 14.0), (2, 20.0), (4, 21.0)]  # the last ones: another count
+    for steps, ended in looks:
+        reader.count(5, steps, ended, 100.0)
+    reader.count(6, 1, 2.0, 100.0)  # a rank without a file
+    reader.send(100.0)
+    assert sent.records() == [
+        StepTimes(3, 5, step, steps, ended, (0.0,) * 5 + (length_s,))
+        for step, steps, ended, length_s in [(7, 4, 12.5, 2.5), (8, 1, 14.0, 1.5), (4, 2, 21.0, 1.0)]
+    ]
+    reader.send(101.0)
+    assert sent.messages == []
+
+
+@pytest.mark.parametrize("count", [(2**60, 12.0), (9, 9.0), (9, 0.5), (9, 1e6), (2**64 - 1, 2.0**64 / 1e9)])
+def test_a_count_that_cannot_be_true_is_left_out(reader: StepTimesReader, sent: Sent, count: tuple[int, float]) -> None:
+    reader.open(5, 1.0)
+    reader.count(5, 5, 10.0, 100.0)
+    reader.count(5, *count, 100.0)
+    reader.send(100.0)
+    assert sent.messages == []
+
+
 def test_what_was_overwritten_is_counted_as_lost(reader: StepTimesReader, ring: Ring, sent: Sent) -> None:
     ring.step(1)
     reader.send(1e5)

@@ -74,15 +74,16 @@ def test_the_seed_decides_whom_they_hit() -> None:
     assert hit(7) != hit(8)
 
 
-@pytest.mark.parametrize(("saves", "lost"), [({0: (2, 7), 1: (1, 30)}, 7), ({}, 57)])
+@pytest.mark.parametrize(("saves", "lost"), [({0: (2, 7), 1: (1, 30)}, 7), ({}, 57), (None, None)])
 def test_where_all_start_again_steps_are_lost_since_the_newest_checkpoint(
-    saves: dict[int, tuple[int, int]], lost: int
+    saves: dict[int, tuple[int, int]] | None, lost: int | None
 ) -> None:
+    """Without ddp (None) what was saved is not known."""
     drive = running("kill worker every 30s, seed 1", max_restarts=0)
     order = fault(drive, 30)
 
-    def exited(rank: int) -> dict[str, int]:
-        saved, unsaved = saves.get(rank, (0, 57))
+    def exited(rank: int) -> dict[str, int | None]:
+        saved, unsaved = (0, None) if saves is None else saves.get(rank, (0, 57))
         return {"steps": 57, "saved": saved, "unsaved": unsaved}
 
     ends(drive, order, **exited(order.rank))

@@ -25,6 +25,15 @@ class _Run:
     def wait(self, seconds: float) -> None:
         self.now += seconds
 
+    def train_without_ddp(self, steps: int) -> None:
+        """Make steps of a second, of which nothing else is known."""
+        for _ in range(steps):
+            self.now += 1.0
+            self._step += 1
+            for rank in (0, 1):
+                self.windows.add(StepTimes(self.attempt, rank, self._step, 1, self.now, (0.0,) * 5 + (1.0,)))
+        self._take()
+
     def train(self, steps: int, *, slow: float = 0.0) -> None:
         """Make steps of a second, of which 0.1 s are communication; rank 1 works `slow` longer."""
         for _ in range(steps):
@@ -130,6 +139,17 @@ def test_without_a_checkpoint_all_steps_of_the_attempt_are_made_twice(lost: int 
     run.begin_attempt(lost)
     run.train(10)
     assert _shown(run.parts()) == {"training": 15.0, "failures": 10.0}
+
+
+@pytest.mark.parametrize("lost", [None, 10_000])
+def test_of_a_script_without_ddp_nothing_is_known_to_be_made_twice(lost: int | None) -> None:
+    run = _Run()
+    run.train_without_ddp(10)
+    run.fail(3.0, 1.0)
+    run.begin_attempt(lost)
+    run.train_without_ddp(10)
+    assert _shown(run.parts()) == {"training": 20.0, "failures": 4.0}
+    assert run.parts().repeated == 0.0
 
 
 def test_where_the_others_live_on_what_a_step_takes_longer_is_the_failure() -> None:

@@ -211,6 +211,21 @@ def test_a_slow_rank_that_goes_is_not_said_to_be_fast_again() -> None:
     assert detector.now == []
 
 
+def test_ranks_whose_steps_are_not_divided_are_not_compared() -> None:
+    """Rank 1 makes steps of twice the length: without ddp nobody knows who waits for whom."""
+    windows, told = Windows(), list[Any]()
+    detector = detector_of(told)
+    for step in range(1, 1001):
+        for rank in (0, 1, 2):
+            length = 0.2 if rank == 1 else 0.1
+            if rank != 1 or step % 2 == 0:
+                windows.add(StepTimes(0, rank, step, 1, 0.1 * step, (0.0,) * 5 + (length,)))
+        for window in windows.take():
+            detector.add(window)
+    assert told == []
+    assert (detector.now, detector.slowest) == ([], None)
+
+
 def test_one_rank_alone_is_compared_with_nobody() -> None:
     told, detector = simulated(ranks=1, slower=lambda step, _: {"data": 1.0} if step > 100 else {})
     assert told == []
