@@ -33,12 +33,14 @@ _LARGEST_STEP = 2**53
 
 
 class _Ring:
-    """What one worker records, from `began` on."""
+    """What one worker records, from `began` on; it numbers its steps from 1, and `before` it the rank made so many."""
 
-    def __init__(self, rank: int, path: str, began: float) -> None:
+    def __init__(self, rank: int, path: str, began: float, before: int) -> None:
         """Raises OSError."""
         self.rank = rank
         self.file = MemoryFile("timeline", path, _HEADER.size + RECORDS * _RECORD.size)
+        self.steps = before  # that the rank has made, as far as they were taken
+        self._before = before
         self._began = began
         self._read = 0  # how many records were
         self._counted = (0, began)  # steps that were counted without ddp, and when the last of them ended
@@ -50,7 +52,7 @@ class _Ring:
         made, length_s = steps - before, ended - since
         if before and 0 < made <= LOST_AT_MOST and length_s > 0.0 and self._may_be(steps, self._began, ended, now):
             phases_s = (*(0.0 for _ in PHASES[1:]), length_s)
-            self._made.append(StepTimes(attempt, self.rank, steps, made, ended, phases_s))
+            self._made.append(StepTimes(attempt, self.rank, self._before + steps, made, ended, phases_s))
 
     def take(self, attempt: int, now: float, at_most: int) -> tuple[list[Record], int]:
         """Return what has come since the last time, in order, and how many records were lost."""
@@ -68,6 +70,7 @@ class _Ring:
                 details.append(record)
             else:
                 lost += 1
+        self.steps = max(self.steps, *(each.step for each in steps), 0)
         last = max((detail.step for detail in details), default=0)
         shown = [detail for detail in details if detail.step == last]
         shown = sorted(shown, key=lambda detail: detail.ended - detail.began)[-DETAILS * at_most :]
@@ -102,9 +105,8 @@ class _Ring:
             longest_s = ended - self._began
             if not self._may_be(step, self._began, ended, now) or min(phases_s) < 0 or max(phases_s) > longest_s:
                 return None
-            return StepTimes(
-                attempt=attempt, rank=self.rank, step=int(step), steps=1, ended=ended, phases_s=tuple(phases_s)
-            )
+            number = self._before + int(step)
+            return StepTimes(attempt, self.rank, number, steps=1, ended=ended, phases_s=tuple(phases_s))
         if kind == _SPAN:
             span, began, ended = values[:3]
             if not self._may_be(0, began, ended, now) or span not in range(len(SPANS)):
@@ -115,10 +117,10 @@ class _Ring:
             return None
         if not self._may_be(step, began, ended, now):
             return None
-        return Detail(attempt, self.rank, int(step), PHASES[int(phase)], int(bucket), began, ended)
+        return Detail(attempt, self.rank, self._before + int(step), PHASES[int(phase)], int(bucket), began, ended)
 
     def _may_be(self, step: float, began: float, ended: float, now: float) -> bool:
-        return 0 <= step <= _LARGEST_STEP and self._began <= began <= ended <= now + _LATE_S
+        return 0 <= step <= _LARGEST_STEP - self._before and self._began <= began <= ended <= now + _LATE_S
 
 
 def _summed(steps: list[StepTimes], at_most: int) -> Iterable[StepTimes]:
@@ -148,9 +150,10 @@ class StepTimesReader:
 
     def open(self, rank: int, now: float) -> str:
         """Return the file for a worker that is about to start; empty if none can be had."""
+        before = ring.steps if (ring := self._rings.get(rank)) is not None else 0
         self._close(rank)
         try:
-            self._rings[rank] = _Ring(rank, f"{self._folder}/{self._attempt}-{rank}.timeline", now)
+            self._rings[rank] = _Ring(rank, f"{self._folder}/{self._attempt}-{rank}.timeline", now, before)
         except OSError:  # no memory or no descriptor: the worker does without
             return ""
         return self._rings[rank].file.path

@@ -178,7 +178,9 @@ def test_only_the_longest_details_of_the_newest_step_are_sent(reader: StepTimesR
     assert min(record.ended for record in details) > 180.0, "the longest"
 
 
-def test_a_worker_that_starts_again_begins_anew(reader: StepTimesReader, ring: Ring, sent: Sent) -> None:
+def test_a_worker_that_starts_again_counts_on_from_the_steps_of_the_one_before(
+    reader: StepTimesReader, ring: Ring, sent: Sent
+) -> None:
     ring.step(1)
     reader.send(1000.0)
     again = Ring(reader.open(5, 2.0))
@@ -186,7 +188,9 @@ def test_a_worker_that_starts_again_begins_anew(reader: StepTimesReader, ring: R
     sent.messages.clear()
     reader.send(1001.0)
     os.close(again.file)
-    assert [record.ended for record in sent.records()] == [106.0]
+    (record,) = sent.records()
+    assert isinstance(record, StepTimes)
+    assert (record.ended, record.step) == (106.0, 2)
 
 
 @pytest.mark.parametrize(
