@@ -246,6 +246,18 @@ def own_folders(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
     monkeypatch.setenv("TMPDIR", str(folder / "temp"))
 
 
+@pytest.fixture
+def own_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder in which the test types, with a list of runs of its own in `state`, which all end with the test."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    yield tmp_path
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))  # which the test may have changed
+    for entry in entries():
+        if not entry.state and entry.lives:
+            run_dtrain("stop", "--kill", entry.run_id)
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, own_folders: None

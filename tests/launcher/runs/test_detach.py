@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +35,9 @@ NOBODY = 65534
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder in which the tests type, with script.py; the list of runs is empty, and all end with the test."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    (tmp_path / "script.py").write_text(SCRIPT)
-    yield tmp_path
-    for run in ps("--all"):
-        if run["exit_code"] is None and run["state"] != "lost":
-            run_dtrain("stop", "--kill", run["run_id"])
+def folder(own_runs: Path) -> Path:
+    (own_runs / "script.py").write_text(SCRIPT)
+    return own_runs
 
 
 def dtrain(*words: str) -> Result:

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +27,9 @@ HEADLINE = re.compile(r"rank 1 on \S+ \(pid \d+\) raised an exception after .* s
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder in which the tests type, with script.py; the list of runs is empty, and all end with the test."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    (tmp_path / "script.py").write_text(SCRIPT)
-    yield tmp_path
-    for entry in entries():
-        if not entry.state and entry.lives:
-            run_dtrain("stop", "--kill", entry.run_id)
+def folder(own_runs: Path) -> Path:
+    (own_runs / "script.py").write_text(SCRIPT)
+    return own_runs
 
 
 def failed(run_id: str, *words: str) -> Result:

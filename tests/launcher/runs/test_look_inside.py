@@ -76,11 +76,9 @@ def train(state):
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    (tmp_path / "train.py").write_text(TRAINING)
-    return tmp_path
+def folder(own_runs: Path) -> Path:
+    (own_runs / "train.py").write_text(TRAINING)
+    return own_runs
 
 
 def outcome(run_id: str) -> dict[str, Any]:

@@ -20,10 +20,8 @@ WAITS = "import pathlib, time\nprint('up', flush=True)\nwhile not pathlib.Path('
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    return tmp_path
+def folder(own_runs: Path) -> Path:
+    return own_runs
 
 
 def told() -> dict[str, str]:

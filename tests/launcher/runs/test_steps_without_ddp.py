@@ -46,12 +46,10 @@ dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+def folder(own_runs: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    (tmp_path / "train.py").write_text(TRAINING)
-    return tmp_path
+    (own_runs / "train.py").write_text(TRAINING)
+    return own_runs
 
 
 def _answer(*words: str) -> Any:
