@@ -86,7 +86,13 @@ _COMMUNICATION = re.compile(
     "|init_process_group|new_group|destroy_process_group|rendezvous|_exchange"
     "|^meet$|^_?settle$"  # of ddp: ranks that meet again, and what waits for collectives on a device
 )
-_WAITING_PARTS = ("/torch/distributed/", "/torch/cuda/", "/torch/accelerator/", "/torch/xpu/")
+_WAITING_PARTS = (
+    "/torch/distributed/",
+    "/torch/nn/parallel/distributed.py",  # whose forward broadcasts buffers, in C++
+    "/torch/cuda/",
+    "/torch/accelerator/",
+    "/torch/xpu/",
+)
 
 
 def odd_ranks(evidence: Sequence[Evidence]) -> tuple[int, ...]:

@@ -36,6 +36,8 @@ WRAPPER = (f"{TORCH}/distributed/c10d_logger.py", 81, "wrapper")
 BACKWARD = (f"{TORCH}/autograd/graph.py", 824, "_engine_run_backward")
 IN_ALL_REDUCE = stack(ALL_REDUCE, WRAPPER, STEP, MAIN)
 IN_BACKWARD = stack(BACKWARD, STEP, MAIN)
+BROADCAST = (f"{TORCH}/nn/parallel/distributed.py", 2183, "_distributed_broadcast_coalesced")
+IN_BROADCAST = stack(BROADCAST, (f"{TORCH}/nn/parallel/distributed.py", 1697, "forward"), STEP, MAIN)
 LOADING = stack(("/home/me/data.py", 7, "load"), STEP, MAIN)
 
 PYTHON_3_10 = """\
@@ -283,6 +285,7 @@ ODD = {
     "one is in another collective": ([IN_ALL_REDUCE, stack((ALL_REDUCE[0], 9, "barrier"), MAIN), IN_ALL_REDUCE], ()),
     "one cannot be asked": ([IN_ALL_REDUCE, IN_ALL_REDUCE, ""], (2,)),
     "torch's wrapper waits in backward": ([IN_BACKWARD, IN_BACKWARD, LOADING], (2,)),
+    "torch's wrapper broadcasts buffers in forward": ([IN_BROADCAST, IN_BROADCAST, LOADING], (2,)),
     "one computes a gradient": ([IN_ALL_REDUCE, IN_ALL_REDUCE, IN_BACKWARD], (2,)),
     "our wrapper waits": ([stack((str(DDP / "reducer.py"), 9, "_wait"), BACKWARD, STEP)] * 2 + [LOADING], (2,)),
     "most wait for a device": (
