@@ -165,7 +165,9 @@ class CallbackList:
         code, rank = divmod(code, world.world_size)
         code, place = divmod(code, len(_HOOKS))
         step, index = divmod(code, len(self._callbacks))
-        raise DdpError(f"{self._what(index, _HOOKS[place], step)}, on rank {rank}: see its output")
+        elsewhere = DdpError(f"{self._what(index, _HOOKS[place], step)}, on rank {rank}: see its output")
+        elsewhere.failed_ranks = (rank,)
+        raise elsewhere
 
     def _what(self, index: int, hook: str, step: int) -> str:
         return f"the callback {type(self._callbacks[index]).__name__} failed in {hook}, at step {step}"

@@ -464,7 +464,10 @@ class Trainer(Training):
             failed = bool(self.strategy.reduce("max", failed))
         if failed:
             reason = "see the output of replica 0" if problem is None else f"{type(problem).__name__}: {problem}"
-            raise DdpError(f"could not {what}: {reason}") from problem
+            together = DdpError(f"could not {what}: {reason}")
+            if problem is None:
+                together.failed_ranks = ()
+            raise together from problem
 
     def _loader(self, data: Any, global_batch_size: int | None, *, shuffle: bool = False) -> ReplicaLoader:
         if isinstance(data, ReplicaLoader):

@@ -343,7 +343,9 @@ def _breaks_on_one_replica(hook: str) -> str:
     one = trainer([Breaks(hook, 2, replica=dist.get_world_size() - 1)], log_every=4)
     with pytest.raises(ddp.errors.DdpError) as raised:
         one.fit(data(), epochs=3, validation=data(), global_batch_size=BATCH)
-    assert (raised.value.__cause__ is not None) == (dist.get_rank() == dist.get_world_size() - 1)
+    last = dist.get_world_size() - 1
+    assert (raised.value.__cause__ is not None) == (dist.get_rank() == last)
+    assert raised.value.failed_ranks == (None if dist.get_rank() == last else (last,))  # a consequence of the last
     if hook == "on_evaluate_begin":
         with pytest.raises(ddp.errors.DdpError, match="Breaks failed in on_evaluate_begin"):
             one.evaluate(data())

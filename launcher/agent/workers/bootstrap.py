@@ -324,12 +324,21 @@ def _position(error: BaseException) -> tuple[str, str]:
 
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}", ""
-    frames = [*traceback.extract_tb(error.__traceback__, limit=-1000), *_frames_elsewhere(_text(error))]
     ours = os.path.abspath(__file__).rpartition("/launcher/")[0]
     library = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     foreign = ("<", *(folder + os.sep for folder in (*library, f"{ours}/launcher", f"{ours}/ddp")))
     installed = ("/site-packages/", "/dist-packages/")  # the user's and Debian's, wherever they are
-    own = [f for f in frames if not (f.filename.startswith(foreign) or any(part in f.filename for part in installed))]
+
+    def read(error: BaseException) -> tuple[list[traceback.FrameSummary], list[traceback.FrameSummary]]:
+        found = [*traceback.extract_tb(error.__traceback__, limit=-1000), *_frames_elsewhere(_text(error))]
+        return found, [
+            f for f in found if not (f.filename.startswith(foreign) or any(part in f.filename for part in installed))
+        ]
+
+    frames, own = read(error)
+    if error.__cause__ is not None and frames and frames[-1].filename.startswith(f"{ours}/ddp{os.sep}"):
+        cause, own_of_cause = read(error.__cause__)  # ddp raises again what a function of the user's has raised
+        frames, own = (cause, own_of_cause) if own_of_cause else (frames, own)
     if not frames:
         return "", ""
     deepest = (own or frames)[-1]

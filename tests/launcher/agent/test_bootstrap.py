@@ -209,6 +209,17 @@ WHERE = {
         "script.py:6 in f",
         "backward",
     ),
+    "in a function that our ddp calls": (
+        "import os, torch, ddp; del os.environ['RANK']\n"
+        "class Watch(ddp.callbacks.Callback):\n"
+        "  def on_fit_begin(self): {}['x']\n"
+        "net = torch.nn.Linear(1, 1)\n"
+        "optimizer = torch.optim.SGD(net.parameters())\n"
+        "data = torch.utils.data.TensorDataset(torch.ones(2, 1), torch.ones(2, 1))\n"
+        "ddp.Trainer(net, optimizer, torch.nn.MSELoss(), callbacks=[Watch()]).fit(data, epochs=1)",
+        "script.py:3 in on_fit_begin",
+        "on_fit_begin",
+    ),
     "in a worker of a DataLoader": (
         "import torch\nfrom torch.utils.data import DataLoader\n"
         "class Data(torch.utils.data.Dataset):\n"
