@@ -10,7 +10,7 @@ DdpError(RuntimeError)
 │   └── MissingNameError     Horovod has this name, ddp.horovod has not (also an AttributeError)
 ├── LayoutMismatchError      the ranks wrap different modules
 ├── BackwardError            a backward pass that cannot be reduced exactly
-├── PeerFailedError          another rank's forward or backward raised an exception in this step
+├── PeerFailedError          another rank's forward, backward or callback raised an exception in this step
 ├── DriftError               the replicas' weights are no longer equal
 ├── NonFiniteError           an optimizer was about to step with gradients that are infinite or no numbers
 ├── ReplacementError         a replaced rank, or those that it left behind, cannot go on where it was

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp.data.replica_loader import ReplicaLoader
-from ddp.errors import ArgumentError, DdpError
+from ddp.errors import ArgumentError, DdpError, PeerFailedError
 from ddp.strategies.strategy import Strategy
 
 __all__ = ["Callback", "CallbackList", "Training"]
@@ -150,7 +150,7 @@ class CallbackList:
             self.raise_failure(together=False)
 
     def raise_failure(self, *, together: bool) -> None:
-        """Raise DdpError for what failed here or, `together` with all others, on another process."""
+        """Raise DdpError for what failed here or, `together` with all others, PeerFailedError for another process."""
         failure, self._failure = self._failure, None
         world = self._strategy.world
         code = -1
@@ -165,9 +165,8 @@ class CallbackList:
         code, rank = divmod(code, world.world_size)
         code, place = divmod(code, len(_HOOKS))
         step, index = divmod(code, len(self._callbacks))
-        elsewhere = DdpError(f"{self._what(index, _HOOKS[place], step)}, on rank {rank}: see its output")
-        elsewhere.failed_ranks = (rank,)
-        raise elsewhere
+        what = self._what(index, _HOOKS[place], step)
+        raise PeerFailedError(f"{what}, on rank {rank}: see its output", failures={rank: what}, failed_ranks=(rank,))
 
     def _what(self, index: int, hook: str, step: int) -> str:
         return f"the callback {type(self._callbacks[index]).__name__} failed in {hook}, at step {step}"
