@@ -1,13 +1,14 @@
 """Recovery beside torchrun: from the KILL of one of the ranks until all are through init_process_group again.
 
-    python scripts/bench/recovery.py [--pairs 7] [--workers 2] [--state-mb 1] [--json]
+    python scripts/bench/recovery.py [--pairs 7] [--workers 2] [--state-mb 1] [--imports tqdm,transformers] [--json]
     python scripts/bench/recovery.py --kills 100 [--workers 2] [--seed 1]
     python scripts/bench/recovery.py --lost-host [--pairs 3]
     python scripts/bench/recovery.py --only torchft --torchft PYTHON
 
 In turns in one run; the ratio to torchrun is the median over pairs next to each other. torchrun gets
 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which its second attempt seldom comes up. Workers of `resilient` train
-under `ddp.resilient`, and are measured until all have committed their next step; the others only meet.
+under `ddp.resilient`, and are measured until all have committed their next step; the others only meet. With
+--imports, all scripts begin with these imports, for an environment as people have it (.venv-full).
 
 With --torchft, the interpreter of an environment that has torchft, that one trains beside them in the way of its own
 example: a lighthouse, and a torchrun for each replica. It is measured until the replaced worker has made a step with
@@ -150,6 +151,7 @@ def main() -> None:
     parser.add_argument("--torchft", metavar="PYTHON", help="measure torchft as well, which this interpreter has")
     parser.add_argument("--only", choices=(*COMMANDS, "torchft"), help="measure one of them, without ratios")
     parser.add_argument("--lost-host", action="store_true", help="lose a host instead, and have it back")
+    parser.add_argument("--imports", metavar="MODULES", default="", help="what the scripts import first, by commas")
     parser.add_argument("--json", action="store_true", help="one object a line instead of the table")
     args = parser.parse_args()
     if args.lost_host:
@@ -163,12 +165,13 @@ def main() -> None:
         sys.exit(compare_with_kills(args.kills, args.workers, random.Random(args.seed)))
     commands = (*COMMANDS, "torchft") if args.torchft else COMMANDS
     times: dict[str, list[float]] = {name: [] for name in commands if args.only in (None, name)}
+    imports = "".join(f"import {module}\n" for module in args.imports.split(",") if module)
     os.environ["RECOVERY_TORCHFT"] = args.torchft or ""
     os.environ["RECOVERY_STATE_MB"] = str(args.state_mb)
     with tempfile.TemporaryDirectory() as name:
         for pair in range(args.pairs + 1):
             for command, taken in times.items():
-                argv = argv_of(command, args.workers, Path(name))
+                argv = argv_of(command, args.workers, Path(name), imports)
                 took_s = recover(argv, args.workers, Path(name, f"{command}{pair}"))
                 if pair:  # the first pair warms the file cache
                     taken.append(took_s)
@@ -304,9 +307,9 @@ def lose_hosts(times: int) -> None:
             hosts.reset()
 
 
-def argv_of(command: str, workers: int, folder: Path) -> list[str]:
+def argv_of(command: str, workers: int, folder: Path, imports: str) -> list[str]:
     script = folder / f"{command}_script.py"
-    script.write_text({"resilient": RESILIENT, "torchft": TORCHFT}.get(command, SCRIPT))
+    script.write_text(imports + {"resilient": RESILIENT, "torchft": TORCHFT}.get(command, SCRIPT))
     if command == "torchft":
         return torchft_argv(Path(os.environ["RECOVERY_TORCHFT"]), workers, script)
     options = ["--nproc-per-node", str(workers), "--max-restarts", "1", str(script)]

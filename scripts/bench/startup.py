@@ -1,12 +1,13 @@
 """Start-up beside torchrun: wall time, CPU seconds and memory of whole commands, in turns in one run.
 
-    python scripts/bench/startup.py [--pairs 7] [--workers 2] [--no-ssh] [--json]
+    python scripts/bench/startup.py [--pairs 7] [--workers 2] [--no-ssh] [--imports tqdm,transformers] [--json]
 
 Two scripts: one that does nothing, one that does init_process_group("gloo") and a barrier; that one also as a second
 run on what `--keep-warm` has left, on this machine and on an SSH host on loopback. Ratios are medians over pairs of
 runs next to each other. CPU seconds are those of the command and all that it started and waited for, so of a warm run
 those of dtrain alone. Memory is the largest sum of the proportional share (PSS) of all its processes, sampled in a run
-of its own. --json: one object a line instead of the table, for plots.py, and no warm runs.
+of its own. --imports: both scripts begin with these imports, for an environment as people have it (.venv-full).
+--json: one object a line instead of the table, for plots.py, and no warm runs.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=7, help="runs of each command [%(default)s]")
     parser.add_argument("--workers", type=int, default=2, help="workers of each run [%(default)s]")
     parser.add_argument("--no-ssh", action="store_true", help="without a host over SSH")
+    parser.add_argument("--imports", metavar="MODULES", default="", help="what the scripts import first, by commas")
     parser.add_argument("--json", action="store_true", help="one object a line instead of the table")
     args = parser.parse_args()
     if not args.json:
@@ -60,6 +62,7 @@ def main() -> None:
         print(
             f"{'script':30} {'command':12} {'wall s':>7} {'CPU s':>7} {'peak MB':>8} {'agent MB':>9}   ratio wall, CPU"
         )
+    imports = "".join(f"import {name}\n" for name in args.imports.split(",") if name)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as at_end:
         os.environ["XDG_RUNTIME_DIR"] = folder  # where what is kept warm is found
         lab = None
@@ -67,7 +70,7 @@ def main() -> None:
             lab = at_end.enter_context(SshHosts(Path(folder, "lab"), count=1, env={"XDG_RUNTIME_DIR": folder}))
         for name, text in SCRIPTS.items():
             script = Path(folder, "script.py")
-            script.write_text(text)
+            script.write_text(imports + text)
             compare(name, script, args, Path(folder), lab if text else None, warm=bool(text) and not args.json)
 
 
