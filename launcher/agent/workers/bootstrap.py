@@ -4,8 +4,8 @@ Started by the agent as `python -u .../workers/bootstrap.py script|module TARGET
 FUNCTION_FILE RESULT_FILE`. Imports nothing of the launcher, so that the script finds a clean process: its own
 `__main__`, sys.argv, sys.path and tracebacks. Besides that it writes the error files for an exception that nobody
 caught, has a crash print where it happened, wakes the rendezvous store when torch is about to be imported, counts the
-steps of torch's optimizers, lets the agent open a debugger, and ends the process where a process group of torch is left
-open.
+steps of torch's optimizers, lets the agent open a debugger, keeps process groups of torch that the script has closed
+until they are at rest, and ends a process that had one.
 """
 
 from __future__ import annotations
@@ -32,8 +32,11 @@ LEAVE_S = 60.0  # for collectives that are under way when the script ends
 _IMPORT_PAUSE_S = 0.02
 _DEBUGPY = ("debugpy", "pydevd", "_pydev")  # how its packages begin
 _STEP_HOOKS = "register_optimizer_step_post_hook"  # of torch.optim.optimizer
+_GROUPS, _CLOSE = "torch.distributed.distributed_c10d", "destroy_process_group"
+KEPT_S = 1.0
 _OUTPUT_FAILED = 120  # what Python ends with when standard output cannot be written
 
+_closed_groups: list[tuple[float, object]] = []  # when each was closed
 _pid = 0  # of the worker: a process that the script forks is not it
 
 
@@ -379,7 +382,7 @@ def _end(error: BaseException | None) -> None:
         if status:
             _write_exit_facts(status, error)
         error.__traceback__ = error.__context__ = None  # they would keep what the script holds
-    if not has_open_group():
+    if not ends_without_teardown():
         return
     if isinstance(error, SystemExit) and not isinstance(error.code, int | None):
         print(error.code, file=sys.stderr)
@@ -396,11 +399,16 @@ def _end(error: BaseException | None) -> None:
             step()
         except BaseException as problem:
             sys.excepthook(type(problem), problem, problem.__traceback__)
-    if has_open_group():
+    if ends_without_teardown():
         _end_without_teardown(status, by_sigint=isinstance(error, KeyboardInterrupt))
 
 
-def has_open_group() -> bool:
+def ends_without_teardown() -> bool:
+    """Whether a process group is open, or was closed and is kept."""
+    return bool(_closed_groups) or _has_open_group()
+
+
+def _has_open_group() -> bool:
     is_open = getattr(sys.modules.get("torch.distributed"), "is_initialized", None)
     return is_open is not None and is_open()
 
@@ -420,7 +428,7 @@ def _end_without_teardown(status: int, *, by_sigint: bool) -> NoReturn:
 
     _drop_globals(sys.modules["__main__"].__dict__)
     gc.collect()
-    if status == 0 and os.getpid() == _pid:  # else a collective of this rank may never end
+    if status == 0 and os.getpid() == _pid and _has_open_group():  # else a collective of this rank may never end
         _close_groups()
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -490,7 +498,7 @@ class _Imports:
 
     def __init__(self) -> None:
         self._wakes_store = os.environ.get("RANK") == "0"
-        self._counts_steps = False
+        self._keeps_groups = self._counts_steps = False
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> None:
         if not name.startswith("torch"):
@@ -501,7 +509,11 @@ class _Imports:
             _wake_store()
 
     def look(self) -> None:
-        """Count the steps of torch's optimizers from now on, if these are there."""
+        """Keep groups that are closed, and count the steps of torch's optimizers, from now on, if torch has them."""
+        groups = sys.modules.get(_GROUPS)
+        if not self._keeps_groups and groups is not None and hasattr(groups, _CLOSE):
+            self._keeps_groups = True
+            _keep_closed_groups(groups)
         if self._counts_steps or not hasattr(sys.modules.get("torch.optim.optimizer"), _STEP_HOOKS):
             return
         self._counts_steps = True
@@ -509,6 +521,30 @@ class _Imports:
         counter = types.ModuleType("dtrain step_counter")  # not in sys.modules: the script is not to find it
         importlib.machinery.SourceFileLoader(counter.__name__, path).exec_module(counter)
         counter.count_optimizer_steps()
+
+
+def _keep_closed_groups(groups: Any) -> None:
+    """Have torch's destroy_process_group keep the groups, unused, for KEPT_S: so long they may still be at work.
+
+    A thread of gloo that gives the tensors of the last collective back needs the interpreter for that. Who drops the
+    last reference to a group, often with the model, holds the interpreter and waits for that thread: torch 2.13 hangs.
+    """
+    import functools
+    import time
+
+    close = getattr(groups, _CLOSE)
+
+    @functools.wraps(close)
+    def destroy_process_group(*args: Any, **kwargs: Any) -> Any:
+        now = time.monotonic()
+        at_work = [(at, group) for at, group in _closed_groups if now - at < KEPT_S]
+        open_groups = [(now, group) for group in getattr(getattr(groups, "_world", None), "pg_map", ())]
+        _closed_groups[:] = at_work + open_groups
+        return close(*args, **kwargs)
+
+    for module in (groups, sys.modules.get("torch.distributed")):
+        if getattr(module, _CLOSE, None) is close:
+            setattr(module, _CLOSE, destroy_process_group)
 
 
 def _wake_store() -> None:

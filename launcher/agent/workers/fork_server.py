@@ -310,7 +310,7 @@ def _thaw() -> None:
     With finalizers and what extensions count, such as the types of nanobind. Once is enough: the end's first collection
     is made here, without all that, and the next one, after the modules are cleared, goes through it.
     """
-    if bootstrap.has_open_group():  # which ends without that
+    if bootstrap.ends_without_teardown():  # which ends without that
         return
     if gc.isenabled():
         gc.collect()
