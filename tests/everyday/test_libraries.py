@@ -11,7 +11,7 @@ from testbed.processes import run_dtrain
 from testbed.require import require
 
 SCRIPTS = [
-    Script("ddp_wandb", ("wandb", "matplotlib"), shows_steps=True),
+    Script("ddp_wandb", ("wandb", "matplotlib")),
     Script("hf_trainer", ("transformers", "accelerate", "datasets")),
     Script("lightning_ddp", ("lightning",)),
     Script("accelerate_loop", ("accelerate",)),

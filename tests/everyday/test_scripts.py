@@ -8,9 +8,9 @@ from testbed.everyday import WAYS, Script, check
 SCRIPTS = [
     Script("torch_tqdm"),
     Script("torch_checkpoint", restarts="all"),
-    Script("ddp_tqdm", ("sklearn",), shows_steps=True),
-    Script("resilient", ("sklearn",), shows_steps=True, restarts="worker"),
-    Script("trainer_fit", ("sklearn",), shows_steps=True, restarts="worker"),
+    Script("ddp_tqdm", ("sklearn",)),
+    Script("resilient", ("sklearn",), restarts="worker"),
+    Script("trainer_fit", ("sklearn",), restarts="worker"),
     Script("late_imports"),
 ]
 

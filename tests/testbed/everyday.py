@@ -15,8 +15,6 @@ WAYS = ["normal", "kill", "exception", "hang"]
 LIMIT_S = 240.0
 # A hang is a silence ten times longer than any before: on a busy machine that may be a minute.
 HANG = ["--hang", "5s"]
-# Where dtrain sees no steps, a run ends if no rank writes anything. A start, with its imports, is silent too.
-STALL = ["--stall-timeout-s", "12", "--start-timeout-s", "40"]
 
 _LEFT = r"0 processes left on 1 host(?: \(\d+ process(?:es)? outlived the workers and (?:was|were) ended\))?"
 # What may follow on the line with the cause, as launcher/README.md shows it.
@@ -36,11 +34,10 @@ _DETAILS = re.compile(
 
 @dataclass(frozen=True)
 class Script:
-    """A script. `shows_steps`: dtrain sees its steps. `restarts`: what starts again after a failure, if anything."""
+    """A script. `restarts`: what starts again after a failure, if anything."""
 
     name: str
     needs: tuple[str, ...] = ()
-    shows_steps: bool = False
     restarts: str = ""  # "worker" or "all"
 
     @property
@@ -64,7 +61,7 @@ def check(script: Script, way: str, folder: Path) -> None:
     restarts = script.restarts if way != "normal" else ""
     options = ["--nproc-per-node", "2", *(["--max-restarts", "1"] if restarts else [])]
     if way == "hang":
-        options += HANG if script.shows_steps else [*HANG, *STALL]
+        options += HANG
     environment = {
         "TROUBLE": "" if way == "normal" else way,
         "HF_HOME": str(folder / "hugging_face"),
@@ -80,7 +77,7 @@ def check(script: Script, way: str, folder: Path) -> None:
         del said[0]
     assert (folder / "trouble_came").exists() is (way != "normal"), result
     has_trained = re.search(r"^\[\S+:0\].*\bfinished: \d+ ", result.stdout, re.MULTILINE) is not None
-    happened = _happened(script, way)
+    happened = _happened(way)
     if way == "normal" or restarts:
         assert (result.returncode, has_trained) == (0, True), result
         count = ", 1 restart" if restarts else ""
@@ -108,17 +105,14 @@ def check(script: Script, way: str, folder: Path) -> None:
         assert "while 1 other rank waits for it" in said[0] or "look at rank 1 first" in report, result
 
 
-def _happened(script: Script, way: str) -> str:
+def _happened(way: str) -> str:
     """Return a pattern of the words by which the cause begins."""
-    rank = r"rank 1 on \S+(?: \(pid \d+\))?"
-    if way == "hang" and not script.shows_steps:
-        return rf"(?:no rank has made progress for 12 s|{rank} hung after)"
     what = {
         "kill": "was killed by SIGKILL",
         "exception": r"raised (?:an exception|\w+Error) after",
         "hang": "hung after",
     }
-    return rf"{rank} {what.get(way, '')}"
+    return rf"rank 1 on \S+(?: \(pid \d+\))? {what.get(way, '')}"
 
 
 def _said(result: Result) -> list[str]:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from testbed.processes import run_dtrain
 
-# A thread of gloo gives the tensors of the last collectives back, while the model drops the last reference to the group.
+# A thread of gloo gives the tensors of the last collectives back when the model drops the last reference to the group.
 TRAINS = """
 import torch
 import torch.distributed as dist
