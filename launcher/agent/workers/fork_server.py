@@ -65,6 +65,10 @@ class _UnfitError(BaseException):
     """This process must not be forked: why. No `except Exception` of a package is to hold it up."""
 
 
+# Other ones in each connection: copies of all variables have them, and who wants one of them asks by its name.
+_OF_A_LOGIN = {"SSH_CLIENT", "SSH_CONNECTION", "SSH_TTY", "XDG_SESSION_ID"}
+
+
 class _Environ(os._Environ):  # type: ignore[type-arg]  # in Python 3.10 it takes no arguments when run
     """os.environ and os.environb while packages are imported: note what is read, and what may differ between workers.
 
@@ -284,7 +288,8 @@ def _fits(order: dict[str, Any], found: Any) -> dict[str, Any]:
     differing = {name for name, _ in env.items() ^ _found_by_imports.items()}
     looked_for = (*_Environ.begins, *libraries)
     for name in sorted(differing):
-        is_read = _Environ.copied or name in _Environ.read or name.startswith(looked_for)
+        is_in_copies = _Environ.copied and name not in _OF_A_LOGIN
+        is_read = is_in_copies or name in _Environ.read or name.startswith(looked_for)
         if is_read and not name.startswith(_Environ.per_worker):
             reason = reason or f"not the same as then: {name}"
     if _Environ.copied and not {*order["names"]} <= {*_Environ.names}:
