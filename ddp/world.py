@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import inspect
 import os
 import sys
 import threading
@@ -380,7 +381,7 @@ def _drop_group() -> None:
     for owner, let_go in list(_owners.items()):
         let_go(owner)
     if dist.is_initialized():
-        dist.destroy_process_group()
+        inspect.unwrap(dist.destroy_process_group)()  # under dtrain another one keeps the groups for a while
     gc.collect()
 
 

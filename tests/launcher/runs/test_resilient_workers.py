@@ -47,6 +47,8 @@ while True:
         print("dies", generation, time.monotonic(), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     generation = news.get(timeout=90)
+with open(os.environ["DTRAIN_PROGRESS_FILE"], "r+b") as file:
+    file.write(struct.pack("<QQQ", 1, 0, 0))  # it ends as an ordinary process
 """
 
 
