@@ -601,7 +601,7 @@ def lost_rank_is_named() -> str | None:
         loss_of(model, x, y).backward()
     assert caught.value.rank == dist.get_rank()
     store = dist.distributed_c10d._get_default_store()
-    store.set(f"caught.{dist.get_rank()}", b"")  # one that ends before another has asked is missing, too
+    store.set(f"caught.{dist.get_rank()}", "")  # one that ends before another has asked is missing, too
     store.wait([f"caught.{rank}" for rank in range(dist.get_world_size() - 1)])
     return str(caught.value)
 
