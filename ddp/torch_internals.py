@@ -388,13 +388,18 @@ def number_groups_anew() -> None:
         world.group_count = 0
 
 
+def open_groups() -> list[Any]:
+    """The groups of this process that torch knows of. 2.0."""
+    return list(getattr(getattr(dist.distributed_c10d, "_world", None), "pg_map", ()))
+
+
 def abort_on_devices() -> None:
     """Abort what this process's groups do on devices, from any thread; they are of no use then. Blocks. 2.6.
 
     All within one of NCCL's group calls, as torch does it: one communicator may wait for the kernels of another. What
     torch does not know, of groups or of calls, is left out: then the process does not come back, and is ended.
     """
-    groups = list(getattr(getattr(dist.distributed_c10d, "_world", None), "pg_map", {})) or [dist.group.WORLD]
+    groups = open_groups() or [dist.group.WORLD]
     backends = [
         backend_of(group, device)
         for group in groups

@@ -40,7 +40,8 @@ from ddp.generation.meeting import refuse as refuse_to_meet
 from ddp.generation.pending_group import is_pending, make_pending_group
 from ddp.group_store import leave_file, store_at_address, store_without_address
 from ddp.monitoring.progress import set_restart_policy
-from ddp.torch_internals import backend_of, device_types_of, is_by_gloo, number_groups_anew
+from ddp.monitoring.stall_report import connections_are
+from ddp.torch_internals import backend_of, device_types_of, is_by_gloo, number_groups_anew, open_groups
 
 __all__ = ["World", "init"]
 
@@ -71,6 +72,7 @@ class World:
 
 
 _CONNECT_S = 10.0  # ranks that have met need no more to connect
+_END_S = 1.0  # for a group to end: more than it takes where no collective is on its way
 _BACKEND_KEY, _FINISHED_KEY = "ddp/backend", "ddp/finished"  # for those that start later
 _world: World | None = None
 
@@ -255,6 +257,7 @@ def break_connections() -> None:
         with contextlib.suppress(RuntimeError, AttributeError):  # a backend without `abort`
             backend_of(group, torch.device("cpu")).abort()
     _membership.connections.break_all()
+    connections_are(broken=True)
     if on_devices:
         _membership.on_devices.end(number)
     if (joining := _membership.joining) >= 0:
@@ -309,6 +312,7 @@ def rejoin(
         if not meet(here, placement.rank, placement.world_size, is_over, limit_s):
             return False
         member.connections = Connections()
+        connections_are(broken=False)
         member.joining = number
         # Broken with the other connections, so that nobody waits in vain at the store.
         own = member.connections.clone(member.store, int(os.environ["MASTER_PORT"]))
@@ -380,9 +384,22 @@ def _drop_group() -> None:
     """Let go of a group, whatever state it is in."""
     for owner, let_go in list(_owners.items()):
         let_go(owner)
+    groups = open_groups()
     if dist.is_initialized():
         inspect.unwrap(dist.destroy_process_group)()  # under dtrain another one keeps the groups for a while
     gc.collect()
+    end_groups(groups)
+
+
+def end_groups(groups: list[Any]) -> None:
+    """Empty a list that has the last references to groups. Blocks for a second at most.
+
+    The destructor of a gloo group waits for its threads. One of them may wait in a collective for a rank that is gone,
+    though its connections are broken, until the group's timeout (gloo of torch 2.13). So a thread drops the references.
+    """
+    thread = threading.Thread(target=groups.clear, name="end of groups", daemon=True)
+    thread.start()
+    thread.join(_END_S)
 
 
 T = TypeVar("T")

@@ -17,7 +17,7 @@ from ddp.comm.small_sum import add_up, pays
 from ddp.errors import ArgumentError, NotInitializedError
 from ddp.monitoring.stall_report import finish
 from ddp.torch_internals import default_store, device_types_of, host_group, timeout_of
-from ddp.world import before_leaving
+from ddp.world import before_leaving, end_groups
 
 __all__ = ["ControlGroups", "control_group", "device_of", "gather_bytes", "gather_values", "member_group"]
 
@@ -101,8 +101,10 @@ class ControlGroups:
         return self._of[group]
 
     def clear(self) -> None:
+        groups = [*self._of.values()]
         self._of.clear()
         self._made.clear()
+        end_groups(groups)
 
 
 _control_groups = ControlGroups()

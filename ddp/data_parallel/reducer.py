@@ -27,6 +27,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ddp.comm.broadcast import broadcast_tensors
 from ddp.comm.channel import Channel
@@ -50,6 +51,7 @@ from ddp.data_parallel.unfrozen import average_unfrozen
 from ddp.errors import BackwardError, UnsupportedError
 from ddp.monitoring import timeline
 from ddp.monitoring.progress import count_step
+from ddp.monitoring.time_warning import time_warning
 from ddp.torch_internals import (
     call_after_backward,
     check_engine,
@@ -206,7 +208,8 @@ class Reducer:
                 self.fail("its backward pass was interrupted")
         if self._unsettled:
             self._unsettled = False
-            self._schedule.wait()
+            time_warning.unsettled.discard(self)
+            self._note_status(self._schedule.wait())
             self._schedule.end()
             self.report.step += 1
             self._note_failure()
@@ -341,6 +344,7 @@ class Reducer:
         try:
             self._schedule.send_nothing(RankStatus(failed=True))
             self._unsettled = True
+            time_warning.unsettled.add(self)
         except Exception:  # a hook's again, or the group is broken: the others find out by waiting
             self._schedule.end()
         self._forget(has_failed=True)
@@ -395,7 +399,13 @@ class Reducer:
             unfrozen=len(pass_.unfrozen),
             number=self.channel.number,
             nonfinite=not self._schedule.is_finite,
+            warned=time_warning.is_news,
         )
+
+    def _note_status(self, statuses: StatusSum) -> None:
+        """Take note of what does not depend on whether the pass has failed."""
+        if dist.is_initialized() and self.channel.group.size() == dist.get_world_size():
+            time_warning.note(statuses.warned)
 
     def _note_taken_gradients(self, pass_: Pass) -> None:
         """Refuse what a hook of the user took away between its arrival and now."""
@@ -418,6 +428,7 @@ class Reducer:
     def _conclude(self, pass_: Pass, statuses: StatusSum) -> None:
         """Do what the ranks' statuses say: every rank does the same."""
         self.mark("arrived")
+        self._note_status(statuses)
         if pass_.problem is not None:
             raise pass_.problem
         if statuses.failed:

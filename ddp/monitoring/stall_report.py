@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sys
 import threading
 import weakref
@@ -37,12 +38,14 @@ __all__ = [
     "Pending",
     "StallReport",
     "at_files",
+    "connections_are",
     "finish",
     "report_of",
     "waiting_for_peers",
 ]
 
 _TORCHS_TIMEOUT_S = 1800.0
+_BROKEN_S = 1.0  # for a collective to fail whose connections are broken
 _POLL_S = 1.0  # between two looks for Ctrl-C, which only Python code in the main thread sees
 _NOT_WAITING, _BOUNDED, _UNBOUNDED = range(3)
 _AT_FILES = "at the files of a checkpoint"  # for which the others wait as long as the group's timeout lets them
@@ -170,6 +173,9 @@ class StallReport:
                     break
                 if monotonic() < start + poll_s / 2:  # that was no timeout
                     raise
+                if start > _broken_at + _BROKEN_S:
+                    leave_pending(work)
+                    raise RuntimeError("the connections of the group were broken off") from error
                 if monotonic() >= deadline:
                     deadline = max(deadline, debugged_until() + self.timeout_s)
                     if monotonic() < deadline:
@@ -340,6 +346,18 @@ class StallReport:
             limit_s=self.timeout_s,
             torchs_text=printable(torchs_text, 300),
         )
+
+
+_broken_at = math.inf
+
+
+def connections_are(*, broken: bool) -> None:
+    """Say that the collectives of this process cannot end any more, or that they can. May be called by any thread.
+
+    A thread of gloo may go on waiting in one, so who waits for that gives up after a while.
+    """
+    global _broken_at
+    _broken_at = monotonic() if broken else math.inf
 
 
 _asks_after_failures = True

@@ -375,3 +375,38 @@ def test_a_group_that_cannot_be_made_again_leaves_no_excepthook_of_torch(nursery
     variables |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1") | {"MASTER_ADDR": "127.0.0.1"}
     (result,) = nursery.programs(textwrap.dedent(script), tmp_path, [variables])
     assert (result.returncode, result.stdout) == (0, "as before\n"), result.stderr
+
+
+def test_a_process_that_leaves_a_group_does_not_wait_for_a_collective_in_which_a_rank_is_missing(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    """Nor does it at its end. gloo's threads sometimes go on waiting though all connections of the group are broken."""
+    script = """
+        import os, pathlib, sys, time, torch, torch.distributed as dist, ddp
+        from ddp import world
+        place = ddp.init("gloo")
+        dist.barrier()
+        left = pathlib.Path("left")
+        if place.rank == 0:
+            work = dist.all_reduce(torch.ones(1), async_op=True)
+            began = time.monotonic()
+            world.leave()
+            left.with_suffix(".tmp").write_text(f"{os.getpid()} {time.monotonic() - began}")
+            left.with_suffix(".tmp").rename(left)
+            sys.exit()
+        deadline = time.monotonic() + 60
+        while not left.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        pid, took_s = left.read_text().split()
+        while time.monotonic() < deadline:
+            state = pathlib.Path(f"/proc/{pid}/stat")
+            if not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z":
+                print("has ended", float(took_s) < 30)
+                os._exit(0)
+            time.sleep(0.05)
+        os._exit(1)
+    """
+    for result, said in zip(
+        nursery.programs(textwrap.dedent(script), tmp_path, two_tasks(tmp_path)), ("", "has ended True\n"), strict=True
+    ):
+        assert (result.returncode, result.stdout) == (0, said), result.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -308,6 +309,29 @@ def a_warning_is_heard_in_one_step(folder: str, has_host_group: bool) -> None:
     assert seen == [("cpu", has_host_group)] * 8
     gc.collect()
     assert not used  # a group that is kept does not end when the process leaves it
+
+
+def a_warning_comes_with_the_status_of_a_pass(folder: str) -> None:
+    """Rank 1 hears SIGUSR1 twice, once in a step that fails on rank 0: the same calls say so; nothing else is sent."""
+    preemption.control_group = None  # type: ignore[attr-defined]  # no collective but those of the pass
+    model = ddp.DistributedDataParallel(nn.Linear(2, 1))
+    first, second = ddp.Checkpoint(folder), ddp.Checkpoint(folder + "2")
+    answers = []
+    for step in range(8):
+        if dist.get_rank() == 1 and step in (2, 5):
+            os.kill(os.getpid(), signal.SIGUSR1)
+        loss = model(torch.ones(1, 2)).sum()
+        hook = model.module.weight.register_hook(_raises) if step == 2 and dist.get_rank() == 0 else None
+        with pytest.raises((ValueError, ddp.errors.PeerFailedError)) if step == 2 else contextlib.nullcontext():
+            loss.backward()
+        if hook is not None:
+            hook.remove()
+        answers.append((first.due(step, every=0), second.due(step, every=0)))
+    assert answers == [(step in (2, 5),) * 2 for step in range(8)]
+
+
+def _raises(_: torch.Tensor) -> None:
+    raise ValueError("this pass fails")
 
 
 if __name__ == "__main__":

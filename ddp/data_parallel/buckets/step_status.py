@@ -20,7 +20,7 @@ __all__ = ["HEADER_NUMEL", "RankStatus", "StatusSum", "read", "used_among", "wri
 _DIGITS = 8
 _DIGIT_BITS = 6
 _MOST = (1 << _DIGIT_BITS) - 1
-_FIELDS = 14
+_FIELDS = 15
 HEADER_NUMEL = _FIELDS + 2 * _DIGITS
 
 
@@ -34,7 +34,8 @@ class RankStatus:
     and are not now. `number`: which of the group's wrappers this is. `digest`: 48 bits of what should be equal
     everywhere. `steps`: how often optimizers have stepped since the last reduction. `kept` and `emptied`: the gradients
     of the last reduction were still there, untouched, or gone, when this pass began; neither where that is not known.
-    `nonfinite`: its own gradients had a value that is infinite or no number.
+    `nonfinite`: its own gradients had a value that is infinite or no number. `warned`: it has heard that the job's time
+    is nearly up, which the others may not know.
     """
 
     failed: bool = False
@@ -48,6 +49,7 @@ class RankStatus:
     kept: bool = False
     emptied: bool = False
     nonfinite: bool = False
+    warned: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class StatusSum:
     same_steps: bool
     same_start: bool  # no rank kept gradients that another emptied
     nonfinite: int
+    warned: int
 
 
 _PLAIN = RankStatus()
@@ -89,7 +92,7 @@ def _header(status: RankStatus, dtype: torch.dtype) -> torch.Tensor:
     opened, number, steps, *digits = [0] * len(compared) if status.joined else compared
     header = [status.failed, status.joined, status.weight is not None, status.weight or 0.0, status.unfrozen]
     header += [opened, opened**2, number, number**2, steps, steps**2]
-    header += [status.kept and not status.joined, status.emptied and not status.joined, status.nonfinite]
+    header += [status.kept and not status.joined, status.emptied and not status.joined, status.nonfinite, status.warned]
     header += [*digits, *(digit**2 for digit in digits)]
     return torch.tensor(header, dtype=dtype, device="cpu")
 
@@ -98,7 +101,7 @@ def read(sums: torch.Tensor, size: int) -> StatusSum:
     """Read what `write` wrote on each of `size` ranks, after it was added up."""
     header = sums[:HEADER_NUMEL].tolist()
     failed, joined, weighted, weight, unfrozen, opened, opened2, number, number2, *rest = header
-    steps, steps2, kept, emptied, nonfinite, *digits = rest
+    steps, steps2, kept, emptied, nonfinite, warned, *digits = rest
     active = size - round(joined)
     return StatusSum(
         active=active,
@@ -112,6 +115,7 @@ def read(sums: torch.Tensor, size: int) -> StatusSum:
         same_steps=_are_equal(steps, steps2, active),
         same_start=not (round(kept) and round(emptied)),
         nonfinite=round(nonfinite),
+        warned=round(warned),
     )
 
 

@@ -591,6 +591,10 @@ def test_all_ranks_hear_a_warning_in_the_same_step(nursery: Nursery, tmp_path: P
     nursery.run(3, case, folder=str(tmp_path), has_host_group=has_host_group)
 
 
+def test_the_status_of_a_backward_pass_says_that_a_rank_was_warned(nursery: Nursery, tmp_path: Path) -> None:
+    nursery.run(3, "ddp_worlds.checkpoint_cases:a_warning_comes_with_the_status_of_a_pass", folder=str(tmp_path))
+
+
 def test_the_signal_s_own_handler_is_called_as_well(nursery: Nursery, tmp_path: Path) -> None:
     program = (
         "import os, signal\nseen = []\nsignal.signal(signal.SIGUSR1, lambda *_: seen.append('own'))\n"

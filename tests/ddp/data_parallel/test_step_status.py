@@ -121,7 +121,7 @@ def test_sums_over_4000_ranks_are_exact() -> None:
     same, different = read(sums + most, 4000), read(sums + other, 4000)
     assert (same.same_digest, same.same_number, same.same_forwards, same.same_steps) == (True,) * 4
     assert (different.same_digest, different.same_number, different.same_forwards, different.same_steps) == (False,) * 4
-    assert HEADER_NUMEL == 30  # what travels: 14 numbers, 8 digits of 6 bits and their squares
+    assert HEADER_NUMEL == 31  # what travels: 15 numbers, 8 digits of 6 bits and their squares
 
 
 _statuses = st.builds(
@@ -136,6 +136,7 @@ _statuses = st.builds(
     kept=st.booleans(),
     emptied=st.booleans(),
     nonfinite=st.booleans(),
+    warned=st.booleans(),
 )
 
 
@@ -160,5 +161,6 @@ def test_every_rank_reads_what_all_have_said(ranks: list[RankStatus], joined: in
     kept, emptied = (any(getattr(status, name) for status in ranks) for name in ("kept", "emptied"))
     assert statuses.same_start == (not (kept and emptied))
     assert statuses.nonfinite == sum(status.nonfinite for status in ranks)
+    assert statuses.warned == sum(status.warned for status in ranks)
     if not any(status.failed for status in ranks):
         assert used_among(sums, [0, 1, 2]) == ({1, 2} if len(ranks) > 1 else {1})
