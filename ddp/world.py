@@ -40,7 +40,6 @@ from ddp.generation.meeting import refuse as refuse_to_meet
 from ddp.generation.pending_group import is_pending, make_pending_group
 from ddp.group_store import leave_file, store_at_address, store_without_address
 from ddp.monitoring.progress import set_restart_policy
-from ddp.monitoring.stall_report import connections_are
 from ddp.torch_internals import backend_of, device_types_of, is_by_gloo, number_groups_anew, open_groups
 
 __all__ = ["World", "init"]
@@ -257,7 +256,6 @@ def break_connections() -> None:
         with contextlib.suppress(RuntimeError, AttributeError):  # a backend without `abort`
             backend_of(group, torch.device("cpu")).abort()
     _membership.connections.break_all()
-    connections_are(broken=True)
     if on_devices:
         _membership.on_devices.end(number)
     if (joining := _membership.joining) >= 0:
@@ -312,7 +310,6 @@ def rejoin(
         if not meet(here, placement.rank, placement.world_size, is_over, limit_s):
             return False
         member.connections = Connections()
-        connections_are(broken=False)
         member.joining = number
         # Broken with the other connections, so that nobody waits in vain at the store.
         own = member.connections.clone(member.store, int(os.environ["MASTER_PORT"]))

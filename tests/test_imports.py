@@ -49,7 +49,8 @@ ORDERS = {
         "resilience", "horovod", "verification", "checkpoint", "data_parallel", "data_parallel.explaining",
         "data_parallel.planning", "data_parallel.buckets", "compression", "data", "comm", "monitoring", "world",
         "group_store", "device_choice", "comm.shm", "comm.shared_memory", "generation", "monitoring.progress",
-        "monitoring.debuggers", "monitoring.timeline", "environment", "torch_internals", "errors",
+        "monitoring.debuggers", "monitoring.interrupts", "monitoring.timeline", "environment", "torch_internals",
+        "errors",
     ],
 }  # fmt: skip
 LAUNCH = "launcher.functions.launch"  # the top of the launcher imports it when it is first used

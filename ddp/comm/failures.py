@@ -48,6 +48,8 @@ def failing_together(channel: Channel, what: str, then: str = _NEXT) -> Iterator
     except CollectiveError:
         raise
     except Exception as error:
+        if not channel.report.is_in_step:
+            raise
         own = error
         channel.report.tell_failure(channel.report.step, describe_failure(what, error))
     failed = torch.tensor([int(own is not None)], device="cpu")

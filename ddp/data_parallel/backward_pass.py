@@ -12,6 +12,7 @@ from torch.autograd.graph import Node
 from ddp.data_parallel.buckets.step_status import RankStatus, StatusSum
 from ddp.data_parallel.double_backward import GraphKeeper
 from ddp.errors import DdpError
+from ddp.monitoring.interrupts import is_interrupt
 from ddp.torch_internals import current_node, will_be_reached
 
 __all__ = ["EndOfBackward", "Pass", "PassPolicy", "accumulates"]
@@ -92,7 +93,9 @@ def accumulates(leaves: Iterable[Node], warn: Callable[[str], None]) -> bool:
     try:
         if any(map(will_be_reached, leaves)):
             return True
-    except RuntimeError:  # a leaf whose gradient is captured: what torch.autograd.grad() does
+    except RuntimeError as error:  # a leaf whose gradient is captured: what torch.autograd.grad() does
+        if is_interrupt(error):
+            raise
         warn(
             "torch.autograd.grad() returns the gradients of this rank's parameters alone: nothing averages them. "
             "Use backward(), or average what it returns, unless that is what you want"
@@ -100,7 +103,9 @@ def accumulates(leaves: Iterable[Node], warn: Callable[[str], None]) -> bool:
         return False
     try:
         return any(map(will_be_reached, _leaves_below(current_node())))
-    except RuntimeError:  # the same of a leaf that is no parameter: a gradient penalty, say
+    except RuntimeError as error:  # the same of a leaf that is no parameter: a gradient penalty, say
+        if is_interrupt(error):
+            raise
         return False
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -122,27 +122,30 @@ class ForwardPolicy:
         """
         return self._buffer_sync is not None and self.reducer.report.step != self._buffers_are_of
 
-    @contextmanager
-    def syncing_buffers(self, root: int, named: Callable[[], Sequence[tuple[str, torch.Tensor]]]) -> Iterator[None]:
-        """Around a forward pass: give every rank the buffers of `root`, or let the hook do so with those of `named`.
-
-        A hook that runs after forward also does so after one that raises, as on the other ranks.
-        """
+    def sync_buffers(
+        self, root: int, named: Callable[[], Sequence[tuple[str, torch.Tensor]]]
+    ) -> AbstractContextManager[None]:
+        """Give every rank the buffers of `root`, before a forward pass; or return what runs the hook around that."""
         self._buffers_are_of = self.reducer.report.step
-        hook = self.buffer_hook
-        if hook is None and self._buffer_sync is not None:
+        if self.buffer_hook is not None:
+            return self._hooked(self.buffer_hook, named)
+        if self._buffer_sync is not None:
             self._buffer_sync.run(root)
-        if hook is not None and hook.is_before:
+        return nullcontext()
+
+    @contextmanager
+    def _hooked(self, hook: BufferHook, named: Callable[[], Sequence[tuple[str, torch.Tensor]]]) -> Iterator[None]:
+        """Run the hook; one that runs after forward also does so after one that raises, as on the other ranks."""
+        if hook.is_before:
             hook.run(named())
-        late = hook if hook is not None and not hook.is_before else None
         try:
             yield
         except Exception:
-            if late is not None:
-                late.run(named())
+            if not hook.is_before:
+                hook.run(named())
             raise
-        if late is not None:
-            late.run(named())
+        if not hook.is_before:
+            hook.run(named())
 
     def prepare(self, output: Any, *, is_syncing: bool, is_training: bool) -> None:
         """Announce a forward pass with gradients: those of its backward will be reduced, or only accumulated.

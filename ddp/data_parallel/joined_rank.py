@@ -22,17 +22,17 @@ class JoinedRankHook(JoinHook):
     def __init__(
         self,
         policy: ForwardPolicy,
-        syncing_buffers: Callable[[int], AbstractContextManager[None]],
+        sync_buffers: Callable[[int], AbstractContextManager[None]],
         equalise: Callable[[int], None],
     ) -> None:
         self._policy = policy
-        self._syncing_buffers = syncing_buffers
+        self._sync_buffers = sync_buffers
         self._equalise = equalise
 
     def main_hook(self) -> None:
         """Take part in one iteration of the others."""
         syncs, root = self._policy.share_iteration(syncs=False, has_buffers=False)
-        with self._syncing_buffers(root):
+        with self._sync_buffers(root):
             pass
         if syncs:
             self._policy.reduce_as_joined()

@@ -58,6 +58,7 @@ from ddp.torch_internals import (
     current_backward,
     in_compiled_autograd,
 )
+from ddp.world import break_connections
 
 __all__ = ["Reducer"]
 
@@ -207,12 +208,14 @@ class Reducer:
             if self.current is not None and current_backward() == -1:
                 self.fail("its backward pass was interrupted")
         if self._unsettled:
-            self._unsettled = False
-            time_warning.unsettled.discard(self)
+            self.report.begin("rest of a backward pass that failed")
             self._note_status(self._schedule.wait())
             self._schedule.end()
             self.report.step += 1
             self._note_failure()
+            self._unsettled = False
+            time_warning.unsettled.discard(self)
+            self.report.counted()
 
     def _note_failure(self) -> None:
         if self.planner is not None:
@@ -342,12 +345,19 @@ class Reducer:
         self._watches = True
         self.drop_gradients()
         try:
-            self._schedule.send_nothing(RankStatus(failed=True))
-            self._unsettled = True
-            time_warning.unsettled.add(self)
+            if self.report.is_in_step:  # else nobody knows what of this pass is on its way
+                self._schedule.send_nothing(RankStatus(failed=True))
+                self._unsettled = True
+                time_warning.unsettled.add(self)
         except Exception:  # a hook's again, or the group is broken: the others find out by waiting
             self._schedule.end()
+        self._break_off()
         self._forget(has_failed=True)
+
+    def _break_off(self) -> None:
+        """Where this rank is out of step, let the others fail as well: they would wait for what it does not do."""
+        if not self.report.is_in_step:
+            break_connections()
 
     def send_rest(self, pass_: Pass) -> None:
         """Start what is left, before `finish`, where nothing else must come first."""
@@ -378,6 +388,7 @@ class Reducer:
         except BaseException:
             self.drop_gradients()
             self._note_failure()
+            self._break_off()
             raise
         finally:
             self.report.step += 1

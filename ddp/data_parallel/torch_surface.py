@@ -52,9 +52,9 @@ class TorchSurface(TorchDistributedDataParallel):
     def _syncs_buffers(self) -> bool:
         return self._policy is not None and self.require_forward_param_sync and self._policy.has_stale_buffers
 
-    def _syncing_buffers(self, policy: ForwardPolicy, root: int) -> AbstractContextManager[None]:
-        """Around a forward pass: give every rank the buffers of `root`, or run the buffer hook, where that is due."""
-        return policy.syncing_buffers(root, self._named_buffers) if self._syncs_buffers() else nullcontext()
+    def _share_buffers(self, policy: ForwardPolicy, root: int) -> AbstractContextManager[None]:
+        """Give every rank the buffers of `root` where that is due; return what runs the buffer hook around forward."""
+        return policy.sync_buffers(root, self._named_buffers) if self._syncs_buffers() else nullcontext()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -95,7 +95,7 @@ class TorchSurface(TorchDistributedDataParallel):
         check_join(self)
         policy.divides_by_active = not kwargs.get("divide_by_initial_world_size", True)
         equalise = partial(self._equalise, policy.reducer.channel, with_buffers=self.forward_sync_buffers)
-        return JoinedRankHook(policy, partial(self._syncing_buffers, policy), equalise)
+        return JoinedRankHook(policy, partial(self._share_buffers, policy), equalise)
 
     @property  # type: ignore[misc]  # torch lets it be set, which did nothing sensible after construction
     def broadcast_buffers(self) -> bool:

@@ -307,7 +307,8 @@ class DistributedDataParallel(TorchSurface):
         if policy.is_inside_backward():
             inputs, kwargs = self._on_device(inputs, kwargs)
             return self.module(*inputs, **kwargs)  # activation checkpointing
-        policy.reducer.report.check_in_step()  # or the end of this pass would write into buckets on their way
+        report = policy.reducer.report
+        report.check_in_step()  # or the end of this pass would write into buckets on their way
         if torch.is_grad_enabled():
             timeline.forward()
         is_syncing = torch.is_grad_enabled() and self.require_backward_grad_sync
@@ -315,11 +316,14 @@ class DistributedDataParallel(TorchSurface):
         active = swap_active_ddp_module(self)
         try:
             # First what the ranks do together: where one rank alone raises after it, all have done the same.
+            report.begin("start of a forward pass")
             policy.reducer.settle()
             root = 0
             if is_in_join(self):
                 _, root = policy.share_iteration(syncs=is_syncing, has_buffers=True)
-            with self._syncing_buffers(policy, root):
+            hooked = self._share_buffers(policy, root)
+            report.counted()
+            with hooked:
                 inputs, kwargs = self._on_device(inputs, kwargs)
                 policy.enter_forward(self.module, steps_alone=self.steps_alone)
                 output = self.module(*inputs, **kwargs)

@@ -10,16 +10,18 @@ nothing. But each device of gloo has one epoll instance, its loop, that watches 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import socket
 import stat
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Connections", "clone"]
+__all__ = ["Connections", "broken_for_s", "clone"]
 
 _WATCHED = re.compile(r"^tfd:\s*(\d+) .* ino:([0-9a-f]+)", re.MULTILINE)
 _cloning = threading.Lock()
@@ -29,6 +31,17 @@ def clone(store: Any) -> Any:
     """Return a client of the same store on a connection of its own."""
     with _cloning:
         return store.clone()
+
+
+_broken_at = math.inf
+
+
+def broken_for_s() -> float:
+    """How long ago the connections of this process's groups were broken, less than 0 where they are whole.
+
+    A thread of gloo may go on waiting in a collective all the same, so who waits for that gives up after a while.
+    """
+    return time.monotonic() - _broken_at
 
 
 class Connections:
@@ -41,6 +54,8 @@ class Connections:
     @contextlib.contextmanager
     def made_here(self) -> Iterator[None]:
         """Take note of the groups of gloo that the block makes. Those of other threads would be taken for them."""
+        global _broken_at
+        _broken_at = math.inf
         before = _loops()
         try:
             yield
@@ -59,6 +74,8 @@ class Connections:
 
     def break_all(self) -> None:
         """Shut them down, both ways. May be called from any thread, and again."""
+        global _broken_at
+        _broken_at = min(_broken_at, time.monotonic())
         for descriptor, inode in self._to_store.items():
             _break(descriptor, inode)
         for listener, loop in self._loops.items():

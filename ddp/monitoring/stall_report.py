@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import sys
 import threading
 import weakref
@@ -25,8 +24,10 @@ import torch.distributed as dist
 
 from ddp.comm.shm.rounds import Lost
 from ddp.errors import ArgumentError, CollectiveError, DdpError
+from ddp.generation.connections import broken_for_s
 from ddp.monitoring import timeline
 from ddp.monitoring.debuggers import debugged_until
+from ddp.monitoring.interrupts import is_interrupt
 from ddp.monitoring.process_end import leave_pending
 from ddp.monitoring.stall_channel import StoreThread, store_thread_of_world
 from ddp.monitoring.stall_text import Heard, Position, Scene, describe_stall, find_missing, printable
@@ -38,7 +39,6 @@ __all__ = [
     "Pending",
     "StallReport",
     "at_files",
-    "connections_are",
     "finish",
     "report_of",
     "waiting_for_peers",
@@ -102,7 +102,8 @@ class StallReport:
         self._position: _Noted = ("the construction of the model", None, monotonic(), _NOT_WAITING)
         self._newest: tuple[Pending, str, float] | None = None  # on a device, and when it was handed over
         self._reported = 0.0
-        self._left = ""  # how a wait ended before its collective did, which Ctrl-C and a stall leave on its way
+        self._left = ""  # how a wait ended before its collective did, which a signal and a stall leave on its way
+        self._begun: list[str] = []  # what is not counted yet
         self._global_ranks: Sequence[int] = range(self.size)
         self._store_thread: StoreThread | None = None
         if self.size > 1:
@@ -149,8 +150,8 @@ class StallReport:
                     self._newest = (work, what, monotonic())
                 else:
                     self._wait_here(work, what)
-        except KeyboardInterrupt:
-            if not is_device:
+        except BaseException as error:
+            if not is_device and is_interrupt(error):
                 self._left = f"was interrupted in the {what}"
                 leave_pending(work)
             raise
@@ -169,11 +170,13 @@ class StallReport:
                 work.wait(timedelta(seconds=poll_s))
                 return
             except RuntimeError as error:
+                if is_interrupt(error):
+                    raise
                 if work.is_completed():
                     break
                 if monotonic() < start + poll_s / 2:  # that was no timeout
                     raise
-                if start > _broken_at + _BROKEN_S:
+                if broken_for_s() > _BROKEN_S:
                     leave_pending(work)
                     raise RuntimeError("the connections of the group were broken off") from error
                 if monotonic() >= deadline:
@@ -194,17 +197,30 @@ class StallReport:
         """Let `check_in_step` raise from now on; `how` says how this rank got out of step."""
         self._left = how
 
+    def begin(self, what: str) -> None:
+        """Be out of step until `counted`: where an exception comes in between, nobody knows what is on its way."""
+        self._begun.append(what)
+
+    def counted(self) -> None:
+        """What was begun last is done, or counted."""
+        self._begun.pop()
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether `check_in_step` passes."""
+        return not (self._left or self._begun)
+
     def check_in_step(self) -> None:
-        """Raise CollectiveError after `leave_step`, or if a wait ended before its collective, by Ctrl-C or a stall.
+        """Raise CollectiveError after `leave_step`, or if a wait ended before its collective, by a signal or a stall.
 
         That may still run: its tensors are in use until it ends, and the others may be ahead.
         """
-        if self._left:
+        if left := self._left or (self._begun and f"was interrupted in the {self._begun[-1]}"):
             raise CollectiveError(
-                f"rank {self.rank} of {self.size} {self._left}, so it is not in step with the other ranks any more: "
+                f"rank {self.rank} of {self.size} {left}, so it is not in step with the other ranks any more: "
                 "start all ranks again, from a checkpoint",
                 rank=self.rank,
-                what=self._left,
+                what=left,
             )
 
     @contextlib.contextmanager
@@ -217,6 +233,10 @@ class StallReport:
         try:
             with self._in(what, _UNBOUNDED):
                 yield
+        except BaseException as error:
+            if is_interrupt(error):
+                self._left = self._left or f"was interrupted in the {what}"
+            raise
         finally:
             _innermost.report = before
 
@@ -232,7 +252,7 @@ class StallReport:
         try:
             yield
         except RuntimeError as error:
-            if isinstance(error, DdpError) and not isinstance(error, Lost):
+            if (isinstance(error, DdpError) and not isinstance(error, Lost)) or is_interrupt(error):
                 raise
             raise self.error(what, str(error)) from None  # it quotes that one; a second traceback says no more
         finally:
@@ -346,18 +366,6 @@ class StallReport:
             limit_s=self.timeout_s,
             torchs_text=printable(torchs_text, 300),
         )
-
-
-_broken_at = math.inf
-
-
-def connections_are(*, broken: bool) -> None:
-    """Say that the collectives of this process cannot end any more, or that they can. May be called by any thread.
-
-    A thread of gloo may go on waiting in one, so who waits for that gives up after a while.
-    """
-    global _broken_at
-    _broken_at = monotonic() if broken else math.inf
 
 
 _asks_after_failures = True

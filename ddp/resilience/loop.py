@@ -25,6 +25,7 @@ from ddp.errors import (
 )
 from ddp.generation.announcements import Announcements, Generation
 from ddp.monitoring import stall_report, timeline
+from ddp.monitoring.interrupts import is_interrupt
 from ddp.monitoring.progress import set_restart_policy
 from ddp.resilience.commits import Commits
 from ddp.resilience.join_point import JoinPoint, Regroup
@@ -272,9 +273,9 @@ class _Loop:
     def _is_of_peer(self, error: Exception, *, is_joining: bool) -> bool:
         """Whether an exception comes from the loss of another rank, for which there is a newer generation. Blocks.
 
-        Once that is announced, whatever the function raises is taken for a consequence.
+        Once that is announced, whatever the function raises is taken for a consequence, but for what a signal raises.
         """
-        if isinstance(error, ReplacementError | UnsupportedError):
+        if isinstance(error, ReplacementError | UnsupportedError) or is_interrupt(error):
             return False
         is_announced = self._announcements.newest > self._generation
         if not _tells_of_peer(error):

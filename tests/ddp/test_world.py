@@ -402,11 +402,8 @@ def test_a_process_that_leaves_a_group_does_not_wait_for_a_collective_in_which_a
             state = pathlib.Path(f"/proc/{pid}/stat")
             if not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z":
                 print("has ended", float(took_s) < 30)
-                os._exit(0)
+                break
             time.sleep(0.05)
-        os._exit(1)
     """
-    for result, said in zip(
-        nursery.programs(textwrap.dedent(script), tmp_path, two_tasks(tmp_path)), ("", "has ended True\n"), strict=True
-    ):
-        assert (result.returncode, result.stdout) == (0, said), result.stderr
+    first, second = nursery.programs(textwrap.dedent(script), tmp_path, two_tasks(tmp_path))
+    assert (first.returncode, second.returncode, second.stdout) == (0, 0, "has ended True\n"), (first, second)

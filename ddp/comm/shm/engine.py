@@ -22,6 +22,7 @@ from ddp.comm.shm.messages import Messages, Receive, Send
 from ddp.comm.shm.process_end import LEAVE_S, end_with_process, join_at_end
 from ddp.comm.shm.rounds import Lost, Rounds, not_done, refused
 from ddp.monitoring.debuggers import debugged_until
+from ddp.monitoring.interrupts import is_interrupt
 
 __all__ = ["Engine", "Operation"]
 
@@ -254,6 +255,8 @@ class Engine:
                 pass
         except Exception as error:
             self._break(error)
+            if is_interrupt(error):
+                raise
         except BaseException:
             self._break(self.rounds.error("it was interrupted"))  # Ctrl-C in the middle of a copy
             raise

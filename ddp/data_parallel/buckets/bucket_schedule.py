@@ -203,8 +203,15 @@ class BucketSchedule:
                 self._wait_for(self._transfers[:-1])
             self._absent += [member.index for member in self._sparse if member.index not in touched]
             write(self._own_status(), self._carrier.status, self._absent)
+        self._send(transfer)
+
+    def _send(self, transfer: Transfer) -> None:
+        report = self._channel.report
+        if self._hook is None or transfer is self._carrier:  # else what the hook raises says nothing of a collective
+            report.begin("all-reduce of gradients")
         transfer.send()
         self._next += 1
+        report.counted()
 
     def send_nothing(self, status: RankStatus) -> None:
         """Send zeros in the place of all that has not been sent."""
@@ -214,8 +221,7 @@ class BucketSchedule:
             transfer.gather_nothing()
             if transfer is self._carrier:
                 write(status, self._carrier.status, ())
-            transfer.send()
-            self._next += 1
+            self._send(transfer)
 
     def absent(self) -> list[int]:
         """Indices of the gradients that this rank did not have in this pass."""

@@ -1,0 +1,33 @@
+"""Tells an exception that a signal's handler has raised from one of the code that was interrupted.
+
+Such an exception is this rank's own, whatever ran: torch's DataLoader raises one in the middle of a collective when one
+of its workers has died, and it is a RuntimeError, as those of a collective are.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import signal
+import traceback
+from collections.abc import Callable
+from types import CodeType
+
+__all__ = ["is_interrupt"]
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether a handler of a signal raised `error`; Ctrl-C, whose handler is no Python code, always counts."""
+    if isinstance(error, KeyboardInterrupt):
+        return True
+    handlers = {_code_of(handler) for number in signal.valid_signals() if callable(handler := signal.getsignal(number))}
+    return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def _code_of(handler: Callable[..., object]) -> CodeType | None:
+    handler = inspect.unwrap(handler)
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    if not inspect.isroutine(handler):
+        handler = type(handler).__call__
+    return getattr(getattr(handler, "__func__", handler), "__code__", None)

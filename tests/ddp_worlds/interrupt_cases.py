@@ -1,0 +1,118 @@
+"""A signal whose handler raises, as that of torch's DataLoader does, at a chosen line of a step."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ddp
+
+_OURS = str(Path(ddp.__file__).parent)
+_AT_ONCE_S = 20.0  # the stall timeout is more; who asks where a rank is waits for some seconds
+_OTHERS_S = 4.0  # for rank 0 to notice that it need not wait
+
+
+class Died(RuntimeError):
+    """What the handler raises."""
+
+
+def _raise(signum: int, frame: FrameType | None) -> None:
+    raise Died("a worker of the DataLoader has died")
+
+
+def interrupted_from(first: int, stride: int) -> tuple[int, list[str]]:
+    """Make steps, in which rank 1 is interrupted at line `first` of ddp's code, at `first` + `stride` and so on.
+
+    Where the others can go on, as PeerFailedError promises, all make one step more; else rank 1 ends, as scripts do.
+    Return the last line, 0 where a step had none as late, and what was wrong.
+    """
+    signal.signal(signal.SIGUSR2, _raise)
+    torch.manual_seed(3)
+    rank = dist.get_rank()
+    store = dist.PrefixStore("outcomes", dist.distributed_c10d._get_default_store())
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    model = ddp.DistributedDataParallel(net, stall_timeout_s=2 * _AT_ONCE_S)
+    for _ in range(3):
+        assert (error := _caught(model, None)) is None, error
+    dist.barrier()
+    for at in itertools.count(first, stride):
+        wrong, began = [], time.monotonic()
+        interrupt = _Interrupt(at if rank == 1 else 0)
+        error = _caught(model, interrupt)
+        if rank == 0:
+            kinds = (ddp.errors.PeerFailedError, ddp.errors.CollectiveError, type(None))
+            store.set(str(at), next((kind.__name__ for kind in kinds if isinstance(error, kind)), repr(error)))
+        if rank and not interrupt.has_come:
+            return 0, [] if error is None else [f"without an interrupt: {error!r}"]
+        if rank and not isinstance(error, Died):
+            wrong.append(f"line {at}: the exception became {_text(error)}")
+        try:
+            store.wait([str(at)], timedelta(seconds=_OTHERS_S))
+            outcome = store.get(str(at)).decode()
+        except RuntimeError:  # rank 0 waits for this one
+            outcome = ""
+        if outcome not in ("NoneType", "PeerFailedError", "CollectiveError", ""):
+            wrong.append(f"line {at}: {_text(error)} on rank {rank}")
+        goes_on = outcome == "PeerFailedError"
+        if goes_on and (after := _caught(model, None)) is not None:
+            wrong.append(f"line {at}: the next step failed: {_text(after)}")
+        if time.monotonic() - began > _AT_ONCE_S:
+            wrong.append(f"line {at}: took {time.monotonic() - began:.1f} s, with {_text(error)}")
+        if wrong or not goes_on:
+            return at, wrong
+    raise AssertionError
+
+
+def _caught(model: nn.Module, interrupt: _Interrupt | None) -> Exception | None:
+    try:
+        with interrupt or contextlib.nullcontext():
+            model.zero_grad()
+            model(torch.ones(3, 4) * (dist.get_rank() + 1)).square().sum().backward()
+    except Exception as error:
+        return error
+    return None
+
+
+def _text(error: BaseException | None) -> str:
+    return "".join(traceback.format_exception(error)) if error is not None else "no exception"
+
+
+class _Interrupt:
+    """Sends the signal at a line of ddp's, counted from 1; at none if `at` is 0."""
+
+    def __init__(self, at: int) -> None:
+        self._at, self._seen = at, 0
+
+    @property
+    def has_come(self) -> bool:
+        return self._seen >= self._at
+
+    def __enter__(self) -> None:
+        if self._at:
+            sys.settrace(self._trace)
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _trace(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
+        if not frame.f_code.co_filename.startswith(_OURS):
+            return None
+        if event == "line":
+            self._seen += 1
+            if self._seen == self._at:
+                sys.settrace(None)
+                signal.raise_signal(signal.SIGUSR2)
+        return self._trace
