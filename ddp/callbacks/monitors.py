@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -14,8 +15,9 @@ from ddp.callbacks.callback import Callback
 from ddp.checkpoint import file as checkpoint_file
 from ddp.checkpoint import rng
 from ddp.checkpoint.checkpoint import Checkpoint
+from ddp.checkpoint.failed_saves import FailedSaves, OnError
 from ddp.checkpoint.state import check_plain, restore_parts
-from ddp.errors import ArgumentError, CheckpointError
+from ddp.errors import ArgumentError, CheckpointError, DdpError
 from ddp.monitoring.progress import count_checkpoint
 
 __all__ = ["EarlyStopping", "ModelCheckpoint", "Monitor"]
@@ -109,10 +111,12 @@ class ModelCheckpoint(Callback):
     `torch.load(path, weights_only=True)` reads.
 
     The files are those of `ddp.Checkpoint`; see there for what a folder on several hosts must be. The main replica
-    writes; under a strategy whose replicas have no process group, it alone also reads.
+    writes; under a strategy whose replicas have no process group, it alone also reads. `on_error` is that of
+    `ddp.Checkpoint`, also for best.pt: by default a full disk costs a save and not the training, as long as a later
+    save works.
 
-    Raises ArgumentError for a negative number. `fit` raises DdpError if there are files but none is whole, or if one
-    cannot be written.
+    Raises ArgumentError for a negative number. `fit` raises DdpError if there are files but none is whole, if the
+    newest one could not be written when it ends, or if `on_error` makes an error of that before.
     """
 
     runs_last = True  # what the others noted is in the file
@@ -126,13 +130,16 @@ class ModelCheckpoint(Callback):
         every_n_epochs: int = 1,
         every_n_steps: int = 0,
         keep: int = 3,
+        on_error: OnError = "warn",
     ) -> None:
         for name, value in (("every_n_epochs", every_n_epochs), ("every_n_steps", every_n_steps)):
             if value < 0:
                 raise ArgumentError(f"{name}={value}; it must be 0 or more")
         self.folder = Path(folder)
         self.every_n_epochs, self.every_n_steps = every_n_epochs, every_n_steps
-        self._checkpoint = Checkpoint(folder, keep=keep)
+        self._checkpoint = Checkpoint(folder, keep=keep, on_error=on_error)
+        self._failed_alone = FailedSaves(self.folder, on_error)
+        self._failed_best = FailedSaves(self.best_path, on_error)
         self._monitor = None if monitor is None else Monitor(monitor, mode=mode)
         self._saved: tuple[int, int] | None = None  # (step, epoch) of the newest one
 
@@ -166,16 +173,20 @@ class ModelCheckpoint(Callback):
             self._save()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, float]) -> None:
-        if self._monitor is not None and self._monitor.takes(logs):
-            self.trainer.save(self.best_path)
-        if self.every_n_epochs and (epoch + 1) % self.every_n_epochs == 0:
-            self._save()
+        try:
+            if self._monitor is not None and self._monitor.takes(logs):
+                self._save_best(epoch)
+        finally:  # the replicas save together, also where the main one alone has an error
+            if self.every_n_epochs and (epoch + 1) % self.every_n_epochs == 0:
+                self._save()
 
     def on_fit_end(self) -> None:
         if self._saved != (self.trainer.step, self.trainer.epoch):
             self._save()
         if self.trainer.strategy.collective:
             self._checkpoint.wait()
+        if failure := self._failed_alone.take() or self._failed_best.take():
+            raise failure
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": None if self._monitor is None else self._monitor.best}
@@ -192,8 +203,43 @@ class ModelCheckpoint(Callback):
             self._checkpoint.save(trainer.step, **_parts(trainer), trainer=trainer.state_dict())
         elif trainer.strategy.is_main:
             trainer.strategy.sync()
-            _save_alone(self.folder, trainer.step, _parts(trainer), trainer.state_dict(), self._checkpoint.keep)
+            self._save_alone()
         self._saved = (trainer.step, trainer.epoch)
+
+    def _save_alone(self) -> None:
+        """Write without a process group, in the format of `ddp.Checkpoint`, which reads these files too."""
+        trainer, folder = self.trainer, self.folder.absolute()
+        states = {name: part.state_dict() for name, part in _parts(trainer).items() if part is not None}
+        state = trainer.state_dict()
+        for name, part in {**states, "trainer": state}.items():
+            check_plain(part, name)
+        random = [rng.capture()]
+        content = {"step": trainer.step, "world_size": 1, **states, "random": random, "values": {"trainer": state}}
+        try:
+            checkpoint_file.write(folder, trainer.step, content)
+            checkpoint_file.prune(folder, self._checkpoint.keep, ())
+        except OSError as error:
+            rank = trainer.strategy.world.rank
+            find = partial(checkpoint_file.newest_whole, folder, ())
+            self._failed_alone.add(rank, f"step {trainer.step}", error, find)
+        else:
+            self._failed_alone.end()
+            count_checkpoint()
+
+    def _save_best(self, epoch: int) -> None:
+        try:
+            self.trainer.save(self.best_path)
+        except DdpError as error:
+            if error.failed_ranks is not None:  # the main replica's: it decides whether that ends the training
+                return
+            if not isinstance(error.__cause__, OSError):
+                raise
+            path = self.best_path.absolute()
+            what = f"the weights of epoch {epoch}"
+            rank = self.trainer.strategy.world.rank
+            self._failed_best.add(rank, what, error.__cause__, lambda: path if path.exists() else None)
+        else:
+            self._failed_best.end()
 
 
 def _parts(trainer: Any) -> dict[str, Any]:
@@ -204,22 +250,6 @@ def _parts(trainer: Any) -> dict[str, Any]:
         "scaler": scaler,
         "sampler": trainer.train_loader,
     }
-
-
-# Without a process group: in the format of `ddp.Checkpoint`, which reads these files too
-
-
-def _save_alone(folder: Path, step: int, parts: Mapping[str, Any], state: Mapping[str, Any], keep: int) -> None:
-    states = {name: part.state_dict() for name, part in parts.items() if part is not None}
-    for name, part in {**states, "trainer": state}.items():
-        check_plain(part, name)
-    content = {"step": step, "world_size": 1, **states, "random": [rng.capture()], "values": {"trainer": state}}
-    try:
-        checkpoint_file.write(folder, step, content)
-        checkpoint_file.prune(folder, keep, ())
-    except OSError as error:
-        raise CheckpointError(f"could not write step {step} to {folder.absolute()}: {error}") from error
-    count_checkpoint()
 
 
 def _load_alone(folder: Path, trainer: Any, parts: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -81,6 +81,8 @@ class SaveNote:
     names: tuple[str, ...] = ()
     position: Mapping[str, Any] | None = None  # of the sampler
     replica: tuple[tuple[int, ...], int] | None = None  # the ranks that should have the same weights, and a digest
+    is_last_written: bool = True  # as far as this rank had to
+    can_write: bool = True
 
 
 def require_agreement(notes: Sequence[SaveNote]) -> None:

@@ -1,8 +1,9 @@
 """The thread of this process that writes a checkpoint while training goes on; at most one at a time.
 
 Called by `ddp.checkpoint` on the rank that writes. What goes wrong is printed at once, and kept for `finish`. The
-process does not end before the file is there; if it could not be written and nobody has asked until then, the process
-ends with exit code 1. A process that ends with an exception, for which others may wait, waits 5 s at most.
+process does not end before the file is there; if the last one could not be written, and no caller has got that as an
+error until then, the process ends with exit code 1. A process that ends with an exception, for which others may wait,
+waits 5 s at most.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import threading
 import traceback
 from collections.abc import Callable
 
+from ddp.checkpoint import failed_saves
 from ddp.monitoring.process_end import end_process
 
 __all__ = ["finish", "run", "start"]
@@ -67,7 +69,7 @@ def finish(timeout_s: float | None = None) -> Exception | None:
 def _at_exit() -> None:
     error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)  # a session goes on after an error
     try:
-        failure = finish(None if error is None else _LONGEST_WAIT_S)
+        failure = finish(None if error is None else _LONGEST_WAIT_S) or failed_saves.left()
     except (TimeoutError, KeyboardInterrupt) as cause:  # the thread may still run, and must not outlive the interpreter
         print("ddp: this process ends before its last checkpoint is written; the one before is whole", file=sys.stderr)
         end_process(error or cause)

@@ -40,6 +40,7 @@ from ddp.checkpoint.agreement import (
     require_equal_replicas,
 )
 from ddp.checkpoint.copy_memory import CopyMemory, is_on_host, needed_bytes
+from ddp.checkpoint.failed_saves import FailedSaves, OnError
 from ddp.checkpoint.folder_owner import FolderOwner
 from ddp.checkpoint.host_copy import HostCopy, HostMemory
 from ddp.checkpoint.loading import LoadNote, Restored, find, identity, open_again, restore, send
@@ -67,6 +68,12 @@ class Checkpoint:
     they share, because a checkpoint on a host that is lost is lost with it. (Where that has no locks across hosts, two
     owners on different hosts are noticed only once both have saved; then one is refused.)
 
+    A save that the file system refuses (a full disk, a quota, a lost permission) costs that save alone: rank 0 says so
+    on stderr, once, with the newest checkpoint that is whole, and the next `save` is as usual. After three failed saves
+    in a row, it is a CheckpointError on every rank, and with `on_error="stop"` each is. It always is one in `wait` and
+    `load` if the newest checkpoint was not written, since nothing would mend that: call `wait` at the end of training.
+    Mistakes of the program are errors at once, and so is a folder that this object never could use.
+
     Before each save of a model in DistributedDataParallel, the ranks compare its weights, which reads them once; not
     while LocalSGD lets them differ, nor with a communication hook of yours. With `check_replicas=False` (hosts whose
     arithmetic differs in the last bits, weights that you average every few steps), those of rank 0 are saved, whatever
@@ -92,6 +99,7 @@ class Checkpoint:
         keep: int = 3,
         in_background: bool = True,
         check_replicas: bool = True,
+        on_error: OnError = "warn",
     ) -> None:
         if keep < 1:
             raise ArgumentError(f"keep={keep}; at least the last checkpoint must be kept")
@@ -100,11 +108,13 @@ class Checkpoint:
         self.in_background = in_background
         self.check_replicas = check_replicas
         self._owner = FolderOwner(self.folder)
+        self._failed = FailedSaves(self.folder, on_error)
         self._memory = HostMemory()  # for copies of what is on devices; kept
         self._is_uncounted = False  # whether another rank may still write what this one has saved
         self._warned: Warned | None = None
         self._broken: set[str] = set()  # names of files whose end looks whole, but that `load` found damaged
         self._known: set[str] | None = None  # names of the files that are ours, or were there when we began
+        self._newest: Path | None = None  # that this object has written
         self._loaded = ""  # name of the file that was loaded, which may still be on its way from a copy in memory
 
     def due(self, step: int, *, every: int) -> bool:
@@ -139,9 +149,9 @@ class Checkpoint:
         or without.
 
         Raises CheckpointError on every rank if one of them passes something that cannot be saved or something
-        else than rank 0, if the folder has a later step than `step` or belongs to another run, or if rank 0 cannot
-        write (a full disk), this one or the one before; the checkpoints before are still there then. DriftError on
-        every rank if the replicas differ. CollectiveError if a rank is gone.
+        else than rank 0, if the folder has a later step than `step` or belongs to another run, or if `on_error` makes
+        an error of what rank 0 could not write, this one or the one before; the checkpoints before are still there
+        then. DriftError on every rank if the replicas differ. CollectiveError if a rank is gone.
         """
         rank, _ = place()
         with at_files():
@@ -150,7 +160,12 @@ class Checkpoint:
         content: dict[str, Any] = {}
         weights: Weights | None = None
         is_urgent = self._warned is not None and self._warned.has_acted
-        note = SaveNote(step=step, random=rng.capture(), in_background=self.in_background and not is_urgent)
+        note = SaveNote(
+            step=step,
+            random=rng.capture(),
+            in_background=self.in_background and not is_urgent,
+            is_last_written=not self._failed.is_last_lost,
+        )
         # In the foreground only what lies on torch_xla's devices is copied: a file would ask for such a device again.
         copies = HostCopy(self._memory, device_types=None if note.in_background else {"xla"})
         memory: CopyMemory | None = None
@@ -166,7 +181,7 @@ class Checkpoint:
             if rank == 0 and lost is None:
                 with at_files():
                     memory = CopyMemory.of_host() if note.in_background else None
-                    self._check_folder(step)
+                    note = replace(note, can_write=self._can_write(step))
                     content = {name: part.state_dict() for name, part in parts.items()}
                     for name, part_state in content.items():
                         check_plain(part_state, name)
@@ -179,11 +194,13 @@ class Checkpoint:
             problem = error
         what = f"save step {step}"
         told = exchange((vars(note), reason_of(lost), reason_of(problem, what)), "notes before saving")
-        self._finish_last([reason for _, reason, _ in told], lost)
-        raise_together([reason for _, _, reason in told], problem)
         notes = [SaveNote(**each) for each, _, _ in told]
+        self._finish_last([reason for _, reason, _ in told], lost, is_written=notes[0].is_last_written)
+        raise_together([reason for _, _, reason in told], problem)
         require_agreement(notes)
         require_equal_replicas(notes, weights)
+        if not notes[0].can_write:
+            return
         wrapper = wrapper_of(model)
         reduction = None if wrapper is None else wrapper.reduction_state()
 
@@ -199,7 +216,7 @@ class Checkpoint:
                 background.run(begin if note.in_background else write)
         self._is_uncounted = rank != 0
         if not note.in_background:
-            self._wait()
+            self._wait(is_needed=False)
 
     @phase(SAVE)
     def wait(self) -> None:
@@ -210,15 +227,20 @@ class Checkpoint:
         alone, whose exit code is 1. One that ends with an exception waits 5 s at most, since other ranks may wait for
         it: the newest checkpoint may be the one before then.
 
-        Raises CheckpointError on every rank if rank 0 could not write; CollectiveError if a rank is gone.
+        Raises CheckpointError on every rank if rank 0 could not write the newest checkpoint, whatever `on_error` is;
+        CollectiveError if a rank is gone.
         """
         self._wait()
         self._owner.release()
 
-    def _wait(self) -> None:
+    def _wait(self, *, is_needed: bool = True) -> None:
+        """Wait for what was saved. If it `is_needed`, a save that has failed is an error."""
         with at_files():
             lost = background.finish()
-        self._finish_last(exchange(reason_of(lost), "what each rank saved"), lost)
+        if is_needed:
+            lost = lost or self._failed.take()
+        told = exchange((reason_of(lost), not self._failed.is_last_lost), "what each rank saved")
+        self._finish_last([reason for reason, _ in told], lost, is_written=told[0][1])
 
     @phase(SAVE, loads=True)
     def load(
@@ -335,16 +357,37 @@ class Checkpoint:
             assert self._known is not None
             self._known.add(name)
             checkpoint_file.prune(self.folder, self.keep, self._broken)
+        except OSError as error:
+            self._add_failure(step, error)
         except Exception as error:
             raise CheckpointError(str(reason_of(error, f"write step {step} to {self.folder.absolute()}"))) from error
-        count_checkpoint()
+        else:
+            self._newest = checkpoint_file.path_of(self.folder.absolute(), step)
+            self._failed.end()
+            count_checkpoint()
 
-    def _finish_last(self, problems: Sequence[str | None], mine: Exception | None) -> None:
+    def _add_failure(self, step: int, error: OSError) -> None:
+        rank, _ = place()
+        find = partial(checkpoint_file.newest_whole, self.folder.absolute(), self._broken)
+        self._failed.add(rank, f"step {step}", error, lambda: self._newest or find())
+
+    def _finish_last(self, problems: Sequence[str | None], mine: Exception | None, *, is_written: bool) -> None:
         """Raise what the last save ended with on any rank, or count it: rank 0 has done so itself when it was over."""
         is_uncounted, self._is_uncounted = self._is_uncounted, False
         raise_together(problems, mine)
-        if is_uncounted:
+        if is_uncounted and is_written:
             count_checkpoint()
+
+    def _can_write(self, step: int) -> bool:
+        """Check the folder; return False where the file system refuses what it did not refuse before."""
+        try:
+            self._check_folder(step)
+        except OSError as error:
+            if not self._owner.has_claimed:  # most likely, it is the wrong one
+                raise
+            self._add_failure(step, error)
+            return False
+        return True
 
     def _check_folder(self, step: int) -> None:
         """Refuse what is no step, one before others that are there, and a folder in which somebody else saves."""

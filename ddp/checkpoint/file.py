@@ -13,7 +13,7 @@ import hashlib
 import os
 import socket
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
@@ -31,6 +31,7 @@ __all__ = [
     "ends_whole",
     "identity",
     "newest_first",
+    "newest_whole",
     "path_of",
     "prune",
     "read",
@@ -180,12 +181,20 @@ class _Hashing:
 
 def prune(folder: Path, keep: int, broken: Collection[str]) -> None:
     """Remove all but the newest `keep` files that end as whole ones do. Others, and those named in `broken`, stay."""
-    whole = [path for _, path in newest_first(folder) if path.name not in broken and ends_whole(path)]
-    for path in whole[keep:]:
+    for path in [*_whole(folder, broken)][keep:]:
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
             warnings.warn(f"the old checkpoint {path} could not be removed: {error.strerror}", stacklevel=3)
+
+
+def newest_whole(folder: Path, broken: Collection[str]) -> Path | None:
+    """Return the newest file that ends as a whole one does, and is not named in `broken`."""
+    return next(_whole(folder, broken), None)
+
+
+def _whole(folder: Path, broken: Collection[str]) -> Iterator[Path]:
+    return (path for _, path in newest_first(folder) if path.name not in broken and ends_whole(path))
 
 
 def ends_whole(path: Path) -> bool:

@@ -55,6 +55,7 @@ class FolderOwner:
         self._environ = environ
         self._me: _Owner | None = None
         self._end: weakref.finalize[..., FolderOwner] | None = None
+        self.has_claimed = False  # ever
 
     def claim(self, rank: int) -> None:
         """Own the folder, which is made, from now on, or make sure that it is still owned.
@@ -88,6 +89,7 @@ class FolderOwner:
         self._me = me
         self._end = weakref.finalize(self, _let_go, lock, self._folder, me)
         self._end.atexit = False
+        self.has_claimed = True
 
     def release(self) -> None:
         """Let others have the folder, until the next `claim`."""

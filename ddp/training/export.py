@@ -93,5 +93,10 @@ def export(module: nn.Module, path: Path, example_inputs: Any, kind: Format) -> 
 
 def _write(path: Path, write: Callable[[Any], object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as file:
-        write(file)
+    try:
+        with replacing(path) as file:
+            write(file)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):  # a full disk: torch's C++ writer answers it with another error
+            raise error.__context__ from None
+        raise

@@ -95,7 +95,7 @@ def one_save_after_the_other(folder: str) -> None:
 
 def a_failed_save_is_everybodys_error(folder: str) -> list[str]:
     """By the next save, load or wait; and only once."""
-    checkpoint = ddp.Checkpoint(folder)
+    checkpoint = ddp.Checkpoint(folder, on_error="stop")
     counted: list[int] = []
     checkpoint_module.count_checkpoint = lambda: counted.append(1)  # type: ignore[attr-defined]  # replaced in this process
     checkpoint.save(1)

@@ -13,7 +13,7 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ddp
-from ddp.checkpoint import checkpoint, loading, preemption, rng
+from ddp.checkpoint import background, checkpoint, loading, preemption, rng
 from ddp.checkpoint import file as checkpoint_file
 from ddp.comm import objects
 from ddp.monitoring import progress
@@ -138,29 +138,117 @@ def one_that_cannot_open_it_receives_the_file(folder: str) -> None:
     assert model.weight.tolist() == [[4.0, 4.0]]
 
 
+@contextlib.contextmanager
+def unwritable(folder: str, what: str = "full disk") -> Iterator[None]:
+    """Let rank 0's writes of more than 20 kB fail ("full disk"), or all in the folder ("read-only folder")."""
+    is_writer = dist.get_rank() == 0
+    if is_writer and what == "full disk":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    elif is_writer:
+        os.chmod(folder, 0o555)
+        if os.geteuid() == 0:
+            os.seteuid(65534)  # root may write anywhere
+    try:
+        yield
+    finally:
+        if is_writer:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            if os.getuid() == 0:
+                os.seteuid(0)
+            os.chmod(folder, 0o755)
+        dist.barrier()
+
+
+@contextlib.contextmanager
+def caught_stderr(path: Path) -> Iterator[Path]:
+    """Let this rank's stderr go to a file of its own, which is returned."""
+    own = path.with_name(f"{path.name}.{dist.get_rank()}")
+    own.touch()
+    with own.open("w") as file, contextlib.redirect_stderr(file):
+        yield own
+
+
 def failure_of_rank_zero_is_raised_by_all(folder: str, what: str, in_background: bool) -> str:
-    checkpoint = ddp.Checkpoint(folder, in_background=in_background)
+    checkpoint = ddp.Checkpoint(folder, in_background=in_background, on_error="stop")
     checkpoint.save(1, weights=torch.zeros(10_000))
     checkpoint.wait()
     before = sorted(listed(folder))
-    if dist.get_rank() == 0:
-        if what == "full disk":
-            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
-        else:
-            os.chmod(folder, 0o555)
-            if os.geteuid() == 0:
-                os.seteuid(65534)  # root may write anywhere
-    with pytest.raises(ddp.errors.CheckpointError, match=r"rank 0: could not (save|write) step 2") as caught:
+    with unwritable(folder, what), pytest.raises(ddp.errors.CheckpointError, match=r"rank 0: could not") as caught:
         _save_durably(checkpoint)
-    if dist.get_rank() == 0:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        if os.getuid() == 0:
-            os.seteuid(0)
-        os.chmod(folder, 0o755)
-    dist.barrier()
     assert sorted(listed(folder)) == before
     checkpoint.save(2)  # the ranks are still in step
     assert (checkpoint.load() or pytest.fail("nothing saved")).step == 2
+    return str(caught.value)
+
+
+def a_failed_save_costs_that_save_alone(folder: str, what: str, in_background: bool) -> str:
+    """Return what this rank wrote to stderr."""
+    counted: list[int] = []
+    checkpoint.count_checkpoint = lambda: counted.append(1)  # type: ignore[attr-defined]  # replaced in this process
+    saves = ddp.Checkpoint(folder, in_background=in_background)
+    weights = torch.zeros(10_000)
+    with caught_stderr(Path(f"{folder}.stderr")) as stderr:
+        saves.save(1, weights=weights)
+        saves.wait()
+        for step in (2, 5):  # two failures in a row, twice: the count begins again with a save that works
+            with unwritable(folder, what):
+                saves.save(step, weights=weights)
+                saves.save(step + 1, weights=weights)
+                _until_written()
+            saves.save(step + 2, weights=weights)
+            _until_written()
+        saves.wait()
+    assert sorted(listed(folder)) == [f"step-{step:010d}.pt" for step in (1, 4, 7)]
+    assert (saves.load() or pytest.fail("nothing saved")).step == 7
+    assert len(counted) == 3
+    return stderr.read_text()
+
+
+def _until_written() -> None:
+    """Wait for the thread that writes, and leave what came of it to the next call."""
+    if background._thread is not None:
+        background._thread.join()
+    dist.barrier()
+
+
+def the_third_failure_in_a_row_is_an_error(folder: str, in_background: bool) -> str:
+    checkpoint = ddp.Checkpoint(folder, in_background=in_background)
+    checkpoint.save(1)
+    checkpoint.wait()
+    weights = torch.zeros(10_000)
+    with unwritable(folder):
+        checkpoint.save(2, weights=weights)
+        checkpoint.save(3, weights=weights)
+        if in_background:
+            checkpoint.save(4, weights=weights)  # its failure is known in the next call
+        with pytest.raises(ddp.errors.CheckpointError, match="rank 0: could not write step 4") as caught:
+            checkpoint.save(5 if in_background else 4, weights=weights)
+    checkpoint.save(6)  # the ranks are still in step
+    assert (checkpoint.load() or pytest.fail("nothing saved")).step == 6
+    return str(caught.value)
+
+
+def who_needs_the_file_hears_of_a_failed_save(folder: str, in_background: bool) -> list[str]:
+    """`wait` and `load` raise, once, whatever a save before has said on stderr."""
+    checkpoint = ddp.Checkpoint(folder, in_background=in_background)
+    checkpoint.save(1)
+    checkpoint.wait()
+    messages = []
+    for call in (checkpoint.wait, checkpoint.load):
+        with unwritable(folder):
+            checkpoint.save(2, weights=torch.zeros(10_000))
+            with pytest.raises(ddp.errors.CheckpointError, match="rank 0: could not write step 2") as caught:
+                call()
+        messages.append(str(caught.value))
+        assert (checkpoint.load() or pytest.fail("nothing saved")).step == 1
+    return messages
+
+
+def a_folder_that_cannot_be_made_is_an_error_at_once(folder: str) -> str:
+    Path(folder).touch()
+    dist.barrier()
+    with pytest.raises(ddp.errors.CheckpointError, match="rank 0: could not save step 1") as caught:
+        ddp.Checkpoint(Path(folder) / "below").save(1)
     return str(caught.value)
 
 

@@ -5,7 +5,9 @@ The oracle is the loop that a script for one process would have, on whole batche
 
 from __future__ import annotations
 
+import contextlib
 import io
+import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import ddp
 from ddp import callbacks as cb
+from ddp.checkpoint import background
 from ddp.data.replica_loader import ReplicaLoader
 from ddp.strategies.all_reduce import AllReduce
 from ddp.training.optimizer_step import needs_average
@@ -305,6 +308,12 @@ def saves_without_a_group(folder: str) -> list[float]:
     return flat(second.module).tolist()
 
 
+def _alone() -> Any:
+    strategy = AllReduce()
+    strategy.collective = False
+    return strategy
+
+
 def _averaging_later() -> Any:
     strategy = AllReduce()
     strategy.averages_in_step, strategy.collective = True, False
@@ -524,6 +533,40 @@ def keeps_the_best(folder: str) -> tuple[float, list[float]]:
     with pytest.raises(ddp.errors.CheckpointError, match=r"it is a checkpoint: pass its \['model'\]"):
         one.load(Path(folder) / "step-0000000020.pt")
     return one.evaluate(data())["loss"], history["val_loss"]
+
+
+class FullDisk(cb.Callback):
+    """The main replica writes no file of more than 500 bytes in some epochs."""
+
+    def __init__(self, epochs: range) -> None:
+        self.epochs = epochs
+
+    def on_epoch_begin(self, epoch: int) -> None:
+        self._set(self.trainer.strategy.is_main and epoch in self.epochs)
+
+    def on_fit_end(self) -> None:
+        self._set(False)
+
+    def _set(self, is_full: bool) -> None:
+        if background._thread is not None:
+            background._thread.join()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500 if is_full else resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+def full_disk(folder: str, epochs: range, on_error: Any, alone: bool) -> tuple[str, str]:
+    """Return what `fit` raised, and what it wrote to stderr."""
+    options: dict[str, Any] = {"strategy": _alone()} if alone else {}
+    checkpoint = cb.ModelCheckpoint(folder, monitor="val_loss", on_error=on_error)
+    one = trainer([FullDisk(epochs), checkpoint], rate=0.01, **options)
+    stderr = io.StringIO()
+    error = ""
+    with contextlib.redirect_stderr(stderr):
+        try:
+            one.fit(data(), epochs=5, validation=data(), global_batch_size=BATCH)
+        except ddp.errors.DdpError as raised:
+            error = str(raised)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return error, stderr.getvalue()
 
 
 def schedules() -> None:

@@ -84,6 +84,36 @@ def test_a_checkpoint_folder_has_the_best_and_the_last(nursery: Nursery, tmp_pat
     }
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_full_disk_costs_saves_and_not_the_training(nursery: Nursery, alone: bool, tmp_path: Path) -> None:
+    ranks = 1 if alone else 2
+    said = nursery.run(
+        ranks, f"{CASES}:full_disk", folder=str(tmp_path), epochs=range(1, 3), on_error="warn", alone=alone
+    )
+    assert [error for error, _ in said] == [""] * ranks
+    assert [stderr for _, stderr in said[1:]] == [""] * (ranks - 1)
+    lines = said[0][1].splitlines()
+    assert len(lines) == 4, lines
+    for epoch, (best, file) in enumerate([lines[:2], lines[2:]], 1):
+        assert f"rank 0 could not write the weights of epoch {epoch} to {tmp_path}/best.pt: " in best
+        assert f"rank 0 could not write step {4 * epoch + 4} to {tmp_path}: " in file
+        assert f"The newest whole checkpoint is {tmp_path}/step-0000000004.pt" in file
+        assert "File too large" in best
+        assert "File too large" in file
+    assert sorted(listed(tmp_path)) == ["best.pt", *(f"step-{step:010d}.pt" for step in (4, 16, 20))]
+
+
+@pytest.mark.parametrize(("on_error", "epochs"), [("warn", range(4, 5)), ("warn", range(1, 5)), ("stop", range(1, 2))])
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_checkpoint_that_stays_away_is_an_error_of_all_replicas(
+    nursery: Nursery, alone: bool, on_error: str, epochs: range, tmp_path: Path
+) -> None:
+    """The newest at the end, three in a row, or any with "stop"."""
+    arguments: dict[str, Any] = {"on_error": on_error, "alone": alone, "epochs": epochs}
+    for error, _ in nursery.run(1 if alone else 2, f"{CASES}:full_disk", folder=str(tmp_path), **arguments):
+        assert "the callback ModelCheckpoint failed in" in error
+
+
 def trainer_at(epoch: int, *, is_main: bool = True) -> Any:
     strategy = SimpleNamespace(is_main=is_main)
     return SimpleNamespace(strategy=strategy, epoch=epoch, epochs=12, epoch_step=3, steps=4, step=4 * epoch + 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections import OrderedDict
 from collections.abc import Callable
@@ -205,11 +206,15 @@ def test_a_process_that_fails_does_not_wait_for_a_disk_without_end(
     assert "ends before its last checkpoint is written; the one before is whole" in done.stderr
 
 
-def test_a_process_whose_last_save_failed_says_so_and_ends_with_1(run: Callable[..., Result], tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", ["", "in_background=False", "on_error='stop'"])
+def test_a_process_whose_last_save_failed_says_so_and_ends_with_1(
+    settings: str, run: Callable[..., Result], tmp_path: Path
+) -> None:
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))"
-    done = run(f"checkpoint.wait(); {limit}\ncheckpoint.save(2, weights=torch.ones(10_000))\nprint('said')")
+    again = f"checkpoint = ddp.Checkpoint('saved', {settings})"
+    done = run(f"checkpoint.wait(); {limit}\n{again}\ncheckpoint.save(2, weights=torch.ones(10_000))\nprint('said')")
     assert (done.returncode, done.stdout) == (1, "said\n")
-    assert done.stderr.startswith("ddp: could not write step 2 to")  # at once
+    assert re.match(r"ddp: (rank 0 )?could not write step 2 to", done.stderr)  # at once
     assert "CheckpointError: could not write step 2 to" in done.stderr
     assert listed(tmp_path / "saved") == ["step-0000000001.pt"]
 

@@ -29,6 +29,8 @@ from ddp_worlds.checkpoint_cases import listed
 from ddp_worlds.nursery import ROOT, Nursery
 from testbed.present import present
 from testbed.processes import run_program
+from testbed.resilient import run as run_script
+from testbed.resilient import said
 from testbed.seeds import Seeds
 from torch import nn
 from torch.utils.data import BatchSampler
@@ -440,17 +442,111 @@ def test_only_a_dead_writer_s_file_is_removed(tmp_path: Path) -> None:
     assert sorted(listed(tmp_path)) == ["step-0000000001.pt", "step-0000000002.pt"]
 
 
-@pytest.mark.parametrize("in_background", [False, True])
-@pytest.mark.parametrize(
+FAILURES = pytest.mark.parametrize(
     ("what", "reason"), [("full disk", "File too large"), ("read-only folder", "Permission denied")]
 )
+BOTH_WAYS = pytest.mark.parametrize("in_background", [False, True])
+CASE = "ddp_worlds.checkpoint_cases"
+
+
+@BOTH_WAYS
+@FAILURES
 def test_all_ranks_raise_when_rank_zero_cannot_write(
     nursery: Nursery, what: str, reason: str, in_background: bool, tmp_path: Path
 ) -> None:
-    case = "ddp_worlds.checkpoint_cases:failure_of_rank_zero_is_raised_by_all"
+    case = f"{CASE}:failure_of_rank_zero_is_raised_by_all"
     messages = nursery.run(3, case, folder=str(tmp_path / "folder"), what=what, in_background=in_background)
     assert len(set(messages)) == 1
     assert reason in messages[0]
+
+
+@BOTH_WAYS
+@FAILURES
+def test_a_failed_save_costs_that_save_alone_and_is_said_once(
+    nursery: Nursery, what: str, reason: str, in_background: bool, tmp_path: Path
+) -> None:
+    case, folder = f"{CASE}:a_failed_save_costs_that_save_alone", tmp_path / "folder"
+    written = nursery.run(3, case, folder=str(folder), what=what, in_background=in_background)
+    assert written[1:] == ["", ""]
+    lines = written[0].splitlines()
+    assert len(lines) == 4, lines
+    for line, (step, newest, nth) in zip(lines, [(2, 1, 1), (3, 1, 2), (5, 4, 1), (6, 4, 2)], strict=True):
+        assert line.startswith(f"ddp: rank 0 could not write step {step} to {folder}: "), line
+        assert reason in line
+        assert f"The newest whole checkpoint is {folder}/step-{newest:010d}.pt" in line
+        assert f"failed saves in a row: {nth}; 3 are an error" in line
+
+
+@BOTH_WAYS
+def test_the_third_failed_save_in_a_row_is_raised_by_all_ranks(
+    nursery: Nursery, in_background: bool, tmp_path: Path
+) -> None:
+    case = f"{CASE}:the_third_failure_in_a_row_is_an_error"
+    messages = nursery.run(3, case, folder=str(tmp_path / "folder"), in_background=in_background)
+    assert len(set(messages)) == 1
+    assert "File too large" in messages[0]
+    assert "3 saves in a row have failed" in messages[0]
+
+
+@BOTH_WAYS
+def test_who_waits_for_the_newest_checkpoint_or_loads_hears_that_it_failed(
+    nursery: Nursery, in_background: bool, tmp_path: Path
+) -> None:
+    case = f"{CASE}:who_needs_the_file_hears_of_a_failed_save"
+    messages = nursery.run(3, case, folder=str(tmp_path / "folder"), in_background=in_background)
+    assert messages[1:] == [messages[0]] * 2
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_at_once(nursery: Nursery, tmp_path: Path) -> None:
+    case = f"{CASE}:a_folder_that_cannot_be_made_is_an_error_at_once"
+    messages = nursery.run(2, case, folder=str(tmp_path / "folder"))
+    assert len(set(messages)) == 1
+    assert "Not a directory" in messages[0]
+
+
+RESILIENT = """
+import os, resource
+import torch
+import ddp
+world = ddp.init()
+model = ddp.DistributedDataParallel(torch.nn.Linear(100, 100))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+checkpoint = ddp.Checkpoint("saved")
+state = ddp.State(model=model, optimizer=optimizer, step=0)
+entered = 0
+
+@ddp.resilient
+def train(state):
+    global entered
+    entered += 1
+    while state.step < 5:
+        model(torch.ones(1, 100)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        state.step += 1
+        state.commit()
+        least = 20_000 if state.step == 3 else resource.RLIM_INFINITY
+        resource.setrlimit(resource.RLIMIT_FSIZE, (least, resource.RLIM_INFINITY))
+        checkpoint.save(state.step, model=model)
+        if world.is_main:
+            ddp.checkpoint.background._thread.join()
+
+train(state)
+checkpoint.wait()
+print("result", entered, os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
+"""
+
+
+@pytest.mark.usefixtures("warm")
+def test_a_full_disk_restarts_no_rank_of_a_resilient_run(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(RESILIENT)
+    result = run_script(script, tmp_path)
+    assert result.returncode == 0, result
+    assert said(result, "result") == {0: "1 0", 1: "1 0"}
+    assert result.stderr.count("could not write step 3 to") == 1, result.stderr
+    assert "rank 0 could not write step 3 to" in result.stderr
+    assert sorted(listed(tmp_path / "saved")) == [f"step-{step:010d}.pt" for step in (2, 4, 5)]
 
 
 # Several ranks
