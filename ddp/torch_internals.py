@@ -14,6 +14,7 @@ import contextlib
 import functools
 import importlib
 import itertools
+import os
 import sys
 import warnings
 import weakref
@@ -425,6 +426,30 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | No
     except (AttributeError, RuntimeError):
         return None
     return timeout
+
+
+def timeouts_on_devices() -> dict[str, float]:
+    """The timeouts, in seconds, of the groups of this process that communicate on devices themselves, by name. 2.1."""
+    found: dict[str, float] = {}
+    for group in list(getattr(getattr(dist.distributed_c10d, "_world", None), "pg_map", {})):
+        for device in device_types_of(group):
+            timeout = None if device.type == "cpu" or is_by_gloo(group, device) else timeout_of(group, device)
+            if timeout is not None:
+                found[group.group_name] = timeout.total_seconds()
+    return found
+
+
+def device_recorder() -> Callable[[bool, bool], bytes] | None:
+    """What returns the flight recorder of NCCL's collectives as JSON, with or without each, all or those on their way.
+
+    None where it records nothing, or torch has no NCCL. 2.5.
+    """
+    size = next((os.environ[name] for name in _RECORDER_SIZES if name in os.environ), "")
+    found: Callable[[bool, bool], bytes] | None = _find("torch._C._distributed_c10d._dump_nccl_trace_json")
+    return None if size.strip() == "0" else found
+
+
+_RECORDER_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 
 
 @contextlib.contextmanager

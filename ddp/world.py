@@ -34,13 +34,27 @@ from ddp.environment import ALONE, Placement, read_placement
 from ddp.errors import ArgumentError, DdpError, LaunchEnvironmentError, RendezvousError
 from ddp.generation.announcements import can_replace, generation_at_start
 from ddp.generation.connections import Connections, clone
-from ddp.generation.device_collectives import NCCL_BESIDE_GLOO, DeviceCollectives, can_be_ended
+from ddp.generation.device_collectives import (
+    NCCL_BESIDE_GLOO,
+    DeviceCollectives,
+    can_be_ended,
+    leave_errors,
+    leaves_errors,
+)
 from ddp.generation.meeting import meet
 from ddp.generation.meeting import refuse as refuse_to_meet
 from ddp.generation.pending_group import is_pending, make_pending_group
 from ddp.group_store import leave_file, store_at_address, store_without_address
+from ddp.monitoring import device_watch
 from ddp.monitoring.progress import set_restart_policy
-from ddp.torch_internals import backend_of, device_types_of, is_by_gloo, number_groups_anew, open_groups
+from ddp.torch_internals import (
+    backend_of,
+    device_recorder,
+    device_types_of,
+    is_by_gloo,
+    number_groups_anew,
+    open_groups,
+)
 
 __all__ = ["World", "init"]
 
@@ -184,7 +198,9 @@ def _join(placement: Placement, backend: str | None, timeout_s: float | None, de
         is_replacement = generation_at_start() > 0 and placement.world_size > 1
         if is_replacement:  # the others have left their choice
             backend = store.get(_BACKEND_KEY).decode()
+            leave_errors(device, backend)
         else:
+            leave_errors(device, backend)  # before the ranks compare what it sets
             backend = agree_on_backend(placement, backend, device, first, timeout)
         if SHM in words_of(backend):
             register()
@@ -198,6 +214,8 @@ def _join(placement: Placement, backend: str | None, timeout_s: float | None, de
                 store.set(_BACKEND_KEY, backend)
             _connect(member, first)
         _membership = member if is_by_address else None
+        if "nccl" in words_of(backend) and placement.world_size > 1 and leaves_errors() and device_recorder():
+            device_watch.start(placement.rank, lambda: member.on_devices.has_ended)
     except (RendezvousError, LaunchEnvironmentError):
         raise
     except (RuntimeError, ValueError) as error:  # DistError is a RuntimeError

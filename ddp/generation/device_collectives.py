@@ -5,7 +5,8 @@ waits where it reads a value or synchronizes, and hears of no error. Once the co
 end, the host comes back, and what they were to write has no meaning. So before that changes anything that must not be
 lost, `settle` waits for it and asks. That is as torch has it in its documentation of `abort` and of
 TORCH_NCCL_ASYNC_ERROR_HANDLING: unless that is 0, torch's watchdog ends the process as soon as the network tells it of
-a lost rank. Where a device cannot go on, its process ends, and is replaced.
+a lost rank. Under dtrain, `ddp.init` sets that (`leave_errors`), and `ddp.monitoring.device_watch` takes the watchdog's
+place. Where a device cannot go on, its process ends, and is replaced.
 
 Without that watchdog `settle` limits the wait for a rank that lives and does not come: by the timeout of the group, not
 counted while a debugger is open in a rank. It asks an event of the stream again and again, since to synchronize has no
@@ -26,10 +27,11 @@ import torch
 import torch.distributed as dist
 
 from ddp.errors import CollectiveError
+from ddp.generation.announcements import can_replace
 from ddp.monitoring.debuggers import debugged_until
-from ddp.torch_internals import abort_on_devices, timeout_of
+from ddp.torch_internals import abort_on_devices, device_recorder, timeout_of
 
-__all__ = ["HANDLING", "NCCL_BESIDE_GLOO", "DeviceCollectives", "can_be_ended", "leaves_errors"]
+__all__ = ["HANDLING", "NCCL_BESIDE_GLOO", "DeviceCollectives", "can_be_ended", "leave_errors", "leaves_errors"]
 
 NCCL_BESIDE_GLOO = {"cpu", "gloo", "cuda", "nccl"}  # words of the backend that `ddp.init` takes where there is CUDA
 HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -52,6 +54,18 @@ def leaves_errors() -> bool:
     return os.environ.get(HANDLING) == "0"
 
 
+def leave_errors(device: torch.device, backend: str | None) -> None:
+    """Have torch's watchdog leave errors to this package, before a group is made on CUDA under dtrain.
+
+    Not where the user has given the variable a value: DTRAIN_DEFAULTS has the names of those that dtrain has set. Nor
+    with a `backend` in whose group nothing could be ended.
+    """
+    is_default = HANDLING in os.environ.get("DTRAIN_DEFAULTS", "").split(",") and os.environ.get(HANDLING) == "1"
+    is_beside_gloo = backend is None or set(backend.replace(",", ":").split(":")) == NCCL_BESIDE_GLOO
+    if device.type == "cuda" and is_beside_gloo and is_default and can_replace() and device_recorder():
+        os.environ[HANDLING] = "0"
+
+
 class DeviceCollectives:
     """Of the default group of a process, one group after the other, which have numbers."""
 
@@ -66,6 +80,11 @@ class DeviceCollectives:
         with self._lock:
             self.number += 1
             self._has_ended = False
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether those of the present group were ended."""
+        return self._has_ended or self.number in self._ending
 
     def end(self, number: int) -> None:
         """Let those of a group end, unless there is another one. May be called from any thread, and again; blocks."""

@@ -98,13 +98,13 @@ def resilient(function: F) -> F:
     end until all are there.
 
     Elsewhere than under `dtrain run`, in a world of one, in a group that `ddp.init` did not make, and on devices but
-    CUDA's, it just runs the function: a failure ends the attempt. On CUDA that takes TORCH_NCCL_ASYNC_ERROR_HANDLING=0
-    in the environment, else torch ends the others when one is lost; it is written by torch's documentation and not yet
-    tested on a GPU. There the host waits for the device before each step of an optimizer, since nothing else tells
-    whether the averages have arrived; a replaced rank gets the buffers of another one; and where a device or a
-    communicator does not come back, its process ends and is replaced. UnsupportedError for what a replaced rank would
-    not have: wrapped models that the State does not hold, central storage, compression="auto", communication hooks of
-    your own.
+    CUDA's, it just runs the function: a failure ends the attempt. So it is on CUDA if you have set
+    TORCH_NCCL_ASYNC_ERROR_HANDLING to another value than 0, since torch then ends the others when one is lost. What is
+    done on CUDA is written by torch's documentation and not yet tested on a GPU. There the host waits for the device
+    before each step of an optimizer, since nothing else tells whether the averages have arrived; a replaced rank gets
+    the buffers of another one; and where a device or a communicator does not come back, its process ends and is
+    replaced. UnsupportedError for what a replaced rank would not have: wrapped models that the State does not hold,
+    central storage, compression="auto", communication hooks of your own.
     Replicas that step by themselves (`ddp.LocalSGD`, made before the function) go on with what one of them had.
     `ddp.Trainer.fit` is such a function by itself.
 
@@ -118,8 +118,9 @@ def resilient(function: F) -> F:
             raise ArgumentError(f"{function.__name__}({type(state).__name__}): its first argument must be a ddp.State")
         if lacks_error_handling():
             warnings.warn(
-                f"a failure in {function.__name__}() will end the attempt: on CUDA the others can go on only where "
-                "TORCH_NCCL_ASYNC_ERROR_HANDLING=0 is in the environment of all ranks before they start",
+                f"a failure in {function.__name__}() will end the attempt: on CUDA the others can go on only if "
+                "torch's watchdog leaves errors to ddp. ddp.init() sees to that, unless you have set "
+                "TORCH_NCCL_ASYNC_ERROR_HANDLING to another value than 0, or TORCH_FR_BUFFER_SIZE to 0: unset it",
                 stacklevel=2,
             )
         if current_generation() is None or dist.get_world_size() == 1:

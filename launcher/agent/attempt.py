@@ -341,6 +341,7 @@ class Attempt:
         sockets = self._sockets if self._interfaces else {}
         own = {name: self.prefixes.get(name, "") + value for name, value in message.env.items()}
         own["DTRAIN_GENERATION"] = str(generation)
+        own["DTRAIN_DEFAULTS"] = ",".join(name for name in message.defaults if name not in os.environ)
         env = {**self._sockets, **message.defaults, **os.environ, **sockets, **own, **self._kept_copy.variables}
         threads = message.defaults.get("OMP_NUM_THREADS")
         if cores and threads is not None and "OMP_NUM_THREADS" not in os.environ:

@@ -29,7 +29,7 @@ __all__ = ["CONFIG_SOURCE", "Listed", "Options", "launch_options", "takes_option
 CONFIG_SOURCE = "launcher.config_source"  # in click's context: which file defaults are from
 
 # Variables that are no option's. The first are for the workers, the last line for what --on-end runs.
-_NO_OPTION = ("AGENT", "BACKEND", "HOST", "ELASTIC", "LOST_AFTER_S", "PROGRESS_FILE", "ROLES", "RUN_KEY",
+_NO_OPTION = ("AGENT", "BACKEND", "DEFAULTS", "HOST", "ELASTIC", "LOST_AFTER_S", "PROGRESS_FILE", "ROLES", "RUN_KEY",
               "GENERATION", "GENERATION_PIPE", "GENERATION_FILE", "STATE_FILE", "COPY_FILE", "COPY_NOTE",
               "TIMELINE_FILE", "DEBUGGER_FILE", "STRATEGY", "TOKEN", "TORCH_INDEX", "AGENT_SLOTS", "AGENT_MACHINE",
               "ONE_STEP_FROM", "RUN", "STATE", "EXIT_CODE", "CAUSE", "FOLDER", "IN_ON_END")  # fmt: skip

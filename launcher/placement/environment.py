@@ -57,5 +57,5 @@ def roles_in_order(placement: Placement) -> str:
 
 
 def worker_defaults(worker: WorkerPlace) -> dict[str, str]:
-    """Return what is set only where the worker does not inherit a value."""
+    """Return what is set only where the worker does not inherit a value; DTRAIN_DEFAULTS names what was set so."""
     return {"OMP_NUM_THREADS": str(worker.threads), "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}

@@ -45,7 +45,7 @@ _PER_WORKER = (
 )  # fmt: skip
 _OWN_NAMES = (
     *(name for name in _PER_WORKER if not name.endswith("_")), *Files("", 0, 0).variables, "DTRAIN_GENERATION",
-    "DTRAIN_STATE_FILE", "DTRAIN_TIMELINE_FILE", "DTRAIN_COPY_FILE", "DTRAIN_COPY_NOTE",
+    "DTRAIN_DEFAULTS", "DTRAIN_STATE_FILE", "DTRAIN_TIMELINE_FILE", "DTRAIN_COPY_FILE", "DTRAIN_COPY_NOTE",
 )  # fmt: skip  # that an agent gives a worker, beside those of its order
 # How those begin that C libraries read when they are loaded, or the interpreter at its start. What Python code reads,
 # the fork server notes.

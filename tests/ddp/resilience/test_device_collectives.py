@@ -1,5 +1,6 @@
 """What a failure means where collectives are queued on a device. No GPU: see late_collectives."""
 
+import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp_worlds.nursery import Nursery
+from testbed.processes import run_dtrain
 from testbed.resilient import run as run_script
 from testbed.resilient import said
 
@@ -220,16 +222,95 @@ def test_nccl_can_be_ended_where_torch_leaves_that_to_others(
     assert can_be_ended(words) is can
 
 
-def test_on_cuda_without_that_the_user_is_told_and_the_function_just_runs(tmp_path: Path) -> None:
+ON_CUDA = """
+import os, sys, time
+import torch
+import ddp
+from ddp import world
+
+recorded = torch._C._distributed_c10d._dump_fr_trace_json  # gloo's, in the form of NCCL's
+torch._C._distributed_c10d._dump_nccl_trace_json = recorded
+if "chosen" in sys.argv:
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"
+world.choose_device = lambda *_: torch.device("cuda", 0)  # as if there were a GPU
+world.agree_on_backend = lambda *_: "cpu:gloo,cuda:nccl"
+world.device_to_connect = lambda *_: None
+connect = world._connect
+def connect_by_gloo(member, store):
+    member.backend = "gloo"
+    connect(member, store)
+    member.backend = "cpu:gloo,cuda:nccl"
+world._connect = connect_by_gloo
+"""
+SHOWS = """
+ddp.init(timeout_s=60)
+print("result", os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"], world.current_generation(), flush=True)
+@ddp.resilient
+def train(state):
+    pass
+train(ddp.State())
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "words", "expected"),
+    [
+        ({}, (), "0 0"),
+        ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}, (), "1 None"),
+        ({}, ("chosen",), "3 None"),
+        ({"TORCH_FR_BUFFER_SIZE": "0"}, (), "1 None"),  # then nothing could watch in the place of torch
+    ],
+)
+def test_ddp_takes_errors_over_from_torch_unless_the_user_has_chosen(
+    tmp_path: Path, given: dict[str, str], words: tuple[str, ...], expected: str
+) -> None:
     script = tmp_path / "script.py"
-    script.write_text(
-        "import ddp\nfrom ddp import world\nddp.init()\n"
-        "world._membership.backend = 'cpu:gloo,cuda:nccl'  # as if there were a GPU\n"
-        "@ddp.resilient\ndef train(state):\n    print('result', world.current_generation(), flush=True)\n"
-        "train(ddp.State())\n"
-    )
-    result = run_script(script, tmp_path, backend="gloo")
+    script.write_text(ON_CUDA + SHOWS)
+    result = run_dtrain("run", "--nproc-per-node", "2", script, *words, cwd=tmp_path, env=given)
     assert result.returncode == 0, result
-    assert said(result, "result") == {0: "None", 1: "None"}
-    assert "a failure in train() will end the attempt: on CUDA" in result.stderr
-    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING=0" in result.stderr
+    assert said(result, "result") == dict.fromkeys(range(2), expected)
+    assert ("a failure in train() will end the attempt: on CUDA" in result.stderr) is (expected != "0 0")
+
+
+STUCK = """
+import datetime
+from ddp.monitoring import device_watch
+device_watch._LATER_S = 0.5
+device_watch.timeouts_on_devices = lambda: {} if not torch.distributed.is_initialized() else {
+    torch.distributed.group.WORLD.group_name: 1.0
+}
+def of_a_short_timeout(*arguments):
+    return recorded(*arguments).replace(b'"timeout_ms":60000', b'"timeout_ms":1000')
+torch._C._distributed_c10d._dump_nccl_trace_json = of_a_short_timeout
+place = ddp.init(timeout_s=60)
+tensor = torch.ones(2)
+for _ in range(30):
+    torch.distributed.all_reduce(tensor)
+    time.sleep(0.1)
+gone = torch.distributed.new_group(timeout=datetime.timedelta(seconds=60))
+if place.rank == 0:
+    left = torch.distributed.all_reduce(tensor, group=gone, async_op=True)
+    torch.distributed.destroy_process_group(gone)
+time.sleep(4)
+print("result alive", flush=True)
+if place.rank == 0:
+    work = torch.distributed.all_reduce(tensor, async_op=True)
+    time.sleep(50)
+time.sleep(60)
+"""
+
+
+def test_a_collective_that_outlasts_the_timeout_of_its_group_ends_the_process_by_name(tmp_path: Path) -> None:
+    """Not while all come, nor for what was left in a group that is gone."""
+    script = tmp_path / "script.py"
+    script.write_text(ON_CUDA + STUCK)
+    result = run_dtrain("run", "--nproc-per-node", "2", script, cwd=tmp_path)
+    assert result.returncode == 1, result
+    assert said(result, "result") == {0: "alive", 1: "alive"}
+    says = r"ddp: rank (\d) has waited ([\d.]+) s for gloo:all_reduce, collective 31 of group 'default_pg', longer"
+    ended = set(re.findall(says, result.stderr))
+    assert [rank for rank, _ in ended] == ["0"], result.stderr
+    assert 1.5 <= float(ended.pop()[1]) < 20
+    assert "rank 1 is at" in result.stderr  # who has not come
+    assert "longer than its timeout of 1 s, and is at script.py:" in result.stderr

@@ -144,12 +144,14 @@ def test_environment_is_what_scripts_for_torchrun_expect(tmp_path: Path) -> None
     assert len({w["TORCHELASTIC_ERROR_FILE"] for w in workers}) == 4
 
 
-def test_inherited_thread_count_is_kept(tmp_path: Path) -> None:
-    script = write(
-        tmp_path, "import os\nprint(os.environ['OMP_NUM_THREADS'], os.environ['TORCH_NCCL_ASYNC_ERROR_HANDLING'])"
-    )
-    env = {"OMP_NUM_THREADS": "7", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}
-    assert run_dtrain("run", script, env=env, cwd=tmp_path).stdout.endswith("] 7 3\n")
+@pytest.mark.parametrize(
+    ("handling", "says"), [("3", "7 3 "), ("1", "7 1 "), (None, "7 1 TORCH_NCCL_ASYNC_ERROR_HANDLING")]
+)
+def test_what_is_inherited_is_kept_and_what_is_not_is_named(tmp_path: Path, handling: str | None, says: str) -> None:
+    names = ("OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "DTRAIN_DEFAULTS")
+    script = write(tmp_path, f"import os\nprint(*(os.environ[name] for name in {names}))")
+    env = {"OMP_NUM_THREADS": "7", "TORCH_NCCL_ASYNC_ERROR_HANDLING": handling}
+    assert run_dtrain("run", script, env=env, cwd=tmp_path).stdout.endswith(f"] {says}\n")
 
 
 @pytest.mark.usefixtures("warm")
