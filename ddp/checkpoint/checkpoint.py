@@ -154,7 +154,7 @@ class Checkpoint:
         then. DriftError on every rank if the replicas differ. CollectiveError if a rank is gone.
         """
         rank, _ = place()
-        with at_files():
+        with at_files(self.folder.absolute()):
             lost = background.finish()
         problem: Exception | None = None
         content: dict[str, Any] = {}
@@ -179,7 +179,7 @@ class Checkpoint:
                 note = replace(note, replica=None if weights is None else weights.note())
             check_plain(values)
             if rank == 0 and lost is None:
-                with at_files():
+                with at_files(self.folder.absolute()):
                     memory = CopyMemory.of_host() if note.in_background else None
                     note = replace(note, can_write=self._can_write(step))
                     content = {name: part.state_dict() for name, part in parts.items()}
@@ -210,7 +210,7 @@ class Checkpoint:
             content = {"step": step, "world_size": len(notes), **content, "random": random_states, "values": values}
             if reduction is not None:
                 content["reduction"] = copies.of(reduction) if is_copied and note.in_background else reduction
-            with at_files():
+            with at_files(self.folder.absolute()):
                 write = partial(self._write, step, partial(checkpoint_file.write, self.folder, step, content))
                 begin = partial(self._begin, step, content, copies, memory, is_copied=is_copied)
                 background.run(begin if note.in_background else write)
@@ -235,7 +235,7 @@ class Checkpoint:
 
     def _wait(self, *, is_needed: bool = True) -> None:
         """Wait for what was saved. If it `is_needed`, a save that has failed is an error."""
-        with at_files():
+        with at_files(self.folder.absolute()):
             lost = background.finish()
         if is_needed:
             lost = lost or self._failed.take()
@@ -274,11 +274,14 @@ class Checkpoint:
         rank, world_size = place()
         self._known = None
         given = None if path is None else Path(path)
+        source_path = (self.folder if given is None else given).absolute()
         with contextlib.ExitStack() as open_files:
             # Ranks that see one and the same folder have it read by the first of them.
-            seen = exchange(identity(self.folder if given is None else given), "places before loading")
+            with at_files(source_path):
+                seen_here = identity(source_path)
+            seen = exchange(seen_here, "places before loading")
             reader = rank if seen[rank] is None else seen.index(seen[rank])
-            with at_files():
+            with at_files(source_path):
                 nothing = LoadNote(()), None
                 found, file = nothing if reader != rank else find(open_files, self.folder, given, self._broken)
             told = [LoadNote(**each) for each in exchange(vars(found), "notes before loading")]
@@ -297,7 +300,8 @@ class Checkpoint:
                 file = None
             elif reader != rank:
                 there = kept_copy.copy_path() if mine.is_kept else given or self.folder / Path(mine.path).name
-                file = None if there is None else open_again(open_files, there, mine.inode)
+                with at_files(source_path):
+                    file = None if there is None else open_again(open_files, there, mine.inode)
             lacks = exchange(file is None, "who lacks the checkpoint")
             if any(lacks):
                 source = next(at for at, note in enumerate(notes) if note == chosen and not lacks[at])
@@ -308,7 +312,7 @@ class Checkpoint:
             try:
                 assert file is not None
                 if lacks[rank] and not chosen.is_kept:
-                    with at_files():
+                    with at_files(source_path):
                         checkpoint_file.verify(file)
                 parts = given_parts(
                     model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, sampler=sampler

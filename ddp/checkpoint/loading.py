@@ -128,7 +128,7 @@ def _open_kept(open_files: contextlib.ExitStack, folder: Path) -> tuple[LoadNote
 def restore(
     file: BinaryIO, parts: Mapping[str, Stateful], model: nn.Module | None, path: Path, rank: int, world_size: int
 ) -> Restored:
-    with at_files():
+    with at_files(path):
         state = checkpoint_file.read(file)
     restore_parts(state, parts)
     wrapper = wrapper_of(model)

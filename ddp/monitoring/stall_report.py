@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
+from os import PathLike
 from time import monotonic, sleep
 from typing import Protocol
 
@@ -30,7 +33,17 @@ from ddp.monitoring.debuggers import debugged_until
 from ddp.monitoring.interrupts import is_interrupt
 from ddp.monitoring.process_end import leave_pending
 from ddp.monitoring.stall_channel import StoreThread, store_thread_of_world
-from ddp.monitoring.stall_text import Heard, Position, Scene, describe_stall, find_missing, printable
+from ddp.monitoring.stall_text import (
+    AT_FILES,
+    Heard,
+    Position,
+    Scene,
+    describe_files,
+    describe_stall,
+    find_missing,
+    printable,
+    ranks_at_files,
+)
 from ddp.monitoring.user_code import line_of_frame
 from ddp.torch_internals import device_types_of, is_by_gloo, timeout_of
 
@@ -48,7 +61,6 @@ _TORCHS_TIMEOUT_S = 1800.0
 _BROKEN_S = 1.0  # for a collective to fail whose connections are broken
 _POLL_S = 1.0  # between two looks for Ctrl-C, which only Python code in the main thread sees
 _NOT_WAITING, _BOUNDED, _UNBOUNDED = range(3)
-_AT_FILES = "at the files of a checkpoint"  # for which the others wait as long as the group's timeout lets them
 
 
 class Pending(Protocol):
@@ -163,6 +175,7 @@ class StallReport:
     def _wait_here(self, work: Pending, what: str) -> None:
         began = monotonic()
         deadline = began + self.timeout_s
+        has_told = False
         while True:
             start = monotonic()
             poll_s = max(0.001, min(_POLL_S, deadline - start))
@@ -185,7 +198,10 @@ class StallReport:
                         continue
                     scene, heard = self._ask(what, "")
                     longest = began + self._longest_s
-                    if monotonic() < longest and _is_at_files(heard, self._key):
+                    if monotonic() < longest and ranks_at_files(scene, heard):
+                        if not has_told and (text := describe_files(scene, heard, longest - monotonic())):
+                            print(text, file=sys.stderr, flush=True)
+                        has_told = True
                         deadline = min(monotonic() + self.timeout_s, longest)
                         continue
                     self._left = f"has waited too long in the {what}"
@@ -425,23 +441,21 @@ def finish(work: Pending | None, *, device: torch.device | None = None) -> None:
 
 
 @contextlib.contextmanager
-def at_files() -> Iterator[None]:
-    """Read or write files in a block, while the others may wait for this rank longer than for one that hangs."""
+def at_files(path: PathLike[str]) -> Iterator[None]:
+    """Read or write the files at `path` in a block.
+
+    The others wait for this rank as long as the group's timeout lets them, since a large checkpoint takes long. One of
+    them says so on stderr after its stall timeout: the file system may not answer at all.
+    """
     report = report_of(None) if dist.is_available() and dist.is_initialized() else None
     before = None if report is None else report._position
     try:
         if report is not None:
-            report.at(_AT_FILES)
+            report.at(AT_FILES, partial(os.fspath, path))
         yield
     finally:
         if report is not None and before is not None:
             report._position = before
-
-
-def _is_at_files(heard: Heard, key: str) -> bool:
-    """Whether a rank that has answered reads or writes files in calls with this key."""
-    found = (answer.positions.get(key) for answer in heard.answers.values() if not answer.ended)
-    return any(position is not None and position.phase == _AT_FILES for position in found)
 
 
 def _write(scene: Scene, heard: Heard) -> None:

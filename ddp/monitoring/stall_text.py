@@ -10,8 +10,21 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-__all__ = ["MOST_POSITIONS", "Answer", "Heard", "Position", "Scene", "describe_stall", "find_missing", "printable"]
+__all__ = [
+    "AT_FILES",
+    "MOST_POSITIONS",
+    "Answer",
+    "Heard",
+    "Position",
+    "Scene",
+    "describe_files",
+    "describe_stall",
+    "find_missing",
+    "printable",
+    "ranks_at_files",
+]
 
+AT_FILES = "at the files of a checkpoint"  # for which the others wait as long as the group's timeout lets them
 MOST_POSITIONS = 32  # of models, in one answer
 _TEXT_LENGTH = 400
 _MOST_FINDINGS = 16  # of other ranks in a report, which should fit one screen
@@ -137,6 +150,34 @@ def describe_stall(scene: Scene, heard: Heard) -> str:
     if scene.global_ranks != tuple(range(len(scene.global_ranks))):
         lines.append(f"  (ranks of a group; in the world they are {', '.join(map(str, scene.global_ranks[:64]))})")
     lines.append(_advice(scene, gone, heard.trouble))
+    return "\n".join(lines)
+
+
+def ranks_at_files(scene: Scene, heard: Heard) -> dict[int, Answer]:
+    """Return the answers of those ranks of the group that read or write files, and did not end."""
+    answers = {rank: heard.answers.get(number) for rank, number in enumerate(scene.global_ranks)}
+    return {
+        rank: answer
+        for rank, answer in answers.items()
+        if answer and not answer.ended and scene.key in answer.positions
+        if answer.positions[scene.key].phase == AT_FILES
+    }
+
+
+def describe_files(scene: Scene, heard: Heard, left_s: float) -> str:
+    """Say which ranks are at files, for which others wait `left_s` more; empty if a lower rank says so."""
+    waiting = [rank for finding, there in _positions(scene, heard).items() if not finding.order for rank, _ in there]
+    if scene.rank != min(waiting):
+        return ""
+    lines = []
+    for rank, answer in ranks_at_files(scene, heard).items():
+        position = answer.positions[scene.key]
+        where = f"{position.detail}, at {answer.line}"
+        waits = f"Rank {scene.rank} waits for it in the {scene.what} of step {scene.step + 1}"
+        lines.append(
+            f"ddp: rank {rank} has been {AT_FILES} for {position.for_s:.1f} s, in {where}: its file system may not "
+            f"answer. {waits}, at most {left_s:.1f} s more"
+        )
     return "\n".join(lines)
 
 

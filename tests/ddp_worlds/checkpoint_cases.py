@@ -10,6 +10,7 @@ import random
 import resource
 import signal
 import sys
+import threading
 import time
 import warnings
 import weakref
@@ -242,6 +243,27 @@ def who_needs_the_file_hears_of_a_failed_save(folder: str, in_background: bool) 
         messages.append(str(caught.value))
         assert (checkpoint.load() or pytest.fail("nothing saved")).step == 1
     return messages
+
+
+def a_rank_hangs_at_its_files(folder: str, hangs_s: float, stall_timeout_s: float) -> str:
+    """Rank 0 reads from a pipe to which no process writes, until another thread ends that."""
+    model = ddp.DistributedDataParallel(nn.Linear(1, 1), stall_timeout_s=stall_timeout_s)
+    owner = Path(folder) / ".owner"
+    if dist.get_rank() == 0:
+        os.mkfifo(owner)
+        descriptor = os.open(owner, os.O_RDWR)
+
+        def end() -> None:
+            owner.unlink()
+            os.close(descriptor)
+
+        threading.Timer(hangs_s, end).start()
+    saves = ddp.Checkpoint(folder)
+    with caught_stderr(Path(f"{folder}.stderr")) as stderr:
+        saves.save(1, model=model)
+        saves.wait()
+    assert listed(folder) == ["step-0000000001.pt"]
+    return stderr.read_text()
 
 
 def a_folder_that_cannot_be_made_is_an_error_at_once(folder: str) -> str:

@@ -504,6 +504,29 @@ def test_a_folder_that_cannot_be_made_is_an_error_at_once(nursery: Nursery, tmp_
     assert "Not a directory" in messages[0]
 
 
+def test_a_rank_whose_file_system_does_not_answer_is_named_early_and_waited_for(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    case = f"{CASE}:a_rank_hangs_at_its_files"
+    errors = nursery.run(3, case, folder=str(folder), hangs_s=8.0, stall_timeout_s=1.0)
+    assert (errors[0], errors[2]) == ("", "")  # one of those that wait says so
+    (line,) = errors[1].splitlines()
+    found = re.fullmatch(
+        r"ddp: rank 0 has been at the files of a checkpoint for ([\d.]+) s, in (\S+), at (.+): its file system may not "
+        r"answer\. Rank 1 waits for it in the exchange of notes before saving of step \d+, at most ([\d.]+) s more",
+        line,
+    )
+    assert found, line
+    for_s, where, at, left_s = found.groups()
+    assert 0.5 < float(for_s) < 8
+    assert where == str(folder)
+    assert "checkpoint_cases.py:" in at
+    assert "in a_rank_hangs_at_its_files" in at
+    assert float(left_s) > 8
+
+
 RESILIENT = """
 import os, resource
 import torch
