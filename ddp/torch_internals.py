@@ -440,7 +440,7 @@ def timeouts_on_devices() -> dict[str, float]:
 
 
 def device_recorder() -> Callable[[bool, bool], bytes] | None:
-    """What returns the flight recorder of NCCL's collectives as JSON, with or without each, all or those on their way.
+    """Return what dumps the flight recorder of NCCL as JSON: with each collective or not, all or those on their way.
 
     None where it records nothing, or torch has no NCCL. 2.5.
     """

@@ -24,7 +24,7 @@ _unwritten: dict[Path, CheckpointError] = {}  # by what they save to: failures t
 
 
 class FailedSaves:
-    """The failures in a row of those who save to `path`. With `on_error` "stop", each is an error."""
+    """Counts the saves to `path` that failed in a row. With `on_error` "stop", each is an error."""
 
     def __init__(self, path: Path, on_error: OnError) -> None:
         if on_error not in get_args(OnError):

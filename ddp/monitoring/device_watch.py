@@ -1,8 +1,8 @@
 """Ends this process where a collective on a device outlasts the timeout of its group, in the place of torch's watchdog.
 
 That one ends no process where TORCH_NCCL_ASYNC_ERROR_HANDLING is 0. What it has seen is in torch's flight recorder: how
-far each group has come. This looks there, from a thread, also for collectives that `ddp` knows nothing of. Written by
-torch's sources; on a GPU, it has not run.
+far each group has come. This looks there, from a thread, also for collectives that `ddp` knows nothing of; what two
+ranks send each other is not counted there. Written by torch's sources; on a GPU, it has not run.
 """
 
 from __future__ import annotations
