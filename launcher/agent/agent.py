@@ -208,8 +208,9 @@ class Agent:
             return
         wait_statuses = reap()
         self._evidence_round.reaped(wait_statuses)
-        if self._fork_server.pid in wait_statuses:
-            self._fork_server.ended()
+        for server in self._fork_server.processes:
+            if server.pid in wait_statuses:
+                server.ended()
         if self._kept_copy.pid in wait_statuses:
             self._kept_copy.ended()
         store = self._store_process.pid
@@ -381,7 +382,8 @@ class Agent:
             self._lease.renew(time.monotonic())
 
     def _members(self) -> list[processes.Process]:
-        kept = (self._guard, self._store_process.pid, self._fork_server.pid, self._kept_copy.pid)
+        servers = (server.pid for server in self._fork_server.processes)
+        kept = (self._guard, self._store_process.pid, *servers, self._kept_copy.pid)
         spare = [pid for pid in kept if pid is not None]
         return self._run_tag.members(ancestor=os.getpid(), spare=spare)
 

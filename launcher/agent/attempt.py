@@ -89,6 +89,7 @@ class Attempt:
         # What is to be started again, and waits for these too: its order, and what could not be ended there.
         self._cleared: list[tuple[RestartWorker, str]] = []
         self._fork_server = fork_server
+        self._records = 0  # of the workers' imports that were there at the last look
         self._kept_copy = kept_copy
         self._lives: dict[int, int] = {}  # how often a rank was started again alone
         self._generation, self._when = 0, "now"  # the newest that the workers were told of
@@ -138,6 +139,18 @@ class Attempt:
             failing = worker.look(self.number, grace_s=self._grace_s)
             if failing is not None and not worker.restart_policy:  # else the others go on: its end is what counts
                 self._writer.send(failing)
+        self._learn_imports()
+
+    def _learn_imports(self) -> None:
+        """Have the fork server take in what the workers imported late, once no more of them say what that is."""
+        records = [
+            str(worker.files.imports)
+            for worker in self.running
+            if self._fork_server.learns_from(self._orders[worker.rank]) and worker.files.imports.exists()
+        ]
+        if records and len(records) == self._records:
+            self._fork_server.learn(records)
+        self._records = len(records)
 
     def heartbeat(self, now: float) -> Heartbeat:
         signs = self.signs

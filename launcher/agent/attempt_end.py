@@ -101,9 +101,9 @@ class AttemptEnd:
         killed = [None if self._attempt is None else self._attempt.rendezvous.close_store(keep_process=not self.final)]
         if self.final:
             killed.append(self._store_process.kill())
-            if not self._fork_server.stays:
-                killed.append(self._fork_server.kill())
-        kept = [self._store_process.pid, self._fork_server.pid, self._kept_copy.pid]
+            killed += self._fork_server.kill_late() if self._fork_server.stays else self._fork_server.kill()
+        servers = (server.pid for server in self._fork_server.processes)
+        kept = [self._store_process.pid, *servers, self._kept_copy.pid]
         spare = [pid for pid in (os.getppid(), *killed, *kept) if pid is not None]
         self._sweep = Sweep(
             partial(self._run_tag.members, ancestor=os.getpid(), spare=spare),

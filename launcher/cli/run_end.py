@@ -105,7 +105,7 @@ class Ending:
                 were = f"{count(outcome.forked, 'worker')} {'was' if outcome.forked == 1 else 'were'}"
                 verbosity.say(f"{were} forked from processes that had imported their packages")
         for reason, costs_s in outcome.by_exec:
-            longer = f"; the start and each restart take at least {costs_s:.1f} s longer" if costs_s >= TOLD_S else ""
+            longer = f"; each such start takes at least {costs_s:.1f} s longer" if costs_s >= TOLD_S else ""
             if longer or verbosity.verbose or spec.start_method == "fork":
                 verbosity.tell(f"workers were started by exec: {reason}{longer}")
         ranks = self.request.output_filter.ranks

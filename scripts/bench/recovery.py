@@ -1,6 +1,7 @@
 """Recovery beside torchrun: from the KILL of one of the ranks until all are through init_process_group again.
 
     python scripts/bench/recovery.py [--pairs 7] [--workers 2] [--state-mb 1] [--imports tqdm,transformers] [--json]
+    python scripts/bench/recovery.py --late sklearn --begin "import time; T0 = time.time()" --wait-s 10
     python scripts/bench/recovery.py --kills 100 [--workers 2] [--seed 1]
     python scripts/bench/recovery.py --lost-host [--pairs 3]
     python scripts/bench/recovery.py --only torchft --torchft PYTHON
@@ -8,7 +9,9 @@
 In turns in one run; the ratio to torchrun is the median over pairs next to each other. torchrun gets
 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which its second attempt seldom comes up. Workers of `resilient` train
 under `ddp.resilient`, and are measured until all have committed their next step; the others only meet. With
---imports, all scripts begin with these imports, for an environment as people have it (.venv-full).
+--imports, all scripts begin with these imports, for an environment as people have it (.venv-full). With --late they
+import these modules once they have joined their group, and each rank makes a step of an optimizer; --begin is a
+statement before all imports. --wait-s is the time before the kill: dtrain learns which imports come late within it.
 
 With --torchft, the interpreter of an environment that has torchft, that one trains beside them in the way of its own
 example: a lighthouse, and a torchrun for each replica. It is measured until the replaced worker has made a step with
@@ -133,6 +136,14 @@ os.rename(path.with_name(path.name + ".new"), path)
 COMMANDS = ("resilient", "dtrain", "torchrun")
 
 
+STEP = """
+import torch
+parameter = torch.nn.Parameter(torch.zeros(1))
+parameter.grad = torch.ones(1)
+torch.optim.SGD([parameter], lr=0.1).step()
+"""
+
+
 @dataclass(frozen=True)
 class Through:
     """A rank that is through init_process_group and a barrier; `time` is on the monotonic clock, one for all here."""
@@ -152,6 +163,9 @@ def main() -> None:
     parser.add_argument("--only", choices=(*COMMANDS, "torchft"), help="measure one of them, without ratios")
     parser.add_argument("--lost-host", action="store_true", help="lose a host instead, and have it back")
     parser.add_argument("--imports", metavar="MODULES", default="", help="what the scripts import first, by commas")
+    parser.add_argument("--late", metavar="MODULES", default="", help="what they import in their group, by commas")
+    parser.add_argument("--begin", metavar="STATEMENT", default="", help="what they begin with")
+    parser.add_argument("--wait-s", type=float, default=0.2, help="before the kill [%(default)s]")
     parser.add_argument("--json", action="store_true", help="one object a line instead of the table")
     args = parser.parse_args()
     if args.lost_host:
@@ -165,14 +179,18 @@ def main() -> None:
         sys.exit(compare_with_kills(args.kills, args.workers, random.Random(args.seed)))
     commands = (*COMMANDS, "torchft") if args.torchft else COMMANDS
     times: dict[str, list[float]] = {name: [] for name in commands if args.only in (None, name)}
-    imports = "".join(f"import {module}\n" for module in args.imports.split(",") if module)
+    imports, late = (
+        "".join(f"import {module}\n" for module in modules.split(",") if module)
+        for modules in (args.imports, args.late)
+    )
+    begin = f"{args.begin}\n{imports}"
     os.environ["RECOVERY_TORCHFT"] = args.torchft or ""
     os.environ["RECOVERY_STATE_MB"] = str(args.state_mb)
     with tempfile.TemporaryDirectory() as name:
         for pair in range(args.pairs + 1):
             for command, taken in times.items():
-                argv = argv_of(command, args.workers, Path(name), imports)
-                took_s = recover(argv, args.workers, Path(name, f"{command}{pair}"))
+                argv = argv_of(command, args.workers, Path(name), begin, late)
+                took_s = recover(argv, args.workers, Path(name, f"{command}{pair}"), args.wait_s)
                 if pair:  # the first pair warms the file cache
                     taken.append(took_s)
     if not args.json:
@@ -307,9 +325,13 @@ def lose_hosts(times: int) -> None:
             hosts.reset()
 
 
-def argv_of(command: str, workers: int, folder: Path, imports: str) -> list[str]:
+def argv_of(command: str, workers: int, folder: Path, begin: str, late: str) -> list[str]:
     script = folder / f"{command}_script.py"
-    script.write_text(imports + {"resilient": RESILIENT, "torchft": TORCHFT}.get(command, SCRIPT))
+    text = {"resilient": RESILIENT, "torchft": TORCHFT}.get(command, SCRIPT)
+    if late:
+        joined = "world = ddp.init()\n" if command == "resilient" else 'dist.init_process_group("gloo")\n'
+        text = text.replace(joined, joined + late + ("" if command == "resilient" else STEP))
+    script.write_text(begin + text)
     if command == "torchft":
         return torchft_argv(Path(os.environ["RECOVERY_TORCHFT"]), workers, script)
     options = ["--nproc-per-node", str(workers), "--max-restarts", "1", str(script)]
@@ -333,7 +355,7 @@ def torchft_argv(python: Path, replicas: int, script: Path) -> list[str]:
     return ["bash", "-c", "\n".join(["trap 'trap - TERM; kill 0' TERM", export, f"{lighthouse} &", *start, "wait"])]
 
 
-def recover(argv: list[str], workers: int, folder: Path) -> float:
+def recover(argv: list[str], workers: int, folder: Path, wait_s: float) -> float:
     """Run a command, kill rank 1 once all are through, and return how long it took until all were through again."""
     folder.mkdir()
     environment = {
@@ -345,7 +367,7 @@ def recover(argv: list[str], workers: int, folder: Path) -> float:
     }
     with running(argv, environment, folder) as process:
         victim = all_through(process, workers, folder, attempt=0)[1]
-        time.sleep(0.2)  # so that nobody is still on the way from the barrier to its sleep
+        time.sleep(wait_s)  # at least so long that nobody is still on the way from the barrier to its sleep
         killed = time.monotonic()
         os.kill(victim.pid, signal.SIGKILL)
         again = [1] if argv[0] == "bash" else None  # torchft's survivors are not started anew

@@ -4,8 +4,8 @@ Started by the agent as `python -u .../workers/bootstrap.py script|module TARGET
 FUNCTION_FILE RESULT_FILE`. Imports nothing of the launcher, so that the script finds a clean process: its own
 `__main__`, sys.argv, sys.path and tracebacks. Besides that it writes the error files for an exception that nobody
 caught, has a crash print where it happened, wakes the rendezvous store when torch is about to be imported, counts the
-steps of torch's optimizers, lets the agent open a debugger, keeps process groups of torch that the script has closed
-until they are at rest, and ends a process that had one.
+steps of torch's optimizers, records what the script imports up to the first one, lets the agent open a debugger, keeps
+process groups of torch that the script has closed until they are at rest, and ends a process that had one.
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ _pid = 0  # of the worker: a process that the script forks is not it
 def main() -> None:
     global _pid
     _pid = os.getpid()
+    began_with = frozenset(sys.modules)
     kind, target, *args = sys.argv[1:]
     executable = sys.orig_argv[0] if sys.orig_argv else sys.executable
     sys.argv = [target, *args]
     sys.orig_argv[:] = [executable, *(["-m"] if kind == "module" else []), target, *args]
     _print_stacks()
-    imports = _Imports()
+    imports = _Imports(began_with)
     sys.meta_path.insert(0, imports)
     imports.look()  # a forked worker may have torch already
     try:
@@ -488,6 +489,8 @@ def _close_groups() -> None:
 class _Imports:
     """Finds no module: notices when torch is imported, and when its optimizers are.
 
+    Records what is imported, for the fork server (late_imports.py), until an optimizer has made a step.
+
     On the first import of torch, rank 0 connects once to the store's port. The store's process imports torch as well,
     which takes seconds. It starts at the first connection, so one now lets both imports run side by side, and a script
     without torch never costs a store. Once torch has its optimizers, their steps are counted (step_counter.py).
@@ -496,11 +499,20 @@ class _Imports:
     the import hooks of tracers and profilers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, began_with: frozenset[str]) -> None:
         self._wakes_store = os.environ.get("RANK") == "0"
         self._keeps_groups = self._counts_steps = False
+        self._error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        self._recorder = (
+            _load("late_imports").Recorder(began_with) if self._error_file else None
+        )  # until the first step
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> None:
+        if self._recorder is not None and name.partition(".")[0] not in sys.stdlib_module_names:
+            try:
+                self._recorder.note(name)
+            except Exception:  # a stand-in for numpy or torch that lacks what it asks for; the import goes on
+                self._recorder = None
         if not name.startswith("torch"):
             return
         self.look()
@@ -517,10 +529,25 @@ class _Imports:
         if self._counts_steps or not hasattr(sys.modules.get("torch.optim.optimizer"), _STEP_HOOKS):
             return
         self._counts_steps = True
-        path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "step_counter.py")
-        counter = types.ModuleType("dtrain step_counter")  # not in sys.modules: the script is not to find it
-        importlib.machinery.SourceFileLoader(counter.__name__, path).exec_module(counter)
-        counter.count_optimizer_steps()
+        _load("step_counter").count_optimizer_steps(self._stepped)
+
+    def _stepped(self) -> None:
+        """Write what was imported up to the first step; what comes after it is not recorded."""
+        recorder, self._recorder = self._recorder, None
+        if recorder is None or os.getpid() != _pid:
+            return
+        try:
+            recorder.write(f"{self._error_file}.imports")
+        except Exception as error:  # a full disk, or the script's folder has a json.py of its own
+            print(f"dtrain: the imports of this worker could not be recorded: {error}", file=sys.stderr)
+
+
+def _load(name: str) -> Any:
+    """Load a module of this folder, but not into sys.modules: the script is not to find it."""
+    module = types.ModuleType(f"dtrain {name}")
+    path = module.__file__ = os.path.join(os.path.dirname(os.path.abspath(__file__)), f"{name}.py")
+    importlib.machinery.SourceFileLoader(module.__name__, path).exec_module(module)
+    return module
 
 
 def _keep_closed_groups(groups: Any) -> None:

@@ -1,12 +1,15 @@
 """The fork server: a process that has imported what a script needs, and from which the workers of a host are forked.
 
-Started by the agent (warm_start.py) as `python -u .../workers/fork_server.py script|module TARGET NAMES KEEP`, in the
-workers' working directory, with the variables that they share. NAMES are a JSON object with two lists of the variables
-that each worker has its own value of: how their names begin, and those that are known. Its standard input is a socket
-to the agent. It says whether workers can be forked from it, and if not, why; then, for every request,
+Started by the agent (warm_start.py) as `python -u .../workers/fork_server.py script|module TARGET NAMES KEEP [LATE]`,
+in the workers' working directory, with the variables that they share. NAMES are a JSON object with two lists of the
+variables that each worker has its own value of: how their names begin, and those that are known. Its standard input is
+a socket to the agent. It says whether workers can be forked from it, and if not, why; then, for every request,
 it forks a process that becomes the agent's child, and answers with its pid. Requests are JSON in a file in memory,
 beside the descriptors of the new process's streams. It ends with its input, or with the agent; but with KEEP `1`, the
 agent may have it stay for later runs (keeper.py).
+
+Once the first workers have trained, the agent has it fork another fork server, which also imports what those have
+imported after their script had begun (late_imports.py). LATE is the same order for a process that imports nothing else.
 
 A process forked here must be what a started one is (bootstrap.py), so this one imports, and does nothing
 else. What importing printed is printed again by each worker.
@@ -48,6 +51,7 @@ def _load(name: str) -> ModuleType:
 
 bootstrap = _load("bootstrap")  # which takes this folder out of sys.path
 preload = _load("preload")
+late_imports = _load("late_imports")
 keeper = _load("keeper")
 
 _PR_SET_PDEATHSIG, _PR_SET_MM, _PR_SET_MM_MAP = 1, 35, 14
@@ -58,11 +62,14 @@ _NO_NAME = "\0"  # stands for variables that are not known yet
 
 _OWN_ROOT = os.path.abspath(__file__).rpartition("/launcher/")[0]
 _set_by_imports: dict[str, str | None] = {}  # variables; None: taken away
-_found_by_imports: dict[str, str] = {}  # all variables
+_set_for_imports: dict[str, str | None] = {}  # variables, as the script sets them before it imports
+_found_by_imports: dict[str, str] = {}  # all variables, but for those
 
 
 class _UnfitError(BaseException):
     """This process must not be forked: why. No `except Exception` of a package is to hold it up."""
+
+    late = ""  # which of the late imports has made it so
 
 
 # Other ones in each connection: copies of all variables have them, and who wants one of them asks by its name.
@@ -218,7 +225,7 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, _SENT_TO_ALL)
     control = socket.socket(fileno=os.dup(0))
     _open_streams()
-    kind, target, names, keep = sys.argv[1:]
+    kind, target, names, keep, *late = sys.argv[1:]
     _Environ.per_worker, _Environ.names = map(tuple, json.loads(names))
     atexit.register(_thaw)  # of a process forked here; it is called after all others
     printed = _Printed()
@@ -227,12 +234,15 @@ def main() -> None:
     found: Any = None
     began = math.inf
     try:
-        found = _find_imports(kind, target)
-        began = time.monotonic()
-        _import_packages(found, kind, target, printed)
+        if late:
+            _import_late(json.loads(late[0]), printed)
+        else:
+            found = _find_imports(kind, target)
+            began = time.monotonic()
+            _import_packages(found, kind, target, printed)
         answer = _describe("")
     except _UnfitError as error:
-        answer = {**_describe(str(error)), "costs_s": max(0.0, time.monotonic() - began)}
+        answer = {**_describe(str(error)), "costs_s": max(0.0, time.monotonic() - began), "late": error.late}
     if packages is not None:
         packages.imported()
     _send(control, answer)
@@ -244,9 +254,23 @@ def main() -> None:
         word, descriptors, _, _ = socket.recv_fds(control, 1, 8)
         if not word:
             os._exit(0)
-        if word == b"f" and _fork(descriptors[0], descriptors[1:-1], descriptors[-1], control):
+        if word == b"f" and _fork(control):
+            _become(_read_json(descriptors[0]), descriptors[1:-1], descriptors[-1])
+            os.close(descriptors[0])
             break
-        if word == b"c":
+        if word == b"l" and _fork(control):
+            order, control = _read_json(descriptors[0]), socket.socket(fileno=os.dup(descriptors[1]))
+            _become_child_of(order["agent"])
+            gc.disable()
+            try:
+                _import_late(order, _Printed())
+                answer = _describe("")
+            except _UnfitError as error:
+                answer = {**_describe(str(error)), "late": error.late}
+            _send(control, answer)
+            gc.freeze()
+            gc.enable()
+        elif word == b"c":
             _send(control, _fits(_read_json(descriptors[0]), found))
         elif word == b"k" and packages is not None:
             order, listening = _read_json(descriptors[0]), socket.socket(fileno=os.dup(descriptors[1]))
@@ -274,7 +298,7 @@ def _why_not_script(script: dict[str, str], found: Any) -> str:
     os.chdir(script["cwd"])
     importlib.invalidate_caches()  # of what the user's folders held then
     now = preload.find_preloads(script["kind"], script["target"], _OWN_ROOT)
-    if (now.imports, now.imports_dynamo) != (found.imports, found.imports_dynamo):
+    if now.steps != found.steps:
         return "the script imports other packages than it has"
     if hidden := preload.find_hidden(preload.folder_of(script["kind"], script["target"])):
         return f"a module of the script's folder is named {hidden}, as one that was imported"
@@ -306,6 +330,7 @@ def _describe(reason: str) -> dict[str, Any]:
         "begins": [*_Environ.begins],
         "names": _Environ.names if _Environ.copied else None,
         "costs_s": 0.0,
+        "late": "",
     }
 
 
@@ -357,8 +382,7 @@ def _open_stream(name: str, descriptor: int) -> None:
 
 def _find_imports(kind: str, target: str) -> Any:
     """Return what the script imports. Raises _UnfitError if that is not to be imported here."""
-    if sys.gettrace() is not None or sys.getprofile() is not None or _is_monitored():
-        raise _UnfitError("a tracer or profiler runs in it")
+    _refuse_tracers()
     found = preload.find_preloads(kind, target, _OWN_ROOT)
     if not found.imports and found.left_out:
         alone = "starts threads, connects to something or reads its rank"
@@ -368,27 +392,107 @@ def _find_imports(kind: str, target: str) -> Any:
     return found
 
 
+def _refuse_tracers() -> None:
+    if sys.gettrace() is not None or sys.getprofile() is not None or _is_monitored():
+        raise _UnfitError("a tracer or profiler runs in it")
+
+
 def _import_packages(found: Any, kind: str, target: str, printed: _Printed) -> None:
     """Import what the script does, as it would. Raises _UnfitError if workers cannot be forked then."""
     open_before = _open_files()
-    variables = dict(os.environ)
-    for environ in (os.environ, os.environb):
-        environ.__class__ = _Environ
-    try:
-        for module, names in found.imports:
-            _import(module, names)
-        if found.imports_dynamo and "torch" in sys.modules:
-            _import("torch._dynamo", ())  # which an optimizer's first step imports, in seconds
-    finally:
-        for environ in (os.environ, os.environb):
-            environ.__class__ = os._Environ
-        printed.end()
-    changed = {name for name, _ in variables.items() ^ os.environ.items()}
-    _set_by_imports.update((name, os.environ.get(name)) for name in changed)
-    _found_by_imports.update(variables)
+    _found_by_imports.update(os.environ)
+    to_set = [*found.variables]
+    with _variables_noted():
+        try:
+            for number, (module, names) in enumerate(found.imports):
+                while to_set and to_set[0][0] <= number:
+                    _, name, value, replaces = to_set.pop(0)
+                    if not name.startswith(_Environ.per_worker) and (replaces or name not in os.environ):
+                        _set(name, value)
+                _import(module, names)
+            if found.imports_dynamo and "torch" in sys.modules:
+                _import("torch._dynamo", ())  # which an optimizer's first step imports, in seconds
+        finally:
+            printed.end()
     _check(open_before)
     if hidden := preload.find_hidden(preload.folder_of(kind, target)):
         raise _UnfitError(f"a module of the script's folder is named {hidden}, as one that was imported")
+
+
+def _import_late(order: dict[str, Any], printed: _Printed) -> None:
+    """Import what the first workers have imported late, as far as this process is then as they were.
+
+    Raises _UnfitError if workers cannot be forked then, with the import that is to be left out next time.
+    """
+    _refuse_tracers()
+    try:
+        record = late_imports.read_records(order["records"])
+    except (OSError, ValueError) as error:  # the attempt has ended
+        raise _UnfitError(f"the records of the workers cannot be read: {error}") from error
+    _found_by_imports.update(os.environ)
+    libraries = tuple(order["read_by_libraries"])
+    with _variables_noted():
+        try:
+            for name, variables, state, drawn in record.imports:
+                is_left_out = name in order["left_out"] or name.partition(".")[0] in preload.NEVER
+                if name in sys.modules or is_left_out or late_imports.process_state() != state:
+                    continue
+                if unlike := _take_on(variables, record):
+                    _Environ.per_worker = tuple({*_Environ.per_worker, *unlike})
+                    if any(each.startswith(libraries) for each in unlike):
+                        continue
+                try:
+                    _import_one(name, drawn, record, printed)
+                except _UnfitError as error:
+                    error.late = name
+                    raise
+        finally:
+            printed.end()
+
+
+def _take_on(variables: dict[str, str | None], record: Any) -> list[str]:
+    """Set the variables as the script had set them to constants; return those that are still not as in the worker."""
+    unlike = []
+    wanted = {**_found_by_imports, **variables}
+    now = _all_variables()
+    for name in {name for name, _ in wanted.items() ^ now.items()}:
+        value = wanted.get(name)
+        is_constant = name not in variables or value is None or value in record.constants
+        if value == now.get(name):
+            continue
+        if is_constant and name not in record.differing and not name.startswith(_Environ.per_worker):
+            _set(name, value)
+        else:
+            unlike.append(name)
+    return unlike
+
+
+def _all_variables() -> dict[str, str]:
+    """Return the variables, without any note of that."""
+    found = os.environ._data  # type: ignore[attr-defined]
+    return {os.fsdecode(name): os.fsdecode(value) for name, value in found.items()}
+
+
+def _set(name: str, value: str | None) -> None:
+    _set_for_imports[name] = value
+    if value is None:
+        del os.environ[name]
+    else:
+        os.environ[name] = value
+
+
+def _import_one(name: str, drawn: Sequence[str], record: Any, printed: _Printed) -> None:
+    """Import a module that workers have imported late. Raises _UnfitError if that may not be done ahead."""
+    files, modules, random = _open_files(), {*sys.modules}, late_imports.random_states()
+    _import(name, ())
+    _check(files)
+    if not_alike := record.why_not_alike(modules):
+        raise _UnfitError(not_alike)
+    if printed.has_text():
+        raise _UnfitError(f"{name} prints when it is imported")
+    after = late_imports.random_states()
+    if any(kind in random and random[kind] != after[kind] for kind in drawn):
+        raise _UnfitError(f"{name} draws random numbers when it is imported")
 
 
 def _import(module: str, names: Sequence[str]) -> None:
@@ -441,6 +545,27 @@ def _threads() -> list[str]:
     return names
 
 
+@contextlib.contextmanager
+def _variables_noted() -> Iterator[None]:
+    """Note which variables imports read meanwhile, and then which of them they have set. Others are as before then."""
+    before = _all_variables()
+    for environ in (os.environ, os.environb):
+        environ.__class__ = _Environ
+    try:
+        yield
+    finally:
+        for environ in (os.environ, os.environb):
+            environ.__class__ = os._Environ
+    after = _all_variables()
+    for name in {name for name, _ in before.items() ^ after.items()}:
+        if name not in _set_for_imports or after.get(name) != _set_for_imports[name]:
+            _set_by_imports[name] = after.get(name)
+        elif name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
+
+
 def _is_monitored() -> bool:
     monitoring = getattr(sys, "monitoring", None)  # Python 3.12
     return monitoring is not None and any(monitoring.get_tool(tool) is not None for tool in range(6))
@@ -475,14 +600,19 @@ class _Printed:
             os.dup2(stream, descriptor)
             os.close(stream)
 
+    def has_text(self) -> bool:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        return any(os.fstat(descriptor).st_size for descriptor in self._streams)
+
     def repeat(self) -> None:
         for descriptor, text in self._texts.items():
             while text:
                 text = text[os.write(descriptor, text) :]
 
 
-def _fork(request: int, streams: Sequence[int], go: int, control: socket.socket) -> bool:
-    """Fork a process that will be the agent's child. Returns True there, once the agent has said that it may go on.
+def _fork(control: socket.socket) -> bool:
+    """Fork a process that will be the agent's child; return True there.
 
     Between the two stands a process that ends at once: its child is adopted by the agent, which is a subreaper.
     """
@@ -500,8 +630,6 @@ def _fork(request: int, streams: Sequence[int], go: int, control: socket.socket)
         os.close(passed_read)
         os.close(passed_write)
         control.close()
-        _become(_read_json(request), streams, go)
-        os.close(request)
         return True
     os.close(passed_write)
     with os.fdopen(passed_read, "rb") as passed:
@@ -516,17 +644,23 @@ def _read_json(descriptor: int) -> dict[str, Any]:
     return found
 
 
-def _become(order: dict[str, Any], streams: Sequence[int], go: int) -> None:
-    """Make a worker of this process: what its start by exec would give it."""
-    agent = order["agent"]
+def _become_child_of(agent: int) -> None:
+    """Wait until the agent has adopted this process, which ends with it from then on, and begin a session."""
     limit = time.monotonic() + _ADOPTED_WITHIN_S
     while os.getppid() != agent and time.monotonic() < limit:
         time.sleep(0.0002)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != agent or not os.read(go, 1):
+    if os.getppid() != agent:
+        os._exit(1)
+    os.setsid()
+
+
+def _become(order: dict[str, Any], streams: Sequence[int], go: int) -> None:
+    """Make a worker of this process, once the agent has said that it may: what its start by exec would give it."""
+    _become_child_of(order["agent"])
+    if not os.read(go, 1):
         os._exit(1)
     os.close(go)
-    os.setsid()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SENT_TO_ALL)
     for descriptor, stream in enumerate(streams):
         os.dup2(stream, descriptor)

@@ -1,8 +1,9 @@
 """What a script imports from installed packages before it does anything else, found by reading its source.
 
 Nothing of the script runs here. Its top-level statements are read in order, and those of the user's own modules that
-it imports, where they are imported. Reading ends at the first statement that could have an effect, such as a call or
-a change of os.environ: what is imported after that may depend on it.
+it imports, where they are imported. Reading ends at the first statement that could have an effect, such as a call:
+what is imported after that may depend on it. Calls of a few functions that only look have none, such as `time.time()`.
+A variable that is set to a constant is noted: the imports after it find it so.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ import sysconfig
 import types
 from collections.abc import Iterator, Sequence
 
-__all__ = ["NAMES_TORCH", "Found", "find_hidden", "find_preloads", "folder_of", "imports_of_code"]
+__all__ = ["NAMES_TORCH", "NEVER", "Found", "find_hidden", "find_preloads", "folder_of", "imports_of_code"]
 
 # They start threads, connect to something or read the worker's rank when they are imported.
-_NEVER = {
+NEVER = {
     "cupy", "deepspeed", "grpc", "horovod", "jax", "jaxlib", "keras", "lightning", "lightning_fabric",
     "lightning_utilities", "mpi4py", "pycuda", "pyspark", "pytorch_lightning", "ray", "tensorflow", "torch_xla",
     "torchmetrics",
@@ -30,17 +31,29 @@ NAMES_TORCH = re.compile(
     rb"TORCH(?!ELASTIC_)"
 )  # those are the launcher's own, and nothing that torch reads when imported
 _EFFECTS = ("CALL", "BINARY_SUBSCR", "STORE_SUBSCR", "STORE_ATTR", "FOR_ITER", "YIELD", "POP_JUMP")  # of bytecode
+# What only looks: beginnings of dotted names, and functions.
+_LOOKS = ("time.", "datetime.", "math.", "os.path.", "os.environ.get", "os.getenv", "os.getpid", "logging.getLogger")
+_CONVERTS = {"bool", "float", "int", "len", "max", "min", "str"}
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Pass)
 
 
 class Found:
-    """What to import: `(module, names)` in order, as in `import module` or `from module import names`."""
+    """What to import: `(module, names)` in order, as in `import module` or `from module import names`.
+
+    `variables` are set to constants: after how many of these imports, name, value, and whether that replaces another.
+    """
 
     def __init__(self) -> None:
         self.imports: list[tuple[str, tuple[str, ...]]] = []
+        self.variables: list[tuple[int, str, str, bool]] = []
         self.left_out: list[str] = []  # packages that each worker has to import by itself
         self.uses_optimizer = False
         self.sets_torch = False  # it names variables of torch, which may be changed before torch reads them
+
+    @property
+    def steps(self) -> tuple[object, ...]:
+        """All that is done, to compare it with that of another script."""
+        return self.imports, self.variables, self.imports_dynamo
 
     @property
     def imports_dynamo(self) -> bool:
@@ -138,6 +151,8 @@ class _Reader:
                 self._import(alias.name, ())
         elif isinstance(statement, ast.ImportFrom):
             self._import(_absolute(statement, package), tuple(alias.name for alias in statement.names))
+        elif variable := _set_variable(statement):
+            self._found.variables.append((len(self._found.imports), *variable))
         elif not _is_harmless(statement):
             raise _EffectError
 
@@ -170,9 +185,9 @@ class _Reader:
 
     def _import(self, module: str, names: tuple[str, ...]) -> None:
         top = module.partition(".")[0]
-        if top in _NEVER:
+        if top in NEVER:
             self._found.left_out.append(top)
-        if top in sys.stdlib_module_names or top in _NEVER:
+        if top in sys.stdlib_module_names or top in NEVER:
             return
         if not self.read_module(module):
             self._found.imports.append((module, names))
@@ -207,6 +222,33 @@ def _absolute(statement: ast.ImportFrom, package: str) -> str:
     return f"{base}.{statement.module}" if statement.module else base
 
 
+def _set_variable(statement: ast.stmt) -> tuple[str, str, bool] | None:
+    """Return name and value of the variable that a statement sets to a constant, and whether it replaces another."""
+    match statement:
+        case ast.Assign(targets=[ast.Subscript(value=where, slice=ast.Constant(value=str(name)))], value=value):
+            replaces = True
+        case ast.Expr(
+            value=ast.Call(
+                func=ast.Attribute(value=where, attr="setdefault"),
+                args=[ast.Constant(value=str(name)), value],
+                keywords=[],
+            )
+        ):
+            replaces = False
+        case _:
+            return None
+    if _dotted(where) == "os.environ" and isinstance(value, ast.Constant) and isinstance(value.value, str):
+        return name, value.value, replaces
+    return None
+
+
+def _dotted(value: ast.expr) -> str:
+    """Return `a.b.c` of a name with attributes; empty of all else."""
+    if isinstance(value, ast.Attribute):
+        return f"{before}.{value.attr}" if (before := _dotted(value.value)) else ""
+    return value.id if isinstance(value, ast.Name) else ""
+
+
 def _is_harmless(statement: ast.stmt) -> bool:
     """Whether no import after this statement can depend on it."""
     if isinstance(statement, _DEFINITIONS) or (
@@ -234,4 +276,11 @@ def _calls(value: ast.expr | None) -> bool:
 
 def _nodes_with_effects(value: ast.expr) -> Iterator[ast.AST]:
     effects = (ast.Call, ast.Await, ast.NamedExpr, ast.Subscript, ast.Yield, ast.YieldFrom)
-    return (node for node in ast.walk(value) if isinstance(node, effects))
+    return (node for node in ast.walk(value) if isinstance(node, effects) and not _only_looks(node))
+
+
+def _only_looks(node: ast.AST) -> bool:
+    if isinstance(node, ast.Subscript):
+        return _dotted(node.value) == "os.environ"
+    name = _dotted(node.func) if isinstance(node, ast.Call) else ""
+    return name.startswith(_LOOKS) or name in _CONVERTS

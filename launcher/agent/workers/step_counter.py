@@ -17,6 +17,7 @@ import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any
 
 __all__ = ["count_optimizer_steps", "step"]
@@ -42,8 +43,10 @@ def step() -> None:
         counters[_CALLS] += 1
 
 
-def count_optimizer_steps() -> None:
+def count_optimizer_steps(after_first: Callable[[], object]) -> None:
     """Count the steps of torch's optimizers in this process, but not in those that it forks.
+
+    `after_first` is called once, after the first of them.
 
     torch.optim.optimizer has been imported, the rest of torch perhaps not yet.
     """
@@ -52,11 +55,14 @@ def count_optimizer_steps() -> None:
     torch: Any = sys.modules["torch"]
     optimizers: Any = sys.modules["torch.optim.optimizer"]
     stepped = _optimizer_stepped
+    once = [after_first]
 
     def after_step(optimizer: object, *_: object) -> None:
         # Without globals: torch.compile imports the module that has them. A compiled step is not counted.
         if not torch.compiler.is_compiling():
             stepped(id(optimizer))
+            if once:
+                once.pop()()
 
     optimizers.register_optimizer_step_post_hook(after_step)
 

@@ -1,7 +1,8 @@
 """The agent's side of the fork server: workers start from a process that has their packages imported already.
 
 A start by fork must give what a start by exec gives. Where that is not certain, a worker is started by exec; `why_not`
-says why.
+says why. Once the first workers have trained, another process is forked from it, which has imported also what those
+have imported late.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ __all__ = ["PROGRAM", "ForkServer", "Warmth"]
 
 PROGRAM = Path(__file__).with_name("fork_server.py")
 _ANSWER_S = 4.0  # a fork takes milliseconds, and the agent does nothing else meanwhile
+_LATE_S = 100.0  # for all late imports
+_LATE_TRIES = 5  # each leaves out one import more
 _MESSAGE_BYTES = 1 << 16
 _ONLY_AST = 0x400  # ast.PyCF_ONLY_AST; ast itself takes milliseconds to import
 # How the variables begin that may differ between the workers of a host: libraries read them after their import.
@@ -89,11 +92,7 @@ def _imported_names(statement: Any) -> list[str]:
 
 
 def _why_not(message: Prepare) -> str:
-    """Return why no worker of a run can be forked."""
-    if message.start_method == "exec":
-        return "--start-method is exec"
-    if not message.through:
-        return "there is no fork server"
+    """Return why no worker of a run can be forked before one has trained."""
     if message.through == "function":
         return "" if message.target else "the function uses only the standard library"
     return _why_not_script(os.path.join(message.workdir, message.target)) if message.through == "script" else ""
@@ -140,6 +139,8 @@ class ForkServer:
     callback of the selector, or in `step`. `pid` is None where there is no such process.
 
     Where a process kept warm has lent one that does not fit, `cold` says why, and another is started.
+
+    What its workers import late is imported in a process of its own, `_late`: if that fails, nothing has changed.
     """
 
     def __init__(self, run_tag: RunTag, selector: selectors.BaseSelector, warmth: Warmth) -> None:
@@ -167,12 +168,17 @@ class ForkServer:
             self.pid, self._control = warmth.lent
         self._was_lent = warmth.lent is not None
         self._limit = math.inf
+        self._late: ForkServer | None = None
+        self._command: tuple[Sequence[str], str, Sequence[int]] = ((), "", ())  # argv, folder and processors
+        self._records: list[str] = []  # of the late imports
+        self._left_out: list[str] = []  # of them
+        self._unfit_import = ""  # which of its late imports has made this process unfit
 
     def prepare(self, message: Prepare, workers: int) -> None:
         """Start the process for so many workers, if those can be forked from one at all."""
-        if why_not := _why_not(message):
+        if message.start_method == "exec" or not message.through:
             self.kill()
-            self.why_not = why_not
+            self.why_not = "--start-method is exec" if message.through else "there is no fork server"
             return
         target = message.target
         if message.through == "script":
@@ -196,8 +202,12 @@ class ForkServer:
             json.dumps([_PER_WORKER, names]),
             str(int(self.stays)),
         ]
-        self._start_one = partial(self._start, argv, message.workdir, cores)
-        if self._control is None:
+        self._command = (argv, message.workdir, cores)
+        self._start_one = partial(self._start, *self._command)
+        if why_not := _why_not(message):
+            self.kill()
+            self.why_not = why_not
+        elif self._control is None:
             self._start_one()
         elif self.pid is not None and cores and os.sched_getaffinity(self.pid) != set(cores):
             self._start_cold("the processors of a simulated host are not what they were")
@@ -247,18 +257,64 @@ class ForkServer:
         self.kill()
         self._start_one()
 
+    def learns_from(self, message: StartWorker) -> bool:
+        """Return whether it is to know yet what such a worker imports late."""
+        return self._late is None and not self.is_loading and self._is_of_program(message)
+
+    def learn(self, records: Sequence[str]) -> None:
+        """Have what workers imported late imported ahead for those that follow. `records` are files of workers."""
+        self._records, self._left_out = [*records], []
+        self._start_late()
+
+    def _start_late(self) -> None:
+        self._late = late = ForkServer(self._run_tag, self._selector, Warmth())
+        late._program, late._env, late._is_filtered = self._program, self._env, self._is_filtered
+        late._limit = time.monotonic() + _LATE_S
+        order = {
+            "agent": os.getpid(),
+            "records": self._records,
+            "left_out": self._left_out,
+            "read_by_libraries": _READ_BY_LIBRARIES,
+        }
+        if self._control is None:
+            argv, cwd, cores = self._command
+            late._start([*argv, json.dumps(order)], cwd, cores)
+            return
+        late._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        request = _in_memory(order)
+        try:
+            late.pid = self._ask(b"l", [request, theirs.fileno()])
+            late._await_answer()
+        except OSError:
+            late.kill("it cannot be forked")
+        finally:
+            os.close(request)
+            theirs.close()
+
     def wait_s(self, duration_s: float) -> None:
         """Note that a worker waits for the imports, and may do so for this long."""
         self._limit = min(self._limit, time.monotonic() + duration_s)
 
+    @property
+    def processes(self) -> list[ForkServer]:
+        """Return all that have a process, which the agent reaps."""
+        return [server for server in (self, self._late) if server is not None and server.pid is not None]
+
     def pause_s(self, now: float) -> float:
         """How long the agent may wait before it calls `step` again."""
-        return self._limit - now if self.is_loading else math.inf
+        late_s = math.inf if self._late is None else self._late.pause_s(now)
+        return min(self._limit - now if self.is_loading else math.inf, late_s)
 
     def step(self, now: float) -> None:
-        """Wait no longer for imports that take too long."""
+        """Wait no longer for imports that take too long; try again without a late import that cannot be made ahead."""
         if self.is_loading and now >= self._limit:
             self.kill("the imports of its process take too long")
+        if (late := self._late) is None:
+            return
+        late.step(now)
+        if late._unfit_import and len(self._left_out) < _LATE_TRIES:
+            self._left_out.append(late._unfit_import)
+            self._start_late()
 
     def _read_answer(self) -> None:
         """Read what it says once its imports are done."""
@@ -267,12 +323,13 @@ class ForkServer:
         try:
             said = json.loads(self._control.recv(_MESSAGE_BYTES))
         except (OSError, ValueError):  # its end, which is reaped as well
-            said = {"reason": "its process has ended", "costs_s": 0.0}
+            said = {"reason": "its process has ended", "costs_s": 0.0, "late": ""}
         if said["reason"] and self._is_checking:
             self._start_cold(said["reason"])
             return
         if said["reason"]:
             self.costs_s = said["costs_s"]
+            self._unfit_import = said["late"]
             self.kill(said["reason"])
             return
         self.has_torch = said["has_torch"]
@@ -291,13 +348,24 @@ class ForkServer:
         """Return why a worker cannot be forked that is to have these variables and processors; empty if it can."""
         if not message.through:
             return "it is no Python script"
+        if self._is_of_program(message) and not cores and self._late_for(env) is not None:
+            return ""
         if self.why_not or self.is_loading:
             return self.why_not or "the imports of its process are not done"
-        if (message.through, message.argv[0]) != self._program:
+        if not self._is_of_program(message):
             return "it runs another program than most"
         if cores:
             return "--numa-binding, for libraries look at their processors when they are imported"
         return self._differing(env)
+
+    def _is_of_program(self, message: StartWorker) -> bool:
+        return bool(message.through) and (message.through, message.argv[0]) == self._program
+
+    def _late_for(self, env: Mapping[str, str]) -> ForkServer | None:
+        """Return the process with the late imports, if one with these variables can be forked from it."""
+        late = self._late
+        is_fit = late is not None and not (late.why_not or late.is_loading or late._differing(env))
+        return late if is_fit else None
 
     def _differing(self, env: Mapping[str, str]) -> str:
         """Say which variable is not what the imports found, if it may matter to them; empty if there is none."""
@@ -332,6 +400,12 @@ class ForkServer:
         Raises OSError if it cannot be forked, or if the server does not answer, which is ended then. One that was found
         dead is replaced.
         """
+        if (late := self._late_for(env)) is not None:
+            with contextlib.suppress(OSError):
+                return late.fork(
+                    argv, env, cwd=cwd, stdout=stdout, stderr=stderr, stdin=stdin, run_tag=run_tag, number=number,
+                    cores=cores,
+                )  # fmt: skip
         order = {"agent": os.getpid(), "argv": [*argv], "env": {**env}, "cwd": cwd, "has_input": stdin is not None}
         opened: list[int] = []
         try:
@@ -391,14 +465,15 @@ class ForkServer:
         return ""
 
     def _ask(self, word: bytes, descriptors: Sequence[int]) -> int:
-        assert self._control is not None
+        if self._control is None:
+            raise TimeoutError("it has no process")
         try:
             socket.send_fds(self._control, [word], descriptors)
             pid = int(json.loads(self._control.recv(_MESSAGE_BYTES))["pid"])
         except (OSError, ValueError) as error:
             why = "its process does not answer"
-            self.kill(why)
-            if word == b"f" and not isinstance(error, TimeoutError):  # it is dead, and reaped only later
+            self._end(why)
+            if word != b"k" and not isinstance(error, TimeoutError):  # it is dead, and reaped only later
                 self._replace()
             raise TimeoutError(why) from error
         if pid < 0:
@@ -409,7 +484,7 @@ class ForkServer:
         """Take note that its process ended by itself and was reaped. Starts another, if that one was fit."""
         was_fit = not (self.why_not or self.is_loading)
         self.pid = None
-        self.kill("its process has ended")
+        self._end("its process has ended")
         if was_fit:
             self._replace()
 
@@ -418,11 +493,20 @@ class ForkServer:
         self._limit = math.inf
         self._start_one()
 
-    def kill(self, why: str = "it was ended") -> int | None:
-        """End its process, and return the pid of a child that is to be reaped. Nothing is forked any more."""
-        killed, self.pid = self.pid, None
-        if killed is not None:
-            os.kill(killed, signal.SIGKILL)
+    def kill(self, why: str = "it was ended") -> list[int]:
+        """End all processes, and return the pids of children that are to be reaped. Nothing is forked any more."""
+        return [*self.kill_late(), *self._end(why)]
+
+    def kill_late(self) -> list[int]:
+        """End the process with the late imports, and return its pid if it is to be reaped."""
+        return [] if self._late is None else self._late.kill()
+
+    def _end(self, why: str) -> list[int]:
+        """End its own process alone, and return its pid if it is to be reaped."""
+        killed = [] if self.pid is None else [self.pid]
+        self.pid = None
+        for pid in killed:
+            os.kill(pid, signal.SIGKILL)
         self.why_not = self.why_not or why
         if self.is_loading:
             self._end_loading()

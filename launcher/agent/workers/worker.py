@@ -132,6 +132,7 @@ class Files:
         self.error = Path(folder, f"{attempt}-{rank}{f'-{life}' if life else ''}.json")
         self.facts = Path(f"{self.error}.facts")
         self.stack = Path(f"{self.error}.stack")
+        self.imports = Path(f"{self.error}.imports")  # what it had imported at its first step; see late_imports.py
         self.progress = Path(f"{self.error}.progress")
         self.generations = Path(f"{self.error}.generations")
         self.generation = Path(f"{self.error}.generation")

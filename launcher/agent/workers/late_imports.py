@@ -1,0 +1,212 @@
+"""Which installed packages a worker imports after its script has begun, and which of them may be imported ahead.
+
+A worker (bootstrap.py) records each import that the user's own code makes, and writes the record at the first step of
+an optimizer. The fork server reads the records of a host's first workers. It makes the same imports in a process that
+it forks for that, and from which later workers are forked.
+
+An import may be made ahead only if it finds the process as it was in the worker: the variables, and what else
+`process_state` names. It has to leave the modules, from the same files, that the worker had at its first step. One that
+draws random numbers must not come after the script has drawn some, or has seeded them. Modules of the user's own are
+never imported ahead: they may be edited between two attempts.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # this file is loaded in every worker
+    from collections.abc import Iterator, Mapping, Sequence
+    from typing import Any
+
+__all__ = ["Record", "Recorder", "process_state", "random_states", "read_records"]
+
+_INSTALLED = ("/site-packages/", "/dist-packages/")  # the user's and Debian's, wherever they are
+_STDLIB = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
+_OWN = os.path.abspath(__file__).rpartition("/launcher/")[0]
+_OF_DTRAIN = (f"{_OWN}/launcher{os.sep}", f"{_OWN}/ddp{os.sep}")
+
+
+class Recorder:
+    """Records the imports of one worker. `known` are the modules that it began with."""
+
+    def __init__(self, known: frozenset[str]) -> None:
+        self._known = known
+        self._began_with = self._variables = _variables()
+        self._random = random_states()
+        self._imports: list[tuple[str, dict[Any, Any], list[str], list[str]]] = []
+        self._last = ""
+
+    def note(self, name: str) -> None:
+        """Note an import that is about to be made, unless the code of an installed package makes it."""
+        last = sys.modules.get(self._last)
+        if _is_being_imported(last) and not _is_own(origin_of(last)):
+            return
+        self._last = name
+        if _environ() != self._variables:
+            self._variables = _variables()
+        drawn = [kind for kind, state in random_states().items() if self._random.get(kind) != state]
+        self._imports.append((name, self._variables, process_state(), drawn))
+
+    def write(self, path: str) -> None:
+        """Write the record to a file, unless there was no such import. Raises OSError."""
+        modules = {
+            name: origin_of(module)
+            for name, module in [*sys.modules.items()]
+            if name not in self._known and module is not None
+        }
+        own = {name: origin for name, origin in modules.items() if _is_own(origin)}
+        imports = [
+            [name, self._changes(variables), state, drawn]
+            for name, variables, state, drawn in self._imports
+            if name in modules and name not in own
+        ]
+        if not imports:
+            return
+        import json
+
+        taken_in = {*own, "__main__"}
+        left = {name: origin for name, origin in modules.items() if name in own or not _has_parts_of(name, taken_in)}
+        main = getattr(sys.modules["__main__"], "__file__", None)
+        files = [file for file in {*own.values(), main} if file is not None]
+        said = {"imports": imports, "modules": left, "own": files, "variables": self._changes(_variables())}
+        with open(f"{path}.new", "w", encoding="ascii") as file:
+            json.dump(said, file)
+        os.rename(f"{path}.new", path)
+
+    def _changes(self, variables: Mapping[Any, Any]) -> dict[str, str | None]:
+        names = {name for name, _ in variables.items() ^ self._began_with.items()}
+        return {
+            os.fsdecode(name): os.fsdecode(variables[name]) if name in variables else None for name in sorted(names)
+        }
+
+
+def _environ() -> Any:
+    return os.environ._data  # type: ignore[attr-defined]  # decoding them all takes longer than an import
+
+
+def _variables() -> dict[Any, Any]:
+    return dict(_environ())
+
+
+def _is_being_imported(module: Any) -> bool:
+    return getattr(getattr(module, "__spec__", None), "_initializing", False) is True
+
+
+def _loaded(*names: str) -> Iterator[Any]:
+    """Yield these modules, or None of those that are not imported yet."""
+    for name in names:
+        module = sys.modules.get(name)
+        yield None if _is_being_imported(module) else module
+
+
+def origin_of(module: Any) -> str | None:
+    """Return where a module is from: its file, `built-in`, or None where nothing says it."""
+    origin = getattr(getattr(module, "__spec__", None), "origin", None)
+    return origin if type(origin) is str else None
+
+
+def _is_own(origin: str | None) -> bool:
+    """Return whether a module is the user's own: from a file that is neither installed, Python's nor dtrain's."""
+    if origin is None or not os.path.isabs(origin):
+        return False
+    return not origin.startswith((_STDLIB, *_OF_DTRAIN)) and not any(part in origin for part in _INSTALLED)
+
+
+def _has_parts_of(name: str, own: set[str]) -> bool:
+    """Return whether a module holds functions or classes of the user's: if imported ahead, it would not find them."""
+    for value in [*getattr(sys.modules[name], "__dict__", {}).values()]:
+        kind = type(value)  # isinstance() would ask the object, and some say then that they are deprecated
+        part = value.__module__ if kind is types.FunctionType else vars(value).get("__module__") if kind is type else ""
+        if type(part) is str and part in own:
+            return True
+    return False
+
+
+def process_state() -> list[str]:
+    """Describe what a script may set for its whole process, beside variables, and an import may act on."""
+    warnings, logging, context, torch = _loaded("warnings", "logging", "multiprocessing.context", "torch")
+    root = None if logging is None else logging.root
+    return [
+        os.getcwd(),
+        str(sys.gettrace() is None and sys.getprofile() is None),
+        "" if warnings is None else repr(warnings.filters),
+        "30 [] 0" if root is None else f"{root.level} {[*map(type, root.handlers)]} {root.manager.disable}",
+        "None" if context is None else str(context._default_context.get_start_method(allow_none=True)),
+        "torch.float32" if torch is None else str(torch.get_default_dtype()),
+    ]
+
+
+def random_states() -> dict[str, object]:
+    """Return the states of random numbers that are shared by a process."""
+    random, numpy, torch = _loaded("random", "numpy.random", "torch")
+    found: dict[str, object] = {}
+    if random is not None:
+        found["random"] = random.getstate()
+    if numpy is not None:
+        state = numpy.get_state(legacy=False)["state"].values()
+        found["numpy"] = [part.tobytes() if hasattr(part, "tobytes") else part for part in state]
+    if torch is not None:
+        found["torch"] = torch.get_rng_state().tolist()
+    return found
+
+
+class Record:
+    """What the first workers have recorded: imports in order, each as `(module, variables, process_state, drawn)`.
+
+    `drawn` are the kinds of random numbers that were not as at the worker's start, or that it did not have then.
+    `constants` are the strings in the user's code: ahead, variables are set to nothing else. `differing` are those that
+    the workers did not set alike.
+    """
+
+    def __init__(self, records: Sequence[Mapping[str, Any]]) -> None:
+        first, *others = records
+        self.imports: list[tuple[str, dict[str, str | None], list[str], list[str]]] = [
+            (name, variables, state, drawn)
+            for name, variables, state, drawn in first["imports"]
+            if not _is_own(first["modules"].get(name))
+        ]
+        self.modules: dict[str, str | None] = first["modules"]
+        self.constants = {text for path in first["own"] for text in _constants(path)}
+        self.differing = {
+            name for other in others for name, _ in first["variables"].items() ^ other["variables"].items()
+        }
+
+    def why_not_alike(self, before: set[str]) -> str:
+        """Return what is imported since then that the worker did not have, in words; empty if there is nothing."""
+        modules: dict[str, Any] = sys.modules  # None of what is not to be imported
+        for name, module in [*modules.items()]:
+            if name in before or module is None or module is sys.modules["__main__"]:  # as multiprocessing names it
+                continue
+            origin = origin_of(module)
+            if _is_own(origin):
+                return f"{name} is not installed"
+            if name not in self.modules or self.modules[name] != origin:
+                return f"{name} is not what the script has imported"
+        return ""
+
+
+def read_records(paths: Sequence[str]) -> Record:
+    """Read the records of a host's first workers. Raises OSError, ValueError."""
+    import json
+
+    records = []
+    for path in paths:
+        with open(path, encoding="ascii") as file:
+            records.append(json.load(file))
+    return Record(records)
+
+
+def _constants(path: str) -> Iterator[str]:
+    import ast
+
+    try:
+        with open(path, "rb") as file:
+            tree = ast.parse(file.read())
+    except (OSError, SyntaxError, ValueError, RecursionError):  # an extension, or a file that has gone
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
