@@ -429,6 +429,8 @@ def _import_late(order: dict[str, Any], printed: _Printed) -> None:
         record = late_imports.read_records(order["records"])
     except (OSError, ValueError) as error:  # the attempt has ended
         raise _UnfitError(f"the records of the workers cannot be read: {error}") from error
+    importlib.import_module("random")  # so that it is seen which imports draw from it
+    _set_for_imports.clear()
     _found_by_imports.update(os.environ)
     libraries = tuple(order["read_by_libraries"])
     with _variables_noted():
@@ -491,7 +493,7 @@ def _import_one(name: str, drawn: Sequence[str], record: Any, printed: _Printed)
     if printed.has_text():
         raise _UnfitError(f"{name} prints when it is imported")
     after = late_imports.random_states()
-    if any(kind in random and random[kind] != after[kind] for kind in drawn):
+    if any(random.get(kind) != after.get(kind) for kind in drawn):
         raise _UnfitError(f"{name} draws random numbers when it is imported")
 
 
@@ -508,6 +510,9 @@ def _import(module: str, names: Sequence[str]) -> None:
         raise _UnfitError(reason)
     if failed:
         raise _UnfitError(f"{module} cannot be imported ({failed})")
+    now = _all_variables()
+    if changed := [name for name, value in _set_for_imports.items() if now.get(name) != value]:
+        raise _UnfitError(f"{module} sets {changed[0]} when it is imported, after the script has set it")
 
 
 def _check(open_before: set[str]) -> None:
@@ -558,7 +563,7 @@ def _variables_noted() -> Iterator[None]:
             environ.__class__ = os._Environ
     after = _all_variables()
     for name in {name for name, _ in before.items() ^ after.items()}:
-        if name not in _set_for_imports or after.get(name) != _set_for_imports[name]:
+        if name not in _set_for_imports:
             _set_by_imports[name] = after.get(name)
         elif name in before:
             os.environ[name] = before[name]

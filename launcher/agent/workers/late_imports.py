@@ -132,6 +132,7 @@ def process_state() -> list[str]:
     return [
         os.getcwd(),
         str(sys.gettrace() is None and sys.getprofile() is None),
+        f"{_finders()} {len(sys.path_hooks)}",
         "" if warnings is None else repr(warnings.filters),
         "30 [] 0" if root is None else f"{root.level} {[*map(type, root.handlers)]} {root.manager.disable}",
         "None" if context is None else str(context._default_context.get_start_method(allow_none=True)),
@@ -151,6 +152,11 @@ def random_states() -> dict[str, object]:
     if torch is not None:
         found["torch"] = torch.get_rng_state().tolist()
     return found
+
+
+def _finders() -> list[str]:
+    names = (getattr(finder, "__name__", type(finder).__name__) for finder in sys.meta_path)
+    return [name for name in names if name != "_Imports"]  # of bootstrap.py
 
 
 class Record:

@@ -218,6 +218,8 @@ UNSAFE = {
     ),
     "finds another folder": ("", "os.mkdir('there')\nos.chdir('there')"),
     "finds other filters": ("", "import warnings\nwarnings.simplefilter('ignore')"),
+    "finds an import hook": ("", "class Hook:\n    find_spec = lambda *_: None\nsys.meta_path.insert(0, Hook())"),
+    "sets what the script has set": ("os.environ['SETTING'] = '2'", "os.environ['SETTING'] = '1'"),
     "finds a log": ("", "import logging\nlogging.basicConfig()"),
     "finds a start method": ("", "import multiprocessing\nmultiprocessing.set_start_method('spawn')"),
     "finds another dtype": ("", "torch.set_default_dtype(torch.float64)"),
