@@ -51,7 +51,9 @@ from ddp.generation.pending_group import is_pending
 from ddp.monitoring.progress import SAVE, count_checkpoint, phase
 from ddp.monitoring.stall_report import at_files
 
-__all__ = ["Checkpoint", "Restored"]
+__all__ = ["Checkpoint", "Restored", "before_save"]
+
+before_save: list[Callable[[], None]] = []  # each raises where this is no time to save
 
 
 class Checkpoint:
@@ -151,8 +153,11 @@ class Checkpoint:
         Raises CheckpointError on every rank if one of them passes something that cannot be saved or something
         else than rank 0, if the folder has a later step than `step` or belongs to another run, or if `on_error` makes
         an error of what rank 0 could not write, this one or the one before; the checkpoints before are still there
-        then. DriftError on every rank if the replicas differ. CollectiveError if a rank is gone.
+        then. DriftError on every rank if the replicas differ. CollectiveError if a rank is gone. ArgumentError in a
+        resilient function if an optimizer has stepped since the last `state.commit()`.
         """
+        for check in before_save:
+            check()
         rank, _ = place()
         with at_files(self.folder.absolute()):
             lost = background.finish()

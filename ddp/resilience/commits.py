@@ -16,12 +16,15 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from ddp.checkpoint import rng
+from ddp.checkpoint.checkpoint import before_save
 from ddp.comm.broadcast_objects import broadcast_object
 from ddp.errors import ArgumentError, CollectiveError, ReplacementError, UnsupportedError
 from ddp.generation.pending_group import left_out
 from ddp.horovod.optimizer import is_distributed
+from ddp.resilience.averages import averaged_by, catch_up
 from ddp.resilience.copies import copied
 from ddp.resilience.global_batch import GlobalBatch
 from ddp.resilience.join_point import JoinPoint
@@ -58,6 +61,7 @@ class Commits:
         self._reducing: list[ReducingPart] = [*self._models.values(), *self._optimizers]
         self._global_batch = next((part for part in self._samplers if isinstance(part, GlobalBatch)), None)
         self._page: RankPage | None = None
+        self._averages: list[tuple[AveragedModel, nn.Module]] = []  # and of what they are averages
         self._place = 0, 1  # the rank and the size of the world
         self._kept: dict[str, Any] = {}
         self.devices: list[torch.device] = []  # of models and optimizers, without the host
@@ -82,9 +86,15 @@ class Commits:
         if problem := self.obstacle():
             raise UnsupportedError(problem)
         given = self._trained()
-        own = [part.module for part in self._models.values() if part.is_trained(given)]
-        tables = [table for module in own for part in module.modules() if (table := buffers_of(part))]
-        self._page = RankPage(partial(_buffers, tables), None if self._own is None else self._own.own_state)
+        trained = [part.module for part in self._models.values() if part.is_trained(given)]
+        others = [part.module for part in self._models.values() if not part.is_trained(given)]
+        self._averages = [
+            (module, source)
+            for module in others
+            if isinstance(module, AveragedModel) and (source := averaged_by(module, trained)) is not None
+        ]
+        own = None if self._own is None else self._own.own_state
+        self._page = RankPage(partial(_buffers, _tables(trained)), own, partial(_buffers, _tables(others)))
         tensors = [each for model in self._models.values() for each in model.tensors]
         tensors += [each for optimizer in self._optimizers for each in optimizer.parameters]
         self.devices = sorted({each.device for each in tensors if each.device.type != "cpu"}, key=str)
@@ -98,6 +108,7 @@ class Commits:
         for model in self._models.values():
             if model.wrapper is None:
                 model.call_before_sending(self.sending)
+        before_save.append(self._check_saved)
         self._place = dist.get_rank(), dist.get_world_size()
         if self._global_batch is not None:
             self._global_batch.start(self._place, self.parts, self._values)
@@ -111,9 +122,18 @@ class Commits:
     def end(self) -> None:
         """The function has ended."""
         self._page = None
+        if self._check_saved in before_save:
+            before_save.remove(self._check_saved)
         for part in self.parts.values():
             part.end()
             part.changed = Part.changed
+
+    def _check_saved(self) -> None:
+        if self.is_dirty:
+            raise ArgumentError(
+                "checkpoint.save() between optimizer.step() and state.commit(): call state.commit() first. A failure "
+                "in between would leave no rank with a whole state, and all would start again"
+            )
 
     def obstacle(self) -> str:
         """What would change in a step and not come back after a failure, in words; nothing if all will."""
@@ -298,6 +318,8 @@ class Commits:
         for parameter in (*parameters, *(each for part in self._models.values() for each in part.module.parameters())):
             parameter.grad = None
         self._page.restore_buffers(number)
+        for average, source in self._averages:
+            catch_up(average, source, self._page.before(number, [*average.buffers()]))
         found = self._page.at(number)
         random = None
         if found is not None:
@@ -312,6 +334,10 @@ class Commits:
             sampler.begin(None if random is None else partial(rng.restore, random))
         self.number = number - 1
         self._keep()
+
+
+def _tables(modules: Sequence[nn.Module]) -> list[Mapping[str, torch.Tensor | None]]:
+    return [table for module in modules for part in module.modules() if (table := buffers_of(part))]
 
 
 def _buffers(tables: Sequence[Mapping[str, torch.Tensor | None]]) -> list[torch.Tensor]:

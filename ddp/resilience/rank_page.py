@@ -23,7 +23,7 @@ from ddp.torch_internals import foreach_copy
 __all__ = ["RankPage"]
 
 _VARIABLE = "DTRAIN_STATE_FILE"
-_RECORDS = 4
+_RECORDS, _COMMITS = 4, 2
 _HEAD = struct.Struct("<QI?")  # number + 1, how long `own` is, and whether buffers had another form
 _OWN_BYTES = 1 << 20  # what is not used takes no memory
 _RANDOM_AT = 64
@@ -33,17 +33,26 @@ _ALIGN_BYTES = 64
 
 
 class RankPage:
-    """Of this rank. `buffers` returns those of its models, which it keeps if all are in host memory, and not large.
+    """Of this rank. `buffers` returns those of its models, `later` those that change after the gradients have left.
 
+    It keeps them if all are in host memory, and not large; else those of `buffers` alone, if that is so of them.
     `own` returns what else is to be kept, if anything is: 1 MiB at most, else UnsupportedError when it is to be kept.
     """
 
-    def __init__(self, buffers: Callable[[], Sequence[torch.Tensor]], own: Callable[[], bytes] | None) -> None:
+    def __init__(
+        self,
+        buffers: Callable[[], Sequence[torch.Tensor]],
+        own: Callable[[], bytes] | None,
+        later: Callable[[], Sequence[torch.Tensor]] = tuple,
+    ) -> None:
         """Raises OSError if the file cannot be mapped."""
-        self._buffers = first = buffers()
-        if not all(buffer.is_cpu for buffer in first) or sum(map(_room, first)) > _MOST_BUFFER_BYTES:
-            self._buffers, buffers = [], lambda: []
-        self._find_buffers = buffers  # a module may assign one anew
+        if not _can_keep([*buffers(), *later()]):
+            later = tuple
+        if not _can_keep(buffers()):
+            buffers = tuple
+        self._parts = buffers, later
+        self._buffers = self._find_buffers()
+        self._sent_count = len(buffers())
         self._forms = [_form(buffer) for buffer in self._buffers]
         self._shapes = [shape for shape, _, _ in self._forms]
         state = torch.default_generator.get_state()
@@ -95,7 +104,7 @@ class RankPage:
         return self._random.at(record) | states, own
 
     def restore_buffers(self, step: int) -> None:
-        """Put the buffers back as they were after `step`, if that is known; else they stay as they are.
+        """Put the buffers back as they were after `step`, as far as that is known; else they stay as they are.
 
         Raises ReplacementError if they had, or have, another form than at the beginning.
         """
@@ -107,7 +116,28 @@ class RankPage:
                 "a buffer of the model has another shape or dtype than when the resilient function began, so it cannot "
                 "be put back: all start again"
             )
-        foreach_copy([buffer.data for buffer in self._buffers], self._kept[record][len(self._get_states) :])
+        count = self._count_in(record)
+        kept = self._kept[record][len(self._get_states) :][:count]
+        foreach_copy([buffer.data for buffer in self._buffers[:count]], kept)
+
+    def _count_in(self, record: int) -> int:
+        """How many of the buffers are in a record."""
+        return len(self._buffers) if record < _COMMITS else self._sent_count
+
+    def before(self, step: int, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return `buffers` as they were at the commit before `step`, if this rank had not come to commit `step` itself.
+
+        None of them if that is not known.
+        """
+        record = (step - 1) % 2
+        if self._record_of(step) in (None, step % 2) or self._record_of(step - 1) != record:
+            return []
+        kept = dict(zip(map(id, self._buffers), self._kept[record][len(self._get_states) :], strict=True))
+        return [kept[id(buffer)] for buffer in buffers if id(buffer) in kept]
+
+    def _find_buffers(self) -> list[torch.Tensor]:
+        """Those of now: a module may assign one anew."""
+        return [buffer for part in self._parts for buffer in part()]
 
     def _look_for_buffers(self) -> bool:
         """Find the present buffers; whether all have the form that they had at the beginning."""
@@ -130,7 +160,8 @@ class RankPage:
         _HEAD.pack_into(self._memory, start, 0, 0, False)
         self._random.keep(record)
         has_buffers = self._look_for_buffers()
-        now = [*(get() for get in self._get_states), *(self._buffers if has_buffers else ())]
+        buffers = self._buffers[: self._count_in(record)] if has_buffers else ()
+        now = [*(get() for get in self._get_states), *buffers]
         has_graphs = torch.is_grad_enabled()
         torch.set_grad_enabled(False)  # as a call, a tenth of what no_grad() takes
         try:
@@ -146,6 +177,10 @@ class RankPage:
         if own:
             self._memory[start + _OWN_AT : start + _OWN_AT + len(own)] = own
         _HEAD.pack_into(self._memory, start, step + 1, len(own), not has_buffers)
+
+
+def _can_keep(buffers: Sequence[torch.Tensor]) -> bool:
+    return all(buffer.is_cpu for buffer in buffers) and sum(map(_room, buffers)) <= _MOST_BUFFER_BYTES
 
 
 def _form(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:

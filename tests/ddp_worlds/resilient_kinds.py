@@ -83,7 +83,7 @@ def adversarial() -> list[Any]:
     generator, critic = map(ddp.DistributedDataParallel, (generator_net, network(6, 8, 1)))
     optimizers = torch.optim.Adam(generator.parameters(), 0.02), torch.optim.RMSprop(critic.parameters(), 0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
-    average, meter = AveragedModel(generator_net), Meter()
+    average, meter = AveragedModel(generator_net, use_buffers=True), Meter()
     state = ddp.State(
         generator=generator, critic=critic, generator_optimizer=optimizers[0], critic_optimizer=optimizers[1],
         scaler=scaler, average=average, meter=meter, sampler=sampler, epoch=0, step=0,
@@ -274,8 +274,26 @@ def central() -> list[Any]:
     return []
 
 
+def uncommitted() -> list[Any]:
+    """A checkpoint before the step is committed."""
+    net = network(6, 16, 3)
+    model = ddp.DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    state = ddp.State(model=model, optimizer=optimizer, sampler=sampler, epoch=0, step=0)
+    checkpoint = ddp.Checkpoint("saved")
+
+    def step(x: Tensor, y: Tensor) -> None:
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        if checkpoint.due(state.step, every=1):
+            checkpoint.save(state.step, model=model, optimizer=optimizer)
+
+    ddp.resilient(loop)(state, step)
+    return []
+
+
 kinds = {"adversarial": adversarial, "torch": torchs, "horovod": horovods, "local": local, "central": central,
-         "foreign": foreign, "unfreezing": unfreezing}  # fmt: skip
+         "foreign": foreign, "unfreezing": unfreezing, "uncommitted": uncommitted}  # fmt: skip
 found = kinds[sys.argv[1]]()
 
 

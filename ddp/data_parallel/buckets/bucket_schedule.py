@@ -206,12 +206,14 @@ class BucketSchedule:
         self._send(transfer)
 
     def _send(self, transfer: Transfer) -> None:
-        report = self._channel.report
-        if self._hook is None or transfer is self._carrier:  # else what the hook raises says nothing of a collective
-            report.begin("all-reduce of gradients")
+        if self._hook is not None and transfer is not self._carrier:  # what it raises says nothing of a collective
+            transfer.send()
+            self._next += 1
+            return
+        self._channel.report.begin("all-reduce of gradients")
         transfer.send()
         self._next += 1
-        report.counted()
+        self._channel.report.counted()
 
     def send_nothing(self, status: RankStatus) -> None:
         """Send zeros in the place of all that has not been sent."""

@@ -69,6 +69,27 @@ def test_what_was_there_when_gradients_left_is_known_until_the_commit(page: list
     assert drawn() == expected
 
 
+def test_buffers_that_change_after_the_gradients_have_left_are_those_of_the_commit_before(
+    page: list[torch.Tensor],
+) -> None:
+    late = [torch.zeros(3), torch.tensor(1.0)]
+    first = RankPage(lambda: page, None, lambda: late)
+    first.commit(0)
+    page[0].fill_(2.0)
+    first.sent(1)
+    late[0].fill_(5.0)
+    found = RankPage(lambda: page, None, lambda: late)
+    page[0].zero_()
+    found.restore_buffers(1)
+    assert page[0].tolist() == [2.0] * 5
+    assert late[0].tolist() == [5.0] * 3
+    assert [value.tolist() for value in found.before(1, late)] == [[0.0] * 3, 1.0]
+    first.commit(1)
+    found.restore_buffers(1)
+    assert late[0].tolist() == [5.0] * 3
+    assert found.before(1, late) == []
+
+
 def test_what_is_a_rank_s_own_may_take_up_to_1_mib(page: list[torch.Tensor]) -> None:
     own = bytes(range(256)) * 4096
     first = RankPage(lambda: page, lambda: own)

@@ -1,0 +1,48 @@
+"""torch's AveragedModel after a failure: its buffers on a rank that died between its last gradients and its commit.
+
+The parameters of an average are the same on all ranks, so they come from another one. Its buffers follow those of this
+rank's model: after a step that the others have finished, they are what one more update makes of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from ddp.torch_internals import foreach_copy
+
+__all__ = ["averaged_by", "catch_up"]
+
+
+def averaged_by(average: AveragedModel, models: Sequence[nn.Module]) -> nn.Module | None:
+    """Return the one of `models` that it is an average of; None where that is not known."""
+    forms = _forms(average.module)
+    found = [model for model in models if type(model) is type(average.module) and _forms(model) == forms]
+    return found[0] if len(found) == 1 else None
+
+
+def _forms(module: nn.Module) -> dict[str, torch.Size]:
+    return {name: value.shape for name, value in module.state_dict().items()}
+
+
+@torch.no_grad()
+def catch_up(average: AveragedModel, source: nn.Module, before: Sequence[torch.Tensor]) -> None:
+    """Update the buffers as the step did that made `average` what it is now on other ranks.
+
+    `before` are all of its buffers at the commit before that step; with none, nothing is done.
+    """
+    buffers = [*average.buffers()]
+    if len(before) != len(buffers):
+        return
+    others = [value.detach().clone() for value in (*average.parameters(), *buffers)]
+    now = int(average.n_averaged)
+    foreach_copy([buffer.data for buffer in buffers], list(before))
+    updates = now - int(average.n_averaged)
+    if updates == 1:
+        average.update_parameters(source)
+    count = len(others) if updates not in (0, 1) else len(others) - len(buffers)
+    foreach_copy([value.data for value in (*average.parameters(), *buffers)][:count], others[:count])
+    average.n_averaged.fill_(now)
