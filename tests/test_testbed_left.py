@@ -45,8 +45,9 @@ def watch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Watch]:
         (tmp_path / name).mkdir()
     monkeypatch.setattr(left, "SHARED_MEMORY", str(tmp_path / "shm"))  # where the other tests here cannot see it
     watch = Watch(mark, [])
-    monkeypatch.setattr(Watch, "current", watch)
+    outer, Watch.current = Watch.current, watch
     yield watch
+    Watch.current = outer
     watch.close()
     shutil.rmtree(tmp_path / "shm")
     kill(marked({mark}))

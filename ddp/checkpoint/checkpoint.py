@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -51,9 +51,19 @@ from ddp.generation.pending_group import is_pending
 from ddp.monitoring.progress import SAVE, count_checkpoint, phase
 from ddp.monitoring.stall_report import at_files
 
-__all__ = ["Checkpoint", "Restored", "before_save"]
+__all__ = ["Checkpoint", "Restored", "checked_saves"]
 
-before_save: list[Callable[[], None]] = []  # each raises where this is no time to save
+_checks: list[Callable[[], None]] = []
+
+
+@contextlib.contextmanager
+def checked_saves(check: Callable[[], None]) -> Iterator[None]:
+    """In a block, have `check()` raise where this is no time to save."""
+    _checks.append(check)
+    try:
+        yield
+    finally:
+        _checks.remove(check)
 
 
 class Checkpoint:
@@ -156,7 +166,7 @@ class Checkpoint:
         then. DriftError on every rank if the replicas differ. CollectiveError if a rank is gone. ArgumentError in a
         resilient function if an optimizer has stepped since the last `state.commit()`.
         """
-        for check in before_save:
+        for check in _checks:
             check()
         rank, _ = place()
         with at_files(self.folder.absolute()):

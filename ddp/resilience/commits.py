@@ -19,7 +19,6 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from ddp.checkpoint import rng
-from ddp.checkpoint.checkpoint import before_save
 from ddp.comm.broadcast_objects import broadcast_object
 from ddp.errors import ArgumentError, CollectiveError, ReplacementError, UnsupportedError
 from ddp.generation.pending_group import left_out
@@ -108,7 +107,6 @@ class Commits:
         for model in self._models.values():
             if model.wrapper is None:
                 model.call_before_sending(self.sending)
-        before_save.append(self._check_saved)
         self._place = dist.get_rank(), dist.get_world_size()
         if self._global_batch is not None:
             self._global_batch.start(self._place, self.parts, self._values)
@@ -122,13 +120,12 @@ class Commits:
     def end(self) -> None:
         """The function has ended."""
         self._page = None
-        if self._check_saved in before_save:
-            before_save.remove(self._check_saved)
         for part in self.parts.values():
             part.end()
             part.changed = Part.changed
 
-    def _check_saved(self) -> None:
+    def check_save(self) -> None:
+        """Raise ArgumentError where this is no time to save a checkpoint."""
         if self.is_dirty:
             raise ArgumentError(
                 "checkpoint.save() between optimizer.step() and state.commit(): call state.commit() first. A failure "

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
+from ddp.checkpoint.checkpoint import checked_saves
 from ddp.comm.objects import gather_values
 from ddp.errors import (
     ArgumentError,
@@ -160,7 +161,8 @@ class _Loop:
         self._is_inside, self._has_left = True, False
         self.calls += 1
         try:
-            with stall_report.without_questions(), contextlib.ExitStack() as recovery:
+            checked = checked_saves(commits.check_save)
+            with stall_report.without_questions(), checked, contextlib.ExitStack() as recovery:
                 result = self._run(commits, call, recovery)
         except (ReplacementError, UnsupportedError):
             set_restart_policy(_ORDINARY)  # all have to start again

@@ -35,7 +35,8 @@ class State:
     buckets and the frozen parameters of then.
     What it does not take care of, such as a running loss in a local variable, begins anew with the function. A rank's
     own buffers and random numbers come back to the bit where the buffers take 4 MiB at most; larger ones become those
-    of one rank, as they are.
+    of one rank, as they are. So do those of a module that no optimizer steps, unless it is an `AveragedModel`, on a
+    rank that died between its last gradients and its commit.
 
     A commit copies nothing large, but the tensors in the `state_dict()` of other objects. With several
     optimizers, each copies its parameters and its state before its step, so that a failure between two of their steps

@@ -41,6 +41,9 @@ SILENT = {
         ("_MEM_FORMAT_ENCODING", "_StorageInfo", "_get_layout"),
         "read of a folder of torch.distributed.checkpoint, which is refused then with the name of the class",
     ),
+    **dict.fromkeys(
+        ("_distributed_c10d", "_dump_nccl_trace_json"), "torch's watchdog is left on, as where NCCL records nothing"
+    ),
     "_comm_hooks": "replicas of torch's own class are compared before a save, also under a hook",
     **dict.fromkeys(("_group_start", "_group_end"), "communicators of NCCL are aborted one after the other"),
     "Future": "torch.futures.Future is asked for, which torch's own futures are",

@@ -1,0 +1,18 @@
+"""Random faults in a realistic training cost one restart each, and no bit: scripts/bench/faults.py, with new seeds."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from testbed.processes import run_program
+
+BENCH = Path(__file__).parents[3] / "scripts" / "bench" / "faults.py"
+
+
+@pytest.mark.parametrize("runs", [1, 8])
+def test_random_faults_cost_one_restart_each_and_no_bit(runs: int) -> None:
+    result = run_program(sys.executable, BENCH, "--runs", str(runs), timeout=280)
+    assert result.returncode == 0, result
+    assert result.stdout.endswith(": 0 not as promised\n"), result.stdout
