@@ -96,6 +96,7 @@ class Reducer:
         self.planner = planner
         self._comm_hook: CommHook | None = None
         self.is_closed = False
+        self._has_all_ranks = dist.is_initialized() and channel.group.size() == dist.get_world_size()
         self.current: Pass | None = None
         self.before_last_bucket: Callable[[], None] | None = None  # called when all of its gradients are there
         self.last_failed = False  # the last pass, on this rank
@@ -415,7 +416,7 @@ class Reducer:
 
     def _note_status(self, statuses: StatusSum) -> None:
         """Take note of what does not depend on whether the pass has failed."""
-        if dist.is_initialized() and self.channel.group.size() == dist.get_world_size():
+        if self._has_all_ranks:
             time_warning.note(statuses.warned)
 
     def _note_taken_gradients(self, pass_: Pass) -> None:

@@ -11,7 +11,7 @@ import signal
 import threading
 import weakref
 from types import FrameType
-from typing import Any, Protocol
+from typing import Protocol
 
 __all__ = ["TimeWarning", "time_warning"]
 
@@ -29,7 +29,7 @@ class TimeWarning:
         self.heard = 0  # by this rank
         self.shared = 0
         self.statuses = 0
-        self.unsettled: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.unsettled: weakref.WeakSet[Unsettled] = weakref.WeakSet()
         self._before: object = None
         self._listens = False
 

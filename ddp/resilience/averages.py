@@ -32,17 +32,21 @@ def _forms(module: nn.Module) -> dict[str, torch.Size]:
 def catch_up(average: AveragedModel, source: nn.Module, before: Sequence[torch.Tensor]) -> None:
     """Update the buffers as the step did that made `average` what it is now on other ranks.
 
-    `before` are all of its buffers at the commit before that step; with none, nothing is done.
+    `before` are all of its buffers at the commit before that step. Without them, or if there were more updates than
+    one, it stays as it is.
     """
-    buffers = [*average.buffers()]
+    buffers = dict(average.named_buffers())
     if len(before) != len(buffers):
         return
-    others = [value.detach().clone() for value in (*average.parameters(), *buffers)]
+    kept = dict(zip(buffers, before, strict=True))
     now = int(average.n_averaged)
-    foreach_copy([buffer.data for buffer in buffers], list(before))
-    updates = now - int(average.n_averaged)
-    if updates == 1:
+    updates = now - int(kept["n_averaged"])
+    if updates not in (0, 1):
+        return
+    parameters = [parameter.data for parameter in average.parameters()]
+    theirs = [parameter.clone() for parameter in parameters]
+    foreach_copy([buffer.data for buffer in buffers.values()], list(before))
+    if updates:
         average.update_parameters(source)
-    count = len(others) if updates not in (0, 1) else len(others) - len(buffers)
-    foreach_copy([value.data for value in (*average.parameters(), *buffers)][:count], others[:count])
+    foreach_copy(parameters, theirs)
     average.n_averaged.fill_(now)
