@@ -60,7 +60,7 @@ __all__ = [
 _TORCHS_TIMEOUT_S = 1800.0
 _BROKEN_S = 1.0  # for a collective to fail whose connections are broken
 _POLL_S = 1.0  # between two looks for Ctrl-C, which only Python code in the main thread sees
-_NOT_WAITING, _BOUNDED, _UNBOUNDED = range(3)
+_NOT_WAITING, _BOUNDED, _UNBOUNDED, _FAILED = range(4)  # the last until the owner notes something else
 
 
 class Pending(Protocol):
@@ -262,7 +262,8 @@ class StallReport:
 
     @contextlib.contextmanager
     def _in(self, what: str, how: int) -> Iterator[None]:
-        before = self._position
+        phase, detail, since, kind = self._position
+        before = (phase, detail, since, _NOT_WAITING if kind == _FAILED else kind)
         self._position = (what, None, monotonic(), how)
         recorded = timeline.wait_begins()
         try:
@@ -270,10 +271,13 @@ class StallReport:
         except RuntimeError as error:
             if (isinstance(error, DdpError) and not isinstance(error, Lost)) or is_interrupt(error):
                 raise
-            raise self.error(what, str(error)) from None  # it quotes that one; a second traceback says no more
+            collective_error = self.error(what, str(error))
+            self._position = (what, None, monotonic(), _FAILED)
+            raise collective_error from None  # it quotes that one; a second traceback says no more
         finally:
             timeline.wait_ended(recorded)
-            self._position = before
+            if self._position[3] != _FAILED:
+                self._position = before
 
     def tell_failure(self, round_: int, text: str) -> None:
         """Tell the other ranks of an exception here, under a number that they share. Never raises.
@@ -314,7 +318,8 @@ class StallReport:
     def position(self) -> Position:
         """Describe where this rank is now."""
         phase, detail, since, kind = self._position
-        return Position(self.step, phase, kind != _NOT_WAITING, monotonic() - since, _text_of(detail))
+        is_waiting, has_failed = kind in (_BOUNDED, _UNBOUNDED), kind == _FAILED
+        return Position(self.step, phase, is_waiting, monotonic() - since, _text_of(detail), has_failed)
 
     def line(self) -> str:
         """Name the line of the user's code that runs now in the thread that made this."""

@@ -39,13 +39,17 @@ def printable(text: str, most: int = _TEXT_LENGTH) -> str:
 
 @dataclass(frozen=True)
 class Position:
-    """Where a rank stands in the training of one model: `step` reductions are finished, `phase` lasts `for_s`."""
+    """Where a rank stands in the training of one model: `step` reductions are finished, `phase` lasts `for_s`.
+
+    `has_failed`: the phase was a collective that failed, and the model has done nothing since.
+    """
 
     step: int
     phase: str
     is_waiting: bool
     for_s: float
     detail: str = ""
+    has_failed: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,7 @@ class Answer:
                     is_waiting=bool(position["is_waiting"]),
                     for_s=float(position["for_s"]),
                     detail=printable(str(position["detail"])),
+                    has_failed=bool(position["has_failed"]),
                 )
                 for key, position in list(read["positions"].items())[:MOST_POSITIONS]
             }
@@ -231,6 +236,8 @@ def _finding_of(scene: Scene, answer: Answer | None) -> tuple[_Finding, float]:
     if position.is_waiting and (position.phase, position.step) == (scene.what, scene.step):
         return _Finding(0, ""), position.for_s
     text = f"step {position.step + 1}, {position.phase}"
+    if position.has_failed:
+        return _Finding(_SECONDARY, f"{text}, which failed there too", f", and is at {answer.line}{closed}"), 0.0
     detail = f"; {position.detail}" if position.detail else ""
     if position.is_waiting:
         return _Finding(4, f"waits in step {position.step + 1}, {position.phase}", detail + closed), position.for_s

@@ -253,6 +253,24 @@ def raises(folder: Path, size: int) -> str | None:
     return report
 
 
+def fails_one_after_the_other(folder: Path, size: int) -> str | None:
+    """Rank 1 is gone. Rank 0 has its error, and goes on, before rank 2 gets its own.
+
+    The errors are not gloo's: a rank in its ring sees that another is gone only once the third has come as well.
+    """
+    stall_report = make(30.0)
+    reduce(stall_report)
+    if (rank := dist.get_rank()) == 1:
+        return None
+    if rank == 2:
+        until((folder / "failed").exists)
+    with pytest.raises(CollectiveError) as caught, stall_report.waiting("all-reduce of bucket 1 of 1"):
+        raise RuntimeError("Connection closed by peer")
+    (folder / ("failed" if rank == 0 else "done")).touch()
+    until((folder / "done").exists)
+    return str(caught.value)
+
+
 def signalled(folder: Path, size: int, number: int, who: int) -> str | None:
     """Rank `who` signals itself when the others wait for it, and these wait long enough for each other's answers."""
     stall_report = make(2.0)

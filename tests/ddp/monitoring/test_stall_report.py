@@ -135,16 +135,15 @@ def test_a_rank_that_hangs_outside_of_passes_is_named_within_the_limit_of_the_mo
 
 @pytest.mark.parametrize("store", ["tcp", "file"])
 def test_ranks_that_have_left_are_known_to_have(worlds: Worlds, store: str) -> None:
-    early, returned, raised = worlds.run_at_once(
+    early, returned, raised, in_turn = worlds.run_at_once(
         {"case": "exits_early", "size": 3, "store": store},
         {"case": "returns_from_main_early", "size": 3, "store": store},
         {"case": "raises", "size": 3, "store": store},
+        {"case": "fails_one_after_the_other", "size": 3, "store": store},
     )
     assert (early.codes, returned.codes, raised.codes) == ([0, 0, 0], [0, 0, 0], [0, 1, 0])
     for report in early.results[:2]:
-        # On a busy machine one of both may have failed, and gone on, before the other one does.
-        missing = r"(rank 2 is|ranks [01], 2 are) missing: the all-reduce of bucket 1 of 1 of step 3 failed on rank "
-        assert re.match(missing, report)
+        assert report.startswith("rank 2 is missing: the all-reduce of bucket 1 of 1 of step 3 failed on rank ")
         assert "rank 2: has exited (after step 2)" in report
         assert re.search(r"(ranks 0-1|rank [01]): in the all-reduce of bucket 1 of 1", report)
         assert "the backend says: " in report
@@ -155,6 +154,9 @@ def test_ranks_that_have_left_are_known_to_have(worlds: Worlds, store: str) -> N
         assert "rank 1: ended with ValueError: no such sample: 17, at tests/ddp_worlds/stall_report_cases.py:" in report
         assert " in raises (after step 1)" in report
         assert "and more" not in report
+    late = in_turn.results[2]
+    assert late.startswith("rank 1 is missing: ")
+    assert "rank 0: step 2, all-reduce of bucket 1 of 1, which failed there too, and is at tests/ddp_worlds/" in late
     for ended in (early, returned):
         assert ended.errors == ["", "", ""]
 
