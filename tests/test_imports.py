@@ -46,7 +46,7 @@ ORDERS = {
     "ddp": [
         "training", "callbacks", "strategies.parameter_server", "strategies.parameter_server.transport",
         "strategies.central_storage", "strategies.sharding", "strategies.local_sgd", "strategies.tpu", "strategies",
-        "resilience", "horovod", "verification", "checkpoint", "data_parallel", "data_parallel.explaining",
+        "resilience", "horovod", "verification", "checkpoint", "data_parallel",
         "data_parallel.planning", "data_parallel.buckets", "compression", "data", "comm", "monitoring", "world",
         "group_store", "device_choice", "comm.shm", "comm.shared_memory", "generation",
         "monitoring.device_watch", "monitoring.user_code", "monitoring.stall_text", "monitoring.progress",

@@ -1,5 +1,5 @@
 """Send gradients in fewer bytes: `make_compression(name)` gives a communication hook; the classes have the options."""
 
-from ddp.compression.compressors import Auto, Half, Int8, PowerSGD, make_compression
+from ddp.compression.compressors import Half, Int8, PowerSGD, make_compression
 
-__all__ = ["Auto", "Half", "Int8", "PowerSGD", "make_compression"]
+__all__ = ["Half", "Int8", "PowerSGD", "make_compression"]

@@ -72,6 +72,13 @@ class Compressor(ABC):
     def reduce(self, bucket: Bucket) -> torch.futures.Future[torch.Tensor]:
         """Start averaging; the future has the bucket's own buffer, with the averages in it."""
 
+    def rehearse(self, bucket: Bucket) -> None:
+        """Compress `bucket` and decompress it, in a `RehearsalGroup`: for a compressor that averages nothing else.
+
+        What rounding loses would be owed.
+        """
+        self.reduce(bucket)
+
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Return what the next step needs, in numbers, strings, tensors, lists and dicts, the same on every rank.

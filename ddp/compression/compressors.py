@@ -11,8 +11,7 @@ A compressor gets a bucket of this rank's gradients and returns a future of thei
 have the same bits, so replicas stay equal. Which one pays depends on the network: measure (scripts/bench).
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +26,6 @@ from ddp.errors import ArgumentError, LayoutMismatchError, NotInitializedError
 from ddp.monitoring.stall_report import waiting_for_peers
 
 __all__ = [
-    "Auto",
     "CompressionHook",
     "Compressor",
     "Half",
@@ -52,23 +50,6 @@ _NAMED: dict[str, Half | Int8 | PowerSGD] = {
     "int8": Int8(),
     "powersgd": PowerSGD(),
 }
-
-
-@dataclass(frozen=True)
-class Auto:
-    """Compress only if that makes the step of this model quicker on this link, by one of the methods `among`.
-
-    `DistributedDataParallel` decides it by its first steps, which go uncompressed. All of `among` are inexact: name
-    those that you would take yourself. "fp16" is not there by default, since it needs a GradScaler. PowerSGD cannot be
-    there: its rank and the number of its plain steps are to be chosen for a model.
-    """
-
-    among: Sequence[str] = ("bf16", "int8")
-
-    def __post_init__(self) -> None:
-        known = [name for name, method in _NAMED.items() if not isinstance(method, PowerSGD)]
-        if isinstance(self.among, str) or not self.among or not {*self.among} <= {*known}:
-            raise ArgumentError(f"Auto(among={self.among!r}): one or more of {', '.join(map(repr, known))}")
 
 
 def named(method: str) -> Half | Int8 | PowerSGD:

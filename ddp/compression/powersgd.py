@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from ddp.compression.compressor import (
     mean_over_ranks,
     real_gradients,
 )
-from ddp.compression.rehearsal import Rehearsal, RehearsalGroup
+from ddp.compression.rehearsal import RehearsalGroup
 from ddp.errors import ArgumentError, CheckpointError
 from ddp.monitoring.stall_report import report_of, waiting_for_peers
 from ddp.torch_internals import is_in_stream_order
@@ -100,19 +99,12 @@ class PowerSGDCompressor(Compressor):
             # Of NCCL, the future is complete when its work is enqueued: this runs now, on a stream that waits for it.
             return work.get_future().then(lambda _: exchange.finish())
 
-    def rehearse(self, bucket: Bucket) -> Rehearsal:
-        """Compress `bucket` and take it back; nothing is sent. Return what it cost, all of it before the rows leave.
-
-        It is for one with a `RehearsalGroup`, that averages nothing: what is left out would be owed.
-        """
-        group = self._group
-        assert isinstance(group, RehearsalGroup)
-        start, before = perf_counter(), group.summed_bytes
+    def rehearse(self, bucket: Bucket) -> None:
+        assert self._group is not None
         with _as_stored(bucket.buffer().device):
-            exchange = _RehearsedExchange(group, bucket, self._known_of(bucket), "rehearsal")
+            exchange = _Exchange(self._group, bucket, self._known_of(bucket), "rehearsal")
             exchange.start()
             exchange.finish()
-        return Rehearsal(perf_counter() - start, 0.0, group.summed_bytes - before)
 
     def _start_average(self, group: dist.ProcessGroup, bucket: Bucket) -> torch.futures.Future[torch.Tensor]:
         """Start a plain average, and name the parameters: the first pass has an order that every run has."""
@@ -255,6 +247,8 @@ class _Exchange:
 
     def wait(self, work: dist.Work) -> None:
         """Block until a sum is there; where streams have an order, let the current one wait."""
+        if isinstance(self._group, RehearsalGroup):
+            return
         report_of(self._group).wait(work, self._what, device=self._buffer.device)
 
     def finish(self) -> torch.Tensor:
@@ -285,13 +279,6 @@ class _Exchange:
     def _split(flat: torch.Tensor, shapes: list[torch.Size]) -> list[torch.Tensor]:
         parts = torch.split(flat, [shape.numel() for shape in shapes])
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-
-class _RehearsedExchange(_Exchange):
-    """Sums that a `RehearsalGroup` makes are there at once."""
-
-    def wait(self, work: dist.Work) -> None:
-        """There is nothing to wait for."""
 
 
 @contextmanager

@@ -9,30 +9,31 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp.compression.compressor import Bucket, real
-
-__all__ = ["Rehearsal", "RehearsalGroup", "bucket_like"]
-
-
-@dataclass(frozen=True)
-class Rehearsal:
-    """Seconds of this rank before its rows leave and for the rows that come; `wire_bytes`: of the rows that leave."""
-
-    before_s: float
-    after_s: float
-    wire_bytes: int
+from ddp.compression.compressor import Bucket, completed, real
+from ddp.compression.row_exchange import BucketRows
 
 
 class RehearsalGroup(dist.ProcessGroup):
-    """In the place of a group of `size` ranks, for a compressor that only rehearses: nothing is sent."""
+    """Stands in for a group of `size` ranks and its row exchange: it counts bytes and sends nothing."""
 
     def __init__(self, size: int) -> None:
         super().__init__(0, size)  # type: ignore[call-arg]  # the stub does not know this constructor
-        self.summed_bytes = 0
+        self.sent_bytes = 0
 
     def allreduce(self, tensors: Sequence[torch.Tensor]) -> Any:  # type: ignore[override]  # all that is called here
         """Count the bytes, and leave the tensors as they are."""
-        self.summed_bytes += sum(tensor.nbytes for tensor in tensors)
+        self.sent_bytes += sum(tensor.nbytes for tensor in tensors)
+
+    def start(self, _: dist.ProcessGroup, rows: BucketRows) -> torch.futures.Future[torch.Tensor]:
+        """Average the rows of a bucket as if all ranks had sent the same."""
+        memory = rows.memory
+        self.sent_bytes += memory.send.nbytes
+        memory.received.copy_(memory.send)
+        memory.send.copy_(rows.average(memory.received))
+        return completed(rows.deliver(memory.send))
+
+    def leave(self) -> None:
+        """There is nothing to leave."""
 
 
 def bucket_like(parameters: Iterable[torch.Tensor], most_bytes: int) -> Bucket:

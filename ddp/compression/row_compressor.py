@@ -8,38 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from time import perf_counter
 
 import torch
 import torch.distributed as dist
 
-from ddp.compression.compressor import Bucket, Compressor, completed
-from ddp.compression.rehearsal import Rehearsal, RehearsalGroup
+from ddp.compression.compressor import Bucket, Compressor
+from ddp.compression.rehearsal import RehearsalGroup
 from ddp.compression.row_exchange import BucketRows, RowExchange, RowMemory, open_exchange
 
 __all__ = ["RowCompressor"]
-
-
-class _NoExchange:
-    """In the place of an exchange: the rows that would come are those that would leave."""
-
-    called = after_s = 0.0
-    wire_bytes = 0
-
-    def start(self, _: dist.ProcessGroup, rows: BucketRows) -> torch.futures.Future[torch.Tensor]:
-        self.called = perf_counter()
-        memory = rows.memory
-        self.wire_bytes = memory.send.nbytes
-        memory.received.copy_(memory.send)
-        start = perf_counter()
-        mine = rows.average(memory.received)
-        memory.send.copy_(mine)
-        result = rows.deliver(memory.send)
-        self.after_s = perf_counter() - start
-        return completed(result)
-
-    def leave(self) -> None:
-        """There is nothing to leave."""
 
 
 class RowCompressor(Compressor):
@@ -47,8 +24,8 @@ class RowCompressor(Compressor):
 
     def __init__(self, group: dist.ProcessGroup, name: str, parameters: Mapping[str, torch.Tensor] | None) -> None:
         super().__init__(group, name, parameters)
-        self._exchange: RowExchange | _NoExchange | None = (
-            _NoExchange() if isinstance(group, RehearsalGroup) else open_exchange(group)
+        self._exchange: RowExchange | RehearsalGroup | None = (
+            group if isinstance(group, RehearsalGroup) else open_exchange(group)
         )
         self._memories: dict[int, RowMemory] = {}
         self._free: list[torch.Tensor] = []
@@ -82,20 +59,6 @@ class RowCompressor(Compressor):
         assert self._group is not None
         assert self._exchange is not None
         return self._exchange.start(self._group, BucketRows(f"bucket {bucket.index()}", memory, average, deliver))
-
-    def rehearse(self, bucket: Bucket) -> Rehearsal:
-        """Compress `bucket` and take it back, as if all ranks had sent the same; nothing is sent. Return what it cost.
-
-        It is for a compressor that averages nothing yet: what rounding loses would be owed.
-        """
-        exchange, rehearsal = self._exchange, _NoExchange()
-        self._exchange = rehearsal
-        try:
-            start = perf_counter()
-            self.reduce(bucket)
-        finally:
-            self._exchange = exchange
-        return Rehearsal(rehearsal.called - start, rehearsal.after_s, rehearsal.wire_bytes)
 
     @contextmanager
     def _scratch(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -13,17 +13,9 @@ from torch import nn
 
 from ddp.comm.objects import member_group
 from ddp.data_parallel.buckets.bucket_plan import BucketLimits
+from ddp.data_parallel.planning.bucket_planner import Replanning
 from ddp.errors import ArgumentError, DdpError, UnsupportedError
 from ddp.torch_internals import device_index
-
-__all__ = [
-    "bucket_limits",
-    "check_initialized",
-    "check_torchs_arguments",
-    "checked_device",
-    "checked_device_ids",
-    "checked_group",
-]
 
 _MB = 1 << 20
 _DEFAULT_CAP_MB = 25.0
@@ -181,3 +173,30 @@ def bucket_limits(
     cap_bytes = max(1, int(largest_mb * _MB))
     own_bytes = _OWN_BYTES_ON_CPU if device.type == "cpu" else cap_bytes
     return BucketLimits(cap_bytes, first, min(own_bytes, cap_bytes))
+
+
+def replanning(
+    measure: bool | None,
+    cap_mb: float | Literal["auto"] | None,
+    caps_mb: Sequence[float] | None,
+    compression: object,
+    device: torch.device,
+    *,
+    init_sync: bool,
+) -> Replanning | None:
+    """Say whether buckets follow from measurement; None if nothing is measured, as by default on a device.
+
+    Raises ArgumentError if arguments contradict each other, UnsupportedError for what cannot be measured on `device`.
+    """
+    if cap_mb == "auto":
+        if measure is False:
+            raise ArgumentError('measure=False, but bucket_cap_mb="auto" decides by measurement: leave one of them out')
+        if device.type != "cpu":
+            raise UnsupportedError(
+                f'bucket_cap_mb="auto" on {device}: buckets are chosen by measurement on the CPU alone. Give a size'
+            )
+        return "asked"
+    is_wanted = device.type == "cpu" if measure is None else measure
+    if not is_wanted or not init_sync or cap_mb is not None or caps_mb:
+        return None
+    return "exact" if compression is None and device.type == "cpu" else "no"

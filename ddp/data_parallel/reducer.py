@@ -40,11 +40,11 @@ from ddp.data_parallel.buckets.comm_hook import CommHook
 from ddp.data_parallel.buckets.step_status import RankStatus, StatusSum
 from ddp.data_parallel.buckets.transfers import ready_twice
 from ddp.data_parallel.double_backward import GraphKeeper
-from ddp.data_parallel.explaining.explain import Explained
 from ddp.data_parallel.gradient_hooks import GradientHooks
 from ddp.data_parallel.module_watch import ModuleWatch
 from ddp.data_parallel.nonfinite import NonFinite
 from ddp.data_parallel.planning.bucket_planner import BucketPlanner
+from ddp.data_parallel.planning.step_report import StepReport, explain
 from ddp.data_parallel.planning.step_timer import Moment
 from ddp.data_parallel.status_errors import numbers_differ, weights_differ
 from ddp.data_parallel.unfrozen import average_unfrozen
@@ -187,9 +187,9 @@ class Reducer:
         if self.planner is not None:
             self.planner.keep_buckets()
 
-    def explained(self, compression: Half | Int8 | PowerSGD | None) -> Explained:
-        """What is known of the model's steps. Raises DdpError if that is too little."""
-        return Explained.of(self._schedule, self.planner, self.channel.group, self.members, compression)
+    def explain(self, compression: Half | Int8 | PowerSGD | None, compressed_limits: BucketLimits) -> StepReport:
+        """Explain the model's steps. Raises DdpError if too little is known."""
+        return explain(self._schedule, self.planner, self.channel.group, self.members, compression, compressed_limits)
 
     def used_map(self) -> torch.Tensor:
         """How many ranks had a gradient in the last pass, by index."""
@@ -220,7 +220,7 @@ class Reducer:
 
     def _note_failure(self) -> None:
         if self.planner is not None:
-            self.planner.step_failed()
+            self.planner.timer.restart()
 
     def add_weight(self, weight: float) -> None:
         """Count `weight` for the gradients that the next backward pass adds to those of this rank."""
@@ -239,7 +239,7 @@ class Reducer:
     def _hook(self, member: Member) -> Callable[[torch.Tensor], None]:
         """The hook of one parameter: the only Python code that runs once for each parameter, so every lookup counts."""
         index, touched, transfer_of = member.index, self.touched, self._schedule.transfer_of
-        now = perf_counter if self.planner is None else self.planner.clock.now
+        now = perf_counter if self.planner is None else self.planner.timer.clock.now
 
         def on_grad(_: torch.Tensor) -> None:
             touched[index] = None
@@ -314,7 +314,7 @@ class Reducer:
     def mark(self, moment: Moment) -> None:
         """This moment of a step is now."""
         if self.planner is not None:
-            self.planner.mark(moment)
+            self.planner.timer.mark(moment)
 
     def _unfrozen(self) -> list[_Named]:
         return [(name, parameter) for name, parameter in self._frozen if parameter.requires_grad]

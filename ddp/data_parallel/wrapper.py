@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from ddp.comm.broadcast import BufferSync, broadcast_tensors
 from ddp.comm.channel import Channel
 from ddp.comm.failures import describe_failure
 from ddp.comm.layout import check_same_layout, describe
-from ddp.compression.compressors import Auto, Compressor, Half, Int8, PowerSGD, make_compression, named
+from ddp.compression.compressors import Compressor, Half, Int8, PowerSGD, make_compression, named
 from ddp.compression.powersgd import PowerSGDCompressor
 from ddp.data_parallel.arguments import (
     bucket_limits,
@@ -26,17 +26,16 @@ from ddp.data_parallel.arguments import (
     checked_device,
     checked_device_ids,
     checked_group,
+    replanning,
 )
 from ddp.data_parallel.buckets.comm_hook import CommHook
 from ddp.data_parallel.checksum import WeightChecksum
-from ddp.data_parallel.explaining.scaling_report import ScalingReport
-from ddp.data_parallel.explaining.step_report import StepReport
 from ddp.data_parallel.forward_policy import ForwardPolicy
 from ddp.data_parallel.micro_batches import MicroBatches
 from ddp.data_parallel.module_watch import ModuleWatch, sparse_names
 from ddp.data_parallel.outputs import tensors_in
 from ddp.data_parallel.planning.bucket_planner import BucketPlanner, Measurement
-from ddp.data_parallel.planning.measuring import Measuring
+from ddp.data_parallel.planning.step_report import StepReport
 from ddp.data_parallel.reducer import Reducer
 from ddp.data_parallel.torch_surface import TorchSurface
 from ddp.errors import ArgumentError, BackwardError, ReplacementError, UnsupportedError
@@ -95,11 +94,7 @@ class DistributedDataParallel(TorchSurface):
 
     These are new:
 
-    - `compression`: how gradients travel: "bf16", "fp16", "int8" or "powersgd" (see `ddp.compression`). "auto": after
-      five exact steps, as "bf16" or "int8" if a simulation of the step, with the measured times of the link, of
-      backward and of compressing, says that this saves a tenth of it, else uncompressed; `compression.Auto(["bf16"])`
-      considers only what it names. Timing decides, so two runs may decide differently; a checkpoint keeps the decision
-      to compress, not the one against it.
+    - `compression`: how gradients travel: "bf16", "fp16", "int8" or "powersgd" (see `ddp.compression`).
     - `measure`: by default, on the CPU, collectives of three sizes are timed here (some 0.1 s at most on links of 10 MB
       a second and more), and the first steps; buckets of the second and third step wait for the end of backward.
       `measurement` has the figures. With True also on a device, for `explain` alone: by its events, which are read when
@@ -154,7 +149,7 @@ class DistributedDataParallel(TorchSurface):
         forward_sync_buffers: bool | None = None,
         lazy_bucket_allocation: bool = False,
         *,
-        compression: str | Auto | Half | Int8 | PowerSGD | None = None,
+        compression: str | Half | Int8 | PowerSGD | None = None,
         weight_checksum: bool = False,
         measure: bool | None = None,
         stall_timeout_s: float | None = None,
@@ -189,12 +184,12 @@ class DistributedDataParallel(TorchSurface):
         self.compression: Compressor | None = None
         self._weight_checksum = weight_checksum
         self._stall_timeout_s = stall_timeout_s
-        self._measuring = Measuring.asked(
+        self._replanning = replanning(
             measure, bucket_cap_mb, bucket_cap_mb_list, compression, self.device, init_sync=init_sync
         )
-        fixed = None if compression == "auto" or isinstance(compression, Auto) else compression
-        caps = (bucket_cap_mb, bucket_cap_mb_list, self.device)
-        self._limits = bucket_limits(*caps, is_compressed=fixed is not None)
+        self._limits = bucket_limits(
+            bucket_cap_mb, bucket_cap_mb_list, self.device, is_compressed=compression is not None
+        )
         self.steps_alone = False  # set by LocalSGD: the gradients of this rank are not averaged
         self.bucket_bytes_cap = self._limits.cap_bytes
         self.bucket_bytes_cap_list = list(self._limits.first_caps_bytes) if bucket_cap_mb_list else []
@@ -208,12 +203,14 @@ class DistributedDataParallel(TorchSurface):
                 if init_sync:
                     self._compare(channel, compression)
                     self._equalise(channel, 0, with_buffers=with_buffers)
-                compressed = bucket_limits(*caps, is_compressed=True)
-                self._attach(channel, self._measuring.planner(channel, parameters, compressed, _method_of(self)))
-        if fixed is not None and is_waiting:
-            self._method = named(fixed) if isinstance(fixed, str) else fixed
-        elif fixed is not None:
-            self._use_compression(fixed)
+                self._attach(
+                    channel,
+                    None if self._replanning is None else BucketPlanner.of(channel, parameters, self._replanning),
+                )
+        if compression is not None and is_waiting:
+            self._method = named(compression) if isinstance(compression, str) else compression
+        elif compression is not None:
+            self._use_compression(compression)
 
     def _compare(self, channel: Channel, compression: object) -> None:
         """Raise LayoutMismatchError on every rank if the ranks wrap different modules, or wrap them differently."""
@@ -222,7 +219,7 @@ class DistributedDataParallel(TorchSurface):
             "broadcast_buffers": self.forward_sync_buffers,
             "ignored names": sorted(self.parameters_to_ignore),
             "compression": compression,
-            "measure": self._measuring.is_on,
+            "measure": self._replanning is not None,
             "weight_checksum": self._weight_checksum,
         }
         entries = describe(settings, self._named_parameters(), self._named_buffers())
@@ -395,27 +392,7 @@ class DistributedDataParallel(TorchSurface):
         planner = None if self._policy is None else self._policy.reducer.planner
         return None if planner is None else planner.measurement
 
-    @overload
-    def explain(self) -> StepReport: ...
-    @overload
-    def explain(
-        self,
-        *,
-        hosts: int,
-        gpus: int = 1,
-        gbit: float | None = None,
-        latency_us: float | None = None,
-        local_gbyte_s: float | None = None,
-    ) -> ScalingReport: ...
-    def explain(
-        self,
-        *,
-        hosts: int | None = None,
-        gpus: int = 1,
-        gbit: float | None = None,
-        latency_us: float | None = None,
-        local_gbyte_s: float | None = None,
-    ) -> StepReport | ScalingReport:
+    def explain(self) -> StepReport:
         """Say where the time of a step goes, and what other buckets, compression or LocalSGD would change.
 
         Print what it returns: one screen; `as_dict()` has the same for programs. Call it after some 10 steps, on any
@@ -423,26 +400,15 @@ class DistributedDataParallel(TorchSurface):
         compresses some MB for the cost of that, which takes some 0.1 s; on a device compression is not compared.
         Everything that is not said to be measured is simulated: within 15 % where the link is what a step waits for.
 
-        With `hosts`, the step as it would be on 1 to `hosts` x `gpus` ranks, by models of the backend's all-reduce, as
-        a table with bars, `plot(path)` and `as_dict()`; and what published speed-ups would need of the network, of
-        overlap and of the ranks' spread. `gbit`: what the network of a host carries, in Gbit/s (the bytes of TCP: on
-        Ethernet some 5 % less than its name); by default as measured, where this world has several hosts.
-        `latency_us` of a message between hosts, and `local_gbyte_s` that ranks of a host exchange: as measured.
-
         Raises DdpError before enough steps, UnsupportedError where nothing is measured (see `measure`, and in a world
-        of one), of a communication hook that is not ours and of compression on a device, and ArgumentError.
+        of one), of a communication hook that is not ours and of compression on a device.
         """
         if self._policy is None:
             raise UnsupportedError("explain() in a world of one: nothing is sent; train with two ranks to measure")
-        reducer = self._policy.reducer
-        explained = reducer.explained(self._method)
-        if hosts is None and (gpus, gbit, latency_us, local_gbyte_s) == (1, None, None, None):
-            return explained.report()
-        return explained.scaling(hosts, gpus, gbit, latency_us, local_gbyte_s)
+        compressed = bucket_limits(None, None, self.device, is_compressed=True)
+        return self._policy.reducer.explain(self._method, compressed)
 
     def _use_hook(self, hook: CommHook) -> None:
-        if self._measuring.among and self.compression is None:
-            raise BackwardError('compression="auto" may register a communication hook: leave it out for another one')
         self._hook_name = getattr(hook.call, "__qualname__", repr(hook.call))
         if self._policy is None:  # a world of one: the hook may still change gradients
             self._attach(self._new_channel())
@@ -460,8 +426,7 @@ class DistributedDataParallel(TorchSurface):
     def reduction_state(self) -> dict[str, Any] | None:
         """What a checkpoint must hold for compression to go on: what it still owes, and the plan that this fits.
 
-        None without compression, also where "auto" decided against it: a run that resumes decides again. Every rank
-        must call it, between two steps; blocks. `ddp.Checkpoint` does.
+        None without compression. Every rank must call it, between two steps; blocks. `ddp.Checkpoint` does.
         """
         if self.compression is None or self._policy is None:
             return None
@@ -471,10 +436,8 @@ class DistributedDataParallel(TorchSurface):
         """Go on with what `reduction_state` returned, in a world of any size. Every rank must call it.
 
         Raises CheckpointError if it does not fit the module. Without compression, nothing happens but
-        a warning that what was owed is lost; with "auto", what was decided before holds again.
+        a warning that what was owed is lost.
         """
-        if self._measuring.among and self.compression is None and self._policy is not None:
-            self._use_compression(state["compression"]["method"])
         if self.compression is None or self._policy is None:
             warnings.warn(
                 "the checkpoint holds what gradient compression still owed, which is lost: this model has none",
@@ -512,24 +475,8 @@ class DistributedDataParallel(TorchSurface):
         """What averages the gradients of this model, for other modules of ddp; None where nothing is averaged."""
         return None if self._policy is None else self._policy.reducer
 
-    @property
-    def decides_compression(self) -> bool:
-        """Whether its first steps say if gradients travel compressed."""
-        return bool(self._measuring.among)
-
     def _join_group(self, group: dist.ProcessGroup | None) -> None:
         self.process_group = checked_group(group, None)
-        self._measuring = Measuring()
+        self._replanning = None
         if self.process_group.size() >= self._least_ranks:
             self._attach(self._new_channel())
-
-
-def _method_of(model: DistributedDataParallel) -> Callable[[str], None]:
-    """Its way to compress, for what may outlive it."""
-    own = weakref.ref(model)
-
-    def compress(name: str) -> None:
-        if (model := own()) is not None:
-            model._use_compression(name)
-
-    return compress

@@ -105,7 +105,7 @@ def resilient(function: F) -> F:
     before each step of an optimizer, since nothing else tells whether the averages have arrived; a replaced rank gets
     the buffers of another one; and where a device or a communicator does not come back, its process ends and is
     replaced. UnsupportedError for what a replaced rank would not have: wrapped models that the State does not hold,
-    central storage, compression="auto", communication hooks of your own.
+    central storage, communication hooks of your own.
     Replicas that step by themselves (`ddp.LocalSGD`, made before the function) go on with what one of them had.
     `ddp.Trainer.fit` is such a function by itself.
 

@@ -138,7 +138,6 @@ class ModelPart(ReducingPart):
         if wrapper is None:
             return ""
         why = {
-            'compression="auto"': wrapper.decides_compression,
             "a communication hook of your own": reducer is not None and reducer.has_users_hook,
             "LocalSGD": wrapper.steps_alone and self.companion is None,
         }

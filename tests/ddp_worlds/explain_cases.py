@@ -1,10 +1,10 @@
-"""All-reduces and steps over emulated links, and what `model.explain` says of them."""
+"""Steps over emulated links, and what `model.explain` says of them."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,27 +17,10 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import ddp
-from ddp.errors import ArgumentError, DdpError, UnsupportedError
+from ddp.errors import DdpError, UnsupportedError
 
 LAYERS, WIDTH = 3, 256
 PAUSE_S = 0.06
-
-
-def all_reduce_times(networks: Sequence[int], sizes: Sequence[int], times: int) -> list[tuple[int, float]]:
-    """The least time of an all-reduce of each size (bytes): a busy machine only adds."""
-    enter(networks, dist.get_rank())
-    group = dist.new_group()
-    found = []
-    for nbytes in sizes:
-        tensor = torch.zeros(nbytes // 4)
-        taken = []
-        for _ in range(times):
-            dist.barrier()
-            began = time.perf_counter()
-            dist.all_reduce(tensor, group=group)
-            taken.append(time.perf_counter() - began)
-        found.append((nbytes, min(taken)))
-    return found
 
 
 class Pause(torch.autograd.Function):
@@ -95,7 +78,7 @@ class Variant:
         return (time.perf_counter() - began) / (times * self.steps)
 
 
-def train(networks: Sequence[int], names: Sequence[str], rounds: int, scaled: Sequence[Mapping[str, Any]]) -> Any:
+def train(networks: Sequence[int], names: Sequence[str], rounds: int) -> Any:
     """What `explain` says of the first way, and the least time of a step in each, measured in turns.
 
     The least, since a busy machine only adds.
@@ -110,7 +93,7 @@ def train(networks: Sequence[int], names: Sequence[str], rounds: int, scaled: Se
     variants[0].run(14)
     model, said = variants[0].model, None
     if rank == 0:  # only one asks: it takes part in nothing
-        said = model.explain().as_dict(), [model.explain(**each).as_dict() for each in scaled]
+        said = model.explain().as_dict()
     for variant in variants[1:]:
         variant.run(1 if variant.steps > 1 else 3)
     times: dict[str, list[float]] = {name: [] for name in names}
@@ -124,10 +107,10 @@ def says_what_it_lacks() -> None:
     """Each of these is an error at once, on the rank that asks, and the others train on."""
     rank = dist.get_rank()
 
-    def refused(model: ddp.DistributedDataParallel, kind: type[Exception], match: str, **given: Any) -> None:
+    def refused(model: ddp.DistributedDataParallel, kind: type[Exception], match: str) -> None:
         if rank == 0:
             with pytest.raises(kind, match=match):
-                model.explain(**given)
+                model.explain()
 
     def trained(steps: int, model: ddp.DistributedDataParallel) -> ddp.DistributedDataParallel:
         for _ in range(steps):
@@ -139,11 +122,6 @@ def says_what_it_lacks() -> None:
         refused(model, DdpError, "after more steps")
         trained(1, model)
     trained(2, model)
-    refused(model, ArgumentError, "gbit=", hosts=4)
-    refused(model, ArgumentError, "hosts=", gpus=4, gbit=10)
-    refused(model, ArgumentError, "more than 0", hosts=0, gbit=10)
-    refused(model, ArgumentError, "more than 0", hosts=2, gbit=-1.0)
-    refused(model, ArgumentError, "at least 0", hosts=2, gbit=1.0, latency_us=-1.0)
     refused(trained(10, ddp.DistributedDataParallel(nn.Linear(8, 8), measure=False)), UnsupportedError, "measure=True")
     refused(trained(10, ddp.DistributedDataParallel(nn.Linear(8, 8), bucket_cap_mb=1)), UnsupportedError, "bucket_cap")
     hooked = ddp.DistributedDataParallel(nn.Linear(8, 8))
@@ -170,8 +148,8 @@ def explains_to_one_rank() -> Any:
             model(torch.randn(4, 64)).sum().backward()
             if step == 10 and dist.get_rank() == 0:
                 before = torch.get_rng_state()
-                report, scaling = model.explain(), model.explain(hosts=4, gpus=2, gbit=10)
-                found[method] = [(str(each), each.as_dict()) for each in (report, scaling)]
+                report = model.explain()
+                found[method] = str(report), report.as_dict()
                 assert torch.equal(torch.get_rng_state(), before)
         assert_same_bits([present(parameter.grad) for parameter in model.parameters()])
     return found

@@ -22,15 +22,12 @@ from testbed.present import present
 from torch import nn
 
 import ddp
-from ddp.compression import row_exchange
-from ddp.compression.compressors import Auto
 from ddp.data_parallel.buckets.bucket_plan import BucketLimits
-from ddp.data_parallel.planning import bucket_planner, measuring
+from ddp.data_parallel.planning import bucket_planner
 from ddp.data_parallel.planning.bucket_planner import Measurement
-from ddp.data_parallel.planning.choose import Choice, choose
-from ddp.data_parallel.planning.clock import HostClock
-from ddp.data_parallel.planning.link_cost import CompressionCost, LinkCost
-from ddp.data_parallel.planning.step_timer import TimedStep
+from ddp.data_parallel.planning.link_cost import LinkCost
+from ddp.data_parallel.planning.simulate import Choice, choose
+from ddp.data_parallel.planning.step_timer import HostClock, TimedStep
 
 STEPS = 9  # the buckets change after the fifth
 SMALL = BucketLimits(cap_bytes=1 << 10, first_caps_bytes=(256,), own_bytes=4 << 10)
@@ -85,23 +82,22 @@ def limits_of(model: ddp.DistributedDataParallel) -> BucketLimits:
 def rank_0_wants(limits: BucketLimits) -> Iterator[None]:
     """Let the choice be `limits` on rank 0, and what there is on the others."""
 
-    def choose_these(record: Any, link: Any, current: Any, plan: Any, **options: Any) -> Any:
-        choices = choose(record, link, current, plan, **options)
+    def choose_these(record: Any, link: Any, current: Any, plan: Any) -> Any:
+        choices = choose(record, link, current, plan)
         if dist.get_rank():
             return sorted(choices, key=lambda choice: choice.limits != current)
         now = next(choice for choice in choices if choice.limits == current)
-        return [Choice(limits, tuple(plan(limits)), now.step), *choices]
+        return [Choice(limits, now.step), *choices]
 
     with mock.patch.object(bucket_planner, "choose", choose_these):
         yield
 
 
 @contextlib.contextmanager
-def costing(link: LinkCost, compression: tuple[CompressionCost, ...]) -> Iterator[None]:
-    """Let the link and compression cost so much, whatever is measured."""
+def costing(link: LinkCost) -> Iterator[None]:
+    """Let the link cost so much, whatever is measured."""
     with (
-        mock.patch.object(measuring, "measure_link", return_value=link),
-        mock.patch.object(measuring, "measure_compression", return_value=list(compression)),
+        mock.patch.object(bucket_planner, "measure_link", return_value=link),
         mock.patch.object(LinkCost, "corrected", lambda self, *_: self),
     ):
         yield
@@ -121,7 +117,7 @@ def plans_change_no_bit(as_views: bool) -> None:
 def pieces_for_a_slow_link_change_no_bit() -> None:
     expected = train(wrapped(measure=False))
     for link, pieces in ((SLOW, 1 << 10), (QUICK, None)):
-        with costing(link, ()), mock.patch.object(bucket_planner, "_PIECE_BYTES", 1 << 10):
+        with costing(link), mock.patch.object(bucket_planner, "_PIECE_BYTES", 1 << 10):
             model = wrapped()
             found = train(model)
         schedule = model._policy.reducer._schedule
@@ -136,9 +132,9 @@ class OnDevice(HostClock):
 
 def no_backend_for_the_cpu_is_asked_for_pieces_on_a_device() -> None:
     lacking = mock.patch.object(bucket_planner, "backend_of", side_effect=RuntimeError("no backend for the CPU"))
-    with costing(SLOW, ()), lacking as backend_of:
+    with costing(SLOW), lacking as backend_of:
         model = wrapped()
-        model._policy.reducer.planner.clock = OnDevice()
+        model._policy.reducer.planner.timer.clock = OnDevice()
         train(model)
     assert model.measurement is not None
     backend_of.assert_not_called()
@@ -178,7 +174,7 @@ def the_first_steps_are_recorded_on_all_ranks_alike() -> None:
     train(model, 2)
     assert model.measurement is before
     reducer: Any = model._policy.reducer
-    assert reducer.planner.timer is None
+    assert not reducer.planner.is_deciding
 
 
 def with_more_ranks_buckets_change_on_request_only() -> None:
@@ -315,7 +311,7 @@ def auto_that_can_decide_nothing_warns() -> None:
             train(model, 1)
         train(model, 2)
     assert limits_of(model) == before
-    for model, warned in ((wrapped(compression="auto"), 1), (wrapped(), 0)):
+    for model, warned in ((wrapped(bucket_cap_mb="auto"), 1), (wrapped(), 0)):
         train(model, 3)
         model._policy.reducer.planner._is_missing = True
         with warnings.catch_warnings(record=True) as seen:
@@ -331,7 +327,7 @@ def _fail(*_: object) -> None:
 
 
 def nothing_is_measured_where_that_is_not_wanted() -> None:
-    with mock.patch.object(measuring, "measure_link", _fail):
+    with mock.patch.object(bucket_planner, "measure_link", _fail):
         unmeasured: list[dict[str, Any]] = [
             {"bucket_cap_mb": 1},
             {"bucket_cap_mb_list": [1, 2]},
@@ -346,81 +342,33 @@ def nothing_is_measured_where_that_is_not_wanted() -> None:
         ({"bucket_cap_mb": "big"}, 'it is a number of MiB, or "auto"'),
         ({"bucket_cap_mb": "auto", "bucket_cap_mb_list": [1]}, "leave one of them out"),
         ({"bucket_cap_mb": "auto", "measure": False}, "decides by measurement"),
-        ({"compression": "auto", "measure": False}, "decides by measurement"),
+        ({"compression": "auto"}, "'fp16', 'bf16', 'int8', 'powersgd'"),
     ]
     for options, text in refused:
         with pytest.raises(ddp.errors.ArgumentError, match=text):
             wrapped(**options)
-    with pytest.raises(ddp.errors.ArgumentError, match="one or more of 'fp16', 'bf16', 'int8'"):
-        Auto(among=["powersgd"])
     with pytest.raises(ddp.errors.LayoutMismatchError, match="measure"):
         wrapped(measure=dist.get_rank() == 0)
 
 
-CHEAP = CompressionCost("bf16", 0.5, 1e-12, 1e-12)
-DEAR = CompressionCost("int8", 0.25, 1e-3, 1e-3)
 SLOW, QUICK = LinkCost(2, 1e-4, 1e-4), LinkCost(2, 1e-6, 1e-13)
 
 
-def compression_pays_or_is_left_out() -> None:
-    with costing(SLOW, (CHEAP, DEAR)):
-        model = wrapped(compression="auto")
-        with pytest.raises(ddp.errors.BackwardError, match="may register a communication hook"):
-            model.register_comm_hook(None, _fail)  # type: ignore[arg-type]
-        train(model, 5)
-        assert type(model.compression).__name__ == "HalfCompressor"
-        assert model.measurement is not None
-        assert [name for name, _ in model.measurement.compressed] == ["bf16", "int8"]
-        exact = train(wrapped(measure=False))
-        inexact = train(wrapped(compression=Auto(["bf16"])))
-    for step, (one, other) in enumerate(zip(exact, inexact, strict=True)):
-        assert torch.equal(one, other) is (step < 5), step
-        assert float((one - other).norm() / one.norm()) < 0.02
-    with costing(QUICK, (CHEAP,)):
-        model = wrapped(compression="auto")
-        for one, other in zip(exact, train(model), strict=True):
-            assert torch.equal(one, other)
-        assert model.compression is None
-    measured = wrapped(compression="auto")  # with real figures, whatever they say
-    train(measured)
-    assert measured.measurement is not None
-
-
-def compression_keeps_the_sizes_that_were_given() -> None:
-    with costing(SLOW, (CHEAP,)):
-        models = [wrapped(compression="auto"), wrapped(compression="auto", bucket_cap_mb=64)]
-        for model in models:
-            train(model, 6)
-            assert model.compression is not None
-    assert [limits_of(model).cap_bytes for model in models] == [4 << 20, 64 << 20]
-
-
-def measuring_compression_leaves_random_numbers_and_connections_alone() -> None:
-    with torch.random.fork_rng():
-        before = torch.get_rng_state()
-        module = nn.Linear(4, 4, dtype=torch.complex64)
-        torch.set_rng_state(before)
-        ddp.DistributedDataParallel(module, compression="auto")
-        assert torch.equal(torch.get_rng_state(), before)
-        assert dist.group.WORLD not in row_exchange._open
-
-
 def a_checkpoint_keeps_what_was_decided() -> None:
-    with costing(SLOW, (CHEAP,)), rank_0_wants(SMALL):
-        model = wrapped(compression="auto", bucket_cap_mb="auto")
+    with rank_0_wants(SMALL):
+        model = wrapped(bucket_cap_mb="auto")
         train(model, 6)
-        state = model.reduction_state()
-        assert state is not None
-        resumed = wrapped(compression="auto", bucket_cap_mb="auto")
-    resumed.load_reduction_state(state)
-    assert type(resumed.compression).__name__ == "HalfCompressor"
+        assert limits_of(model) == SMALL
+        state = model._policy.reducer.plan_state()
+    resumed = wrapped(bucket_cap_mb="auto")
+    resumed._policy.reducer.load_plan_state(state)
     assert limits_of(resumed) == limits_of(model)
     train(resumed)
     assert limits_of(resumed) == limits_of(model)
 
 
 def a_wrapper_that_measures_is_let_go() -> None:
-    model = wrapped(compression="auto")
+    model = wrapped(bucket_cap_mb="auto")
     train(model, 2)
     gone = weakref.ref(model)
     del model

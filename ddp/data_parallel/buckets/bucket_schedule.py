@@ -9,7 +9,6 @@ from __future__ import annotations
 import cmath
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -63,7 +62,6 @@ class BucketSchedule:
         self._members = members
         self._sparse = [members[index] for index in sorted(sparse)]
         self.limits = self._first_limits = limits
-        self.waited_s = 0.0  # for what is on its way, in this pass
         self._as_views = as_views
         self._own_status = own_status
         self._hook: CommHook | None = None
@@ -164,7 +162,6 @@ class BucketSchedule:
 
     def begin(self) -> None:
         """Prepare for the gradients of a backward pass."""
-        self.waited_s = 0.0
         self.is_finite = True
         for transfer in self._transfers:
             transfer.begin()
@@ -236,7 +233,6 @@ class BucketSchedule:
         return read(self._statuses, self._channel.group.size())
 
     def _wait_for(self, transfers: Sequence[Transfer]) -> None:
-        began = perf_counter()
         recorded = timeline.wait_begins()
         try:
             for number, transfer in enumerate(transfers):
@@ -250,7 +246,6 @@ class BucketSchedule:
                 self._channel.report.wait(transfer.work, what)
         finally:
             timeline.wait_ended(recorded)
-        self.waited_s += perf_counter() - began
 
     def deliver(self, factor: float) -> None:
         """Put `factor` times the averages into `.grad`, after `wait`. Blocks for sparse gradients."""

@@ -1,1 +1,1 @@
-"""What a step costs on this link, and the bucket sizes that leave the least of its communication exposed."""
+"""What a step costs on this link: the sizes of buckets that follow from it, and what `model.explain` says of it."""

@@ -1,6 +1,6 @@
-"""What a collective of one group costs, and what compressing for it costs: fitted to measurements, by pure arithmetic.
+"""What an all-reduce of one group costs, by a few that are timed when a model is wrapped.
 
-A collective of b bytes takes latency + b * seconds per byte (Hockney 1994, "The communication challenge for MPP").
+One of b bytes takes latency + b * seconds per byte (Hockney 1994, "The communication challenge for MPP").
 """
 
 from __future__ import annotations
@@ -8,7 +8,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-__all__ = ["CompressionCost", "LinkCost", "exchange_ratio", "fit"]
+import torch
+import torch.distributed as dist
+
+from ddp.comm.channel import Channel
+from ddp.comm.small_sum import reduce_options
+from ddp.data_parallel.planning.step_timer import clock_of
+from ddp.monitoring.stall_report import finish
+
+_SMALL_BYTES = 4 << 10
+_FIRST_BYTES = 32 << 10
+_MOST_BYTES = 4 << 20
+_GROWTH = 4
+_BUDGET_S = 0.09
+_SMALL_TIMES = 3
 
 
 @dataclass(frozen=True)
@@ -43,40 +56,44 @@ class LinkCost:
         return 2 * (self.ranks - 1) / self.ranks / self.seconds_per_byte
 
 
-@dataclass(frozen=True)
-class CompressionCost:
-    """What it costs to send a bucket compressed, in seconds for each byte of it before it is compressed.
+def measure_link(channel: Channel, device: torch.device) -> LinkCost:
+    """Time all-reduces of three sizes on `device`; return their cost on all ranks: as the slowest rank saw it.
 
-    `wire_ratio`: the time of its bytes on the wire by that of an all-reduce of the bucket as it is.
-    `before_s_per_byte` is spent before the bucket leaves, `after_s_per_byte` between its collectives and after them.
-    `collectives` follow each other for one bucket.
+    Every rank must call it; blocks, some 0.1 s at most where a link carries 10 MB a second or more. Sizes grow until
+    another would take too long. Only then are they timed, largest first: a shaped link lets the first bytes through
+    faster than it carries more.
     """
+    clock = clock_of(device)
+    with channel.report.waiting("measurement of the link"):
+        flat = torch.zeros(_MOST_BYTES // 4, dtype=torch.float32, device=device)
 
-    name: str
-    wire_ratio: float
-    before_s_per_byte: float
-    after_s_per_byte: float
-    collectives: int = 2
+        def timed(nbytes: int) -> float:
+            start = clock.now()
+            finish(channel.group.allreduce([flat[: nbytes // 4]]), device=flat.device)
+            return clock.seconds(start, clock.now())
 
-
-def exchange_ratio(backend: str, ranks: int, hosts: Sequence[int] | None) -> float:
-    """How much longer bytes take that all ranks send each other, as compressors do, than the same in an all-reduce.
-
-    `hosts`: the ranks on each host; None if that is not known, and then it is what the worst layout gives. What limits
-    is a host's network: its g of n ranks send 2 g (n-g)/n of a bucket to others, of which a ring carries 2 (n-1)/n, and
-    the algorithm of shm 2 (h-1)/h for h hosts.
-    """
-    if hosts is None:
-        worst = max(range(1, ranks), key=lambda g: g * (ranks - g), default=1)
-        hosts = [worst, ranks - worst]
-    if len(hosts) == 1 or ranks < 2:
-        return 1.0
-    sent = max(g * (ranks - g) for g in hosts) / ranks
-    carried = (len(hosts) - 1) / len(hosts) if backend == "shm" else (ranks - 1) / ranks
-    return max(1.0, sent / carried)
+        timed(_SMALL_BYTES)  # connections are made when they are needed first
+        nbytes, spent_s = _FIRST_BYTES, 0.0
+        while nbytes < _MOST_BYTES:
+            (took_s,) = agree(channel, [timed(nbytes)])
+            spent_s += took_s
+            if spent_s + 2.5 * _GROWTH * took_s > _BUDGET_S:  # once to grow, once to time it and the smaller ones
+                break
+            nbytes *= _GROWTH
+        sizes = [nbytes, nbytes // _GROWTH, _SMALL_BYTES]
+        large_s, middle_s, *small_s = (timed(size) for size in [*sizes, *[_SMALL_BYTES] * (_SMALL_TIMES - 1)])
+        seconds = agree(channel, [large_s, middle_s, min(small_s)])
+    return fit(channel.group.size(), list(zip(sizes, seconds, strict=True)))
 
 
-def fit(ranks: int, samples: Sequence[tuple[int, float]], *, contention: float = 0.0) -> LinkCost:
+def agree(channel: Channel, values: list[float]) -> list[float]:
+    """Return the largest of all ranks' values, place by place. Every rank must call it; blocks."""
+    largest = torch.tensor(values, dtype=torch.float64, device="cpu")
+    finish(channel.control.allreduce([largest], reduce_options(dist.ReduceOp.MAX)), device=largest.device)
+    return [float(value) for value in largest.tolist()]
+
+
+def fit(ranks: int, samples: Sequence[tuple[int, float]]) -> LinkCost:
     """Fit the cost of an all-reduce to `samples` of (bytes, seconds), by least squares of the relative errors.
 
     Neither part of the cost is negative. ValueError without samples of two sizes.
@@ -92,4 +109,4 @@ def fit(ranks: int, samples: Sequence[tuple[int, float]], *, contention: float =
         latency_s, seconds_per_byte = 0.0, b1 / bb
     elif seconds_per_byte < 0:
         latency_s, seconds_per_byte = a1 / aa, 0.0
-    return LinkCost(ranks, latency_s, seconds_per_byte, contention)
+    return LinkCost(ranks, latency_s, seconds_per_byte)

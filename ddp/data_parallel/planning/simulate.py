@@ -3,19 +3,74 @@
 The model: gradients become ready at their measured times. A bucket leaves when its last gradient is ready and all
 buckets before it have left; the last one leaves at the end of backward, since it carries the step status. The
 collectives of a group go one after another. While one is on its way, computing is slower by the link's `contention`.
-Compressing takes its time from backward, before a bucket leaves and after it has arrived.
+Compressing and decompressing take their time from backward, before a bucket leaves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from ddp.data_parallel.buckets.bucket_plan import BucketPlan
-from ddp.data_parallel.planning.link_cost import CompressionCost, LinkCost
-from ddp.data_parallel.planning.step_record import StepRecord
+from ddp.data_parallel.buckets.bucket_plan import BucketLimits, BucketPlan
+from ddp.data_parallel.planning.link_cost import LinkCost
 
-__all__ = ["Bucket", "BucketTime", "SimulatedStep", "buckets_of", "simulate"]
+_MB = 1 << 20
+_CAPS_MB = (0.5, 1, 2, 4, 8, 16, 25, 50, 100)
+_FIRST_CAP_MB = 1
+
+# Plans whose simulated steps differ by less are the same to a measurement: the one that is there stays.
+_LEAST_GAIN = 0.02
+
+
+@dataclass(frozen=True)
+class GradReady:
+    """One gradient: the index of its parameter, its size on the wire, and when it was ready.
+
+    `ready_s` counts from the start of backward, without what collectives beside it delay.
+    """
+
+    index: int
+    nbytes: int
+    ready_s: float
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step as measured, without its communication, on the slowest of the ranks, in seconds.
+
+    `gradients` are in the order in which they were ready. `backward_s` is the time from the start of backward to its
+    end with nothing on the wire; `forward_s` that of the forward pass and what lies between it and backward; `other_s`
+    the rest of a step: copying averages into gradients, the optimizer, reading data.
+    """
+
+    gradients: tuple[GradReady, ...]
+    forward_s: float
+    backward_s: float
+    other_s: float
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of a step that communicates nothing."""
+        return self.forward_s + self.backward_s + self.other_s
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all gradients."""
+        return sum(gradient.nbytes for gradient in self.gradients)
+
+
+@dataclass(frozen=True)
+class CompressionCost:
+    """What it costs to send a bucket compressed.
+
+    `wire_ratio`: the time of its bytes on the wire by that of an all-reduce of the bucket as it is. `s_per_byte`: what
+    compressing and decompressing take for each byte of the bucket. `collectives` follow each other for one bucket.
+    """
+
+    name: str
+    wire_ratio: float
+    s_per_byte: float
+    collectives: int = 2
 
 
 @dataclass(frozen=True)
@@ -76,26 +131,21 @@ def simulate(
     ready_of = {gradient.index: gradient.ready_s for gradient in record.gradients}
     clock = _Clock(cost.contention)
     times: list[BucketTime] = []
-    wire_s = after_s = 0.0
     for position, bucket in enumerate(buckets):
         is_last = position == len(buckets) - 1
         needs_s = max((ready_of.get(index, record.backward_s) for index in bucket.indices), default=record.backward_s)
         clock.compute_until(record.backward_s if is_last else needs_s)
         ready_s = clock.now_s
         lasts_s = cost.collective_s(bucket.nbytes)
-        clock.delay(after_s)  # of the bucket before
-        after_s = 0.0
         if compression is not None and bucket.indices:
-            clock.delay(bucket.nbytes * compression.before_s_per_byte)
-            after_s = bucket.nbytes * compression.after_s_per_byte
+            clock.delay(bucket.nbytes * compression.s_per_byte)
             lasts_s = compression.collectives * cost.latency_s
             lasts_s += bucket.nbytes * compression.wire_ratio * cost.seconds_per_byte
         start_s = clock.send(lasts_s)
-        times.append(BucketTime(bucket, ready_s, start_s, start_s + lasts_s + after_s))
-        wire_s += lasts_s
+        times.append(BucketTime(bucket, ready_s, start_s, start_s + lasts_s))
     clock.compute_until(record.backward_s)
-    end_s = max((time.end_s for time in times), default=0.0)
-    exposed_s = max(0.0, end_s - clock.now_s)
+    wire_s = sum((time.end_s - time.start_s for time in times), 0.0)
+    exposed_s = max(0.0, max((time.end_s for time in times), default=0.0) - clock.now_s)
     return SimulatedStep(
         total_s=record.forward_s + clock.now_s + exposed_s + record.other_s,
         compute_s=record.compute_s,
@@ -134,3 +184,42 @@ class _Clock:
         start_s = max(self.now_s, self._busy_until_s)
         self._busy_until_s = start_s + wire_s
         return start_s
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Sizes of buckets, and the simulated step with the buckets that they give."""
+
+    limits: BucketLimits
+    step: SimulatedStep
+
+
+def candidates(current: BucketLimits) -> Iterator[BucketLimits]:
+    """Sizes to compare: `current` first; of the others, gradients that travel alone are as small as the cap at most."""
+    yield current
+    for cap in _CAPS_MB:
+        cap_bytes = int(cap * _MB)
+        own_bytes = None if current.own_bytes is None else min(current.own_bytes, cap_bytes)
+        yield replace(current, cap_bytes=cap_bytes, first_caps_bytes=(), own_bytes=own_bytes)
+        if cap > _FIRST_CAP_MB:
+            first = (_FIRST_CAP_MB * _MB,)
+            yield replace(current, cap_bytes=cap_bytes, first_caps_bytes=first, own_bytes=own_bytes)
+
+
+def choose(
+    record: StepRecord, cost: LinkCost, current: BucketLimits, plan: Callable[[BucketLimits], Sequence[Bucket]]
+) -> list[Choice]:
+    """Simulate the step of `record` for each of `candidates`; return them, quickest first.
+
+    `plan` gives the buckets for sizes. The current sizes come first if no others are quicker by 2 %. A function of its
+    arguments alone: the same on every rank that has the same ones.
+    """
+    now, *others = (Choice(limits, simulate(record, plan(limits), cost)) for limits in candidates(current))
+    others.sort(key=_rank_of)
+    if others[0].step.total_s < now.step.total_s * (1 - _LEAST_GAIN):
+        return sorted([now, *others], key=_rank_of)
+    return [now, *others]
+
+
+def _rank_of(choice: Choice) -> tuple[float, int]:
+    return choice.step.total_s, len(choice.step.buckets)

@@ -11,23 +11,21 @@ from ddp_worlds.nursery import Nursery
 
 from ddp.compression.compressors import PowerSGD, named
 from ddp.compression.rehearsal import RehearsalGroup, bucket_like
-from ddp.data_parallel.explaining.step_report import StepReport, explain_step
-from ddp.data_parallel.planning.clock import HostClock
-from ddp.data_parallel.planning.link_cost import CompressionCost, LinkCost
-from ddp.data_parallel.planning.recent_steps import RecentSteps
-from ddp.data_parallel.planning.simulate import Bucket
-from ddp.data_parallel.planning.step_record import GradReady, StepRecord
+from ddp.data_parallel.planning.link_cost import LinkCost
+from ddp.data_parallel.planning.simulate import Bucket, CompressionCost, GradReady, StepRecord
+from ddp.data_parallel.planning.step_report import StepReport, exchange_ratio, explain_step
+from ddp.data_parallel.planning.step_timer import HostClock, StepTimer
 
 MB = 1_000_000
 SLOW, FAST = LinkCost(2, 1e-3, 1e-7), LinkCost(2, 1e-5, 1e-11)
-INT8 = CompressionCost("int8", 0.25, 1e-10, 1e-10)
+INT8 = CompressionCost("int8", 0.25, 2e-10)
 
 
 def explained(cost: LinkCost, sizes_mb: tuple[float, ...] = (1, 1, 1, 1), **given: Any) -> StepReport:
     """A backward pass of 80 ms whose gradients are ready one after the other."""
     nbytes = [int(size * MB) for size in sizes_mb]
     ready = [0.08 * at / len(nbytes) for at in range(1, len(nbytes) + 1)]
-    gradients = [GradReady(i, n, torch.float32, t) for i, (n, t) in enumerate(zip(nbytes, ready, strict=True))]
+    gradients = [GradReady(i, n, t) for i, (n, t) in enumerate(zip(nbytes, ready, strict=True))]
     arguments: dict[str, Any] = {
         "backend": "gloo",
         "step_times_s": [0.5, 0.6, 0.7],
@@ -68,7 +66,7 @@ def test_the_measured_step_is_a_median_and_stragglers_are_what_the_slowest_compu
 
 def test_compression_and_local_sgd_pay_where_the_link_is_slow_and_not_where_it_is_fast() -> None:
     slow, fast = (
-        {way.title: way for way in explained(cost, compressions=[CompressionCost("int8", 0.25, 1e-8, 1e-8)]).ways}
+        {way.title: way for way in explained(cost, compressions=[CompressionCost("int8", 0.25, 2e-8)]).ways}
         for cost in (SLOW, FAST)
     )
     assert slow["int8"].gain > 0.4
@@ -95,7 +93,7 @@ def test_one_bucket_costs_what_cannot_overlap() -> None:
 @pytest.mark.parametrize("compression", [None, INT8])
 def test_every_line_fits_the_screen(cost: LinkCost, compression: CompressionCost | None) -> None:
     plans = {title: [Bucket((0, 1, 2, 3), 400 * MB)] for title in ("one bucket", "torch's, 25 MiB", "quickest")}
-    methods = [CompressionCost(name, 0.5, 1e-9, 1e-9) for name in ("bf16", "int8", "powersgd")]
+    methods = [CompressionCost(name, 0.5, 2e-9) for name in ("bf16", "int8", "powersgd")]
     sizes = (0.001, 50, 50, 250, 0.1)
     report = explained(cost, sizes, compression=compression, compressions=methods, plans=plans)
     lines = str(report).splitlines()
@@ -113,18 +111,22 @@ def test_what_the_model_does_not_explain_is_said() -> None:
 
 
 def test_steps_are_timed_and_pauses_are_no_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    moments = iter([0.0, 1.0, 2.0, 3.5, 13.5, 14.5])
+    now = 0.0
     clock = HostClock()
-    monkeypatch.setattr(clock, "now", lambda: next(moments))
-    steps = RecentSteps(clock)
-    assert steps.times_s() == ([], [])
-    for waited_s in (0.0, 0.25, 0.25, 0.5, 0.5, 0.5):
-        steps.ended(waited_s)
-    assert steps.times_s() == ([1.0, 1.0, 1.5, 1.0], [0.75, 0.75, 1.0, 0.5])
+    monkeypatch.setattr(clock, "now", lambda: now)
+    timer = StepTimer(clock)
+    assert timer.recent_s() == ([], [])
+    for end, wire_s in ((0.0, 0.0), (1.0, 0.25), (2.0, 0.25), (3.5, 0.5), (13.5, 0.5), (14.5, 0.5)):
+        now = end - wire_s
+        timer.mark("backward ended")
+        now = end
+        timer.mark("arrived")
+        timer.end_step({})
+    assert timer.recent_s() == ([1.0, 1.0, 1.5, 1.0], [0.75, 0.75, 1.0, 0.5])
 
 
 @pytest.mark.parametrize(("name", "ratio"), [("bf16", 0.5), ("fp16", 0.5), ("int8", 0.252), ("powersgd", 0.0157)])
-def test_a_rehearsal_takes_the_bytes_that_would_leave_and_time(name: str, ratio: float) -> None:
+def test_a_rehearsal_counts_the_bytes_that_would_leave(name: str, ratio: float) -> None:
     class OneGradient:
         flat = torch.randn(128 * 128, generator=torch.Generator().manual_seed(0))
         index, is_last = staticmethod(lambda: 0), staticmethod(lambda: True)
@@ -132,11 +134,19 @@ def test_a_rehearsal_takes_the_bytes_that_would_leave_and_time(name: str, ratio:
         gradients = parameters = staticmethod(lambda: [OneGradient.flat.view(128, 128)])
 
     method = PowerSGD() if name == "powersgd" else named(name)
-    compressor = method.compressor(RehearsalGroup(4), None)
-    rehearsal = compressor.rehearse(OneGradient())
-    assert rehearsal.wire_bytes == pytest.approx(ratio * OneGradient.flat.nbytes, rel=0.02)
-    assert rehearsal.before_s > 0
+    group, before = RehearsalGroup(4), OneGradient.flat.clone()
+    compressor = method.compressor(group, None)
+    compressor.rehearse(OneGradient())
+    assert group.sent_bytes == pytest.approx(ratio * OneGradient.flat.nbytes, rel=0.02)
+    assert not torch.equal(OneGradient.flat, before)  # it was compressed
     compressor.close()
+
+
+def test_rows_of_a_compressor_cost_more_where_ranks_share_the_network_of_their_host() -> None:
+    assert exchange_ratio("gloo", 8, 8) == 1
+    assert exchange_ratio("gloo", 4, 1) == 1
+    assert exchange_ratio("gloo", 8, 4) == pytest.approx(16 / 7)
+    assert exchange_ratio("shm", 8, 4) == 4
 
 
 def test_made_up_gradients_fit_the_bytes_and_leave_random_numbers_alone() -> None:
@@ -163,16 +173,12 @@ def test_one_rank_asks_alone_and_gets_a_screen_and_json(nursery: Nursery) -> Non
     found, other = nursery.run(2, "ddp_worlds.explain_cases:explains_to_one_rank")
     assert other == {}
     assert list(found) == ["none", "bf16", "int8", "powersgd"]
-    for method, reports in found.items():
-        for text, held in reports:
-            assert max(map(len, text.splitlines())) <= 80, text
-            assert len(text.splitlines()) <= 24, text
-            json.dumps(held, allow_nan=False)
-        (_, step), (_, scaling) = reports
+    for method, (text, step) in found.items():
+        assert max(map(len, text.splitlines())) <= 80, text
+        assert len(text.splitlines()) <= 24, text
+        json.dumps(step, allow_nan=False)
         assert step["compression"] == method
         assert step["step_s"] == pytest.approx(step["compute_s"] + step["delayed_s"] + step["exposed_s"])
         assert sum(step["exposed_by"].values()) == pytest.approx(step["exposed_s"])
         titles = {way["title"] for way in step["other_ways"]}
         assert titles >= {"LocalSGD, every=8"} | ({"bf16", "int8", "powersgd"} - {method})
-        assert [each["ranks"] for each in scaling["steps"]] == [1, 2, 4, 8]
-        assert scaling["backend"] == "gloo"
