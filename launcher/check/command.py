@@ -24,7 +24,7 @@ from launcher.check.examiner_network import AT_ONCE, all_at_once
 from launcher.check.facts import HostFacts, Listening, Probe
 from launcher.check.finding import Examined, Finding, Severity, merged
 from launcher.check.hosts import host_findings
-from launcher.check.link import HostLink
+from launcher.check.link import HostLink, close_all
 from launcher.check.pairs import pair_findings, store_findings, targets
 from launcher.check.report import Report, report_as_json, report_as_text
 from launcher.decode import decode_dataclass, decode_value
@@ -138,7 +138,7 @@ class _Examination:
         return self
 
     def __exit__(self, *_: object) -> None:
-        all_at_once(HostLink.close, list(self._links.values()), most=HOSTS_AT_ONCE)
+        close_all(self._links.values())
         self._connector.close()
 
     def run(self) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from launcher.check.link import HostLink
+from launcher.check.link import HostLink, close_all
 from launcher.errors import HostError, UsageError
 from launcher.hosts.folding import lines_by_reason
 from launcher.hosts.host import Host, HostKind
@@ -88,7 +88,7 @@ def _ask(spec: JobSpec, host: Host, connector: Connector, word: str, deadline: f
     except HostError as error:
         answer.problem = error.reason
     finally:
-        link.close()
+        close_all([link])
 
 
 def _say(spec: JobSpec, word: str, answers: Mapping[str, _Answer], say: Callable[[str], None]) -> None:

@@ -1,6 +1,7 @@
 """The link to one host: it opens the stream, reads and writes it in two threads of its own, and releases it.
 
-Used by the controller (controller.py), whose loop never waits for a host. Output goes straight to the output thread,
+Used by the controller (controller.py), whose loop never waits for a host, and by `dtrain check`, which has no output.
+Output goes straight to the output thread,
 whose full queue makes the reader wait, and with it the host; all else becomes an event. However the stream ends, and
 whatever goes wrong in a thread, the controller gets a `Lost` with the reason.
 """
@@ -39,8 +40,8 @@ class Link:
     """One stream to a host; `number` counts the host's. `python` is what runs the agent there."""
 
     def __init__(
-        self, host: Host, number: int, *, python: str, events: queue.SimpleQueue[Event], output: OutputThread,
-        shows_prompts: bool = False,
+        self, host: Host, number: int, *, python: str, events: queue.SimpleQueue[Event],
+        output: OutputThread | None = None, shows_prompts: bool = False,
     ) -> None:  # fmt: skip
         self.host = host
         self._shows_prompts = shows_prompts  # who sits at the terminal can answer them
@@ -159,13 +160,13 @@ class Link:
                 greeted = True
                 said_bye = said_bye or isinstance(message, Bye)
                 if isinstance(message, Output):
-                    if self._closed:  # given up; by now its ranks may be somebody else's
+                    if self._closed or self._output is None:  # given up: by now its ranks may be another host's
                         continue
                     self.waiting = True
                     self._output.write(message.rank, message.stream, message.data)
                     self.waiting = False
                 elif isinstance(message, Asks):
-                    if not self._closed and self._shows_prompts:
+                    if not self._closed and self._shows_prompts and self._output is not None:
                         (self._output.ask if message.waits else self._output.withdraw)(message.rank)
                 else:
                     # The job ignores what is none of an agent's messages.

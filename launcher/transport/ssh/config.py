@@ -1,12 +1,11 @@
-"""What the user's ssh configuration says of one host.
+"""Ask OpenSSH's client (`ssh -G`) for the user's ssh configuration of one host.
 
-Where OpenSSH's client is installed, it answers (`ssh -G`): Match, exec, Include, canonical names and whatever its
-version knows are then as on the command line. Elsewhere paramiko's reader does, as far as it goes.
+Match, exec, Include, canonical names and whatever its version knows are then as on the command line. paramiko has a
+reader of its own, but it follows only a part of that: a host would be reached in another way than by `ssh`.
 """
 
 from __future__ import annotations
 
-import glob
 import os
 import shlex
 import shutil
@@ -14,22 +13,15 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from launcher.errors import UsageError
 
-if TYPE_CHECKING:
-    import paramiko
-
-__all__ = ["Target", "defaults", "look_up", "read_ssh_config"]
-
-_DEPTH = 16  # as OpenSSH's
-_CRITERIA = {"all", "canonical", "final", "host", "originalhost", "user", "localuser"}  # paramiko knows these
 ASK_AT_ONCE = 16  # processes
 _ASK_S = 5.0  # for `ssh -V`
+_INSTALL = "install it: apt-get install openssh-client, or dnf install openssh-clients"
 
 
 @dataclass(frozen=True)
@@ -63,28 +55,28 @@ def look_up(target: Target, config: Path | None, timeout_s: float) -> dict[str, 
     """
     if config is not None and not config.exists():
         raise UsageError(f"--ssh-config {config} does not exist")
-    if (ssh := _client().path) is not None:
-        argv = [ssh, "-T", "-G", *target.words(config), "--", target.destination]
-        status, out, words = _ask(argv, timeout_s)
-        if status == 0:
-            return _options(out)
-        # ssh does nothing for a user without a line in /etc/passwd, as there are in containers.
-        if "No user exists for uid" not in words:
-            hint = "; write ProxyJump none in its block" if "jumphost loop" in words else ""
-            raise UsageError(f"the ssh configuration is not usable: {_first_lines(words) or 'ssh -G failed'}{hint}")
-    return _by_paramiko(target, config)
+    argv = [_client().path, "-T", "-G", *target.words(config), "--", target.destination]
+    status, out, words = _ask(argv, timeout_s)
+    if status == 0:
+        return _options(out)
+    hint = ""
+    if "jumphost loop" in words:
+        hint = "; write ProxyJump none in its block"
+    elif "No user exists for uid" in words:  # as in containers
+        hint = f"; ssh needs a line for user id {os.getuid()} in /etc/passwd of this machine"
+    raise UsageError(f"the ssh configuration is not usable: {_first_lines(words) or 'ssh -G failed'}{hint}")
 
 
 def defaults() -> Mapping[str, list[str]]:
-    """Return the options where nothing is configured; empty without OpenSSH's client."""
+    """Return the options where nothing is configured. Raises UsageError without OpenSSH's client."""
     return _client().defaults
 
 
 @dataclass(frozen=True)
 class _Client:
-    """OpenSSH's client on this machine, if there is one: other programs are called ssh as well, and know no -G."""
+    """OpenSSH's client on this machine: other programs are called ssh as well, and know no -G."""
 
-    path: str | None
+    path: str
     defaults: Mapping[str, list[str]]
 
 
@@ -106,9 +98,10 @@ def _find() -> _Client:
         if path is not None and "OpenSSH" in _ask([path, "-V"], _ASK_S)[2]:
             status, out, _ = _ask([path, "-T", "-G", "-F", os.devnull, "--", "localhost"], _ASK_S)
             return _Client(path, _options(out) if status == 0 else {})
-    except (OSError, TimeoutError):
-        pass  # then it would not answer about a host either
-    return _Client(None, {})
+    except OSError as error:  # TimeoutError is one
+        raise UsageError(f"OpenSSH's client {path} does not run: {error}") from error
+    found = "there is no ssh on this machine" if path is None else f"{path} is not OpenSSH's"
+    raise UsageError(f"hosts are reached as OpenSSH's client says, but {found}; {_INSTALL}")
 
 
 def _ask(argv: list[str], timeout_s: float) -> tuple[int, str, str]:
@@ -143,82 +136,3 @@ def _options(text: str) -> dict[str, list[str]]:
 def _first_lines(words: str) -> str:
     lines = [line.strip() for line in words.splitlines() if line.strip() and "terminating" not in line]
     return "; ".join(lines[:3])
-
-
-def _by_paramiko(target: Target, config: Path | None) -> dict[str, list[str]]:
-    import paramiko
-
-    read = read_ssh_config(config, first=_typed(target))
-    try:
-        found = read.lookup(target.name)
-    except (paramiko.SSHException, KeyError, ValueError) as error:
-        raise UsageError(f"the ssh configuration is not usable: {error or type(error).__name__}") from error
-    options = {name: [value] if isinstance(value, str) else list(value or ["none"]) for name, value in found.items()}
-    # Of these two the first one counts.
-    first = next((name for name in found if name in ("proxyjump", "proxycommand")), None)
-    if first is not None:
-        options.pop("proxycommand" if first == "proxyjump" else "proxyjump", None)
-    return options
-
-
-def _typed(target: Target) -> list[str]:
-    """Return what was typed as lines of a configuration, of which the first ones count."""
-    typed = {"User": target.user, "Port": target.port, "ProxyJump": target.jump}
-    return ["Host *\n", *(f"{name} {value}\n" for name, value in typed.items() if value is not None)]
-
-
-def read_ssh_config(named: Path | None, first: Sequence[str] = ()) -> paramiko.SSHConfig:
-    """Read the file named by `--ssh-config`, or the user's and then the system's, after the `first` lines.
-
-    Raises UsageError.
-    """
-    import paramiko
-
-    files = [named] if named is not None else [Path("~/.ssh/config").expanduser(), Path("/etc/ssh/ssh_config")]
-    config = paramiko.SSHConfig()
-    config.parse(first)
-    for file in files:
-        if not file.exists():
-            if named is not None:
-                raise UsageError(f"--ssh-config {named} does not exist")
-            continue
-        base = Path("/etc/ssh") if str(file).startswith("/etc/ssh/") else Path("~/.ssh").expanduser()
-        try:
-            # `Host *` ends the last block of one file before the next begins.
-            config.parse(["Host *\n", *_with_includes(file, base, 0)])
-        except (OSError, UnicodeDecodeError, ValueError, paramiko.ConfigParseError) as error:
-            raise UsageError(f"the ssh configuration {file} cannot be read: {error}") from error
-    return config
-
-
-def _with_includes(file: Path, base: Path, depth: int) -> Iterator[str]:
-    """Yield the lines of a file with those of the files that it includes in their places."""
-    if depth > _DEPTH:
-        raise ValueError(f"{file} is included {depth} deep")
-    block = "Host *\n"
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(keepends=True), 1):
-        word, _, rest = line.strip().replace("=", " ", 1).partition(" ")
-        if word.lower() in ("host", "match"):
-            block = line
-        if word.lower() == "match":
-            _check_match(rest, f"{file} line {number}")
-        if word.lower() != "include":
-            yield line
-            continue
-        for pattern in shlex.split(rest):
-            path = os.path.join(base, os.path.expanduser(pattern))
-            for found in sorted(glob.glob(path)):
-                yield from _with_includes(Path(found), base, depth + 1)
-                yield "\n"
-        yield block  # an included file may have begun blocks of its own
-
-
-def _check_match(rest: str, where: str) -> None:
-    """Refuse what paramiko would take for granted."""
-    words = iter(shlex.split(rest))
-    for word in words:
-        criterion = word.removeprefix("!").lower()
-        if criterion not in _CRITERIA:
-            raise ValueError(f"{where}: only OpenSSH's client can follow Match {criterion}; install it here")
-        if criterion not in ("all", "canonical", "final"):
-            next(words, None)

@@ -9,15 +9,12 @@ import contextlib
 import errno
 import os
 import select
-import selectors
 import signal
 import socket
 import subprocess
 import threading
 import time
-from collections import deque
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from launcher.errors import HostError
@@ -31,7 +28,6 @@ __all__ = [
     "Dropped", "NotSsh", "Resolved", "Route", "Unreached", "await_greeting", "look_up", "open_proxy", "open_tcp",
 ]  # fmt: skip
 
-STAGGER_S = 0.25  # between the first tries of a host's several addresses
 _PROXY_WORDS_BYTES = 4096  # what decides about another try is in the last of them
 LET_GO_S = 1.0  # for a ProxyCommand to end by itself, and after SIGTERM
 GREETING_BYTES = 8192
@@ -72,12 +68,23 @@ class Route:
 
 
 def open_tcp(address: Address, resolved: list[Resolved], deadline: float) -> Route:
-    """Connect to the first of a host's addresses that answers. Raises OSError; TimeoutError at the deadline."""
-    sock = _first_to_answer(resolved, address, deadline)
-    with contextlib.suppress(OSError):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    return Route(sock, our_address=str(sock.getsockname()[0]))
+    """Connect to the first of a host's addresses that answers, in the resolver's order, as OpenSSH does.
+
+    An address that swallows everything takes its share of the time only. Raises OSError; TimeoutError at the deadline.
+    """
+    errors: list[OSError] = []
+    for number, one in enumerate(resolved):
+        try:
+            sock = _connect(one, address, (deadline - time.monotonic()) / (len(resolved) - number))
+        except OSError as error:
+            errors.append(error)
+            continue
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        return Route(sock, our_address=str(sock.getsockname()[0]))
+    # An address that does not answer is no reason to try again; one that refuses says more than the rest.
+    raise min(errors, key=lambda error: (not isinstance(error, TimeoutError), error.errno != errno.ECONNREFUSED))
 
 
 def look_up(address: Address, deadline: float) -> list[Resolved]:
@@ -110,54 +117,18 @@ def _get_addresses(address: Address, flags: int) -> list[Resolved]:
     return list(socket.getaddrinfo(address.hostname, address.port, address.family, socket.SOCK_STREAM, 0, flags))
 
 
-def _first_to_answer(resolved: list[Resolved], address: Address, deadline: float) -> socket.socket:
-    """Try the addresses in their order, each a moment after the one before (RFC 8305), and take the first to answer."""
-    waiting = deque(_take_turns(resolved))
-    errors: list[OSError] = []
-    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as under_way:
-        next_try = 0.0
-        while waiting or selector.get_map():
-            now = time.monotonic()
-            if now >= deadline:
-                raise TimeoutError
-            if waiting and (now >= next_try or not selector.get_map()):
-                next_try = now + STAGGER_S
-                try:
-                    sock = _begin(waiting.popleft(), address)
-                except OSError as error:
-                    errors.append(error)
-                    continue
-                under_way.callback(sock.close)
-                selector.register(sock, selectors.EVENT_WRITE)
-            for key, _ in selector.select(max(0.0, min(deadline, next_try if waiting else deadline) - now)):
-                tried = key.fileobj
-                assert isinstance(tried, socket.socket)
-                selector.unregister(tried)
-                if (code := tried.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)) == 0:
-                    tried.setblocking(True)
-                    return tried.dup()  # the old number is closed with those that lost
-                errors.append(OSError(code, os.strerror(code)))
-                next_try = 0.0
-    raise min(errors, key=lambda error: error.errno != errno.ECONNREFUSED)  # that tells the most
-
-
-def _take_turns(resolved: list[Resolved]) -> list[Resolved]:
-    """Let the families take turns, in the order in which the resolver prefers them."""
-    first = [one for one in resolved if one[0] == resolved[0][0]]
-    other = [one for one in resolved if one[0] != resolved[0][0]]
-    return [one for pair in zip_longest(first, other) for one in pair if one is not None]
-
-
-def _begin(one: Resolved, address: Address) -> socket.socket:
+def _connect(one: Resolved, address: Address, within_s: float) -> socket.socket:
     family, kind, protocol, _, there = one
     sock = socket.socket(family, kind, protocol)
     try:
         _bind(sock, address)
-        sock.setblocking(False)
-        if (code := sock.connect_ex(there)) not in (0, errno.EINPROGRESS):
-            raise OSError(code, os.strerror(code))
-    except OSError:
+        sock.settimeout(max(0.1, within_s))
+        sock.connect(there)
+        sock.settimeout(None)
+    except OSError as error:
         sock.close()
+        if isinstance(error, TimeoutError) and error.errno is None:
+            raise TimeoutError from error  # without the text of the socket module
         raise
     return sock
 

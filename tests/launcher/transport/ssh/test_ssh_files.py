@@ -1,8 +1,9 @@
-"""Reading of known_hosts and ssh_config where paramiko's own reading falls short of OpenSSH's."""
+"""Reading of known_hosts, and what `ssh -G` says of a host."""
 
 from __future__ import annotations
 
 import base64
+import os
 import re
 import time
 from pathlib import Path
@@ -16,7 +17,7 @@ from launcher.errors import HostError, UsageError
 from launcher.placement.job_spec import SshOptions
 from launcher.transport.ssh import config as ssh_config
 from launcher.transport.ssh.address import Address, resolve
-from launcher.transport.ssh.config import Target, look_up, read_ssh_config
+from launcher.transport.ssh.config import Target, look_up
 from launcher.transport.ssh.known_hosts import KnownKey, add_key, known_keys
 
 
@@ -77,36 +78,6 @@ def _with(folder: Path, name: str) -> Path:
     return file
 
 
-def test_included_files_are_read_in_their_place(tmp_path: Path) -> None:
-    parts = tmp_path / "parts"
-    parts.mkdir()
-    (parts / "1.conf").write_text("Host alpha\n  Port 1111\n  User one\n")
-    (parts / "2.conf").write_text("Host beta\n  Port 2222")
-    config = tmp_path / "config"
-    config.write_text(
-        f"User first\nInclude {parts}/*.conf\nHost alpha\n  Port 9\n  HostName 10.0.0.9\nHost *\n  User last\n"
-    )
-    read = read_ssh_config(config)
-    assert read.lookup("alpha") == {"hostname": "10.0.0.9", "user": "first", "port": "1111"}
-    assert read.lookup("beta")["port"] == "2222"
-    assert read.lookup("gamma")["user"] == "first"
-
-
-def test_include_inside_a_block_does_not_end_it(tmp_path: Path) -> None:
-    (tmp_path / "more").write_text("Host unrelated\n  Port 1\n")
-    config = tmp_path / "config"
-    config.write_text(f'Host alpha\nInclude "{tmp_path}/more"\nPort 7\n')
-    assert read_ssh_config(config).lookup("alpha")["port"] == "7"
-    assert "port" not in read_ssh_config(config).lookup("beta")
-
-
-def test_file_that_includes_itself_is_an_error(tmp_path: Path) -> None:
-    config = tmp_path / "config"
-    config.write_text(f"Include {config}\n")
-    with pytest.raises(UsageError, match="is included 17 deep"):
-        read_ssh_config(config)
-
-
 # ---- what holds for one host ----
 
 
@@ -114,20 +85,7 @@ def address(config: Path, name: str = "alpha", **more: str | int) -> Address:
     return resolve(Target(name, **more), SshOptions(config=config), time.monotonic() + 10)  # type: ignore[arg-type]
 
 
-@pytest.fixture(params=["with OpenSSH's client", "without"])
-def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways to read a configuration must tell the same."""
-    if request.param == "without":
-        without_ssh(monkeypatch)
-    return str(request.param)
-
-
-def without_ssh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.setattr(ssh_config, "_found", [])
-
-
-def test_options_of_a_host_are_those_of_ssh(reader: str, tmp_path: Path) -> None:
+def test_options_of_a_host_are_those_of_ssh(tmp_path: Path) -> None:
     config = tmp_path / "config"
     config.write_text(
         "Host alpha\n  HostName %h.example\n  User one\n  Port 2222\n  IdentityFile /keys/%h_%r\n"
@@ -166,7 +124,7 @@ def test_options_of_a_host_are_those_of_ssh(reader: str, tmp_path: Path) -> None
         ("IdentityFile ~/%y", "%y"),
     ],
 )
-def test_what_cannot_be_followed_is_named(reader: str, tmp_path: Path, text: str, complaint: str) -> None:
+def test_what_cannot_be_followed_is_named(tmp_path: Path, text: str, complaint: str) -> None:
     config = tmp_path / "config"
     config.write_text(f"{text}\n")
     with pytest.raises(HostError, match=f"(?i){complaint}"):
@@ -190,26 +148,48 @@ def test_a_host_is_never_taken_for_an_option(tmp_path: Path) -> None:
     assert not (tmp_path / "touched").exists()
 
 
-def test_match_exec_asks_and_cannot_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_match_exec_asks_and_cannot_hang(tmp_path: Path) -> None:
     config = tmp_path / "config"
     config.write_text('Match host fast exec "test %n = fast"\n  Port 7\nMatch host slow exec "sleep 60"\n  Port 8\n')
     assert look_up(Target("fast"), config, 5.0)["port"] == ["7"]
     with pytest.raises(TimeoutError, match="Match exec"):
         look_up(Target("slow"), config, 0.3)
-    without_ssh(monkeypatch)
-    with pytest.raises(UsageError, match="line 1: only OpenSSH's client can follow Match exec; install it here"):
-        look_up(Target("fast"), config, 5.0)
-    config.write_text("Match localnetwork 10.0.0.0/8\n  Port 7\n")
-    with pytest.raises(UsageError, match="line 1: only OpenSSH's client can follow Match localnetwork"):
-        look_up(Target("fast"), config, 5.0)
 
 
-def test_another_program_called_ssh_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def unknown_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No ssh was looked for yet, whatever other tests have done in this process."""
+    monkeypatch.setattr(ssh_config, "_found", [])
+
+
+def test_without_openssh_the_package_is_named(
+    unknown_client: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "config"
+    config.write_text("Port 7\n")
+    monkeypatch.setenv("PATH", "/nowhere")
+    install = "install it: apt-get install openssh-client, or dnf install openssh-clients"
+    with pytest.raises(HostError, match=f"there is no ssh on this machine; {install}"):
+        address(config)
     other = tmp_path / "ssh"
     other.write_text("#!/bin/sh\necho Dropbear v2022.83 >&2\n")
     other.chmod(0o700)
-    without_ssh(monkeypatch)
     monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UsageError, match=f"{other} is not OpenSSH's; {install}"):
+        look_up(Target("x"), config, 5.0)
+
+
+def test_a_user_without_a_line_in_passwd_is_told_what_ssh_needs(
+    unknown_client: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuses = tmp_path / "ssh"
+    refuses.write_text(
+        "#!/bin/sh\ncase $1 in -V) echo OpenSSH_9.2 >&2;; *) echo No user exists for uid 7 >&2; exit 255;; esac\n"
+    )
+    refuses.chmod(0o700)
     config = tmp_path / "config"
-    config.write_text("Port 7\n")
-    assert look_up(Target("x"), config, 5.0)["port"] == ["7"]
+    config.write_text("")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    needed = f"No user exists for uid 7; ssh needs a line for user id {os.getuid()} in /etc/passwd"
+    with pytest.raises(UsageError, match=needed):
+        look_up(Target("x"), config, 5.0)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,9 @@ from launcher.errors import HostError
 from launcher.hosts.host import Host, HostKind
 from launcher.placement.job_spec import SshOptions
 from launcher.transport.ssh import connection as ssh_connection
+from launcher.transport.ssh.address import resolve
+from launcher.transport.ssh.config import Target
+from launcher.transport.ssh.route import look_up, open_tcp
 from launcher.transport.ssh.stream import SshStream, connect_ssh
 
 pytestmark = pytest.mark.ordinary_user
@@ -305,6 +309,20 @@ def test_an_address_that_swallows_everything_is_given_up_in_time(ssh_hosts: SshH
         began = time.monotonic()
         assert "does not answer" in refusal(config, "odd", within_s=0.7)
         assert time.monotonic() - began < 15
+
+
+def test_the_first_of_several_addresses_that_answers_is_taken(ssh_hosts: SshHosts) -> None:
+    address = resolve(Target("node1"), SshOptions(config=ssh_hosts.ssh_config), time.monotonic() + 20)
+    refused, answers = (look_up(replace(address, port=port), 0.0)[0] for port in (1, ssh_hosts.port))
+    with full_queue(ssh_hosts.ssh_config) as odd:
+        silent = look_up(replace(address, hostname="127.0.0.1", port=int(odd.name.removeprefix("odd"))), 0.0)[0]
+        route = open_tcp(address, [refused, silent, answers], time.monotonic() + 2)
+        assert route.sock.getpeername() == answers[4]
+        route.close()
+        with pytest.raises(TimeoutError):
+            open_tcp(address, [refused, silent], time.monotonic() + 0.5)
+    with pytest.raises(ConnectionRefusedError):
+        open_tcp(address, [refused, refused], time.monotonic() + 20)
 
 
 def test_ipv6_address_family_bind_address_and_port(ssh_hosts: SshHosts) -> None:
