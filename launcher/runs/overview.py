@@ -64,7 +64,7 @@ class Overview:
                 job.began,
                 host_of=lambda rank: self._hosts.get(rank, ""),
                 queued_part=self._waits.part,
-                tell=lambda found: self._say(straggler_line(found)),
+                report=lambda found: self._say(straggler_line(found)),
             )
         if attempt is not self._attempt:
             self._begin_attempt(attempt)

@@ -1,9 +1,9 @@
-"""Where a host's monotonic clock stands against the controller's: by round trips, else by what is heard. Pure.
+"""Estimates the offset between a host's monotonic clock and the controller's, from round trips and messages. Pure.
 
-A round trip is as in NTP (RFC 5905): a heartbeat leaves at `asked` by our clock, arrives at `asked_at` by the host's,
-whose message leaves at `time` and arrives at `now`. Half of what both ways differ by is the offset, which is wrong by
-half of the time on the way at most; so the shortest one tells the most. A message alone gives a bound: it did not
-arrive before it was sent.
+Round trips are measured as in NTP (RFC 5905): a heartbeat leaves at `asked` (our clock) and arrives at `asked_at` (the
+host's); the host's message leaves at `time` and arrives at `now`. The offset is half the difference of both ways, with
+an error of at most half the time in transit, so the shortest trip is the most accurate. A single message gives a bound:
+it cannot arrive before it was sent.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from collections import deque
 
 __all__ = ["ClockOffset"]
 
-MEASUREMENTS = 32  # that are looked at: clocks drift apart, and stand still while a machine sleeps
+MEASUREMENTS = 32  # newest kept: clocks drift, and stop while a machine sleeps
 
 
 class ClockOffset:
-    """Of one connection to a host."""
+    """Clock offset of one connection to a host."""
 
     def __init__(self) -> None:
-        self._trips: deque[tuple[float, float]] = deque(maxlen=MEASUREMENTS)  # how long on the way, offset
+        self._trips: deque[tuple[float, float]] = deque(maxlen=MEASUREMENTS)  # time in transit, offset
         self._bounds: deque[float] = deque(maxlen=MEASUREMENTS)
         self._asked = 0.0
 
     def hear(self, time: float, now: float, *, asked: float = 0.0, asked_at: float = 0.0) -> None:
-        """Take a message that was sent at `time`; `asked` 0: no heartbeat had come before it."""
+        """Record a message that was sent at `time`. `asked` is 0 if no heartbeat came before it."""
         self._bounds.append(now - time)
-        if asked <= self._asked:  # of each heartbeat the first answer, which waited least
+        if asked <= self._asked:  # only the first answer to each heartbeat counts
             return
         self._asked = asked
         on_the_way_s = (now - asked) - (time - asked_at)
@@ -35,12 +35,12 @@ class ClockOffset:
 
     @property
     def error_s(self) -> float:
-        """How wrong `offset_s` may be; infinity if nothing but the bound is known."""
+        """Largest possible error of `offset_s`; infinity if only the bound is known."""
         return min(self._trips)[0] / 2 if self._trips else float("inf")
 
     @property
     def offset_s(self) -> float:
-        """What is to be added to a time of the host; 0 while nothing was heard."""
+        """Seconds to add to a time of the host; 0 until a message was received."""
         if self._trips:
             return min(self._trips)[1]
         return min(self._bounds, default=0.0)

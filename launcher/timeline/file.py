@@ -1,23 +1,23 @@
-"""The file of a run's times, `timeline.jsonl` in the run's folder: what `dtrain trace` and `dtrain plot` read.
+"""Writes and reads a run's timeline, `timeline.jsonl` in its folder, for `dtrain trace` and `dtrain plot`.
 
-A JSON object on the first line, then an array on each. Times are seconds since `clock`, which is the controller's
-monotonic clock; `began` is the same moment by the wall clock.
+The first line is a JSON object, every other line an array. Times are seconds since `clock`, a time of the controller's
+monotonic clock; `began` is the same moment on the wall clock.
 
     {"format": "dtrain timeline", "version": 1, "run_id", "began", "clock"}
-    ["attempt", number, time, [[rank, host], ...]]        it begins, or goes on with others
+    ["attempt", number, time, [[rank, host], ...]]        begins, or continues with other ranks or hosts
     ["host", host, phase, began, ended]                   phase: connect, agent, check, rendezvous
-    ["clock", host, offset_s, error_s]                    from its clock to ours; null: it may be wrong by the delay
-    ["start", attempt, rank, ordered, started, how]       how: fork (its imports were done before), exec
-    ["end", attempt, rank, time, status, text]            of a worker; text: why it is a fault, else empty
+    ["clock", host, offset_s, error_s]                    from its clock to ours; error null: at most the delay
+    ["start", attempt, rank, ordered, started, how]       how: fork (imports already done), exec
+    ["end", attempt, rank, time, status, text]            of a worker; text: the fault, else empty
     ["event", kind, time, text]                           kind: notice, signal, host lost
     ["steps", attempt, rank, step, steps, ended, [phases_s]]            as StepTimes in records.py
     ["span", attempt, rank, kind, began, ended]                         as Span
     ["detail", attempt, rank, step, phase, bucket, began, ended]        as Detail
 
-A new version has another number where something changes its meaning or goes. The file has LIMIT_BYTES at most: it is
-thinned then, in small pieces with pauses between them, which sums neighbouring steps up and drops the details of the
-older half. The oldest are thus the coarsest. A run that ends meanwhile may leave it a little larger. A file that cannot
-be written costs itself, never the run.
+The version changes when a field changes its meaning or is removed. A file of more than LIMIT_BYTES is thinned, in small
+pieces with pauses: neighbouring steps are summed up, and details of the older half are dropped, so the oldest records
+are the coarsest. If the run ends meanwhile, the file may stay a little larger. A file that cannot be written never
+harms the run.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ __all__ = ["TIMELINE", "TimelineFile", "read_lines"]
 TIMELINE = "timeline.jsonl"
 VERSION = 1
 LIMIT_BYTES = 16 << 20
-THINNED = 0.6  # of the limit, that a thinned file has at most
-WAITING = 20_000  # lines that a slow disk may be behind; more are dropped
+THINNED = 0.6  # largest size of a thinned file, as a part of the limit
+WAITING = 20_000  # most lines queued for a slow disk; more are dropped
 MAX_HEAD_BYTES = 1 << 16
-PIECE_LINES = 100  # that are thinned without a pause: 2 ms, in which no other thread of the controller runs
+PIECE_LINES = 100  # lines thinned without a pause: 2 ms, in which no other thread of the controller runs
 PAUSE_S = 0.005
-END_S = 5.0  # for what waits, at the end
+END_S = 5.0  # at the end, for queued lines
 _NAME = "dtrain timeline"
-_NEW = f".{TIMELINE}.new"  # what is thinned, until it is complete
+_NEW = f".{TIMELINE}.new"  # the thinned file until it is complete
 _to_json = json.JSONEncoder(separators=(",", ":")).encode
 Line = list[Any]
 
 
 class _GivenUp(Exception):
-    """The run ends, and what is being thinned would take too long."""
+    """The run ends, and thinning would take too long."""
 
 
 class TimelineFile:
-    """Writes in a thread of its own, from `begin` on; what comes before that waits.
+    """Writes in its own thread, from `begin` on; earlier lines are queued.
 
-    `failed` is called once, in that thread, when the file cannot be written any more.
+    Calls `failed` once, in that thread, if the file cannot be written.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class TimelineFile:
     ) -> None:
         self.clock = time.monotonic()
         self.path = folder / TIMELINE
-        if (began := _began(self.path)) is not None:  # SLURM has started the job again: one axis for all its starts
+        if (began := _began(self.path)) is not None:  # SLURM restarted the job: use one time axis for all starts
             self.clock -= max(0.0, time.time() - began)
         self._failed = failed
         self._limit_bytes = limit_bytes
@@ -82,24 +82,24 @@ class TimelineFile:
         self._thread = threading.Thread(target=self._work, name="timeline", daemon=True)
 
     def begin(self) -> None:
-        """Make the file. The run has workers now, or will have; a run that could not start leaves nothing."""
+        """Create the file. Call it once workers are about to start: a run that could not start leaves no file."""
         if self._thread.ident is None:
             try:
                 self._thread.start()
-            except RuntimeError:  # no thread is left for it
+            except RuntimeError:  # the thread limit is reached
                 self._is_usable = False
 
     def add(self, *line: Any) -> None:
-        """Write a line; never blocks. Floats are times or durations."""
+        """Queue a line. Never blocks. Floats are times or durations."""
         if self._is_usable and self._waiting.qsize() < WAITING:
             self._waiting.put([*line])
 
     def at(self, when: float) -> float:
-        """Return a moment of the controller's monotonic clock as the file has it."""
+        """Convert a time of the controller's monotonic clock to a time of the file."""
         return round(when - self.clock, 6)
 
     def close(self) -> None:
-        """Wait for what waits, but not for ever."""
+        """Write queued lines. Blocks for END_S at most."""
         self._thins_until = time.monotonic() + END_S / 2
         self._waiting.put(None)
         self._ends.set()
@@ -117,13 +117,13 @@ class TimelineFile:
 
     def _write_all(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.with_name(_NEW).unlink(missing_ok=True)  # of a run that was killed
+        self.path.with_name(_NEW).unlink(missing_ok=True)  # left by a killed run
         with contextlib.ExitStack() as stack:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
             file = stack.enter_context(open(os.open(self.path, flags, 0o600), "ab", buffering=0))
             if not file.tell():
                 file.write(_encoded([self._head]))
-            elif not _ends_with_line(self.path):  # cut, when the run before this one was killed
+            elif not _ends_with_line(self.path):  # the previous run was killed while writing
                 file.write(b"\n")
             while True:
                 lines, is_last = self._next()
@@ -139,14 +139,14 @@ class TimelineFile:
                     return
 
     def _pause(self) -> None:
-        """Wait between two pieces. At the end of the run, lines that wait come first; they may exceed the limit."""
+        """Pause between two pieces. At the end of the run queued lines come first; they may exceed the limit."""
         if self._ends.is_set() and not (self._waiting.empty() and time.monotonic() < self._thins_until):
             raise _GivenUp
         if self._waiting.qsize() < WAITING // 4:
             self._ends.wait(PAUSE_S)
 
     def _next(self) -> tuple[list[Line], bool]:
-        """Wait for lines; return those that are there, and whether they are the last."""
+        """Wait for lines; return the queued ones, and whether they are the last."""
         lines: list[Line] = []
         line = self._waiting.get()
         while line is not None:
@@ -158,7 +158,7 @@ class TimelineFile:
 
 
 def _began(path: Path) -> float | None:
-    """Return when a run began whose file is there already."""
+    """Return when the run of an existing file began; None if there is no such file."""
     try:
         with path.open("rb") as file:
             head = _object(file.readline(MAX_HEAD_BYTES))
@@ -179,7 +179,7 @@ def _encoded(lines: Iterable[Any]) -> bytes:
 
 
 def _thin(path: Path, most_bytes: int, pause: Callable[[], None]) -> None:
-    """Make the file smaller, in its place. What cannot be made small enough loses its oldest lines."""
+    """Shrink the file in place. If summing up steps does not suffice, drop the oldest lines."""
     news = path.with_name(_NEW)
     while (size := path.stat().st_size) > most_bytes:
         _rewrite(path, news, partial(_thinned, half=size // 2), pause)
@@ -190,7 +190,7 @@ def _thin(path: Path, most_bytes: int, pause: Callable[[], None]) -> None:
 def _rewrite(
     path: Path, news: Path, change: Callable[[Iterator[tuple[int, bytes]]], Iterable[bytes]], pause: Callable[[], None]
 ) -> None:
-    """Write the head, and what `change` makes of the other lines and their positions, line by line."""
+    """Rewrite the file: its head, then the result of `change` on the other lines and their positions."""
     descriptor = os.open(news, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
         with path.open("rb") as old, open(descriptor, "wb") as file:
@@ -203,7 +203,7 @@ def _rewrite(
 
 
 def _positioned(file: Iterable[bytes], pause: Callable[[], None]) -> Iterator[tuple[int, bytes]]:
-    """The lines with how many bytes of other lines stand before them."""
+    """Yield each line with its position in bytes, not counting the head."""
     position = 0
     for number, text in enumerate(file, 1):
         if number % PIECE_LINES == 0:
@@ -217,7 +217,7 @@ def _behind(lines: Iterable[tuple[int, bytes]], half: int) -> Iterator[bytes]:
 
 
 def _thinned(lines: Iterable[tuple[int, bytes]], half: int) -> Iterator[bytes]:
-    """Sum up each two neighbours of a rank, and leave out the details before the position `half`."""
+    """Sum up each pair of neighbouring steps of a rank, and drop details before the position `half`."""
     waiting: dict[tuple[int, int], Line] = {}
     for position, text in lines:
         if text.startswith(b'["detail"') and position < half:
@@ -226,7 +226,7 @@ def _thinned(lines: Iterable[tuple[int, bytes]], half: int) -> Iterator[bytes]:
             yield text
             continue
         line = _object(text)
-        if not isinstance(line, list):  # cut, of a full disk or a killed run
+        if not isinstance(line, list):  # truncated by a full disk or a killed run
             continue
         first = waiting.pop((line[1], line[2]), None)
         if first is None:
@@ -239,7 +239,7 @@ def _thinned(lines: Iterable[tuple[int, bytes]], half: int) -> Iterator[bytes]:
 
 
 def read_lines(folder: Path) -> tuple[dict[str, Any], Iterator[Line]]:
-    """Return the head and the lines of a run's file, which may be written meanwhile. Raises RunError."""
+    """Return the head and the lines of a run's file, which may still be growing. Raises RunError."""
     path = folder / TIMELINE
     try:
         file = path.open("rb")
@@ -262,7 +262,7 @@ def _rest(file: Any) -> Iterator[Line]:
     with file:
         for text in file:
             line = _object(text)
-            if isinstance(line, list) and line:  # the last one may be cut, of a full disk or a killed run
+            if isinstance(line, list) and line:  # the last one may be truncated
                 yield line
 
 

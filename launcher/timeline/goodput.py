@@ -1,18 +1,17 @@
-"""Goodput: which part of a run's wall time was training, and what the rest went to. Pure.
+"""Goodput: how much of a run's wall time was training, and what the rest was spent on. Pure.
 
-The wall time is cut where the windows are (windows.py): each stretch of it belongs to a window, or lies between two.
-Within a window, `waiting` for stragglers is, of each rank, how much longer the slowest rank worked for the same steps
-than it did, but no more than it waited; its mean over all ranks counts. That is the slowest rank's own work less the
-mean of all. What is left of the waits is communication, which is training here, as is all own work. A span that
-ranks record as such (evaluation, save, load, recovery) counts as long as the rank takes that has most of it, since the
-others wait for that one. Where something has failed, what a window is longer than usual counts as failure, and its
-waits as none for stragglers.
+The wall time is divided into windows (windows.py) and the gaps between them.
 
-Between windows lies the start before the first, else a failure if there was one since the last window, from there on
-where that was, so that its detection counts; else spans; else the rest. Steps that are made again after a failure are
-no training but failures: those since the newest checkpoint of `ddp`, all of the attempt where it knows none. Of a
-script that trains without ddp neither waits nor checkpoints are known: its steps are training, also if they are made
-again.
+In a window, a rank waits for stragglers as long as the slowest rank worked longer on the same steps, but no longer than
+it waited at all; `waiting` is the mean over all ranks. The other waits are communication, which counts as training, as
+does all own work. A recorded span (evaluation, save, load, recovery) counts for as long as it took the rank with the
+longest one, since the others wait for that rank. If something failed in a window, its excess over the usual length
+counts as failure, and none of its waits as waiting.
+
+The gap before the first window is the start. In later gaps a failure counts first, from the previous window on, so that
+its detection is included; then spans; then the rest. Steps that are repeated after a failure count as failures: those
+since the newest checkpoint of `ddp`, or all steps of the attempt if there is none. Without ddp neither waits nor
+checkpoints are known, so all steps count as training, repeated ones too.
 
 Without windows (no steps) only the start, failures (until all workers run again) and the rest are known.
 """
@@ -31,22 +30,22 @@ __all__ = ["PARTS", "Goodput", "Parts"]
 
 PARTS = ("start", "training", "waiting", "checkpoints", "failures", "rest")
 USUAL_OF = 64  # windows
-LONGER = 1.5  # times the usual length: then a failure had to do with it
-KEPT = 10_000  # windows that may turn out to be made again; of older ones only the sum
-SPANS = 1000  # that may lie between windows
+LONGER = 1.5  # a window longer than this times the usual was affected by a failure
+KEPT = 10_000  # windows that may still be repeated; older ones are kept as a sum
+SPANS = 1000  # most spans in a gap
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Seconds; they add up to the wall time. `is_measured`: there were windows, so that training is known at all."""
+    """Seconds that add up to the wall time. `is_measured`: there were windows, so training is known."""
 
     start: float
     training: float
     waiting: float  # for stragglers
     checkpoints: float  # and evaluation
     failures: float  # detection, recovery, steps made twice
-    rest: float  # without windows also the work of the workers
-    repeated: float  # of failures: steps made twice
+    rest: float  # without windows, includes the workers' work
+    repeated: float  # part of `failures`: repeated steps
     is_measured: bool
 
     @property
@@ -55,7 +54,7 @@ class Parts:
 
     @property
     def goodput(self) -> float | None:
-        """The part of training, from 0 to 1; None where it is not known."""
+        """Training as a part of the wall time, from 0 to 1; None if unknown."""
         return self.training / self.wall_s if self.is_measured and self.wall_s > 0 else None
 
     def as_json(self) -> dict[str, float | None]:
@@ -66,7 +65,7 @@ class Parts:
 
 
 class _Kept:
-    """A window whose steps may still turn out to be made again."""
+    """A window whose steps may still be repeated."""
 
     def __init__(self, window: Window, began: float, training: float, waiting: float) -> None:
         self.steps = float(window.steps)
@@ -77,24 +76,24 @@ class _Kept:
 
 
 class Goodput:
-    """`began` is the begin of the run; all times are the controller's clock, and none is before one told earlier."""
+    """Divides the time of a run that began at `began`. Times are on the controller's clock and never decrease."""
 
     def __init__(self, began: float) -> None:
-        self._began = self._until = began  # what comes before is divided
+        self._began = self._until = began  # time before `_until` is divided
         self._sums = dict.fromkeys(PARTS, 0.0)
         self._repeated = 0.0
         self._is_measured = False
         self._start_s: float | None = None  # until all workers ran for the first time, without failures
-        self._failures: deque[tuple[float, float]] = deque()  # that no window has come after
+        self._failures: deque[tuple[float, float]] = deque()  # since the last window
         self._failing_since: float | None = None
-        self._failing_s = 0.0  # of all failures that are over
-        self._spans: deque[Span] = deque(maxlen=SPANS)  # that may lie between windows
+        self._failing_s = 0.0  # all failures that are over
+        self._spans: deque[Span] = deque(maxlen=SPANS)  # that may be in a gap
         self._usual: deque[float] = deque(maxlen=USUAL_OF)  # length of a step
         self._kept: deque[_Kept] = deque()
-        self._older = 0.0, 0.0  # training and waiting of the attempt's windows before those
+        self._older = 0.0, 0.0  # training and waiting in older windows of the attempt
 
     def note(self, now: float, *, all_run: bool, fails: bool) -> None:
-        """Note how the run is now: whether all workers run, or something has failed and is not mended yet."""
+        """Record whether all workers run now, and whether a failure is not yet recovered."""
         if all_run and self._start_s is None:
             self._start_s = max(0.0, now - self._began - self._failed_s(now))
         if fails and self._failing_since is None:
@@ -105,7 +104,7 @@ class Goodput:
             self._failing_since = None
 
     def add_span(self, span: Span) -> None:
-        """Take a span; a recovery may undo what had counted as training."""
+        """Add a span. A recovery turns training that it overlaps into failure."""
         if span.ended > self._until:
             self._spans.append(span)
         if span.kind == "recovery":
@@ -117,7 +116,7 @@ class Goodput:
                     self._repeat(each, overlap / (each.ended - each.began))
 
     def add(self, window: Window) -> None:
-        """Take the next window."""
+        """Add the next window."""
         began, ended = max(window.began, self._until), window.ended
         if ended <= began:
             return
@@ -128,7 +127,7 @@ class Goodput:
         for name, seconds in parts.items():
             self._sums[name] += seconds
         self._usual.append((ended - began) / window.steps)
-        if any(share.is_divided for share in window.shares.values()):  # else what the script saves is not known
+        if any(share.is_divided for share in window.shares.values()):  # else the script's checkpoints are unknown
             self._kept.append(_Kept(window, began, parts["training"], parts["waiting"]))
         if len(self._kept) > KEPT:
             oldest = self._kept.popleft()
@@ -140,7 +139,7 @@ class Goodput:
             self._spans.popleft()
 
     def begin_attempt(self, lost_steps: int | None) -> None:
-        """Begin a further attempt; so many steps of the last one are made again, None: as many as it made."""
+        """Begin another attempt, which repeats `lost_steps` steps of the last one; None: all of them."""
         left = float("inf") if lost_steps is None else float(lost_steps)
         while left > 0.0 and self._kept:
             newest = self._kept.pop()
@@ -153,7 +152,7 @@ class Goodput:
         self._older = 0.0, 0.0
 
     def parts(self, now: float) -> Parts:
-        """Return the parts of the time until now."""
+        """Return the parts of the time up to `now`."""
         if self._is_measured:
             sums = dict(self._sums)
             for name, seconds in self._gap(max(now, self._until)).items():
@@ -163,7 +162,7 @@ class Goodput:
         return Parts(**sums, repeated=self._repeated, is_measured=self._is_measured)
 
     def _gap(self, to: float) -> dict[str, float]:
-        """Divide what lies between the last window and a time."""
+        """Divide the gap between the last window and `to`."""
         began = self._until
         length = max(0.0, to - began)
         failed_at = min((since for since, until in self._failing() if until > began and since < to), default=None)
@@ -230,7 +229,7 @@ def _without_recovery(spans: Mapping[str, float]) -> float:
 
 
 def _covered(spans: list[tuple[float, float, str]], began: float, ended: float) -> dict[str, float]:
-    """Return, by kind, how much of a time the spans of all ranks cover together; who began first counts."""
+    """Return, by kind, how much of a time the spans of all ranks cover; of overlapping spans the earlier counts."""
     found: dict[str, float] = {}
     at = began
     for since, until, kind in sorted(spans):

@@ -1,7 +1,7 @@
-"""The times of a run as a picture: by rank, own work and waiting in a step, with restarts and faults marked.
+"""Plots a run's timeline: own work and waiting in each step, by rank, with restarts and faults marked.
 
-Own work is all of a step that was not spent in waiting for other ranks. Where only the length of steps is known, that
-is drawn instead. Needs matplotlib.
+Own work is the part of a step that was not spent waiting for other ranks. If only the length of steps is known, that is
+drawn instead. Needs matplotlib.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from launcher.timeline.records import PHASES
 
 __all__ = ["StepCurves", "draw", "shown_up_to"]
 
-COLOURED = 10  # ranks; more are grey but for the one with the most own work
-USUAL_PART = 0.99  # of all points; what is longer may be cut off
-MOST_TIMES = 2.0  # the longest of these
+COLOURED = 10  # ranks; with more, all are grey except the one with the most own work
+USUAL_PART = 0.99  # of all points; longer ones may be cut off
+MOST_TIMES = 2.0  # upper end of the axis, as a multiple of the longest usual point
 _WAIT = PHASES.index("wait")
 
 Point = tuple[float, float, float]
 
 
 class StepCurves:
-    """What is drawn: by rank, times with own work and waiting of a step around each in ms; restarts and faults."""
+    """Data to draw: by rank, points of time, own work and waiting of a step in ms; times of restarts and faults."""
 
     def __init__(self, lines: Iterable[Line]) -> None:
         self.by_rank: dict[int, list[Point]] = defaultdict(list)
         self.restarts: list[float] = []
         self.faults: list[float] = []
-        self.is_divided = False  # whether work and waits are known apart: not of scripts that train without ddp
+        self.is_divided = False  # whether work and waits are known separately; not without ddp
         attempt = None
         started: set[tuple[int, int]] = set()
         for line in lines:
@@ -56,7 +56,7 @@ class StepCurves:
                     self.faults.append(time)
 
     def runs_of(self, rank: int) -> list[list[Point]]:
-        """Return the curve of a rank in pieces, cut at each restart: between two no steps were made."""
+        """Return the curve of a rank, split at each restart."""
         pieces: list[list[Point]] = [[]]
         marks = sorted(self.restarts)
         for point in sorted(self.by_rank[rank]):
@@ -68,17 +68,17 @@ class StepCurves:
 
 
 def shown_up_to(values: Sequence[float]) -> float:
-    """Return the upper end of an axis: a few outliers do not press all else flat."""
+    """Return the upper end of an axis, so that a few outliers do not flatten the rest."""
     usual = sorted(values)[math.ceil(USUAL_PART * len(values)) - 1]
     return 1.05 * min(max(values), MOST_TIMES * usual) or 1.0
 
 
 def draw(curves: StepCurves, path: Path, title: str) -> None:
-    """Write a picture, in the format of its suffix. Raises RunError where it cannot be made, OSError."""
+    """Write a picture in the format of the path's suffix. Raises RunError, OSError."""
     try:
-        from matplotlib.figure import Figure  # no pyplot: it needs no window, and keeps nothing
+        from matplotlib.figure import Figure  # unlike pyplot, it needs no window and keeps no state
     except ImportError as error:
-        raise RunError("dtrain plot draws with matplotlib, which is not here: pip install matplotlib") from error
+        raise RunError("dtrain plot needs matplotlib, which is not installed: pip install matplotlib") from error
     if not curves.by_rank:
         raise RunError(
             "no rank has reported a step: dtrain plot shows steps of ddp, torch's optimizers or launcher.step()"
@@ -98,7 +98,7 @@ def draw(curves: StepCurves, path: Path, title: str) -> None:
 
 
 def _draw_panel(axes: Any, curves: StepCurves, which: int, label: str) -> None:
-    """Draw one number of each point."""
+    """Draw one curve for each rank: component `which` of its points."""
     ranks = sorted(curves.by_rank)
     most = max(ranks, key=lambda rank: fmean(point[1] for point in curves.by_rank[rank]))
     values = [point[which] for points in curves.by_rank.values() for point in points]

@@ -1,4 +1,4 @@
-"""For which part of the time the ranks' threads that train have waited for a processor. Pure."""
+"""Computes which part of the time the training threads of ranks waited for a processor. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ KEPT = 100  # readings of a rank
 
 
 class ProcessorWaits:
-    """Takes readings of how long each rank has waited since its process began."""
+    """Keeps readings of how long each rank has waited since its process started."""
 
     def __init__(self) -> None:
         self._readings: dict[str, deque[tuple[float, float]]] = {}  # by rank: when, and how long until then
@@ -19,12 +19,12 @@ class ProcessorWaits:
     def add(self, now: float, waited_s: Mapping[str, float]) -> None:
         for rank, seconds in waited_s.items():
             readings = self._readings.setdefault(rank, deque(maxlen=KEPT))
-            if readings and seconds < readings[-1][1]:  # another process
+            if readings and seconds < readings[-1][1]:  # a new process
                 readings.clear()
             readings.append((now, seconds))
 
     def part(self, rank: int, since: float) -> float:
-        """Return the part of the time from the last reading before `since` to the newest; 0 where none is known."""
+        """Return the part of the time since the last reading before `since`; 0 if unknown."""
         readings = self._readings.get(str(rank), deque())
         if len(readings) < 2:
             return 0.0

@@ -1,6 +1,6 @@
-"""Writes down what a run does with its time, as the controller's loop sees it: its events in, its commands out.
+"""Records a run's timeline from the events and commands of the controller's loop.
 
-The ranks' own records go to `timeline` as well, for those who look while the run lives.
+The ranks' records also go to `timeline`, for live subscribers.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ __all__ = ["Recording"]
 
 
 class Recording:
-    """Of one run. Only the loop calls it, and it never blocks it; `close` waits for the file.
+    """Timeline of one run. Only the loop calls it, and only `close` blocks: it waits for the file.
 
-    `failed` is called in another thread when the file cannot be written.
+    Calls `failed` in another thread if the file cannot be written.
     """
 
     def __init__(
@@ -37,9 +37,9 @@ class Recording:
         self.timeline = Timeline()
         self._file = TimelineFile(folder, run_id, failed)
         self._say = say
-        self._clocks: dict[str, tuple[int, ClockOffset]] = {}  # by host, with the link that it is of
-        self._since: dict[tuple[str, str], float] = {}  # by host and phase, when it began
-        self._ordered: dict[int, float] = {}  # by rank, when its start was
+        self._clocks: dict[str, tuple[int, ClockOffset]] = {}  # by host, with the number of its link
+        self._since: dict[tuple[str, str], float] = {}  # by host and phase, its start
+        self._ordered: dict[int, float] = {}  # by rank, when its start was ordered
         self._gone: set[str] = set()  # hosts that have sent Bye
         self._attempt = -1
         self._placement: Placement | None = None
@@ -47,7 +47,7 @@ class Recording:
         self._has_complained = False
 
     def sent(self, command: Command, now: float) -> None:
-        """Take a command that is carried out."""
+        """Record a command that is carried out."""
         match command:
             case Open():
                 self._gone.discard(command.host.name)
@@ -62,7 +62,7 @@ class Recording:
                 self._ordered[order.rank] = now
 
     def heard(self, event: Event, job: Job, now: float) -> None:
-        """Take an event that the job has handled."""
+        """Record an event that the job has handled."""
         self._look_at(job, now)
         if isinstance(event, Signalled):
             self._file.add("event", "signal", self._file.at(now), signal_name(event.signum))
@@ -78,7 +78,7 @@ class Recording:
                 self._file.add("event", "host lost", self._file.at(now), f"{event.host}: {event.reason}")
 
     def close(self) -> None:
-        """Write the rest. Blocks for a while at most."""
+        """Write the remaining lines. Blocks for some seconds at most."""
         self._file.close()
 
     def _look_at(self, job: Job, now: float) -> None:
@@ -131,7 +131,7 @@ class Recording:
         except ProtocolError as error:
             if not self._has_complained:
                 self._has_complained = True
-                self._say(f"{host}: {error}; its times are missing in dtrain trace")
+                self._say(f"{host}: {error}; dtrain trace will lack its times")
             return
         for record in records:
             if message.attempt == self._attempt and self._hosts.get(record.rank) == host:
@@ -158,7 +158,7 @@ class Recording:
 
 
 def _fault(exited: Exited) -> str:
-    """Say what is wrong with the end of a worker; empty if nothing is, or dtrain has ended it."""
+    """Describe the fault in a worker's end; empty if there is none or dtrain ended it."""
     if exited.status == 0 or exited.provoked:
         return ""
     if exited.error and exited.error.get("type"):

@@ -1,8 +1,8 @@
-"""What is known of the time of ranks: steps with their phases, spans that are no step, and single steps in detail.
+"""Records of what ranks spend their time on: steps with their phases, spans outside of steps, and details of a step.
 
-Made on the hosts (launcher/agent/step_times.py) from what ranks record (ddp/monitoring/timeline.py), and sent in the
-payload of `Timings`: `pack` and `unpack` are its format. Times are seconds of the monotonic clock: that of the host in
-a message, that of the controller afterwards.
+Agents (launcher/agent/step_times.py) make them from what ranks record (ddp/monitoring/timeline.py) and send them as the
+payload of `Timings`; `pack` and `unpack` define its format. Times are seconds on a monotonic clock: the host's in a
+message, the controller's after `unpack`.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ __all__ = ["PHASES", "SPANS", "Detail", "Record", "Span", "StepTimes", "pack", "
 
 PHASES = ("data", "forward", "backward", "wait", "optimizer", "other")
 SPANS = ("evaluation", "save", "load", "recovery")
-KNOWN = 2**53  # larger integers are none in a float
-LONGEST_S = 1e12  # of any clock
+MOST_STEPS = 2**53  # a float holds larger integers inexactly
+LONGEST_S = 1e12  # largest time of any clock
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """One step of one rank, or several in a row that were summed up.
+    """One step of a rank, or the sum of several in a row.
 
-    A step ends where the optimizer's step ends; without one that is known, where the next forward begins. What a rank
-    does before its first forward belongs to no step. Of a rank that trains without ddp all of a step is "other".
+    A step ends at the end of the optimizer's step, or where the next forward begins if no optimizer is known. Work
+    before the first forward belongs to no step. For a rank that trains without ddp, a step is wholly "other".
     """
 
     attempt: int
     rank: int
-    step: int  # number of the last of them, as ddp.monitoring.progress counts steps
-    steps: int  # how many
-    ended: float  # when the last of them did
-    # By PHASES, the sums over `steps`; together the wall time from the end of the step before to `ended`. "other" also
-    # has the spans that lie in it.
+    step: int  # number of the last step, as ddp.monitoring.progress counts them
+    steps: int  # number of steps in this record
+    ended: float  # end of the last step
+    # By PHASES, summed over `steps`; the total is the wall time from the end of the previous step to `ended`. "other"
+    # includes spans.
     phases_s: tuple[float, ...]
 
     @property
     def is_divided(self) -> bool:
-        """Whether more is known than its length."""
+        """Whether its phases are known, not only its length."""
         return any(self.phases_s[: PHASES.index("other")])
 
 
 @dataclass(frozen=True)
 class Span:
-    """Something that is no step, of one of the kinds in SPANS."""
+    """Time outside of steps. `kind` is one of SPANS."""
 
     attempt: int
     rank: int
@@ -59,7 +59,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Detail:
-    """A part of one step: a phase from PHASES, as often as it came; a wait is for the bucket `bucket` (else -1)."""
+    """A part of one step: one occurrence of a phase from PHASES. `bucket` is the one waited for, else -1."""
 
     attempt: int
     rank: int
@@ -74,11 +74,11 @@ Record: TypeAlias = StepTimes | Span | Detail
 
 _STEP, _SPAN, _DETAIL = 0, 1, 2
 _NONE = (0.0,) * 5
-_FORMAT = struct.Struct("<BBiIIq7d")  # which of them, its kind, bucket, rank, how many steps, step, 7 times
+_FORMAT = struct.Struct("<BBiIIq7d")  # record type, kind, bucket, rank, steps, step, 7 times
 
 
 def pack(records: Iterable[Record]) -> bytes:
-    """Return the payload of a message, without the attempt, which the message has."""
+    """Return the payload of a message. It does not include the attempt, which is a field of the message."""
     return b"".join(map(_packed, records))
 
 
@@ -96,23 +96,23 @@ def _packed(record: Record) -> bytes:
 
 
 def unpack(data: bytes, attempt: int, offset_s: float = 0.0) -> list[Record]:
-    """Return what a payload says, by a clock that shows `offset_s` more. Raises ProtocolError for any other payload."""
+    """Return the records of a payload, with `offset_s` added to their times. Raises ProtocolError if malformed."""
     try:
         return [_unpacked(fields, attempt, offset_s) for fields in _FORMAT.iter_unpack(data)]
     except (struct.error, IndexError, ValueError) as error:
-        raise ProtocolError(f"these are no records of times: {error}") from error
+        raise ProtocolError(f"malformed records of times: {error}") from error
 
 
 def _unpacked(fields: tuple[Any, ...], attempt: int, offset_s: float) -> Record:
     which, kind, bucket, rank, steps, step, *times = fields
-    if not (min(times) >= -LONGEST_S and max(times) <= LONGEST_S and 0 <= step <= KNOWN) or isnan(sum(times)):
+    if not (min(times) >= -LONGEST_S and max(times) <= LONGEST_S and 0 <= step <= MOST_STEPS) or isnan(sum(times)):
         raise ValueError("a number out of range")
     first = times[0] + offset_s
-    # All by their names: that is quicker, of these classes.
+    # Keyword arguments are faster with launcher.frozen's dataclasses.
     if which == _STEP:
         phases_s = tuple(times[1:])
         if steps == 0 or min(phases_s) < 0.0 or kind or bucket:
-            raise ValueError("a step that is none")
+            raise ValueError("not a valid step")
         return StepTimes(attempt=attempt, rank=rank, step=step, steps=steps, ended=first, phases_s=phases_s)
     ended = times[1] + offset_s
     if not first <= ended:

@@ -1,17 +1,16 @@
-"""Which rank or host has been slow for several steps, and with what. Pure.
+"""Stragglers: the ranks or hosts that have been slow for several steps, and the cause. Pure.
 
-Each rank's own work in a window is compared with the median of the others', by the logarithm of their ratio. A
-cumulative sum (E. S. Page, Continuous inspection schemes, Biometrika 41, 1954) of these, less an allowance, tells that
-it has changed: one step out of the line, however long, adds so little that it takes several in a row. Their spread is
-estimated by the differences of successive values (J. von Neumann, 1941), which a lasting change does not widen.
-Another sum, of the opposite sign, tells when it is over. The waits in which nobody was missing any more, the shortest
-of all ranks, are compared in the same way with what they were before: if they grow and nobody's work does, the
-network is slow.
+Each rank's own work in a window is compared with the median of the other ranks', by the logarithm of the ratio. A
+cumulative sum (E. S. Page, Continuous inspection schemes, Biometrika 41, 1954) of these values, less an allowance,
+detects a change: a single slow step, however long, adds so little that several in a row are needed. The spread is
+estimated from differences of successive values (J. von Neumann, 1941), which a lasting change does not widen. A second
+sum of the opposite sign detects the end. The network is compared in the same way: the shortest wait of all ranks is
+the one in which no rank was missing any more; if it grows while no rank's work does, the network is slow.
 
-Who is found so is named once it matters (`_Stretch`): for 10 s and 50 steps, with a part of that time that is worth a
-line, and in nearly each second. The first seconds after a start, a restart or a join say nothing. Nobody is named
-where ranks waited for a processor of their host nearly as long as they held up the others: that is said of the host
-instead, once. Rank, host and network are said to be slow once, and once to be so no longer.
+A straggler is reported once it matters (`_Stretch`): it was slow for 10 s and 50 steps, in nearly every second, and
+cost a noticeable part of that time. The first seconds after a start, a restart or a join do not count. If ranks waited
+for a processor of their host for nearly as long as they delayed the others, the host is reported as crowded instead,
+once. Each rank, host or network is reported when it becomes slow and when it has recovered.
 """
 
 from __future__ import annotations
@@ -27,35 +26,35 @@ from launcher.timeline.windows import Share, Window
 
 __all__ = ["Crowded", "Straggler", "Stragglers"]
 
-ALLOWANCE = 1.0  # in units of the spread; below that nothing is slow
-CLIP = 3.0  # the most that one window counts for, in these units
+ALLOWANCE = 1.0  # in units of the spread; smaller deviations do not count
+CLIP = 3.0  # most that one window counts, in units of the spread
 LIMIT = 9.0  # of a sum
-LEAST_SPREAD = 0.1  # of the logarithms: who takes 10 % longer is not called slow, however evenly
-FIRST = 3  # windows that are left out: compiling, first batches
-LEARNED = 8  # windows before anything is said
-AWAY = 20  # windows without a rank: it is no longer there
+LEAST_SPREAD = 0.1  # of the logarithms: a rank that takes 10 % longer is never slow, however steady
+FIRST = 3  # windows to skip: compilation, first batches
+LEARNED = 8  # windows before the first report
+AWAY = 20  # windows without a rank before it is dropped
 SPREAD_OF = 64  # windows
 USUAL_OF = 256  # windows
 KEPT = 100  # stragglers
-NEW_PART = 0.2  # of the newest window, in what is shown of late
-SETTLES_S = 2.0  # after a rank begins, or begins again: nothing is compared
-LEAST_S = 10.0  # of being slow, before it is said
+NEW_PART = 0.2  # weight of the newest window in the recent ratio
+SETTLES_S = 2.0  # no comparison for this long after a rank starts or restarts
+LEAST_S = 10.0  # of slowness before a report
 LEAST_STEPS = 50
-LEAST_STEP_S = 0.005  # of shorter steps nothing is said
-LEAST_PART = 0.05  # of the time, that the others lose
+LEAST_STEP_S = 0.005  # shorter steps do not count
+LEAST_PART = 0.05  # least part of the time that the others must lose
 BIN_S = 1.0
-LEAST_BINS = 0.8  # of all, in which it was slow: single long steps of others may fall into one
-CROWDED_PART = 0.5  # of what the others lose, that was spent in the queue for a processor
+LEAST_BINS = 0.8  # least part of the bins that must be slow; a long step of another rank may fall into one
+CROWDED_PART = 0.5  # part of the others' loss that was spent in the queue for a processor
 _PARTS = ("data", "compute", "other")
 _MAD = 1.4826 / math.sqrt(2.0)  # from the median of absolute differences to a standard deviation
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """What was slow: a host with all its ranks, ranks of one, or, with neither, the network.
+    """A slow host with all its ranks, some ranks of one host, or the network (no host, no ranks).
 
-    `times`: how many times the others' work it had, in the steps until it was found; of the network, how many times
-    the step without it. `after_s` counts from the run's begin, `to_step` and `for_s` are None while it goes on.
+    `times` is the ratio of its work to the others' in the steps until it was found; for the network, the ratio of the
+    step to the usual one. `after_s` counts from the start of the run. `to_step` and `for_s` are None until it ends.
     """
 
     host: str
@@ -84,14 +83,14 @@ class Straggler:
 
 @dataclass(frozen=True)
 class Crowded:
-    """A host on which ranks wait for a processor: this part of the time, and the others for them."""
+    """A host whose ranks wait for a processor for this part of the time, which delays all other ranks."""
 
     host: str
     part: float
 
 
 class _Stretch:
-    """How much the others have lost since something began to be slow."""
+    """How much time the others have lost since something became slow."""
 
     def __init__(self) -> None:
         self.began: float | None = None
@@ -102,7 +101,7 @@ class _Stretch:
         self._bin_lost_s = self._bin_length_s = 0.0
 
     def add(self, window: Window, lost_s: float) -> None:
-        """Take a window with what was lost in it, less than 0 if something was gained."""
+        """Add a window and the seconds lost in it, negative if time was gained."""
         if self.began is None:
             self.began = window.began
         self._ended = window.ended
@@ -129,24 +128,24 @@ class _Stretch:
 
     @property
     def lost_part(self) -> float:
-        """Of the time of the training's steps."""
+        """Part of the time spent in steps."""
         return self._lost_s / self._length_s if self._length_s else 0.0
 
 
 class _Sum:
-    """The cumulative sums of one rank, or of the network."""
+    """Cumulative sums of one rank or of the network."""
 
     def __init__(self) -> None:
         self.slow = self.usual = 0.0
         self.is_slow = False
-        self.since: Window | None = None  # the first of those that make up the sum
-        self.excess: dict[str, float] = {}  # seconds, by what they were spent on, since then
+        self.since: Window | None = None  # the first window of the current sum
+        self.excess: dict[str, float] = {}  # seconds by activity, since then
         self.ratios: list[float] = []  # since then
         self.stretch = _Stretch()
         self._last: float | None = None
 
     def difference(self, value: float) -> float | None:
-        """Return by how much the value differs from the one before."""
+        """Return the absolute difference from the previous value; None for the first."""
         last, self._last = self._last, value
         return None if last is None else abs(value - last)
 
@@ -163,7 +162,7 @@ class _Sum:
         self.since = self.since or window
         self.stretch.add(window, lost_s)
         self.ratios.append(value)
-        part = counted * spread / value if value else 1.0  # an outlier says no more here than in the sum
+        part = counted * spread / value if value else 1.0  # clip outliers here as in the sum
         for what, seconds in excess.items():
             self.excess[what] = self.excess.get(what, 0.0) + part * seconds
 
@@ -187,10 +186,10 @@ class _Sum:
 
 
 class Stragglers:
-    """Takes windows. `tell` is called with each straggler when it begins and when it is over, and with each `Crowded`.
+    """Finds stragglers in windows. Calls `report` with each straggler at its start and end, and with each `Crowded`.
 
-    `began` is the begin of the run; `host_of` knows where a rank is now, and `queued_part` for which part of the time
-    since then (the controller's clock) its thread that trains has waited for a processor.
+    `began` is the start of the run. `host_of` returns a rank's current host. `queued_part(rank, since)` returns the
+    part of the time since then (controller's clock) that the rank's training thread waited for a processor.
     """
 
     def __init__(
@@ -199,14 +198,14 @@ class Stragglers:
         *,
         host_of: Callable[[int], str],
         queued_part: Callable[[int, float], float],
-        tell: Callable[[Straggler | Crowded], None],
+        report: Callable[[Straggler | Crowded], None],
     ) -> None:
-        self.found: list[Straggler] = []  # the newest of them, in the order in which they began
+        self.found: list[Straggler] = []  # the newest, in the order of their start
         self._began = began
         self._host_of = host_of
         self._queued_part = queued_part
-        self._tell = tell
-        self._crowded: set[str] = set()  # hosts of which it was said
+        self._report = report
+        self._crowded: set[str] = set()  # hosts that were reported
         self._last: Window | None = None
         self._windows = 0
         self._settles_until = float("-inf")
@@ -215,18 +214,18 @@ class Stragglers:
         self._differences: deque[float] = deque(maxlen=SPREAD_OF)
         self._network_differences: deque[float] = deque(maxlen=SPREAD_OF)
         self._usual: deque[tuple[float, float]] = deque(maxlen=USUAL_OF)  # shortest wait, median work, of a step
-        self._recent: dict[int, float] = {}  # by rank, the logarithm of the ratio of late
-        self._absent: dict[int, int] = {}  # by rank, in how many windows in a row
-        self._what: dict[int, str] = {}  # by rank, what it had most of in the newest window
+        self._recent: dict[int, float] = {}  # by rank, the logarithm of the recent ratio
+        self._absent: dict[int, int] = {}  # by rank, consecutive windows without it
+        self._what: dict[int, str] = {}  # by rank, its largest excess in the newest window
 
     @property
     def now(self) -> list[Straggler]:
-        """Those that are slow now."""
+        """The stragglers that are slow now."""
         return [each for each in self.found if each.to_step is None]
 
     @property
     def slowest(self) -> tuple[int, float, str] | None:
-        """Of the ranks that are slow now the slowest, how many times the others' work it had of late, and with what."""
+        """The slowest rank now, its recent ratio to the others' work, and the cause; None if no rank is slow."""
         slow = {rank for each in self.now for rank in each.ranks} & self._recent.keys()
         if not slow:
             return None
@@ -263,7 +262,7 @@ class Stragglers:
                 differences.append(difference)
         if differences:
             self._differences.append(median(differences))
-        # Windows of one rank say nothing: there are some where the clock of a host was not known well at first.
+        # Windows with one rank are useless; they occur while the clock of a host is not well known.
         if self._windows > FIRST + LEARNED and len(self._differences) >= LEARNED:
             spread = max(LEAST_SPREAD, _MAD * median(self._differences))
             for rank, value in values.items():
@@ -274,7 +273,7 @@ class Stragglers:
         self._judge(window)
 
     def _begin_attempt(self, last: Window) -> None:
-        """Begin anew: other processes run now, perhaps elsewhere."""
+        """Reset for a new attempt: other processes run now, perhaps on other hosts."""
         self.found = [each if each.to_step is not None else self._ended(each, last) for each in self.found]
         self._windows = 0
         self._sums, self._network = {}, _Sum()
@@ -283,7 +282,7 @@ class Stragglers:
             known.clear()
 
     def _take_network(self, window: Window, shares: Mapping[int, Share]) -> None:
-        """Compare the shortest wait with what it was, as a part of the step."""
+        """Compare the shortest wait with the usual one, relative to the step."""
         wait, work = (
             min(share.wait for share in shares.values()) / window.steps,
             median(share.own for share in shares.values()) / window.steps,
@@ -319,11 +318,11 @@ class Stragglers:
                 for each in sums:
                     each.end()
                 self.found[index] = self._ended(straggler, window)
-                if sums:  # else it has gone
-                    self._tell(self.found[index])
+                if sums:  # else its ranks are gone
+                    self._report(self.found[index])
 
     def _waits_for_processors(self, found: _Sum, ranks: Iterable[int]) -> bool:
-        """Whether what the others lose may be due to processors that have too much to do; tell it of a host once."""
+        """Return whether overloaded processors may explain the loss; report a crowded host once."""
         assert found.stretch.began is not None
         parts = {rank: self._queued_part(rank, found.stretch.began) for rank in ranks}
         rank = max(parts, key=lambda each: parts[each])
@@ -332,11 +331,11 @@ class Stragglers:
         host = self._host_of(rank)
         if host not in self._crowded:
             self._crowded.add(host)
-            self._tell(Crowded(host, parts[rank]))
+            self._report(Crowded(host, parts[rank]))
         return True
 
     def _group_of(self, rank: int) -> tuple[int, ...]:
-        """Return all ranks of its host if they are all slow, and there are others; else this one."""
+        """Return all ranks of the rank's host if all are slow and other hosts have ranks; else only this rank."""
         host = self._host_of(rank)
         ranks = tuple(sorted(other for other in self._sums if self._host_of(other) == host))
         sums = self._sums_of(ranks)
@@ -351,7 +350,7 @@ class Stragglers:
         for each in sums:
             each.begin()
         first = max(sums, key=lambda each: each.slow)
-        for index, known in enumerate(self.found):  # what was said of one of its ranks is said of the host now
+        for index, known in enumerate(self.found):  # a report of the host replaces those of its ranks
             if known.to_step is None and known.ranks and {*known.ranks} < {*ranks}:
                 self.found[index] = self._ended(known, window)
         self._note(self._host_of(ranks[0]), ranks, first, window)
@@ -368,7 +367,7 @@ class Stragglers:
             after_s=max(0.0, since.began - self._began),
         )
         self.found = [*self.found, straggler][-KEPT:]
-        self._tell(straggler)
+        self._report(straggler)
 
     def _ended(self, straggler: Straggler, window: Window) -> Straggler:
         for_s = max(0.0, window.ended - self._began - straggler.after_s)
@@ -376,13 +375,13 @@ class Stragglers:
 
 
 class _Others:
-    """The own work of all ranks; `median` is that of all but one."""
+    """Own work of all ranks; `median` leaves one out."""
 
     def __init__(self, shares: Mapping[int, Share]) -> None:
         self._sorted = sorted(share.own for share in shares.values())
 
     def median(self, without: float) -> float:
-        """Return the median of the values without one of them, the geometric mean of the middle two."""
+        """Return the median of all values but `without`: the geometric mean of the middle two."""
         others = len(self._sorted) - 1
         at = bisect_left(self._sorted, without)
         low, high = ((index + (index >= at)) for index in ((others - 1) // 2, others // 2))
@@ -390,7 +389,7 @@ class _Others:
 
 
 def _excess(shares: Mapping[int, Share]) -> dict[int, dict[str, float]]:
-    """Return by rank, and by what they were spent on, the seconds beyond the median of the ranks."""
+    """Return, by rank and activity, the seconds beyond the median of the ranks."""
     parts = {what: {rank: getattr(share, what) for rank, share in shares.items()} for what in _PARTS}
     typical = {what: median_low(values.values()) for what, values in parts.items()}
     return {rank: {what: parts[what][rank] - typical[what] for what in _PARTS} for rank in shares}

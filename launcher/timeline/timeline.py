@@ -1,6 +1,6 @@
-"""What the ranks do with their time, as it becomes known: owned by the controller's loop. Others subscribe.
+"""Distributes the ranks' records to subscribers as they arrive. Owned by the controller's loop.
 
-Nothing is kept here but what a late subscriber could need; the file of the run (file.py) has the whole.
+It keeps only what a late subscriber needs; the run's file (file.py) has everything.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from launcher.timeline.records import Record, StepTimes
 
 __all__ = ["Timeline"]
 
-NEWEST = 32  # StepTimes of each rank that are kept
+NEWEST = 32  # StepTimes kept of each rank
 
 
 class Timeline:
-    """Takes records on the controller's clock and passes each on to all subscribers, in the order of their arrival.
+    """Passes records, on the controller's clock, to all subscribers in the order of arrival.
 
-    Those of one rank come in the order in which they ended, those of several ranks in none; what is late by a slow
-    connection comes late.
+    Records of one rank are ordered by their end. Records of different ranks are not ordered; a slow connection delays
+    them.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Timeline:
         self._newest: dict[int, deque[StepTimes]] = {}
 
     def subscribe(self, take: Callable[[Record], None]) -> None:
-        """Have `take` called in the loop with every record from now on."""
+        """Call `take` in the loop with every record from now on."""
         self._subscribers.append(take)
 
     def add(self, record: Record) -> None:
@@ -37,9 +37,9 @@ class Timeline:
             take(record)
 
     def newest(self, rank: int) -> list[StepTimes]:
-        """Return the last StepTimes of a rank, the oldest first."""
+        """Return the newest StepTimes of a rank, oldest first."""
         return [*self._newest.get(rank, ())]
 
     def begin_attempt(self) -> None:
-        """Forget the ranks of the attempt before: there may be others now."""
+        """Forget the ranks of the previous attempt."""
         self._newest.clear()

@@ -1,8 +1,8 @@
-"""The times of a run as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing. Pure.
+"""Converts a run's timeline to a trace for Perfetto (ui.perfetto.dev) and chrome://tracing. Pure.
 
-The format is that of Chrome's "Trace Event Format" document: complete events (X), instants (i), flows (s, f) and
-names (M). A process of it is a host, a thread a rank; process 0 is the run itself, and on each host thread LAUNCHER has
-what dtrain did there. Times are microseconds since the run began.
+The format is Chrome's "Trace Event Format": complete events (X), instants (i), flows (s, f) and names (M). Each host is
+a process and each rank a thread; process 0 is the run, and thread LAUNCHER of a host shows what dtrain did there. Times
+are microseconds since the start of the run.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from launcher.timeline.records import PHASES
 
 __all__ = ["LAUNCHER", "trace_events"]
 
-LAUNCHER = 1_000_000  # no rank
-_RUN = 0  # the process that is the run
+LAUNCHER = 1_000_000  # thread id, above all ranks
+_RUN = 0  # process id
 _Event = dict[str, Any]
 
 
 class _Slice:
-    """Something of one rank with a beginning and an end, in seconds."""
+    """A named interval, in seconds."""
 
     def __init__(self, name: str, began: float, ended: float, **about: Any) -> None:
         self.name = name
@@ -32,15 +32,15 @@ class _Slice:
 
 
 class _Rank:
-    """What is known of one rank, in the order in which it came."""
+    """Intervals of one rank, in the order of arrival."""
 
     def __init__(self) -> None:
         self.steps: list[_Slice] = []
-        self.parts: list[_Slice] = []  # of steps, and spans
+        self.parts: list[_Slice] = []  # parts of steps, and spans
         self.starts: list[tuple[float, float, str]] = []  # ordered, started, how
 
     def slices(self) -> Iterator[_Slice]:
-        """Return them so that each lies within those that are around it, which rounding may have undone."""
+        """Yield the intervals, properly nested: rounding may have shifted their bounds."""
         steps = sorted(self.steps, key=lambda each: each.ended)
         before = -math.inf
         for step in steps:
@@ -52,14 +52,14 @@ class _Rank:
             yield _Slice("start", ordered, started, how=how)
             following = starts[number + 1][0] if number + 1 < len(starts) else math.inf
             work = next((at for at in first_work if started <= at < following), None)
-            if work is not None:  # without ddp nobody says when the imports were over
+            if work is not None:  # the end of imports is known only from the first work
                 yield _Slice("import", started, work)
         yield from steps
         yield from _within(steps, sorted(self.parts, key=lambda each: (each.began, -each.ended)))
 
 
 def _within(steps: list[_Slice], parts: list[_Slice]) -> Iterator[_Slice]:
-    """Cut what reaches over the bounds of a step, by rounding or because the clock was measured anew."""
+    """Trim parts to the bounds of their step; rounding or a new clock offset may have shifted them."""
     at = 0
     before = -math.inf
     for part in parts:
@@ -77,7 +77,7 @@ def _within(steps: list[_Slice], parts: list[_Slice]) -> Iterator[_Slice]:
 
 
 def trace_events(lines: Iterable[Line]) -> Iterator[_Event]:
-    """Return the events of a trace. Lines of a kind that is not known, or cut short, are left out."""
+    """Yield the events of a trace. Skip unknown and truncated lines."""
     hosts: dict[str, int] = {}
     ranks: dict[tuple[int, int, int], _Rank] = defaultdict(_Rank)  # by host's number, attempt and rank
     places: dict[tuple[int, int], int] = {}  # by attempt and rank, the newest number of its host
@@ -138,7 +138,7 @@ def trace_events(lines: Iterable[Line]) -> Iterator[_Event]:
 
 def _steps(step: int, steps: int, ended: float, phases_s: list[float]) -> _Slice:
     name = f"step {step}" if steps == 1 else f"steps {step - steps + 1}-{step}"
-    phases = zip(PHASES, phases_s, strict=False) if any(phases_s[:-1]) else ()  # else only the length is known
+    phases = zip(PHASES, phases_s, strict=False) if any(phases_s[:-1]) else ()  # only the length is known
     about = {f"{phase}_ms": round(each_s * 1e3, 3) for phase, each_s in phases}
     return _Slice(name, ended - math.fsum(phases_s), ended, steps=steps, **about)
 
@@ -160,7 +160,7 @@ def _instant(name: str, time: float, *, pid: int = _RUN, tid: int = 0, **about: 
 
 
 def _of_attempts(attempts: list[tuple[int, float]], last: float) -> Iterator[_Event]:
-    """One slice each, and an arrow from each to the next."""
+    """Yield one slice for each attempt, and an arrow from each to the next."""
     for position, (number, began) in enumerate(attempts):
         ended = attempts[position + 1][1] if position + 1 < len(attempts) else max(last, began)
         yield _complete(_Slice(f"attempt {number}", began, ended), _RUN, 0)

@@ -1,8 +1,8 @@
-"""What all ranks did in the same stretch of time. Pure.
+"""Windows: what all ranks did in the same stretch of time. Pure.
 
-Ranks number their steps by themselves, one that was started again anew, and agents sum up steps of different length:
-so ranks are compared by time, not by number. A window is the newest StepTimes of the lowest rank; of every other rank
-it has the share of that rank's records that lies in it.
+Ranks are compared by time, not by step number: each rank numbers its own steps, a restarted one from the start, and
+agents sum up steps of different lengths. A window covers the newest StepTimes of the lowest rank. Every other rank
+contributes the part of its records that overlaps it.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from launcher.timeline.records import PHASES, Record, Span, StepTimes
 
 __all__ = ["Share", "Window", "Windows"]
 
-LATE_S = 10.0  # so much newer records of others are there: nothing more of a rank is waited for
-COVERS = 0.5  # of a window, for a rank to be in it
-KEPT = 1000  # records of one rank that wait for those of others
-SHARES_PER_S = 2000  # most that are worked out, of all ranks together
-APART_S = 1e-3  # between two records of a rank that do not follow on each other
+LATE_S = 10.0  # stop waiting for a rank when other ranks have records that are newer by this
+COVERS = 0.5  # least part of a window that a rank's records must cover
+KEPT = 1000  # most records of one rank that wait for other ranks
+SHARES_PER_S = 2000  # most shares computed, all ranks together
+APART_S = 1e-3  # least gap between two records of a rank that are not consecutive
 _DATA, _WAIT, _OTHER = (PHASES.index(name) for name in ("data", "wait", "other"))
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank did in a window, in seconds. `spans` is no longer in the rest."""
+    """What one rank did in a window, in seconds. The other fields do not include `spans`."""
 
     data: float
     compute: float  # forward, backward and optimizer
@@ -35,18 +35,18 @@ class Share:
 
     @property
     def own(self) -> float:
-        """Its own work for the steps, without the spans."""
+        """Own work for the steps, without spans."""
         return self.data + self.compute + self.other
 
     @property
     def is_divided(self) -> bool:
-        """Whether work and waits are known apart: not of a rank that trains without ddp."""
+        """Whether work and waits are known separately; they are not for training without ddp."""
         return self.data + self.compute + self.wait > 0.0
 
 
 @dataclass(frozen=True)
 class Window:
-    """`steps` steps, `step` the last, of the lowest rank, on the controller's clock."""
+    """`steps` steps of the lowest rank, up to number `step`, on the controller's clock."""
 
     attempt: int
     step: int
@@ -61,7 +61,7 @@ class Window:
 
 
 class _Rank:
-    """The records of one rank that are not in a window yet."""
+    """Records of one rank that are not yet in a window."""
 
     def __init__(self) -> None:
         self.steps: deque[StepTimes] = deque(maxlen=KEPT)
@@ -69,7 +69,7 @@ class _Rank:
         self.heard_until = float("-inf")
 
     def share(self, began: float, ended: float) -> Share | None:
-        """Return its share of a window; None where it has too little of it."""
+        """Return this rank's share of a window; None if its records cover too little."""
         phases = [0.0] * len(PHASES)
         for times in self.steps:
             length = sum(times.phases_s)
@@ -83,7 +83,7 @@ class _Rank:
         for span in self.spans:
             overlap = min(ended, span.ended) - max(began, span.began)
             left = overlap
-            for phase in (_OTHER, _DATA):  # they lie in `other`; an evaluation before a forward may count as data
+            for phase in (_OTHER, _DATA):  # spans are part of `other`; evaluation before a forward may count as data
                 taken = max(0.0, min(left, phases[phase]))
                 phases[phase] -= taken
                 left -= taken
@@ -105,7 +105,7 @@ class _Rank:
 
 
 class Windows:
-    """Takes the records of all ranks, in any order between ranks; `take` gives the windows that are complete."""
+    """Collects records, which may interleave between ranks in any order; `take` returns the complete windows."""
 
     def __init__(self) -> None:
         self._attempt = -1
@@ -115,7 +115,7 @@ class Windows:
         self._newest = float("-inf")
 
     def add(self, record: Record) -> None:
-        """Take a record; one of an older attempt, or of a time that is over, is left out."""
+        """Add a record. Ignore it if it belongs to an older attempt or to a finished window."""
         if record.attempt > self._attempt:
             self._complete = self.take(is_over=True)
             self._attempt = record.attempt
@@ -131,7 +131,7 @@ class Windows:
             self._ranks.setdefault(record.rank, _Rank()).spans.append(record)
 
     def take(self, *, is_over: bool = False) -> list[Window]:
-        """Return the windows that no record of a rank is missing from any more; `is_over`: all that there are."""
+        """Return the windows for which all records have arrived; with `is_over`, all windows."""
         found, self._complete = self._complete, []
         while (window := self._next(is_over)) is not None:
             found.append(window)
@@ -156,7 +156,7 @@ class Windows:
         return Window(last.attempt, last.step, sum(times.steps for times in records), began, ended, known)
 
     def _leading(self) -> _Rank | None:
-        """Return the lowest rank with a record; but one of which a record ends before that begins comes first."""
+        """Return the lowest rank with a record, unless another rank's record ends before that one begins."""
         having = [rank for _, rank in sorted(self._ranks.items()) if rank.steps]
         if not having:
             return None
@@ -164,11 +164,11 @@ class Windows:
         return next((rank for rank in having if rank.steps[0].ended <= began), having[0])
 
     def _enough(self, rank: _Rank) -> tuple[list[StepTimes], bool]:
-        """Return the next records for a window, and whether they are enough: of many ranks there are fewer windows."""
+        """Return the records of the next window, and whether they are enough. More ranks mean longer windows."""
         least_s = len(self._ranks) / SHARES_PER_S
         records: list[StepTimes] = []
         for times in rank.steps:
-            if records and _began(times) > records[-1].ended + APART_S:  # something else was between them
+            if records and _began(times) > records[-1].ended + APART_S:  # not consecutive
                 return records, True
             records.append(times)
             if times.ended - _began(records[0]) >= least_s:

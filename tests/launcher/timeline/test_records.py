@@ -67,7 +67,7 @@ def test_a_step_that_cannot_be_is_an_error(at: int, format_: str, value: float) 
     data = bytearray(pack([GOOD]))
     assert unpack(bytes(data), 0) == [GOOD]
     struct.pack_into(format_, data, at, value)
-    with pytest.raises(ProtocolError, match="no records of times"):
+    with pytest.raises(ProtocolError, match="malformed records of times"):
         unpack(bytes(data), 0)
 
 

@@ -28,8 +28,8 @@ def _never(_rank: int, _since: float) -> float:
     return 0.0
 
 
-def detector_of(told: list[Any]) -> Stragglers:
-    return Stragglers(0.0, host_of=lambda _: "here", queued_part=_never, tell=told.append)
+def detector_of(reported: list[Any]) -> Stragglers:
+    return Stragglers(0.0, host_of=lambda _: "here", queued_part=_never, report=reported.append)
 
 
 def simulated(
@@ -38,17 +38,17 @@ def simulated(
     summed: int = 1, per_host: int = 2, usual: float = 1.0,
     queued_part: Callable[[int, float], float] = _never,
 ) -> tuple[list[tuple[int, Any]], Stragglers]:  # fmt: skip
-    """Train in lockstep; return what was told, with the step at which it was, and the detector.
+    """Train in lockstep; return what was reported, with the step at which it was, and the detector.
 
     Each phase is log-normal with this `noise`; a part `outliers` of all steps of a rank is 1.5 to 6 times as long;
     rank 0 evaluates for 25 steps' time after so many. `summed` steps are one record. `usual` is a factor of all times.
     """
     rng, now, windows = random.Random(seed), 0.0, Windows()
-    told: list[tuple[int, Any]] = []
+    reported: list[tuple[int, Any]] = []
     step = 0
     detector = Stragglers(
         0.0, host_of=lambda rank: f"node{rank // per_host}", queued_part=queued_part,
-        tell=lambda straggler: told.append((step, straggler)),
+        report=lambda straggler: reported.append((step, straggler)),
     )  # fmt: skip
     sums = [dict.fromkeys([*USUAL_S, "wait"], 0.0) for _ in range(ranks)]
     for step in range(1, steps + 1):  # `tell` sees it
@@ -77,14 +77,14 @@ def simulated(
                 sums[rank] = dict.fromkeys(sums[rank], 0.0)
         for window in windows.take():
             detector.add(window)
-    return told, detector
+    return reported, detector
 
 
 @pytest.mark.parametrize(("ranks", "noise"), [(2, 0.3), (3, 0.02), (4, 0.1), (5, 0.6)])
 def test_noise_is_no_straggler_in_thousands_of_steps(ranks: int, noise: float, seeds: Seeds) -> None:
     (seed,) = seeds(1)
-    told, _ = simulated(ranks=ranks, steps=3_000, noise=noise, seed=seed, outliers=0.01, evaluation=200)
-    assert told == [], f"seed {seed}"
+    reported, _ = simulated(ranks=ranks, steps=3_000, noise=noise, seed=seed, outliers=0.01, evaluation=200)
+    assert reported == [], f"seed {seed}"
 
 
 @pytest.mark.parametrize("summed", [1, 5])
@@ -101,10 +101,10 @@ def test_a_throttled_rank_of_four_is_named_within_15_s(
         def slower(step: int, rank: int) -> Mapping[str, float]:
             return {phase: 0.2} if rank == 3 and 200 < step <= 300 else {}
 
-        told, detector = simulated(
+        reported, detector = simulated(
             steps=300 + 60 * summed, noise=noise, seed=seed, slower=slower, outliers=0.01, summed=summed
         )
-        (found_at, found), (over_at, over) = told
+        (found_at, found), (over_at, over) = reported
         assert (found.ranks, found.host, found.what, found.to_step) == ((3,), "node1", what, None)
         assert 225 < found_at <= 200 + SAID_AFTER + 5 * summed  # of 0.4 s each then
         # Single long steps of this rank may come just before step 200, and delay the end.
@@ -119,10 +119,10 @@ def test_a_throttled_rank_of_four_is_named_within_15_s(
 
 @pytest.mark.parametrize("summed", [1, 5])
 def test_without_single_long_steps_begin_and_end_are_exact(summed: int) -> None:
-    told, _ = simulated(
+    reported, _ = simulated(
         noise=0.02, slower=lambda step, rank: {"data": 0.2} if rank == 3 and 200 < step <= 300 else {}, summed=summed
     )
-    (_, found), (over_at, _) = told
+    (_, found), (over_at, _) = reported
     assert 200 - summed <= found.from_step <= 201
     assert found.times == pytest.approx(2.0, rel=0.05)
     assert 300 < over_at <= 300 + 12 * summed
@@ -132,13 +132,13 @@ def test_a_single_long_step_does_not_say_what_is_slow() -> None:
     def slower(step: int, rank: int) -> Mapping[str, float]:
         return {"data": 0.2, "other": 2.0 if step == 202 else 0.0} if rank == 3 and step > 200 else {}
 
-    told, _ = simulated(slower=slower)
-    assert [straggler.what for _, straggler in told] == ["data"]
+    reported, _ = simulated(slower=slower)
+    assert [straggler.what for _, straggler in reported] == ["data"]
 
 
 def test_a_rank_that_is_slow_from_the_start_is_found_and_stays_so() -> None:
-    told, detector = simulated(steps=300, slower=lambda _, rank: {"forward": 0.1} if rank == 2 else {})
-    ((found_at, found),) = told
+    reported, detector = simulated(steps=300, slower=lambda _, rank: {"forward": 0.1} if rank == 2 else {})
+    ((found_at, found),) = reported
     assert found_at <= 18 + SAID_AFTER  # 2 s and 11 windows are learned from
     assert detector.now == [found]
     assert detector.slowest is not None
@@ -149,36 +149,36 @@ def test_a_rank_that_is_slow_from_the_start_is_found_and_stays_so() -> None:
 
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_a_slow_host_is_named_once(ranks: int) -> None:
-    told, _ = simulated(
+    reported, _ = simulated(
         ranks=ranks, slower=lambda step, rank: {"backward": 0.15} if rank // 2 == 1 and 200 < step <= 300 else {}
     )
-    assert [(each.host, each.ranks, each.what) for _, each in told] == [("node1", (2, 3), "compute")] * 2
-    assert told[0][0] <= 200 + SAID_AFTER
+    assert [(each.host, each.ranks, each.what) for _, each in reported] == [("node1", (2, 3), "compute")] * 2
+    assert reported[0][0] <= 200 + SAID_AFTER
 
 
 def test_a_host_of_which_one_rank_was_slow_before_is_named_as_a_whole() -> None:
     def slower(step: int, rank: int) -> Mapping[str, float]:
         return {"data": 0.2} if step > (100 if rank == 2 else 200) and rank // 2 == 1 else {}
 
-    told, detector = simulated(ranks=8, slower=slower)
-    assert [each.ranks for _, each in told] == [(2,), (2, 3)]
+    reported, detector = simulated(ranks=8, slower=slower)
+    assert [each.ranks for _, each in reported] == [(2,), (2, 3)]
     assert [each.ranks for each in detector.now] == [(2, 3)]
 
 
 def test_longer_waits_of_everybody_are_the_network() -> None:
-    told, _ = simulated(transfer=lambda step: 0.15 if 200 < step <= 300 else TRANSFER_S)
-    assert [(each.what, each.ranks, each.host) for _, each in told] == [("network", (), "")] * 2
-    assert 200 < told[0][0] <= 200 + SAID_AFTER
+    reported, _ = simulated(transfer=lambda step: 0.15 if 200 < step <= 300 else TRANSFER_S)
+    assert [(each.what, each.ranks, each.host) for _, each in reported] == [("network", (), "")] * 2
+    assert 200 < reported[0][0] <= 200 + SAID_AFTER
 
 
 def test_where_all_work_longer_nobody_is_slow() -> None:
-    told, _ = simulated(slower=lambda step, _: {"data": 0.5} if 200 < step <= 300 else {})
-    assert told == []
+    reported, _ = simulated(slower=lambda step, _: {"data": 0.5} if 200 < step <= 300 else {})
+    assert reported == []
 
 
 def test_a_slow_attempt_is_over_with_its_processes() -> None:
-    told: list[Any] = []
-    windows, detector = Windows(), detector_of(told)
+    reported: list[Any] = []
+    windows, detector = Windows(), detector_of(reported)
     now = 0.0
     for attempt in (0, 1):
         for step in range(1, 100):
@@ -188,7 +188,7 @@ def test_a_slow_attempt_is_over_with_its_processes() -> None:
                 windows.add(StepTimes(attempt, rank, step, 1, now, (0.0, work, 0.0, 2.0 - work, 0.0, 0.0)))
         for window in windows.take(is_over=True):
             detector.add(window)
-    assert [each.ranks for each in told] == [(1,)]
+    assert [each.ranks for each in reported] == [(1,)]
     assert detector.now == []
     (known,) = detector.found
     assert (known.to_step, known.from_step) == (99, 13)
@@ -196,8 +196,8 @@ def test_a_slow_attempt_is_over_with_its_processes() -> None:
 
 
 def test_a_slow_rank_that_goes_is_not_said_to_be_fast_again() -> None:
-    told: list[Any] = []
-    windows, detector = Windows(), detector_of(told)
+    reported: list[Any] = []
+    windows, detector = Windows(), detector_of(reported)
     for step in range(1, 150):
         for rank in range(3):
             work = 1.9 if rank == 1 else 0.9
@@ -206,15 +206,15 @@ def test_a_slow_rank_that_goes_is_not_said_to_be_fast_again() -> None:
         for window in windows.take(is_over=step == 95):  # as at the end of a run, too
             detector.add(window)
         if step == 95:
-            assert detector.now == told
-    assert [each.to_step for each in told] == [None]
+            assert detector.now == reported
+    assert [each.to_step for each in reported] == [None]
     assert detector.now == []
 
 
 def test_ranks_whose_steps_are_not_divided_are_not_compared() -> None:
     """Rank 1 makes steps of twice the length: without ddp nobody knows who waits for whom."""
-    windows, told = Windows(), list[Any]()
-    detector = detector_of(told)
+    windows, reported = Windows(), list[Any]()
+    detector = detector_of(reported)
     for step in range(1, 1001):
         for rank in (0, 1, 2):
             length = 0.2 if rank == 1 else 0.1
@@ -222,30 +222,30 @@ def test_ranks_whose_steps_are_not_divided_are_not_compared() -> None:
                 windows.add(StepTimes(0, rank, step, 1, 0.1 * step, (0.0,) * 5 + (length,)))
         for window in windows.take():
             detector.add(window)
-    assert told == []
+    assert reported == []
     assert (detector.now, detector.slowest) == ([], None)
 
 
 def test_one_rank_alone_is_compared_with_nobody() -> None:
-    told, detector = simulated(ranks=1, slower=lambda step, _: {"data": 1.0} if step > 100 else {})
-    assert told == []
+    reported, detector = simulated(ranks=1, slower=lambda step, _: {"data": 1.0} if step > 100 else {})
+    assert reported == []
     assert detector.slowest is None
 
 
 def test_a_rank_that_is_joined_late_has_nobody_to_be_compared_with_until_then() -> None:
-    told: list[Any] = []
-    windows, detector = Windows(), detector_of(told)
+    reported: list[Any] = []
+    windows, detector = Windows(), detector_of(reported)
     for step in range(1, 60):
         for rank in range(1 if step < 30 else 2):
             windows.add(StepTimes(0, rank, step, 1, 2.0 * step, (0.0, 0.9, 0.0, 1.1, 0.0, 0.0)))
         for window in windows.take():
             detector.add(window)
-    assert told == []
+    assert reported == []
 
 
 def test_ranks_whose_first_steps_are_seen_one_after_the_other_are_compared_once_both_are_there() -> None:
-    told: list[Any] = []
-    windows, detector = Windows(), detector_of(told)
+    reported: list[Any] = []
+    windows, detector = Windows(), detector_of(reported)
     for step in range(1, 120):
         for rank in range(2):
             work = 1.8 if rank == 1 else 0.9
@@ -253,7 +253,7 @@ def test_ranks_whose_first_steps_are_seen_one_after_the_other_are_compared_once_
                 windows.add(StepTimes(0, rank, step, 1, 2.0 * step, (0.0, work, 0.0, 2.0 - work, 0.0, 0.0)))
         for window in windows.take(is_over=step <= 30):  # those of one rank, too
             detector.add(window)
-    assert [each.ranks for each in told] == [(1,)]
+    assert [each.ranks for each in reported] == [(1,)]
 
 
 @pytest.mark.parametrize(
@@ -267,16 +267,18 @@ def test_ranks_whose_first_steps_are_seen_one_after_the_other_are_compared_once_
     ids=["not-long", "not-much", "short-steps", "now-and-then"],
 )
 def test_who_is_slow_where_it_does_not_matter_is_not_named(slower: Slower, usual: float) -> None:
-    told, detector = simulated(steps=int(1000 / usual) if usual < 1 else 1000, slower=slower, noise=0.02, usual=usual)
-    assert told == []
+    reported, detector = simulated(
+        steps=int(1000 / usual) if usual < 1 else 1000, slower=slower, noise=0.02, usual=usual
+    )
+    assert reported == []
     assert detector.slowest is None
 
 
 @pytest.mark.parametrize("kind", ["start", "recovery", "join"])
 def test_the_first_seconds_say_nothing(kind: str) -> None:
     """A rank that is slow only in the 2 s after it has begun, or begun again, adds nothing to its sum."""
-    told: list[Any] = []
-    windows, detector = Windows(), detector_of(told)
+    reported: list[Any] = []
+    windows, detector = Windows(), detector_of(reported)
     for step in range(1, 400):
         now, begins = 0.2 * step, {"start": 0, "recovery": 200, "join": 200}[kind]
         for rank in range(3):
@@ -292,7 +294,7 @@ def test_the_first_seconds_say_nothing(kind: str) -> None:
             detector.add(window)
         if step == begins + 12:
             assert [each.slow for each in detector._sums.values()] == [0.0] * 3
-    assert told == []
+    assert reported == []
 
 
 def test_where_processors_are_shared_the_host_is_told_once_and_nobody_is_named() -> None:
@@ -302,11 +304,11 @@ def test_where_processors_are_shared_the_host_is_told_once_and_nobody_is_named()
         asked.append((rank, since))
         return 0.3
 
-    told, detector = simulated(
+    reported, detector = simulated(
         slower=lambda step, rank: {"forward": 0.1} if rank == 3 and step > 100 else {}, noise=0.02,
         queued_part=queued_part,
     )  # fmt: skip
-    assert [found for _, found in told] == [Crowded("node1", 0.3)]
+    assert [found for _, found in reported] == [Crowded("node1", 0.3)]
     assert detector.found == []
     (rank, since), *_ = asked
     assert rank == 3
@@ -315,8 +317,8 @@ def test_where_processors_are_shared_the_host_is_told_once_and_nobody_is_named()
 
 def test_a_rank_that_is_much_slower_than_its_waits_for_a_processor_explain_is_named() -> None:
     slower = {"forward": 0.1}  # a third of the time
-    told, _ = simulated(slower=lambda _, rank: slower if rank == 3 else {}, queued_part=lambda _rank, _since: 0.1)
-    assert [found.ranks for _, found in told] == [(3,)]
+    reported, _ = simulated(slower=lambda _, rank: slower if rank == 3 else {}, queued_part=lambda _rank, _since: 0.1)
+    assert [found.ranks for _, found in reported] == [(3,)]
 
 
 def test_waits_for_a_processor_are_a_part_of_the_time_since_then() -> None:
