@@ -22,8 +22,6 @@ from ddp.generation.pending_group import is_pending, left_out
 from ddp.horovod.calls import own_group
 from ddp.monitoring.stall_report import waiting_for_peers
 
-__all__ = ["allgather_object", "broadcast_parameters"]
-
 
 def broadcast_parameters(
     params: Mapping[str, Any] | Iterable[tuple[str, Tensor] | Tensor],

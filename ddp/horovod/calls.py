@@ -17,23 +17,6 @@ from ddp.compression.compressors import Half
 from ddp.monitoring.stall_report import report_of
 from ddp.torch_internals import allgather_flat
 
-__all__ = [
-    "Average",
-    "Handle",
-    "Max",
-    "Min",
-    "Product",
-    "Sum",
-    "exchange_rows",
-    "form_of",
-    "is_initialized",
-    "own_group",
-    "reduction_problem",
-    "start_allgather",
-    "start_allreduce",
-    "start_broadcast",
-]
-
 Average, Sum, Min, Max, Product = "average", "sum", "min", "max", "product"
 _REDUCTIONS = {
     Average: dist.ReduceOp.SUM,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -19,23 +18,8 @@ from ddp.data_parallel.reducer import Reducer
 from ddp.errors import BackwardError, DdpError, DriftError
 from ddp.torch_internals import call_after_backward, current_backward
 
-__all__ = ["CountingPolicy", "Counts"]
-
 _COMPARED = 1024  # elements of each parameter that the ranks compare before the first step
 _together: dict[int, list[CountingPolicy]] = {}  # those whose pass ends with a backward pass, by the engine's number
-
-
-@dataclasses.dataclass
-class Counts:
-    """What this rank has done: steps; since the last one, reductions; passes whose gradients wait for one.
-
-    `averages` counts the reductions since gradients were cleared, by `step()` or `zero_grad()`.
-    """
-
-    steps: int = 0
-    reductions: int = 0
-    waiting: int = 0
-    averages: int = 0
 
 
 @contextlib.contextmanager
@@ -47,33 +31,44 @@ def _collecting(errors: list[BaseException]) -> Iterator[None]:
 
 
 class CountingPolicy:
-    """Reduces at the end of every `passes`-th backward pass since the last reduction; counts in `counts`.
+    """Reduces at the end of every `passes`-th backward pass since the last reduction, and counts what this rank does.
 
-    `on_sparse` is called after a first pass with sparse gradients that the reducer did not know.
+    `steps` counts optimizer steps; `reductions` those since the last step, `averages` those since gradients were
+    cleared, by `step()` or `zero_grad()`; `waiting` the passes whose gradients wait for a reduction. The counts outlive
+    the reducer that `attach` gives. `on_sparse` is called after a first pass with sparse gradients that the reducer did
+    not know.
     """
 
-    def __init__(
-        self,
-        reducer: Reducer,
-        counts: Counts,
-        *,
-        passes: int,
-        is_sum: bool,
-        on_sparse: Callable[[frozenset[str]], None] | None,
-    ) -> None:
-        reducer.policy = self
+    _reducer: Reducer
+
+    def __init__(self, *, passes: int, is_sum: bool, on_sparse: Callable[[frozenset[str]], None] | None) -> None:
         self.passes = passes
+        self.steps = self.reductions = self.averages = self.waiting = 0
         self.is_cleared = False  # whether every gradient was None before this backward pass
-        self._reducer = reducer
-        self._counts = counts
         self._is_sum = is_sum
         self._on_sparse = on_sparse
+
+    def attach(self, reducer: Reducer) -> None:
+        """Decide for a new `reducer`, whose ranks have not compared their parameters yet."""
+        reducer.policy = self
+        self._reducer = reducer
+        self.is_cleared = False
         self._backward: object | None = None  # the identity of the backward pass that runs
         self._task = -1  # the engine's number for the one that reduces
         self._is_compared = False  # whether the ranks have found their parameters equal
         self._rows: dict[int, Tensor] = {}  # sparse gradients of this rank in a first pass, by index
         self._dense: set[str] = set()  # and the names of others
-        self._found: frozenset[str] = frozenset()  # names of sparse gradients that nobody had announced
+        self._found: frozenset[str] = frozenset()  # names of sparse gradients that no one had announced
+
+    def cleared(self, *, to_none: bool) -> None:
+        """Note that the gradients were cleared, between two reductions."""
+        self.averages = 0
+        self.is_cleared = self.is_cleared or to_none
+
+    def stepped(self) -> None:
+        """Note a step of the optimizer."""
+        self.steps += 1
+        self.reductions = self.averages = 0
 
     def settle(self) -> None:
         """Wait for what a failed pass left, between backward passes: one that still seems to run was interrupted."""
@@ -91,12 +86,12 @@ class CountingPolicy:
     # Called by the reducer: see PassPolicy
 
     def may_begin(self) -> bool:
-        is_last = self._counts.waiting + 1 >= self.passes
+        is_last = self.waiting + 1 >= self.passes
         if self._backward is None:
             self._reducer.report.check_in_step()
             self._reducer.settle()
             self._backward = backward = object()
-            if self._counts.averages:
+            if self.averages:
                 self._note_too_many()
             if not is_last:
                 call_after_backward(EndOfBackward(self._end_waiting, partial(self._abandon, backward)))
@@ -121,7 +116,7 @@ class CountingPolicy:
         _together.setdefault(self._task, []).append(self)
 
     def _end_waiting(self) -> None:
-        self._counts.waiting += 1
+        self.waiting += 1
         self._backward = None
         self.is_cleared = False
         self._reducer.report.at("between two backward passes of a step")
@@ -168,7 +163,7 @@ class CountingPolicy:
             raise errors[0]
 
     def _note_end(self) -> None:
-        self._counts.waiting += self._backward is not None
+        self.waiting += self._backward is not None
         self._backward = None
         self.is_cleared = False
         if not self._reducer.is_planned and self._on_sparse is not None:
@@ -179,8 +174,8 @@ class CountingPolicy:
     def _finish(self, pass_: Pass) -> None:
         self._reducer.finish(pass_)
         found, self._found = self._found, frozenset()
-        self._counts.reductions += 1
-        self._counts.averages += 1
+        self.reductions += 1
+        self.averages += 1
         if found and self._on_sparse is not None:
             self._on_sparse(self._reducer.sparse | found)
 
@@ -188,7 +183,7 @@ class CountingPolicy:
         """Nothing to prepare."""
 
     def fill(self, **common: Any) -> RankStatus:
-        said = repr((self._counts.steps, self._counts.waiting, None if self._is_compared else self._samples()))
+        said = repr((self.steps, self.waiting, None if self._is_compared else self._samples()))
         digest = int.from_bytes(hashlib.blake2b(said.encode(), digest_size=6).digest(), "little")
         return RankStatus(digest=digest, **common)
 
@@ -208,7 +203,7 @@ class CountingPolicy:
         if has_failed:
             _together.pop(self._task, None)  # the pass of all that it reached has failed
         self._backward = None
-        self._counts.waiting = 0
+        self.waiting = 0
         self._rows = {}
 
     def _average_rows(self) -> frozenset[str]:
@@ -234,7 +229,7 @@ class CountingPolicy:
         """Who has made other steps or backward passes than the others, or starts from other values. Collective."""
         if statuses.same_digest:
             return None
-        mine = (self._counts.steps, self._counts.waiting, {} if self._is_compared else self._samples())
+        mine = (self.steps, self.waiting, {} if self._is_compared else self._samples())
         every = self._reducer.channel.gather(mine, "exchange of how the ranks differ")
         end = "The gradients of this step are dropped (None) on every rank"
         for at, what in enumerate(("optimizer steps so far", "backward passes since the last reduction")):

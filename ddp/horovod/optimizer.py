@@ -34,14 +34,12 @@ from ddp.data_parallel.reducer import Reducer
 from ddp.errors import ArgumentError, BackwardError
 from ddp.generation.pending_group import is_pending
 from ddp.horovod.calls import Average, Sum, own_group
-from ddp.horovod.counting_policy import CountingPolicy, Counts
+from ddp.horovod.counting_policy import CountingPolicy
 from ddp.monitoring import timeline
 from ddp.monitoring.progress import count_step
 from ddp.monitoring.stall_report import finish, waiting_for_peers
 from ddp.torch_internals import gradient_hooks, not_split_off, parameters_of, timeout_of
 from ddp.world import before_leaving
-
-__all__ = ["DistributedOptimizer", "average_over", "is_distributed", "reducer_of"]
 
 _T = TypeVar("_T", bound=torch.optim.Optimizer)
 _Named = tuple[str, nn.Parameter]
@@ -100,9 +98,9 @@ def DistributedOptimizer(  # Horovod's name, and a class to its users
         raise ArgumentError(f"this {type(optimizer).__name__} is distributed already: call DistributedOptimizer() once")
     _check_numbers(backward_passes_per_step, op, gradient_predivide_factor)
     link = own_group(group, "DistributedOptimizer")
-    settings = _Settings(backward_passes_per_step, op, compression, sparse_as_dense, bucket_cap_mb, stall_timeout_s)
+    settings = _Settings(op, compression, sparse_as_dense, bucket_cap_mb, stall_timeout_s)
     names = _names_of(optimizer, named_parameters)
-    engine = _Engine(optimizer, link, settings, names)
+    engine = _Engine(optimizer, link, settings, names, backward_passes_per_step)
     timeline.prepare(optimizer)
     _engines[optimizer] = engine
     for name in _METHODS:  # of this object alone: a copy is a plain optimizer, and would not know its parameters' hooks
@@ -135,7 +133,6 @@ _METHODS = ("synchronize", "skip_synchronize", "set_backward_passes_per_step", "
 
 @dataclasses.dataclass(frozen=True)
 class _Settings:
-    passes: int
     op: str
     compression: str | Half | Int8 | PowerSGD | None
     sparse_as_dense: bool
@@ -183,16 +180,20 @@ class _Engine:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, link: dist.ProcessGroup, settings: _Settings, names: dict[int, str]
+        self,
+        optimizer: torch.optim.Optimizer,
+        link: dist.ProcessGroup,
+        settings: _Settings,
+        names: dict[int, str],
+        passes: int,
     ) -> None:
         self._is_skipping = False
         self._optimizer = weakref.ref(optimizer)
         self._settings = settings
         self._names = names
         self._number = 0
-        self._counts = Counts()
-        self._reducer: Reducer | None = None
-        self._policy: CountingPolicy | None = None
+        self.reducer: Reducer | None = None
+        self._policy = self._new_policy(passes)
         self._compressor: Compressor | None = None
         self._device = checked_device(self._named())
         self._link: dist.ProcessGroup | None = link
@@ -225,14 +226,19 @@ class _Engine:
             for index, parameter in enumerate(param_group["params"])
         ]
 
+    def _new_policy(self, passes: int) -> CountingPolicy:
+        settings = self._settings
+        on_sparse = None if settings.sparse_as_dense else self.attach
+        return CountingPolicy(passes=passes, is_sum=settings.op == Sum, on_sparse=on_sparse)
+
     def attach(self, sparse: frozenset[str] | None = None) -> None:
         """Compare the parameters with the other ranks' and watch their gradients. Every rank must call it; blocks."""
         link = self._link
         if link is None or link.size() == 1:
             return
-        if self._reducer is not None:
-            self._reducer.close()
-            sparse = self._reducer.sparse if sparse is None else sparse
+        if self.reducer is not None:
+            self.reducer.close()
+            sparse = self.reducer.sparse if sparse is None else sparse
         named = self._named()
         for name, parameter in named:
             if any(map(_is_reducers, (gradient_hooks(parameter) or {}).values())):
@@ -241,7 +247,7 @@ class _Engine:
                     "DistributedOptimizer: use one of them for each parameter"
                 )
         settings = self._settings
-        entries = describe(dataclasses.asdict(settings), named, ())
+        entries = describe({"passes": self._policy.passes, **dataclasses.asdict(settings)}, named, ())
         channel = Channel.open(link, self._device, self._number, stall_timeout_s=settings.stall_timeout_s)
         with channel.closing_on_error(), channel.report.waiting("comparison of the optimizers"):
             check_same_layout(channel.control, entries)
@@ -256,14 +262,8 @@ class _Engine:
             sparse=sparse or frozenset(),
             as_views=False,
         )
-        self._reducer = reducer
-        self._policy = CountingPolicy(
-            reducer,
-            self._counts,
-            passes=settings.passes,
-            is_sum=settings.op == Sum,
-            on_sparse=None if settings.sparse_as_dense else self.attach,
-        )
+        self.reducer = reducer
+        self._policy.attach(reducer)
         if self._compressor is not None:
             reducer.use_hook(checked_hook(self._compressor, self._hook))
 
@@ -271,22 +271,18 @@ class _Engine:
         if self._link is group:
             return
         self.close()
-        self._link, self._number, self._counts = group, 0, Counts()
+        self._link, self._number, self._policy = group, 0, self._new_policy(self._policy.passes)
         if self._settings.compression is not None:
             self._compressor, self._hook = make_compression(self._settings.compression, group)
         self.attach()
 
-    @property
-    def reducer(self) -> Reducer | None:
-        return self._reducer
-
     def close(self) -> None:
         """Let go of the group and of the parameters; the optimizer stays usable, for this rank alone."""
-        if self._reducer is not None:
-            self._reducer.close()
+        if self.reducer is not None:
+            self.reducer.close()
         if self._compressor is not None:
             self._compressor.close()
-        self._reducer = self._policy = self._compressor = self._link = None
+        self.reducer = self._compressor = self._link = None
         give_back, self._give_back = self._give_back, _nothing
         give_back()
 
@@ -295,10 +291,10 @@ class _Engine:
 
         Blocks. Called without passes on any rank, it changes nothing; `step()` does not repeat it.
         """
-        if self._policy is not None:
+        if self.reducer is not None:
             self._policy.settle()
             # Without any reduction since the last step, other ranks may have something to average.
-            if self._counts.waiting or not self._counts.reductions:
+            if self._policy.waiting or not self._policy.reductions:
                 self._policy.reduce_now()
 
     @contextlib.contextmanager
@@ -313,24 +309,20 @@ class _Engine:
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change the number of backward passes of a step, between two steps and on every rank."""
         _check_numbers(passes, Average, 1.0)
-        if self._counts.waiting:
+        if self._policy.waiting:
             raise BackwardError(self._still_waiting("set_backward_passes_per_step()"))
-        self._settings = dataclasses.replace(self._settings, passes=passes)
-        if self._policy is not None:
-            self._policy.passes = passes
+        self._policy.passes = passes
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Like the optimizer's own. Raises BackwardError while gradients wait to be averaged."""
-        if self._reducer is not None and self._policy is not None:
+        if self.reducer is not None:
             self._policy.settle()
-            self._reducer.hooks.be_last()
-        if self._counts.waiting:
+            self.reducer.hooks.be_last()
+        if self._policy.waiting:
             raise BackwardError(self._still_waiting("zero_grad()"))
-        self._counts.averages = 0
         optimizer = self._users()
         type(optimizer).zero_grad(optimizer, set_to_none=set_to_none)
-        if self._policy is not None and set_to_none:
-            self._policy.is_cleared = True
+        self._policy.cleared(to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Like the optimizer's own; every rank must call it, between two steps. Blocks."""
@@ -344,7 +336,7 @@ class _Engine:
         if closure is None:
             if not self._is_skipping:
                 self.synchronize()
-            elif self._counts.waiting:
+            elif self._policy.waiting:
                 raise BackwardError(self._still_waiting("step() inside skip_synchronize()"))
             self._look_for_nonfinite()
             return None
@@ -360,27 +352,26 @@ class _Engine:
         return args, {**kwargs, "closure": averaged}
 
     def _look_for_nonfinite(self) -> None:
-        if self._reducer is not None:
-            self._reducer.nonfinite.before_step()
+        if self.reducer is not None:
+            self.reducer.nonfinite.before_step()
 
     def after_step(self, *_: object) -> None:
-        self._counts.steps += 1
-        self._counts.reductions = self._counts.averages = 0
-        if self._reducer is not None:
-            self._reducer.hooks.be_last()
+        self._policy.stepped()
+        if self.reducer is not None:
+            self.reducer.hooks.be_last()
         else:
             count_step()
 
     def _still_waiting(self, what: str) -> str:
         return (
-            f"{what} after {self._counts.waiting} of {self._settings.passes} backward passes, whose gradients are not "
+            f"{what} after {self._policy.waiting} of {self._policy.passes} backward passes, whose gradients are not "
             "averaged yet and would be lost: call synchronize() or step() on every rank first"
         )
 
     @torch.no_grad()
     def _average(self, loss: Any) -> Any:
         """The loss of a closure over the ranks, so that an optimizer that decides by it does so on all alike."""
-        if self._reducer is None or self._link is None or not isinstance(loss, Tensor | int | float):
+        if self.reducer is None or self._link is None or not isinstance(loss, Tensor | int | float):
             return loss
         total = torch.as_tensor(loss, dtype=None if isinstance(loss, Tensor) else torch.float64).detach().clone()
         with waiting_for_peers("average of the closure's losses", self._link):
