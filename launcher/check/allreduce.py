@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from launcher.check.finding import Examined
-from launcher.machine.gpus.vendors import vendor_named
 from launcher.placement.job_spec import CommandKind, JobSpec, WorkerCommand, new_run_id
 from launcher.placement.roles import Roles
 
@@ -45,9 +44,8 @@ def allreduce_spec(spec: JobSpec, examined: Sequence[Examined]) -> tuple[JobSpec
 
     Otherwise gloo, with one worker a host.
     """
-    usable = (one.known for one in examined if one.known.offered.gpus and one.known.torch_cuda)
-    with_nccl = [facts for facts in usable if vendor_named(facts.vendor).backend == "nccl"]
-    on_gpus = len(with_nccl) == len(examined) and not spec.oversubscribe
+    usable = all(one.known.offered.gpus and one.known.torch_cuda for one in examined)
+    on_gpus = usable and not spec.oversubscribe
     hosts = tuple(one.host for one in examined)
     if not on_gpus:
         spec = replace(spec, nproc=1, gpus_per_proc=None, oversubscribe=True)

@@ -1,6 +1,6 @@
 """The GPUs of this host for `dtrain check`: who uses them, what is wrong with them. No runtime is ever started.
 
-NVIDIA's by NVML, AMD's and Intel's by sysfs.
+NVIDIA's by NVML, AMD's by sysfs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from launcher.check.facts import Driver, Gpu
 from launcher.errors import UsageError
-from launcher.machine.gpus import amd, intel
+from launcher.machine.gpus import amd
 from launcher.machine.gpus.card import Card
 from launcher.machine.gpus.vendors import VENDORS, by_torch
 from launcher.machine.system_files import SYSFS, read_text
@@ -31,7 +31,7 @@ def find_cards() -> Driver:
     Blocks while it does: seconds where NVIDIA's persistence mode is off.
     """
     for vendor in by_torch([vendor for vendor in VENDORS if vendor.is_present()]):
-        found = {"NVIDIA": _by_nvml, "AMD": _by_amdgpu, "Intel": _by_drm}[vendor.name]()
+        found = {"NVIDIA": _by_nvml, "AMD": _by_amdgpu}[vendor.name]()
         if found.gpus:
             return found
     return Driver()
@@ -69,12 +69,6 @@ def _uncorrected(folder: Path) -> int | None:
     """Return how many errors of the card's memory and other parts could not be corrected (`ue: 0`)."""
     counts = [re.match(r"ue: (\d+)", read_text(file)) for file in sorted(folder.glob("*_err_count"))]
     return sum(int(found[1]) for found in counts if found) if any(counts) else None
-
-
-def _by_drm() -> Driver:
-    """Return Intel's cards. Their tiles are told apart by no file of the kernel's, and no use of them is shown."""
-    gpus = [Gpu(index=card.index, name=card.model) for card in intel.in_order((), intel.list_cards(os.environ))]
-    return Driver("Intel", _driver_version("xe") or _driver_version("i915"), gpus=tuple(gpus))
 
 
 def _driver_version(module: str) -> str | None:

@@ -130,10 +130,10 @@ def interfaces() -> list[Interface]:
 def find_packages() -> Packages:
     """Return the versions by torch's own file and the metadata of packages."""
     folder, text = folder_of("torch"), torch_file()
-    cuda, rocm, xpu = (assigned(text, name) for name in ("cuda", "hip", "xpu"))
+    cuda, rocm = (assigned(text, name) for name in ("cuda", "hip"))
     return Packages(
         torch=assigned(text, "__version__") or version_of("torch") if folder else None,
-        torch_cuda=cuda or (f"ROCm {rocm}" if rocm else f"XPU {xpu}" if xpu else None),
+        torch_cuda=cuda or (f"ROCm {rocm}" if rocm else None),
         nccl=_nccl(folder) if folder and cuda else None,
         numpy=version_of("numpy"),
     )

@@ -33,7 +33,7 @@ class Gpu:
 class Driver:
     """The driver's version and the newest CUDA that it can run; None where there is no driver, or it has no such.
 
-    `vendor` is whose driver: NVIDIA, AMD or Intel.
+    `vendor` is whose driver: NVIDIA or AMD.
     """
 
     vendor: str = "NVIDIA"
@@ -44,7 +44,7 @@ class Driver:
 
 @dataclass(frozen=True)
 class Packages:
-    """Versions; None for what is not there. `torch_cuda`: the CUDA (or `ROCm x`, `XPU x`) that torch was built for."""
+    """Versions; None for what is not there. `torch_cuda`: the CUDA (or `ROCm x`) that torch was built for."""
 
     torch: str | None = None
     torch_cuda: str | None = None

@@ -161,8 +161,7 @@ def _build(spec: JobSpec, one: Examined) -> Iterator[Finding]:
     if (_platform(built) if built else "") != platform:
         what = f"for {_platform(built)}" if built else f"without {platform}"
         message = f"it has GPUs of {facts.vendor}, but torch {torch} is built {what}; a run would not use them"
-        index = {"CUDA": "", "XPU": " --index-url https://download.pytorch.org/whl/xpu"}.get(platform)
-        fix = "amd-smi version" if index is None else f"{install} torch=={torch.partition('+')[0]}{index}"
+        fix = "amd-smi version" if platform == "ROCm" else f"{install} torch=={torch.partition('+')[0]}"
         severity = _WARNING if platform == "CUDA" else _NOTE  # others may only be the processor's own
         yield one.finding(severity, f"torch-without-{platform.lower()}", message, fix)
     elif driver and built and _major(built) > _major(driver):
@@ -176,8 +175,7 @@ def _build(spec: JobSpec, one: Examined) -> Iterator[Finding]:
 
 def _platform(torch_cuda: str) -> str:
     """Return what torch was built for: of CUDA there is the version alone."""
-    word = torch_cuda.partition(" ")[0]
-    return word if word in ("ROCm", "XPU") else "CUDA"
+    return "ROCm" if torch_cuda.startswith("ROCm ") else "CUDA"
 
 
 def _major(version: str) -> int:

@@ -393,14 +393,15 @@ def rerun(context: click.Context, any_commit: bool, run_id: str, options: tuple[
 
 @cli.command(short_help="Show what a bug report needs to say, without secrets.")
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
-def env(as_json: bool) -> None:
+@click.option("--torch", "with_torch", is_flag=True, help="Add what torch.utils.collect_env prints.")
+def env(as_json: bool, with_torch: bool) -> None:
     """Show versions, hardware, limits and settings of this machine, as a bug report needs them.
 
     Of variables that may be secret only the names are shown; user and host names are left out.
     """
-    from launcher.cli.env.report import run_env
+    from launcher.cli.env import run_env
 
-    sys.exit(run_env(cli.read_config_file().values, as_json=as_json))
+    sys.exit(run_env(cli.read_config_file().values, as_json=as_json, with_torch=with_torch))
 
 
 @cli.command(short_help="Print what makes a shell complete dtrain's words.")

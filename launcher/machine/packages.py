@@ -112,9 +112,9 @@ def torch_file() -> str:
 
 
 def torch_build() -> str | None:
-    """Return for which devices torch was built: `cuda`, `hip` or `xpu`; None for the CPU alone, or without torch."""
+    """Return for which devices torch was built: `cuda` or `hip`; None for neither, or without torch."""
     text = torch_file()
-    return next((name for name in ("cuda", "hip", "xpu") if assigned(text, name)), None)
+    return next((name for name in ("cuda", "hip") if assigned(text, name)), None)
 
 
 def assigned(text: str, name: str) -> str | None:

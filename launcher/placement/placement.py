@@ -287,8 +287,8 @@ def _misfit(
 
 
 def is_part(gpu: str) -> bool:
-    """Say whether an id names a MIG slice, or a tile of an Intel card that is shown as one device."""
-    return gpu.startswith("MIG-") or "." in gpu
+    """Say whether an id names a MIG slice."""
+    return gpu.startswith("MIG-")
 
 
 def _uses_gpus(offer: HostOffer, count: int, nproc: int | str | None, gpus_per_proc: int | None) -> bool:

@@ -6,8 +6,7 @@
  *   FAKE_LOST=I,J      these cards fell off the bus
  *   FAKE_MIG=I:S,...   card I is cut into S slices, in every other place of seven;
  *                      slice S of it is MIG-000000HH-000S-4000-8000-000000000000, GPU instance S + 1
- *   FAKE_T4=I,J        these are NVIDIA T4, the others NVIDIA H200
- *   FAKE_NVLINK=I,J    NVLink connects these with each other; card I is at the PCI address 0000:HH:00.0, HH: I + 1
+ *   FAKE_T4=I,J        these are NVIDIA T4, the others NVIDIA H200; card I is at the PCI address 0000:HH:00.0, HH: I + 1
  *   FAKE_FAILS=init    there is no driver behind the library; `count`: the driver cannot count its cards
  */
 #include <stdio.h>
@@ -123,10 +122,5 @@ struct pci {
 int nvmlDeviceGetPciInfo_v3(struct device *device, struct pci *found) {
   memset(found, 0, sizeof *found);
   snprintf(found->bus_id, sizeof found->bus_id, "00000000:%02X:00.0", device->card + 1);
-  return OK;
-}
-
-int nvmlDeviceGetP2PStatus(struct device *one, struct device *other, int what, int *status) {
-  *status = what == 2 && listed("FAKE_NVLINK", one->card) && listed("FAKE_NVLINK", other->card) ? OK : 5;
   return OK;
 }

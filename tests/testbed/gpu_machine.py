@@ -1,6 +1,6 @@
-"""A machine with AMD's or Intel's GPUs as far as the kernel shows them: its own /sys and /dev, in a mount namespace.
+"""A machine with AMD's GPUs as far as the kernel shows them: its own /sys and /dev, in a mount namespace.
 
-The files are those of Linux 6.x: KFD's topology, DRM's render devices, RDMA devices. NVIDIA's are faked by fake_nvml.c.
+The files are those of Linux 6.x: KFD's topology, DRM's render devices. NVIDIA's are faked by fake_nvml.c.
 """
 
 import os
@@ -43,9 +43,9 @@ class GpuMachine:
         file.write_text(f"{text}\n")
         return file
 
-    def add_pci(self, bus_id: str, *, below: str = "", numa_node: int = 0, **files: object) -> Path:
-        """Add a PCI device, below this root and port (default: its own); `__` in a file's name stands for `/`."""
-        place = f"devices/{below or f'pci{bus_id[:7]}'}/{bus_id}"
+    def add_pci(self, bus_id: str, *, numa_node: int = 0, **files: object) -> Path:
+        """Add a PCI device; `__` in a file's name stands for `/`."""
+        place = f"devices/pci{bus_id[:7]}/{bus_id}"
         for name, text in {"numa_node": numa_node, **files}.items():
             self.write(f"{place}/{name.replace('__', '/')}", text)
         link = self.sys / "bus/pci/devices" / bus_id
@@ -83,40 +83,13 @@ class GpuMachine:
             self.add_pci(bus_id, vendor="0x1002", **files)
         self._add_render()
 
-    def add_intel(self, bus_id: str, *, tiles: int = 1, driver: str = "xe", **files: Any) -> None:
-        """Add a card with so many tiles, which each driver shows in its own way; `files` are as for `add_pci`."""
-        place = self.add_pci(bus_id, vendor="0x8086", device="0x0bda", **files)
-        card = self._minor - 128
-        for tile in range(tiles):
-            folder = f"tile{tile}" if driver == "xe" else f"drm/card{card}/gt/gt{tile}"
-            (place / folder).mkdir(parents=True)
-        link = self.sys / f"class/drm/renderD{self._minor}/device"
-        link.parent.mkdir(parents=True)
-        link.symlink_to(os.path.relpath(place, link.parent))
-        self._add_render()
-
-    def connect_amd(self, one: int, other: int, *, xgmi: bool) -> None:
-        """Add the link from one node of KFD's topology to another."""
-        kind = 11 if xgmi else 2
-        text = f"type {kind}\nnode_from {one}\nnode_to {other}\nweight 15"
-        self.write(f"class/kfd/kfd/topology/nodes/{one}/io_links/{other}/properties", text)
-
-    def add_rdma(self, name: str, *, state: str = "4: ACTIVE", layer: str = "InfiniBand") -> None:
-        """Add a device with one port."""
-        files = {
-            "fw_ver": "28.39.1002", "ports/1/state": state, "ports/1/phys_state": "5: LinkUp",
-            "ports/1/rate": "400 Gb/sec (4X NDR)", "ports/1/link_layer": layer, "device/numa_node": 1,
-        }  # fmt: skip
-        for file, text in files.items():
-            self.write(f"class/infiniband/{name}/{file}", text)
-
     def built_for(self, name: str | None) -> Path:
-        """Make a package `torch` that says that it was built for `cuda`, `hip`, `xpu` or None; return its folder."""
+        """Make a package `torch` that says that it was built for `cuda`, `hip` or None; return its folder."""
         folder = self._folder / "site"
         (folder / "torch").mkdir(parents=True, exist_ok=True)
         (folder / "torch/__init__.py").write_text("raise ImportError('a stand-in')\n")
         lines = ["__version__ = '2.13.0'", *(f"{each}: Optional[str] = {'6.4' if each == name else None!r}"
-                                            for each in ("cuda", "hip", "xpu"))]  # fmt: skip
+                                            for each in ("cuda", "hip"))]  # fmt: skip
         (folder / "torch/version.py").write_text("\n".join(lines) + "\n")
         return folder
 

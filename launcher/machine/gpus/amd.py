@@ -14,10 +14,7 @@ from launcher.frozen import replace
 from launcher.machine.gpus.card import DEV, Card, select
 from launcher.machine.system_files import SYSFS, read_text
 
-__all__ = ["TOPOLOGY", "is_present", "linked", "list_cards", "numbered", "read_properties"]
-
 TOPOLOGY = "class/kfd/kfd/topology/nodes"
-XGMI = 11  # a type of link; 2 is PCIe
 
 
 def is_present(dev: Path = DEV) -> bool:
@@ -48,21 +45,7 @@ def numbered(_: Sequence[str], cards: Sequence[Card], *, again: bool = False) ->
     return [replace(card, name=str(card.index)) for card in cards]
 
 
-def linked(cards: Sequence[Card], sysfs: Path = SYSFS) -> list[tuple[int, int]]:
-    """Return the pairs of cards, by number, that XGMI (Infinity Fabric) connects."""
-    nodes = {read_text(folder / "gpu_id"): folder for folder in (sysfs / TOPOLOGY).glob("[0-9]*")}
-    by_node = {nodes[card.node].name: card.index for card in cards if card.node in nodes}
-    found = []
-    for card in cards:
-        for file in nodes[card.node].glob("io_links/*/properties") if card.node in nodes else ():
-            link = read_properties(file)
-            other = by_node.get(str(link.get("node_to")))
-            if link.get("type") == XGMI and other is not None:
-                found.append((card.index, other))
-    return found
-
-
-def read_properties(file: Path) -> dict[str, int]:
+def _read_properties(file: Path) -> dict[str, int]:
     """Read lines of a name and a number."""
     pairs = [line.split() for line in read_text(file).splitlines()]
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
@@ -76,7 +59,7 @@ def _card(index: int, node: Path, dev: Path) -> Card | None:
     gpu_id = read_text(node / "gpu_id")
     if not gpu_id.isdigit() or int(gpu_id) == 0:  # hidden, or a processor
         return None
-    known = read_properties(node / "properties")
+    known = _read_properties(node / "properties")
     if not os.access(dev / "dri" / f"renderD{known.get('drm_render_minor', 0)}", os.R_OK | os.W_OK):
         return None
     place = known.get("location_id", 0)  # bus, device, function; in the highest bits the partition
@@ -86,6 +69,6 @@ def _card(index: int, node: Path, dev: Path) -> Card | None:
 
 
 def _model(card: Card, node: Path, sysfs: Path) -> str:
-    version = read_properties(node / "properties").get("gfx_target_version", 0)  # 90402 is gfx942
+    version = _read_properties(node / "properties").get("gfx_target_version", 0)  # 90402 is gfx942
     gfx = f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}" if version else ""
     return read_text(sysfs / "bus/pci/devices" / card.bus_id / "product_name") or f"AMD {gfx}".strip()

@@ -1,6 +1,6 @@
 """A GPU as its vendor's module lists it, and what a list of GPUs in the environment means.
 
-Used by nvidia.py, amd.py, intel.py and visible.py. Starts nothing and asks no driver.
+Used by nvidia.py, amd.py and visible.py. Starts nothing and asks no driver.
 """
 
 from __future__ import annotations

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Collection, Mapping, Sequence
-from itertools import combinations
 
 from launcher.frozen import replace
 from launcher.machine.gpus.card import Card
 
-__all__ = ["as_written", "linked", "list_cards", "numbers_are_certain", "usage"]
+__all__ = ["as_written", "list_cards", "numbers_are_certain", "usage"]
 
 
 def list_cards(_: Mapping[str, str]) -> list[Card] | None:
@@ -46,26 +45,6 @@ def numbers_are_certain(chosen: Sequence[Card], cards: Sequence[Card], env: Mapp
     if env.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or not any(card.name.isdigit() for card in chosen):
         return True
     return len({card.model for card in cards}) <= 1
-
-
-def linked(cards: Sequence[Card]) -> list[tuple[int, int]]:
-    """Return the pairs of cards, by number, that NVLink connects, directly or through switches."""
-    import pynvml
-
-    found = []
-    try:
-        pynvml.nvmlInit()
-        handles = {card.index: pynvml.nvmlDeviceGetHandleByIndex(card.index) for card in cards}
-        for one, other in combinations(handles, 2):
-            status = pynvml.nvmlDeviceGetP2PStatus(handles[one], handles[other], pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
-            if status == pynvml.NVML_P2P_STATUS_OK:
-                found.append((one, other))
-    except (pynvml.NVMLError, AttributeError):  # a driver that does not tell
-        return []
-    finally:
-        with contextlib.suppress(pynvml.NVMLError):
-            pynvml.nvmlShutdown()
-    return found
 
 
 def usage(names: Collection[str]) -> dict[str, list[int]]:

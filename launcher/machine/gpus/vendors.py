@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from launcher.frozen import dataclass
-from launcher.machine.gpus import amd, intel, nvidia
+from launcher.machine.gpus import amd, nvidia
 from launcher.machine.gpus.card import Card
 from launcher.machine.packages import torch_build
 
@@ -29,27 +29,22 @@ class Commands:
 class Vendor:
     """A kind of GPU: how it is found, and how a process is told which of them to use.
 
-    Torch is built for a `platform`, which its version.py calls `built`; `backend` is torch.distributed's. Its runtime
-    reads the first of `variables` that is set; before that, some leave GPUs out by `filter`. `nothing` hides all GPUs,
-    as an empty list does where `empty_hides`. `pick` says which cards a list stands for, and by which names;
-    `is_certain` whether of these (of all) each number means the card that it has here. `linked` returns the pairs of
-    whole cards, by number, that a `link` of their own connects.
+    Torch is built for a `platform`, which its version.py calls `built`. Its runtime reads the first of `variables` that
+    is set; before that, some leave GPUs out by `filter`. `nothing` hides all GPUs from a process. `pick` says which
+    cards a list stands for, and by which names; `is_certain` whether of these (of all) each number means the card that
+    it has here.
     """
 
     name: str
     platform: str
     built: str
-    backend: str
     variables: tuple[str, ...]
     is_present: Callable[[], bool]
     list_cards: Callable[[Mapping[str, str]], list[Card] | None]
     pick: Callable[[Sequence[str], Sequence[Card]], list[Card]]
-    linked: Callable[[Sequence[Card]], list[tuple[int, int]]]
-    link: str
     commands: Commands
     filter: str = ""
     nothing: str = ""
-    empty_hides: bool = True
     is_certain: Callable[[Sequence[Card], Sequence[Card], Mapping[str, str]], bool] = lambda *_: True
 
     @property
@@ -59,7 +54,7 @@ class Vendor:
 
     def inherited(self, env: Mapping[str, str]) -> tuple[str, str] | None:
         """Return the list that counts in this environment, with the name of its variable; None where there is none."""
-        lists = [(name, env[name]) for name in self.variables if name in env and (self.empty_hides or env[name])]
+        lists = [(name, env[name]) for name in self.variables if name in env]
         # SLURM may set the filter and another variable to the same list, though that would count in what is left.
         lists = [(name, value) for name, value in lists if name == self.variables[0] or value != env.get(self.filter)]
         return lists[0] if lists else None
@@ -70,13 +65,10 @@ VENDORS = (
         name="NVIDIA",
         platform="CUDA",
         built="cuda",
-        backend="nccl",
         variables=("CUDA_VISIBLE_DEVICES",),
         is_present=lambda: True,  # its own answer is as quick
         list_cards=nvidia.list_cards,
         pick=nvidia.as_written,
-        linked=nvidia.linked,
-        link="NVLink",
         commands=Commands(
             "nvidia-smi -L",
             "nvidia-smi -i {index}",
@@ -89,31 +81,13 @@ VENDORS = (
         name="AMD",
         platform="ROCm",
         built="hip",
-        backend="nccl",  # RCCL under NCCL's name
         variables=("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
         is_present=amd.is_present,
         list_cards=amd.list_cards,
         pick=amd.numbered,
-        linked=amd.linked,
-        link="XGMI",
         commands=Commands("amd-smi list -e", "rocm-smi --showpids", "amd-smi bad-pages", "sudo dmesg | grep -i amdgpu"),
         filter="ROCR_VISIBLE_DEVICES",
         nothing="-1",  # HIP takes an empty list for none
-    ),
-    Vendor(
-        name="Intel",
-        platform="XPU",
-        built="xpu",
-        backend="xccl",
-        variables=("ZE_AFFINITY_MASK",),
-        is_present=intel.is_present,
-        list_cards=intel.list_cards,
-        pick=intel.in_order,
-        linked=lambda _: [],  # no file of the kernel tells
-        link="Xe Link",
-        commands=Commands("xpu-smi discovery", "xpu-smi ps", "xpu-smi health -l", "sudo dmesg | grep -iE 'i915|xe'"),
-        nothing="127",  # a number that no device has; torch counts to 127
-        empty_hides=False,
     ),
 )
 

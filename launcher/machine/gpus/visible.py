@@ -1,7 +1,7 @@
 """Which GPUs this host has to hand out.
 
 Called by the agent on its own host. A list of GPUs that is inherited (CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES,
-ROCR_VISIBLE_DEVICES, ZE_AFFINITY_MASK) restricts them.
+ROCR_VISIBLE_DEVICES) restricts them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Gpus", "find_gpus"]
 
 @dataclass(frozen=True)
 class Gpus:
-    """GPU ids in the order in which workers get them: integers, `GPU-<uuid>`, `MIG-<uuid>`, `0.1`.
+    """GPU ids in the order in which workers get them: integers, `GPU-<uuid>`, `MIG-<uuid>`.
 
     `verified` is False where only the environment names them and no driver answered; then there are no `bus_ids`.
     `numbers_are_certain` is False where a number may mean another card than the one at that place in `bus_ids`.

@@ -388,7 +388,7 @@ def test_a_torch_that_cannot_use_the_gpus_of_its_host_is_named() -> None:
     assert _said(_examined("a", **some, driver_cuda="12.8")) == {}
     assert "driver-too-old" in _said(_examined("a", **some, driver_cuda="11.8"))
     assert _said(_examined("a", **some, torch_cuda=None))["torch-without-cuda"].severity is Severity.WARNING
-    other = _said(_examined("a", **some, vendor="Intel"))["torch-without-xpu"]
+    other = _said(_examined("a", **some, vendor="AMD"))["torch-without-rocm"]
     assert (other.severity, "is built for CUDA" in other.message) == (Severity.NOTE, True)
     assert _said(_examined("a", **some, vendor="AMD", torch_cuda="ROCm 6.4")) == {}
     slices = replace(OFFERED, gpus=["MIG-1", "MIG-2"], gpus_verified=True)
@@ -397,7 +397,7 @@ def test_a_torch_that_cannot_use_the_gpus_of_its_host_is_named() -> None:
 
 def test_the_all_reduce_uses_nccl_only_where_it_is_for_the_gpus() -> None:
     offered = replace(OFFERED, gpus=["0"], gpus_verified=True)
-    for vendor, built, backend in (("NVIDIA", "12.6", "nccl"), ("AMD", "ROCm 6.4", "nccl"), ("Intel", "XPU 2", "gloo"),
+    for vendor, built, backend in (("NVIDIA", "12.6", "nccl"), ("AMD", "ROCm 6.4", "nccl"),
                                    ("NVIDIA", None, "gloo")):  # fmt: skip
         examined = _examined("a", offered=offered, vendor=vendor, torch_cuda=built)
         assert allreduce_spec(_spec("a"), [examined])[1] == backend

@@ -11,7 +11,7 @@ import pytest
 from testbed.processes import run_dtrain
 
 from launcher import __version__
-from launcher.cli.env import report
+from launcher.cli.env import scrub
 
 CANARY = "canary-7f3a91"
 SECRETS = {
@@ -61,7 +61,7 @@ def test_it_has_versions_and_settings_but_no_secret(folder: Path) -> None:
     assert CANARY not in everything
     assert "198.51.100.7" not in everything
     assert str(Path.home()) + "/" not in everything
-    assert found["format"] == 1
+    assert found["format"] == 2
     assert found["versions"]["dtrain"].startswith(f"{__version__} (")
     assert found["versions"]["Python"].startswith("{}.{}.{}".format(*sys.version_info[:3]))
     assert re.match(r"2\.\d+", found["versions"]["torch"])
@@ -81,11 +81,11 @@ def test_it_has_versions_and_settings_but_no_secret(folder: Path) -> None:
 
 
 def test_names_and_addresses_are_replaced_as_words_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "_user", lambda: "ann")
+    monkeypatch.setattr("launcher.cli.env._user", lambda: "ann")
     monkeypatch.setattr(socket, "gethostname", lambda: "box7.lab.example")
     monkeypatch.setenv("HOME", "/data/people/ann")
     monkeypatch.setenv("LOGNAME", "ann")
-    cleaned = report.scrub(
+    cleaned = scrub(
         {
             "ann": ["/data/people/ann/x", "annotated by ann", "box7 and box7.lab.example", "box70"],
             "more": {"at": "10.1.2.3:29500", "version": "535.104.05", "n": 3, "other": "/home/bob/x:/Users/eve"},

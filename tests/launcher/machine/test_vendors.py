@@ -1,4 +1,4 @@
-"""AMD's and Intel's GPUs: what is found on a machine that has them, by the kernel's files, and who gets which."""
+"""AMD's GPUs: what is found on a machine that has them, by the kernel's files, and who gets which."""
 
 import json
 import sys
@@ -10,14 +10,13 @@ from testbed.gpu_machine import GpuMachine
 from testbed.processes import Result, run_program
 
 from launcher.errors import UsageError
-from launcher.machine.gpus import amd, intel
-from launcher.machine.gpus.card import Card
+from launcher.machine.gpus import amd
 from launcher.machine.processors import cores
 
 pytestmark = pytest.mark.ordinary_user
 
-LISTS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK",
-         "ZE_FLAT_DEVICE_HIERARCHY", "SLURM_GPUS_ON_NODE", "OMP_NUM_THREADS")  # fmt: skip
+LISTS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "SLURM_GPUS_ON_NODE",
+         "OMP_NUM_THREADS")  # fmt: skip
 UNSET: dict[str, str | None] = dict.fromkeys(LISTS)
 
 FIND = """
@@ -33,7 +32,7 @@ for env in json.loads(sys.argv[1]):
 """
 SHOW = """
 import os
-names = ("RANK", "LOCAL_RANK", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+names = ("RANK", "LOCAL_RANK", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 print(*(os.environ.get(name, "unset") for name in names), flush=True)
 """
 SHOW_CORES = """
@@ -69,10 +68,6 @@ def _ids(machine: GpuMachine, *envs: Mapping[str, str], built: str | None) -> li
     """Return what is found, each as `VARIABLE ids`, or the error."""
     found = _find(machine, *envs, built=built)
     return [" ".join([one["variable"], *one["ids"]]) if isinstance(one, dict) else one for one in found]
-
-
-def _names(cards: list[Card]) -> list[str]:
-    return [card.name for card in cards]
 
 
 # ---- AMD -----------------------------------------------------------------------------------------------------
@@ -154,56 +149,21 @@ def test_a_list_of_which_rocm_would_drop_a_part_is_an_error(mi300: GpuMachine) -
     assert "names GPU 1 twice" in str(second)
 
 
-# ---- Intel ---------------------------------------------------------------------------------------------------
-
-
-def test_intel_s_gpus_are_numbered_by_address_and_tile(machine: GpuMachine) -> None:
-    machine.add_intel("0000:3a:00.0", tiles=2, driver="i915", numa_node=1)
-    machine.add_intel("0000:18:00.0", tiles=2)
-    found = intel.list_cards({}, machine.sys, machine.dev)
-    assert [(card.name, card.bus_id) for card in found] == [
-        ("0", "0000:18:00.0"), ("1", "0000:18:00.0"), ("2", "0000:3a:00.0"), ("3", "0000:3a:00.0"),
-    ]  # fmt: skip
-    whole = {"ZE_FLAT_DEVICE_HIERARCHY": "COMPOSITE"}
-    assert _names(intel.list_cards(whole, machine.sys, machine.dev)) == ["0", "1"]
-    some = {**whole, "ZE_AFFINITY_MASK": "1.0,1.1,0"}
-    assert _names(intel.list_cards(some, machine.sys, machine.dev)) == ["0", "1.0", "1.1"]
-
-
-def test_a_mask_of_intel_s_is_a_set_and_an_empty_one_hides_nothing(machine: GpuMachine) -> None:
-    for bus in ("18", "3a", "5c"):
-        machine.add_intel(f"0000:{bus}:00.0")
-    masks = {"2,0": "0 2", "": "0 1 2", "1": "1", "0.0": "names GPU 0.0, but this host has: 0, 1, 2"}
-    found = _ids(machine, *({"ZE_AFFINITY_MASK": mask} for mask in masks), built="xpu")
-    for expected, said in zip(masks.values(), found, strict=True):
-        assert str(said).endswith(expected)
-
-
-def test_the_gpu_of_a_processor_counts_only_where_it_is_alone(machine: GpuMachine) -> None:
-    machine.add_intel("0000:00:02.0", tiles=2, driver="i915")
-    assert _ids(machine, {}, built="xpu") == ["ZE_AFFINITY_MASK 0"]
-    machine.add_intel("0000:18:00.0")
-    assert _ids(machine, {}, {"ZE_AFFINITY_MASK": "0"}, built="xpu") == ["ZE_AFFINITY_MASK 1", "ZE_AFFINITY_MASK 0"]
-
-
 # ---- which vendor --------------------------------------------------------------------------------------------
 
 
 def test_torch_decides_whose_gpus_are_handed_out(mi300: GpuMachine) -> None:
-    mi300.add_intel("0000:18:00.0")
-    for built, found in (("hip", "HIP_VISIBLE_DEVICES 0 1 2 3"), ("xpu", "ZE_AFFINITY_MASK 0"),
+    for built, found in (("hip", "HIP_VISIBLE_DEVICES 0 1 2 3"),
                          (None, "CUDA_VISIBLE_DEVICES"), ("cuda", "CUDA_VISIBLE_DEVICES")):  # fmt: skip
         assert _ids(mi300, {}, built=built) == [found]
 
 
 def test_lists_without_a_driver_are_believed(machine: GpuMachine) -> None:
-    slurm = {"CUDA_VISIBLE_DEVICES": "2,3", "ROCR_VISIBLE_DEVICES": "2,3", "ZE_AFFINITY_MASK": "2,3"}
+    slurm = {"CUDA_VISIBLE_DEVICES": "2,3", "ROCR_VISIBLE_DEVICES": "2,3"}
     for built, found in ((None, "CUDA_VISIBLE_DEVICES 2 3"), ("cuda", "CUDA_VISIBLE_DEVICES 2 3"),
-                         ("hip", "HIP_VISIBLE_DEVICES 0 1"), ("xpu", "ZE_AFFINITY_MASK 2 3")):  # fmt: skip
+                         ("hip", "HIP_VISIBLE_DEVICES 0 1")):  # fmt: skip
         assert _ids(machine, slurm, built=built) == [found]
-    assert _ids(machine, {"ZE_AFFINITY_MASK": "1"}, {"ROCR_VISIBLE_DEVICES": "4,5"}, built=None) == [
-        "ZE_AFFINITY_MASK 1", "HIP_VISIBLE_DEVICES 0 1",
-    ]  # fmt: skip
+    assert _ids(machine, {"ROCR_VISIBLE_DEVICES": "4,5"}, built=None) == ["HIP_VISIBLE_DEVICES 0 1"]
 
 
 # ---- what the commands do with them --------------------------------------------------------------------------
@@ -224,23 +184,11 @@ def _seen(result: Result) -> dict[int, list[str]]:
 
 def test_workers_see_amd_s_gpus_through_hip_s_list(mi300: GpuMachine) -> None:
     everything = _seen(_dtrain(mi300, "hip", "run"))
-    assert everything == {rank: [str(rank), "0,1,2,3", "unset", "unset"] for rank in range(4)}
+    assert everything == {rank: [str(rank), "0,1,2,3", "unset"] for rank in range(4)}
     pairs = _seen(_dtrain(mi300, "hip", "run", "--gpus-per-proc", "2", ROCR_VISIBLE_DEVICES="3,2,1,0"))
-    assert pairs == {0: ["0", "0,1", "3,2,1,0", "unset"], 1: ["1", "2,3", "3,2,1,0", "unset"]}
+    assert pairs == {0: ["0", "0,1", "3,2,1,0"], 1: ["1", "2,3", "3,2,1,0"]}
     none = _seen(_dtrain(mi300, "hip", "run", "--nproc-per-node", "cpu", CUDA_VISIBLE_DEVICES="0"))
-    assert {tuple(rest[1:]) for rest in none.values()} == {("-1", "unset", "unset")}
-
-
-def test_workers_see_intel_s_gpus_through_level_zero_s_mask(machine: GpuMachine) -> None:
-    for bus in ("18", "3a"):
-        machine.add_intel(f"0000:{bus}:00.0", tiles=2)
-    assert _seen(_dtrain(machine, "xpu", "run")) == {
-        rank: [str(rank), "unset", "unset", "0,1,2,3"] for rank in range(4)
-    }
-    none = _seen(_dtrain(machine, "xpu", "run", "--nproc-per-node", "cpu"))
-    assert {rest[3] for rest in none.values()} == {"127"}
-    own = _seen(_dtrain(machine, "xpu", "run", ZE_FLAT_DEVICE_HIERARCHY="COMPOSITE", ZE_AFFINITY_MASK="1.0,0.1"))
-    assert own == {0: ["0", "unset", "unset", "0.1"], 1: ["0", "unset", "unset", "1.0"]}
+    assert {tuple(rest[1:]) for rest in none.values()} == {("-1", "unset")}
 
 
 def test_workers_are_bound_near_the_gpu_that_they_get(mi300: GpuMachine) -> None:

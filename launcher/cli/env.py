@@ -1,5 +1,6 @@
 """`dtrain env`: what a bug report needs to say of this machine, and nothing that must not be published.
 
+With --torch also what `python -m torch.utils.collect_env` prints, which takes seconds.
 Values of environment variables and settings are shown only where their names are known to be harmless; of the others
 only the names. In all texts the home folder becomes `~`, and user, host and addresses are replaced.
 """
@@ -17,7 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,28 +34,28 @@ from launcher.check.examiner_host import (
     memory,
     system_name,
 )
-from launcher.check.facts import Driver, Interface, Packages
-from launcher.cli.env.cluster import gpu_topology, ptrace, rdma_devices, slurm_job
-from launcher.cli.env.torch_question import TorchQuestion
+from launcher.check.facts import Driver, Interface
 from launcher.errors import UsageError
+from launcher.hosts.slurm_allocation import find_allocation
 from launcher.machine import processors
 from launcher.machine.gpus.vendors import vendor_named
 from launcher.machine.gpus.visible import find_gpus
-from launcher.machine.packages import torch_build, version_of
-from launcher.output.text import size
+from launcher.machine.packages import how_tested, torch_build, version_of
+from launcher.machine.system_files import read_text
+from launcher.output.text import count, size
 
-__all__ = ["run_env", "scrub"]
-
-FORMAT = 1
+FORMAT = 2
 ASK_S = 5.0
+TORCH_S = 120.0  # it imports torch, which takes long from a slow network folder
+PTRACE_BIT = 19  # of a process's capabilities
 WITHHELD = "(set)"
 _PACKAGES = ("click", "cryptography", "nvidia-ml-py", "paramiko", "psutil", "pyzmq", "rich", "accelerate",
              "lightning", "transformers", "deepspeed", "tensorflow")  # fmt: skip
 _PROGRAMS = {"OpenSSH": ("ssh", "-V"), "SLURM": ("srun", "--version"), "Open MPI": ("mpirun", "--version"),
-             "ROCm": ("amd-smi", "version"), "XPU Manager": ("xpu-smi", "--version")}  # fmt: skip
+             "ROCm": ("amd-smi", "version")}  # fmt: skip
 
 _RELEVANT = re.compile(
-    r"(?:NCCL|GLOO|TORCH\w*|PYTORCH|CUDA|HIP|ROCR|ZE|CCL|OMP|MKL|KMP|PYTHON\w*|SLURM|DTRAIN|HF|WANDB|MASTER|TORCHELASTIC|OMPI"
+    r"(?:NCCL|GLOO|TORCH\w*|PYTORCH|CUDA|HIP|ROCR|OMP|MKL|KMP|PYTHON\w*|SLURM|DTRAIN|HF|WANDB|MASTER|TORCHELASTIC|OMPI"
     r"|PMIX?|UCX|FI|CONDA|APPTAINER|SINGULARITY|KUBERNETES)_\w+|PYTHON[A-Z]+|RANK|WORLD_SIZE|LOCAL_RANK|LD_LIBRARY_PATH"
     r"|LD_PRELOAD|VIRTUAL_ENV|LANG|LC_ALL|TMPDIR|SSH_AUTH_SOCK"
 )
@@ -64,7 +65,6 @@ _HARMLESS_OPTIONS = re.compile(
 )
 _HARMLESS = re.compile(
     r"(?:NCCL|GLOO)_(?!.*(?:KEY|TOKEN|SECRET|PASS|COMM_ID|HOST)).*|(?:CUDA|HIP|ROCR)_VISIBLE_DEVICES|CUDA_DEVICE_ORDER"
-    r"|ZE_AFFINITY_MASK|ZE_FLAT_DEVICE_HIERARCHY"
     r"|CUDA_LAUNCH_BLOCKING|(?:OMP|MKL)_NUM_THREADS|OMP_PROC_BIND|KMP_AFFINITY|TORCH_NCCL_\w+|TORCH_DISTRIBUTED_DEBUG"
     r"|TORCH_CPP_LOG_LEVEL|PYTORCH_CUDA_ALLOC_CONF|PYTHON(?:UNBUFFERED|HASHSEED|FAULTHANDLER|DONTWRITEBYTECODE|SAFEPATH)"
     r"|SLURM_(?:NNODES|JOB_NUM_NODES|NTASKS|NPROCS|NODEID|PROCID|LOCALID|CPUS_ON_NODE|CPUS_PER_TASK|TASKS_PER_NODE"
@@ -74,26 +74,26 @@ _HARMLESS = re.compile(
 _VALUE = re.compile(r"[A-Za-z0-9_.,:;+=^@*()/ -]{0,120}")
 
 
-def run_env(settings: Mapping[str, Any], *, as_json: bool) -> int:
+def run_env(settings: Mapping[str, Any], *, as_json: bool, with_torch: bool = False) -> int:
     """Print the report; `settings` are those in force. Blocks for a few programs that are asked for their versions."""
-    found = _collect(settings)
+    found = scrub({**_report(settings), **({"torch": {"collect_env": _collect_env()}} if with_torch else {})})
     sys.stdout.write(json.dumps(found, indent=2) + "\n" if as_json else _as_text(found))
     sys.stdout.flush()
     return 0
 
 
-def _collect(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the report as data; `format` 1, to which fields may be added."""
+def _collect_env() -> list[str]:
+    """Return the lines of torch's own report, or why there is none."""
+    argv = [sys.executable, "-m", "torch.utils.collect_env"]
+    try:
+        return _output(argv, TORCH_S, cwd="/").splitlines()  # the current folder may have another torch
+    except OSError as error:
+        return [str(error)]
+
+
+def _report(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the report as data; fields may be added under the same `format`."""
     packages = find_packages()
-    with TorchQuestion(packages.torch) as torch:
-        report = _report(settings, packages)
-        report["torch"] = torch.answer()
-    scrubbed: dict[str, Any] = scrub(report)
-    return scrubbed
-
-
-def _report(settings: Mapping[str, Any], packages: Packages) -> dict[str, Any]:
-    """Return what is known without torch itself; its section has its place, and nothing in it."""
     driver = find_cards()
     total, free = memory()
     relevant = {name: value for name, value in sorted(os.environ.items()) if _RELEVANT.fullmatch(name)}
@@ -103,15 +103,16 @@ def _report(settings: Mapping[str, Any], packages: Packages) -> dict[str, Any]:
             "dtrain": f"{__version__} ({code_digest()})",
             "Python": f"{platform.python_version()} ({platform.python_implementation()})",
             "torch": packages.torch,
+            "torch is tested": packages.torch and how_tested(packages.torch),
             "CUDA of torch": packages.torch_cuda,
             "NCCL": packages.nccl,
-            f"{driver.vendor} driver": driver.driver and driver.driver + _in_brackets("CUDA", driver.driver_cuda),
+            f"{driver.vendor} driver": driver.driver
+            and driver.driver + (f" (CUDA {driver.driver_cuda})" if driver.driver_cuda else ""),
             "numpy": packages.numpy,
             **{name: version_of(name) for name in _PACKAGES},
             **{name: _version(*words) for name, words in _PROGRAMS.items()},
             "py-spy": _version(find_py_spy(), "--version"),
         },
-        "torch": {},
         "system": {
             "system": system_name(),
             "kernel": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -128,8 +129,6 @@ def _report(settings: Mapping[str, Any], packages: Packages) -> dict[str, Any]:
             "GPUs for workers": _for_workers(driver),
             **{disk.what: f"{size(disk.total_bytes)}, {size(disk.free_bytes)} free" for disk in disks(Path.cwd())},
         },
-        "GPU topology": gpu_topology(os.environ),
-        "RDMA": rdma_devices(),
         "SLURM": slurm_job(os.environ),
         "limits": {limit.name: f"{_limit(limit.soft)} (at most {_limit(limit.hard)})" for limit in limits()},
         "interfaces": {interface.name: _interface(interface) for interface in interfaces()},
@@ -201,23 +200,58 @@ def _version(program: str | None, option: str) -> str | None:
     if program is None or shutil.which(program) is None:
         return None
     try:
-        asked = subprocess.Popen(
-            [program, option],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        lines = _output([program, option], ASK_S).splitlines()
     except OSError as error:
-        return f"does not say: {error.strerror}"
-    try:
-        said, _ = asked.communicate(timeout=ASK_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(asked.pid, signal.SIGKILL)  # also what it has started, which would keep the pipe open
-        asked.communicate()
-        return f"does not say: no answer within {ASK_S:g} s"
-    lines = said.decode("utf-8", "replace").strip().splitlines()
+        return f"does not say: {error.strerror or error}"
     return next((line[:120] for line in lines if re.search(r"[0-9]\.[0-9]", line)), None)
+
+
+def _output(argv: Sequence[str], limit_s: float, cwd: str | None = None) -> str:
+    """Return what a program prints on both streams. Raises OSError, which TimeoutError is."""
+    asked = subprocess.Popen(
+        argv,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        cwd=cwd,
+    )
+    try:
+        said, _ = asked.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        raise TimeoutError(f"no answer within {limit_s:g} s") from None
+    finally:
+        if asked.returncode is None:
+            os.killpg(asked.pid, signal.SIGKILL)  # also what it has started, which would keep the pipe open
+            asked.communicate()
+    return said.decode("utf-8", "replace").strip()
+
+
+def slurm_job(env: Mapping[str, str]) -> dict[str, str]:
+    """Return what SLURM gave to this job; empty outside of one."""
+    try:
+        allocation = find_allocation(env)
+    except UsageError as error:
+        return {"allocation": f"cannot be read: {error}"}
+    if allocation is None:
+        return {}
+    tasks = sum(node.tasks or 1 for node in allocation.nodes)
+    where = "on one of its nodes" if allocation.here else "on none of its nodes"
+    nodes = f"{count(len(allocation.nodes), 'node')}, {count(tasks, 'task')}"
+    shown = {"allocation": f"job {allocation.job}, {nodes}; we are {where}"}
+    if allocation.step:
+        shown["step"] = f"of {count(allocation.step.tasks, 'task')}"
+    return {**shown, "GPUs on this node": env.get("SLURM_GPUS_ON_NODE", "none")}
+
+
+def ptrace(proc: Path = Path("/proc")) -> str:
+    """Say whether py-spy can look into workers, which are not its own children."""
+    scope = read_text(proc / "sys/kernel/yama/ptrace_scope") or "0"  # a kernel without Yama
+    capabilities = re.search(r"^CapEff:\s*(\w+)", read_text(proc / "self/status"), re.MULTILINE)
+    capable = capabilities is not None and int(capabilities[1], 16) >> PTRACE_BIT & 1
+    if scope == "0" or (scope in ("1", "2") and capable):
+        return "permitted"
+    return f"not permitted, so that py-spy cannot look into workers (kernel.yama.ptrace_scope is {scope})"
 
 
 def _container() -> str:
@@ -256,15 +290,9 @@ def _for_workers(driver: Driver) -> str:
     if gpus.ids:
         return f"{len(gpus.ids)} ({gpus.variable})"
     vendor = vendor_named(driver.vendor)
-    if (
-        driver.gpus and vendor.name != "NVIDIA" and torch_build() != vendor.built
-    ):  # NVIDIA's count without torch as well
+    if driver.gpus and vendor.name != "NVIDIA" and torch_build() != vendor.built:  # NVIDIA's count without torch, too
         return f"none: {vendor.name}'s need a torch that is built for {vendor.platform}"
     return "none"
-
-
-def _in_brackets(word: str, value: str | None) -> str:
-    return f" ({word} {value})" if value else ""
 
 
 def _limit(number: int) -> str:
