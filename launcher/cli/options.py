@@ -1,8 +1,8 @@
 """The options of `dtrain run`, `plan` and `check`: one dataclass. Its fields are the options.
 
 A field's name is the long flag (`grace_s`: --grace-s), the variable (DTRAIN_GRACE_S) and the key in the config file;
-its annotation is the type. A new option is one field here, and its use. An option that JobSpec has under the same name
-and type gets there by itself (request.py). Defaults that the job has are JobSpec's.
+its annotation is the type. A new option is one field here, and its use. What the job takes over as it is stands in the
+list of request.py, under the same name in JobSpec. Defaults that the job has are JobSpec's.
 """
 
 from __future__ import annotations

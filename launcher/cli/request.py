@@ -51,8 +51,27 @@ __all__ = [
 ]
 
 _SOURCES = ("hosts", "hostfile", "hosts_script", "simulate")
-# What the job has under the same name and type as the options.
-_SHARED = [f.name for f in fields(JobSpec) if (f.name, f.type) in {(f.name, f.type) for f in fields(Options)}]
+# Options that the job takes over as they are, under the same name; _spec makes the other fields of the job.
+_TAKEN_OVER = (
+    "nnodes", "gpus_per_proc", "oversubscribe", "start_timeout_s", "grace_s", "max_restarts", "grow",
+    "heartbeat_timeout_s", "stall_timeout_s", "on_nonfinite", "master_addr", "master_port", "pass_local_rank",
+    "virtual_local_rank", "last_call_s", "signals", "start_method", "hosts_script", "requeue",
+)  # fmt: skip
+_MADE = (
+    "command", "hosts", "nproc", "workdir", "python", "export", "log_dir", "run_id", "hang", "chaos", "interfaces",
+    "roles", "env_for", "numa_binding", "keep_warm_s", "first_attempt", "ssh", "stdin_rank",
+)  # fmt: skip
+
+
+def _check_fields() -> None:
+    """Raise TypeError if a field of the job is in neither list above, or is declared otherwise than its option."""
+    job, options = ({found.name: found.type for found in fields(declared)} for declared in (JobSpec, Options))
+    wrong = {*_TAKEN_OVER, *_MADE} ^ job.keys() | {name for name in _TAKEN_OVER if options.get(name) != job.get(name)}
+    if wrong:
+        raise TypeError(f"request.py fills these fields of JobSpec in no way, or with another type: {sorted(wrong)}")
+
+
+_check_fields()
 
 
 @dataclass(frozen=True)
@@ -207,7 +226,7 @@ def check_values(options: Options) -> None:
         parse_chaos(options.chaos)
     _output_filter(options)
     about_hosts = ("nnodes", "grow")
-    values = {name: getattr(options, name) for name in _SHARED if name not in about_hosts}
+    values = {name: getattr(options, name) for name in _TAKEN_OVER if name not in about_hosts}
     values["run_id"] = options.run_id or new_run_id()
     JobSpec(parse_command(options), (Host("any", HostKind.SRUN),), **values)
 
@@ -288,7 +307,7 @@ def _spec(
             config=Path(options.ssh_config).expanduser() if options.ssh_config else None,
             accept_new=options.accept_new_host_keys,
         ),
-        **{name: getattr(options, name) for name in _SHARED},
+        **{name: getattr(options, name) for name in _TAKEN_OVER},
     )
     return _in_slurm(spec, named=bool(options.run_id))
 

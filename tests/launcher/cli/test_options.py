@@ -1,7 +1,7 @@
 """One dataclass holds the options; what the command line makes of nothing is what the dataclass says."""
 
 import re
-from dataclasses import fields
+from dataclasses import fields, make_dataclass
 from pathlib import Path
 
 import click
@@ -9,25 +9,11 @@ import pytest
 from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 
+from launcher.cli import request
 from launcher.cli.main import cli
 from launcher.cli.options import Options, takes_options
 from launcher.cli.request import read_request
 from launcher.placement.job_spec import JobSpec
-
-# What request.py reads before the job has it.
-READ = {
-    "hang",
-    "chaos",
-    "command",
-    "hosts",
-    "workdir",
-    "python",
-    "export",
-    "log_dir",
-    "run_id",
-    "env_for",
-    "numa_binding",
-}
 
 
 def _typed(*words: str) -> Options:
@@ -50,13 +36,19 @@ def test_what_was_typed_is_known_by_name() -> None:
     assert found.typed == {"grace_s", "export", "nnodes", "module", "role", "command"}
 
 
-def test_options_and_job_agree_on_what_both_have() -> None:
-    ours, theirs = ({found.name: found for found in fields(kind)} for kind in (Options, JobSpec))
-    shared = ours.keys() & theirs.keys() - READ
-    assert {name: (ours[name].type, ours[name].default) for name in shared} == {
-        name: (theirs[name].type, theirs[name].default) for name in shared
-    }
-    assert {"grace_s", "max_restarts", "signals", "last_call_s"} <= shared
+def test_what_the_job_takes_over_has_the_job_s_default() -> None:
+    ours, theirs = ({found.name: found.default for found in fields(kind)} for kind in (Options, JobSpec))
+    assert {name: ours[name] for name in request._TAKEN_OVER} == {name: theirs[name] for name in request._TAKEN_OVER}
+
+
+@pytest.mark.parametrize(("field", "kind"), [("grace_s", "int"), ("grace_seconds", "float")])
+def test_a_field_of_the_job_that_no_option_fills_is_an_error_at_import(
+    monkeypatch: pytest.MonkeyPatch, field: str, kind: str
+) -> None:
+    declared = [(found.name, found.type) for found in fields(JobSpec) if found.name != "grace_s"]
+    monkeypatch.setattr(request, "JobSpec", make_dataclass("JobSpec", [*declared, (field, kind)]))
+    with pytest.raises(TypeError, match=f"'{field}'"):
+        request._check_fields()
 
 
 def test_what_both_have_goes_into_the_job_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
