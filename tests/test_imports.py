@@ -44,7 +44,7 @@ ORDERS = {
         "job", "placement", "hangs", "hosts", "machine", "protocol", "decode", "frozen", "errors",
     ],
     "ddp": [
-        "training", "callbacks", "strategies.parameter_server", "strategies.parameter_server.transport",
+        "training", "callbacks", "strategies.parameter_server",
         "strategies.central_storage", "strategies.sharding", "strategies.local_sgd", "strategies.tpu", "strategies",
         "resilience", "horovod", "verification", "checkpoint", "data_parallel",
         "data_parallel.planning", "data_parallel.buckets", "compression", "data", "comm", "monitoring", "world",

@@ -36,10 +36,9 @@ from torch.distributed import TCPStore
 from torch.nn import functional as F
 
 import ddp
-from ddp.strategies.parameter_server import client
+from ddp.strategies.parameter_server import client, endpoints
 from ddp.strategies.parameter_server.gradient_codec import read_values
 from ddp.strategies.parameter_server.strategy import ParameterServer
-from ddp.strategies.parameter_server.transport import endpoint
 
 T = TypeVar("T")
 KEY = "5a" * 32
@@ -297,7 +296,7 @@ def another_key_version_or_model_is_refused() -> None:
                 assert KEY not in str(refused.value)
                 assert "ab" * 32 not in str(refused.value)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(endpoint, "own_version", lambda: "0.0.1")
+                patch.setattr(endpoints, "own_version", lambda: "0.0.1")
                 with pytest.raises(ddp.errors.VersionMismatchError, match=r"0\.0\.1"):
                     start(setting).prepare(*build(setting))
             odd = nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 4)).to(F64)

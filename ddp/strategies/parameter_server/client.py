@@ -25,14 +25,18 @@ from ddp.comm.shared_memory import SharedSegment
 from ddp.errors import DdpError, ParameterServerError
 from ddp.monitoring.debuggers import debugged_until
 from ddp.strategies.parameter_server.device_copies import DeviceCopies
+from ddp.strategies.parameter_server.endpoints import ClientEndpoint, EndpointOptions
 from ddp.strategies.parameter_server.gradient_codec import Residuals, read_values
-from ddp.strategies.parameter_server.message_fields import SERVER_MESSAGES, check_fields, decode_value
+from ddp.strategies.parameter_server.messages import (
+    SERVER_MESSAGES,
+    MalformedError,
+    Message,
+    check_fields,
+    decode_value,
+)
 from ddp.strategies.parameter_server.rendezvous import ProcessRole, ServerDirectory
 from ddp.strategies.parameter_server.run_plan import RunPlan, raise_mismatch
 from ddp.strategies.parameter_server.server_link import HEARTBEAT_S, QUIET_S, ServerLink
-from ddp.strategies.parameter_server.transport.client_endpoint import ClientEndpoint
-from ddp.strategies.parameter_server.transport.endpoint import EndpointOptions
-from ddp.strategies.parameter_server.transport.messages import MalformedError, Message
 from ddp.strategies.sharding.optimizer_state import State
 from ddp.strategies.sharding.partition import Chunk
 from ddp.torch_internals import foreach_copy, version_of

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from ddp.compression.quantize import dequantize, quantize, row_bytes
+from ddp.strategies.parameter_server.messages import MalformedError
 from ddp.strategies.parameter_server.run_plan import Compression
-from ddp.strategies.parameter_server.transport.messages import MalformedError
 from ddp.strategies.sharding.chunk_gradient import ChunkGradient, Gradient, Rows
 from ddp.strategies.sharding.partition import Chunk
 from ddp.torch_internals import foreach_copy

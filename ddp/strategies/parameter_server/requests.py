@@ -10,10 +10,9 @@ import torch
 
 from ddp.comm.codec import encode
 from ddp.errors import ArgumentError
-from ddp.strategies.parameter_server.message_fields import decode_value
+from ddp.strategies.parameter_server.endpoints import ServerEndpoint
+from ddp.strategies.parameter_server.messages import MalformedError, Message, decode_value
 from ddp.strategies.parameter_server.steps import Participant, Steps
-from ddp.strategies.parameter_server.transport.messages import MalformedError, Message
-from ddp.strategies.parameter_server.transport.server_endpoint import ServerEndpoint
 
 __all__ = ["Requests"]
 

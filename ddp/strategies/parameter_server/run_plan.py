@@ -19,7 +19,7 @@ from ddp.comm.layout import Entry, first_difference
 from ddp.data_parallel.module_watch import sparse_names
 from ddp.errors import ArgumentError, LayoutMismatchError
 from ddp.strategies.parameter_server.consistency import Mode
-from ddp.strategies.parameter_server.transport.messages import MalformedError
+from ddp.strategies.parameter_server.messages import MalformedError
 from ddp.strategies.sharding.chunk_optimizer import splits_by_element
 from ddp.strategies.sharding.optimizer_state import hyperparameters
 from ddp.strategies.sharding.partition import Partition, partition

@@ -3,7 +3,7 @@
 `serve` is called by the strategy in a process of role "ps", and returns when all workers are through. One thread, one
 loop; here is who takes part, `steps` has the training and `requests` what is asked beside it.
 
-The messages are listed in `ddp.strategies.parameter_server.message_fields`. One that does not fit is refused: its
+The messages are listed in `ddp.strategies.parameter_server.messages`. One that does not fit is refused: its
 sender gets the reason, and the others are served.
 """
 
@@ -23,14 +23,13 @@ from ddp.comm.codec import encode
 from ddp.comm.shared_memory import SharedSegment
 from ddp.errors import ParameterServerError
 from ddp.strategies.parameter_server.changed_rows import ChangedRows
-from ddp.strategies.parameter_server.message_fields import CLIENT_MESSAGES, check_fields
+from ddp.strategies.parameter_server.endpoints import ServerEndpoint
+from ddp.strategies.parameter_server.messages import CLIENT_MESSAGES, MalformedError, Message, check_fields
 from ddp.strategies.parameter_server.rendezvous import ServerDirectory
 from ddp.strategies.parameter_server.requests import Requests
 from ddp.strategies.parameter_server.run_plan import RunPlan
 from ddp.strategies.parameter_server.snapshot import Snapshots
 from ddp.strategies.parameter_server.steps import Participant, Steps
-from ddp.strategies.parameter_server.transport.messages import MalformedError, Message
-from ddp.strategies.parameter_server.transport.server_endpoint import ServerEndpoint
 
 __all__ = ["Server"]
 

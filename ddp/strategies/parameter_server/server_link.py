@@ -16,10 +16,10 @@ import torch
 from ddp.comm.shared_memory import SharedSegment
 from ddp.errors import ParameterServerError
 from ddp.strategies.parameter_server.device_copies import DeviceCopies
+from ddp.strategies.parameter_server.endpoints import ClientEndpoint
 from ddp.strategies.parameter_server.gradient_codec import Residuals, write_gradient
+from ddp.strategies.parameter_server.messages import Message
 from ddp.strategies.parameter_server.run_plan import RunPlan
-from ddp.strategies.parameter_server.transport.client_endpoint import ClientEndpoint
-from ddp.strategies.parameter_server.transport.messages import Message
 from ddp.strategies.sharding.chunk_gradient import ChunkGradient, Gradient, flatten_gradients
 from ddp.strategies.sharding.partition import Chunk
 

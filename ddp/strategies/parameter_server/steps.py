@@ -17,11 +17,11 @@ from ddp.comm.shared_memory import SharedSegment
 from ddp.monitoring.progress import count_step
 from ddp.strategies.parameter_server.changed_rows import ChangedRows
 from ddp.strategies.parameter_server.consistency import Consistency
+from ddp.strategies.parameter_server.endpoints import ServerEndpoint
 from ddp.strategies.parameter_server.gradient_codec import positions, read_gradient, write_values
+from ddp.strategies.parameter_server.messages import MalformedError, Message
 from ddp.strategies.parameter_server.run_plan import RunPlan, check_groups, plain_groups
 from ddp.strategies.parameter_server.statistics import Statistics
-from ddp.strategies.parameter_server.transport.messages import MalformedError, Message
-from ddp.strategies.parameter_server.transport.server_endpoint import ServerEndpoint
 from ddp.strategies.sharding.chunk_gradient import ChunkGradient, Gradient, average_in_rows
 from ddp.strategies.sharding.partition import Chunk
 from ddp.strategies.sharding.shards import Shards

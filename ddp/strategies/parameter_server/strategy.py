@@ -28,11 +28,10 @@ from ddp.monitoring import timeline
 from ddp.monitoring.progress import count_step, set_restart_policy
 from ddp.strategies.parameter_server.client import Client
 from ddp.strategies.parameter_server.consistency import Mode
+from ddp.strategies.parameter_server.endpoints import EndpointOptions, ServerEndpoint
 from ddp.strategies.parameter_server.rendezvous import ProcessRole, ServerDirectory, read_role
 from ddp.strategies.parameter_server.run_plan import Compression, Options, RunPlan, make_plan, plain_groups
 from ddp.strategies.parameter_server.server import Server
-from ddp.strategies.parameter_server.transport.endpoint import EndpointOptions
-from ddp.strategies.parameter_server.transport.server_endpoint import ServerEndpoint
 from ddp.strategies.sharding.optimizer_state import split_state, whole_state
 from ddp.strategies.sharding.stand_in_optimizer import StandInOptimizer
 from ddp.strategies.strategy import Strategy, Weighting

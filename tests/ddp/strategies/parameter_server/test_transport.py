@@ -21,11 +21,9 @@ from testbed.present import present
 from testbed.processes import started, wait_until
 
 from ddp.errors import ArgumentError, KeyRefusedError, ParameterServerError, VersionMismatchError
-from ddp.strategies.parameter_server.transport.auth import Packet, RefusedError, RunKey, read_prefix
-from ddp.strategies.parameter_server.transport.client_endpoint import ClientEndpoint
-from ddp.strategies.parameter_server.transport.endpoint import EndpointOptions
-from ddp.strategies.parameter_server.transport.messages import MAX_TENSORS, MalformedError, Message, decode, encode
-from ddp.strategies.parameter_server.transport.server_endpoint import MAX_HALF_OPEN, ServerEndpoint
+from ddp.strategies.parameter_server.auth import Packet, RefusedError, RunKey, read_prefix
+from ddp.strategies.parameter_server.endpoints import MAX_HALF_OPEN, ClientEndpoint, EndpointOptions, ServerEndpoint
+from ddp.strategies.parameter_server.messages import MAX_TENSORS, MalformedError, Message, decode, encode
 
 ROOT = Path(__file__).resolve().parents[4]
 KEY = secrets.token_bytes(32)
@@ -405,9 +403,8 @@ def test_a_recorded_session_played_again_is_refused() -> None:
             replay.sendall(record[greeted:initiated])
             _read_until(replay, b"READY")
             seen = len(echo.seen)
-            replay.sendall(record[initiated:])  # hello, proof and message, as they were
-            wait_until(lambda: echo.refused.get("replay", 0) == seen, "the message is refused")
-            assert echo.refused["unknown session"] == 1  # the proof answers another challenge
+            replay.sendall(record[initiated:])  # the hello and what came in the session, as they were
+            wait_until(lambda: echo.refused.get("replay", 0) == 1 + seen, "HERE and the messages are refused")
             assert len(echo.seen) == seen
             assert len(echo.server.peers) == 1
             assert echoed(client, 2).kind == "echo"  # its route has not moved
@@ -542,9 +539,8 @@ def test_a_forgotten_client_gets_a_new_session_by_itself() -> None:
 
 _CLIENT = """
 import sys, time, torch
-from ddp.strategies.parameter_server.transport.client_endpoint import ClientEndpoint
-from ddp.strategies.parameter_server.transport.endpoint import EndpointOptions
-from ddp.strategies.parameter_server.transport.messages import Message
+from ddp.strategies.parameter_server.endpoints import ClientEndpoint, EndpointOptions
+from ddp.strategies.parameter_server.messages import Message
 options = EndpointOptions(bytes.fromhex(sys.stdin.readline()))
 client = ClientEndpoint(options, sys.argv[1], name="worker 3")
 while True:
@@ -592,11 +588,10 @@ def test_every_byte_of_an_authenticated_packet_counts() -> None:
     key = RunKey(KEY)
     hello = key.hello("worker 0", "1")
     challenge, servers = key.challenge(hello, "1")
-    proof, clients = key.answer(hello, challenge)
-    assert key.is_proof(proof, servers.transcript)
-    assert not key.is_proof(proof[:-1] + bytes([proof[-1] ^ 1]), servers.transcript)
-    with pytest.raises(RefusedError, match="key"):
-        RunKey(bytes(32)).answer(hello, challenge)
+    clients = key.accept(hello, challenge)
+    for other, said in ((RunKey(bytes(32)), hello), (key, key.hello("worker 0", "1"))):
+        with pytest.raises(RefusedError, match="key"):
+            other.accept(said, challenge)
 
     header, frames = encode(Message("push", {"n": 1}, (torch.arange(4), torch.ones(2))), copy=True)
     head = clients.outgoing.sign(Packet.MESSAGE, clients.id, header, frames)

@@ -16,18 +16,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ddp.comm.codec import encode
-from ddp.strategies.parameter_server.message_fields import (
+from ddp.strategies.parameter_server.endpoints import ClientEndpoint, EndpointOptions, ServerEndpoint
+from ddp.strategies.parameter_server.messages import (
     CLIENT_MESSAGES,
     SERVER_MESSAGES,
+    MalformedError,
+    Message,
     check_fields,
     decode_value,
 )
 from ddp.strategies.parameter_server.run_plan import Options, make_plan, plain_groups
 from ddp.strategies.parameter_server.server import Server
-from ddp.strategies.parameter_server.transport.client_endpoint import ClientEndpoint
-from ddp.strategies.parameter_server.transport.endpoint import EndpointOptions
-from ddp.strategies.parameter_server.transport.messages import MalformedError, Message
-from ddp.strategies.parameter_server.transport.server_endpoint import ServerEndpoint
 
 KEY = secrets.token_bytes(32)
 DEADLINE_S = 30.0

@@ -1,1 +1,0 @@
-"""Messages between a parameter server and its clients, over ZeroMQ: authenticated, each at most once, in order."""
