@@ -13,8 +13,6 @@ import torch
 
 from ddp.comm.pinned_buffer import PinnedBuffer
 
-__all__ = ["DeviceCopies"]
-
 _BLOCK_BYTES = 8 << 20
 
 

@@ -25,8 +25,6 @@ from ddp.strategies.sharding.chunk_gradient import Rows
 from ddp.strategies.sharding.optimizer_state import hyperparameters
 from ddp.strategies.sharding.partition import Chunk, Partition, Piece, aligned, view_of
 
-__all__ = ["Form", "RankRegion", "RegionPlan", "SharedRegion", "digest", "make_plan"]
-
 
 @dataclass(frozen=True)
 class Form:

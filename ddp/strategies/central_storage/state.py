@@ -16,8 +16,6 @@ from ddp.errors import UnsupportedError
 from ddp.strategies.sharding.partition import Chunk, aligned, view_of
 from ddp.strategies.sharding.shards import Shards
 
-__all__ = ["Published", "StateEntry"]
-
 
 class Published:
     """This rank's optimizer state, moved to shared memory, where the others may read it while nobody steps."""

@@ -28,13 +28,10 @@ from ddp.strategies.central_storage.regions import (
 )
 from ddp.strategies.central_storage.state import Published, StateEntry
 from ddp.strategies.sharding.chunk_gradient import ChunkGradient, Gradient, Rows, average
-from ddp.strategies.sharding.chunk_optimizer import splits_by_element
 from ddp.strategies.sharding.optimizer_state import State, hyperparameters, split_state, states_of_pieces, whole_state
 from ddp.strategies.sharding.partition import Chunk, partition, view_of
-from ddp.strategies.sharding.shards import Shards
+from ddp.strategies.sharding.shards import Shards, splits_by_element
 from ddp.torch_internals import foreach_copy
-
-__all__ = ["Storage"]
 
 _CHUNK_BYTES = 1 << 20  # averaged, then stepped while it is in the cache
 _NONE, _DENSE = -2, -1  # what gradient a parameter has; else the number of rows of a sparse one

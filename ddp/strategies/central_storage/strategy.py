@@ -24,8 +24,6 @@ from ddp.strategies.sharding.stand_in_optimizer import StandInOptimizer
 from ddp.strategies.strategy import Strategy, join
 from ddp.world import before_leaving
 
-__all__ = ["CentralOptimizer", "CentralStorage"]
-
 
 class CentralStorage(Strategy):
     """Train with one copy of the parameters and of the optimizer's state in the memory of this host.

@@ -35,8 +35,6 @@ from ddp.strategies.local_sgd.rank_state import RankState, average, compare
 from ddp.strategies.local_sgd.settings import Settings, check_wrapped
 from ddp.torch_internals import call_after_backward, is_in_join
 
-__all__ = ["LocalSGD"]
-
 _UNSEEN_STEPS = 2  # of the optimizer, without a backward pass between them that the wrapper knows of
 
 

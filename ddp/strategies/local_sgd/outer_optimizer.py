@@ -11,8 +11,6 @@ from torch import nn
 from ddp.errors import ArgumentError
 from ddp.strategies.local_sgd.settings import Settings
 
-__all__ = ["OuterOptimizer"]
-
 _Parameters = Mapping[str, nn.Parameter]
 
 

@@ -13,8 +13,6 @@ from ddp.comm.broadcast import broadcast_tensors
 from ddp.errors import DriftError, LayoutMismatchError
 from ddp.monitoring.stall_report import finish, waiting_for_peers
 
-__all__ = ["RankState", "average", "compare", "cut_into_chunks"]
-
 _CHUNK_BYTES = 64 << 20
 
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from ddp.errors import ArgumentError, UnsupportedError
 
-__all__ = ["Settings", "check_wrapped"]
-
 
 @dataclass(frozen=True)
 class Settings:

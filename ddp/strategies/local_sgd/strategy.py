@@ -12,8 +12,6 @@ from ddp.data_parallel.wrapper import DistributedDataParallel
 from ddp.strategies.local_sgd.averaging import LocalSGD
 from ddp.strategies.strategy import Strategy, Weighting, join
 
-__all__ = ["LocalSteps"]
-
 
 class LocalSteps(Strategy):
     """`ddp.LocalSGD` over `ddp.DistributedDataParallel`; call `sync()` before evaluating or saving.

@@ -24,7 +24,6 @@ from ddp.comm.pinned_buffer import device_with_stream
 from ddp.comm.shared_memory import SharedSegment
 from ddp.errors import DdpError, ParameterServerError
 from ddp.monitoring.debuggers import debugged_until
-from ddp.strategies.parameter_server.device_copies import DeviceCopies
 from ddp.strategies.parameter_server.endpoints import ClientEndpoint, EndpointOptions
 from ddp.strategies.parameter_server.gradient_codec import Residuals, read_values
 from ddp.strategies.parameter_server.messages import (
@@ -36,12 +35,10 @@ from ddp.strategies.parameter_server.messages import (
 )
 from ddp.strategies.parameter_server.rendezvous import ProcessRole, ServerDirectory
 from ddp.strategies.parameter_server.run_plan import RunPlan, raise_mismatch
-from ddp.strategies.parameter_server.server_link import HEARTBEAT_S, QUIET_S, ServerLink
+from ddp.strategies.parameter_server.server_link import HEARTBEAT_S, QUIET_S, DeviceCopies, ServerLink
 from ddp.strategies.sharding.optimizer_state import State
 from ddp.strategies.sharding.partition import Chunk
 from ddp.torch_internals import foreach_copy, version_of
-
-__all__ = ["Client"]
 
 _LEAVE_S = 2.0
 _SMALL_BYTES = 1 << 20

@@ -17,8 +17,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["Consistency", "Mode", "WorkerProgress"]
-
 Mode = Literal["sync", "async", "bounded"]
 
 

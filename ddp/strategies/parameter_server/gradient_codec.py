@@ -18,8 +18,6 @@ from ddp.strategies.sharding.chunk_gradient import ChunkGradient, Gradient, Rows
 from ddp.strategies.sharding.partition import Chunk
 from ddp.torch_internals import foreach_copy
 
-__all__ = ["Residuals", "positions", "read_gradient", "read_values", "write_gradient", "write_values"]
-
 _BLOCK = 256
 _SHORT = {"fp16": torch.float16, "bf16": torch.bfloat16}
 

@@ -25,8 +25,6 @@ from torch.distributed import (
 from ddp.environment import read_placement, roles_of
 from ddp.errors import LaunchEnvironmentError, ParameterServerError, RendezvousError
 
-__all__ = ["ProcessRole", "ServerDirectory", "own_address", "read_role"]
-
 Role = Literal["worker", "ps", "evaluator"]
 _HOW = "dtrain run --ps 1 --nproc-per-node 2 train.py"
 

@@ -14,8 +14,6 @@ from ddp.strategies.parameter_server.endpoints import ServerEndpoint
 from ddp.strategies.parameter_server.messages import MalformedError, Message, decode_value
 from ddp.strategies.parameter_server.steps import Participant, Steps
 
-__all__ = ["Requests"]
-
 
 class Requests:
     """Handlers of messages, for the server. `gathered` is the number of rounds of "gather" that are over.

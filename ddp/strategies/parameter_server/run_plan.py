@@ -20,11 +20,9 @@ from ddp.data_parallel.module_watch import sparse_names
 from ddp.errors import ArgumentError, LayoutMismatchError
 from ddp.strategies.parameter_server.consistency import Mode
 from ddp.strategies.parameter_server.messages import MalformedError
-from ddp.strategies.sharding.chunk_optimizer import splits_by_element
 from ddp.strategies.sharding.optimizer_state import hyperparameters
 from ddp.strategies.sharding.partition import Partition, partition
-
-__all__ = ["Compression", "Options", "RunPlan", "check_groups", "make_plan", "plain_groups", "raise_mismatch"]
+from ddp.strategies.sharding.shards import splits_by_element
 
 _FRAME_BYTES = 64 << 20
 _LEAST_CHUNK_BYTES, _MOST_CHUNK_BYTES = 1 << 20, 16 << 20

@@ -22,16 +22,13 @@ import torch
 from ddp.comm.codec import encode
 from ddp.comm.shared_memory import SharedSegment
 from ddp.errors import ParameterServerError
-from ddp.strategies.parameter_server.changed_rows import ChangedRows
 from ddp.strategies.parameter_server.endpoints import ServerEndpoint
 from ddp.strategies.parameter_server.messages import CLIENT_MESSAGES, MalformedError, Message, check_fields
 from ddp.strategies.parameter_server.rendezvous import ServerDirectory
 from ddp.strategies.parameter_server.requests import Requests
 from ddp.strategies.parameter_server.run_plan import RunPlan
 from ddp.strategies.parameter_server.snapshot import Snapshots
-from ddp.strategies.parameter_server.steps import Participant, Steps
-
-__all__ = ["Server"]
+from ddp.strategies.parameter_server.steps import ChangedRows, Participant, Steps
 
 _TICK_S = 0.1
 _LINGER_S = 0.3  # at the end, for workers that ask once more

@@ -7,29 +7,29 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import cycle
 from typing import Any
 
 import torch
 
+from ddp.comm.pinned_buffer import PinnedBuffer
 from ddp.comm.shared_memory import SharedSegment
 from ddp.errors import ParameterServerError
-from ddp.strategies.parameter_server.device_copies import DeviceCopies
 from ddp.strategies.parameter_server.endpoints import ClientEndpoint
 from ddp.strategies.parameter_server.gradient_codec import Residuals, write_gradient
 from ddp.strategies.parameter_server.messages import Message
 from ddp.strategies.parameter_server.run_plan import RunPlan
-from ddp.strategies.sharding.chunk_gradient import ChunkGradient, Gradient, flatten_gradients
-from ddp.strategies.sharding.partition import Chunk
-
-__all__ = ["HEARTBEAT_S", "QUIET_S", "ServerLink"]
+from ddp.strategies.sharding.chunk_gradient import ChunkGradient, Gradient, flatten_gradients, start_flattening
+from ddp.strategies.sharding.partition import Chunk, Partition
 
 HEARTBEAT_S = 1.0
 QUIET_S = 3.0  # after so long without a message, the store is asked whether the server has a new life
 _ASK_S = 2.0  # after so long without a message, a server that owes an answer is asked for its state
 _WINDOW = 128  # chunks under way to a server; its queue to one worker takes 256 messages
 _WINDOW_BYTES = 32 << 20  # under way where tensors go by the network
+_VALUES = 4  # chunks that come back and are under way to the device together
 
 
 @dataclass
@@ -218,6 +218,40 @@ class ServerLink:
         flat = self.plan.partition.chunks[message.facts["chunk"]].in_memory(self.gradients.tensor)
         facts = {key: value for key, value in message.facts.items() if key != "shared"}
         return Message(message.kind, {**facts, "flat": "float32"}, (flat,))
+
+
+class DeviceCopies:
+    """Pinned memory for the gradients of all chunks, which are sent from there, and for the values of a few.
+
+    The client has one if all parameters lie on one device whose copies run beside the host.
+    """
+
+    def __init__(self, partition: Partition, device: torch.device) -> None:
+        self._partition = partition
+        self._device = device
+        self._gradients: dict[int, PinnedBuffer] = {}  # by chunk; an evaluator has none
+        self._flattened: dict[int, Callable[[], Gradient]] = {}
+        sizes: dict[torch.dtype, int] = {}
+        for chunk in partition.chunks:
+            sizes[chunk.dtype] = max(chunk.numel, sizes.get(chunk.dtype, 0))
+        self._values = {
+            dtype: cycle([PinnedBuffer(numel, dtype, device) for _ in range(_VALUES)]) for dtype, numel in sizes.items()
+        }
+
+    def start(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Start copying the gradients of all chunks, from those of all parameters, which may change afterwards."""
+        for chunk in self._partition.chunks:
+            if chunk.index not in self._gradients:
+                self._gradients[chunk.index] = PinnedBuffer(chunk.numel, chunk.dtype, self._device)
+            self._flattened[chunk.index] = start_flattening(chunk, gradients, self._gradients[chunk.index])
+
+    def gradient_of(self, chunk: Chunk) -> Gradient:
+        """Wait until a chunk's gradient is here; return it, in host memory that stays as it is until the next start."""
+        return self._flattened.pop(chunk.index)()
+
+    def install(self, chunk: Chunk, values: torch.Tensor, into: Sequence[torch.Tensor]) -> None:
+        """Start copying a chunk's values (numel,) to the pieces of its parameters; `values` may change afterwards."""
+        next(self._values[chunk.dtype]).start_sending(chunk.in_flat(values), into)
 
 
 def _moved(gradient: Gradient, out: torch.Tensor) -> Gradient:

@@ -19,8 +19,6 @@ from ddp.errors import CheckpointError, ParameterServerError
 from ddp.monitoring.progress import count_checkpoint
 from ddp.torch_internals import tree_map_only
 
-__all__ = ["Snapshots"]
-
 _KEEP = 2
 
 

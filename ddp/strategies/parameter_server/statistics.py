@@ -8,8 +8,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Statistics", "histogram"]
-
 _BINS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)  # lower ends
 
 

@@ -15,7 +15,6 @@ import torch
 
 from ddp.comm.shared_memory import SharedSegment
 from ddp.monitoring.progress import count_step
-from ddp.strategies.parameter_server.changed_rows import ChangedRows
 from ddp.strategies.parameter_server.consistency import Consistency
 from ddp.strategies.parameter_server.endpoints import ServerEndpoint
 from ddp.strategies.parameter_server.gradient_codec import positions, read_gradient, write_values
@@ -26,7 +25,44 @@ from ddp.strategies.sharding.chunk_gradient import ChunkGradient, Gradient, aver
 from ddp.strategies.sharding.partition import Chunk
 from ddp.strategies.sharding.shards import Shards
 
-__all__ = ["Participant", "Steps"]
+_Masks = list[torch.Tensor | None]  # of the rows of each piece; None for all rows
+
+
+class ChangedRows:
+    """The rows that have changed since one peer last had their values, by chunk: of an embedding, only those travel.
+
+    Of a chunk that it has not had yet, all rows count as changed.
+    """
+
+    def __init__(self) -> None:
+        self._masks: dict[int, _Masks] = {}
+
+    def forget(self, chunk: int) -> None:
+        """Count all rows of a chunk as changed."""
+        self._masks.pop(chunk, None)
+
+    def begin(self, chunk: Chunk) -> None:
+        """Count from now on: the peer has all values of the chunk."""
+        self._masks[chunk.index] = [
+            torch.zeros(piece.shape[0] if piece.shape else 1, dtype=torch.bool) for piece in chunk.pieces
+        ]
+
+    def add(self, chunk: Chunk, changed: Sequence[torch.Tensor | None] | None) -> None:
+        """Count what a step changed: the numbers of each piece's rows, None for all of them."""
+        masks = self._masks.get(chunk.index, [])
+        for position, numbers in enumerate([None] * len(masks) if changed is None else changed[: len(masks)]):
+            mask = masks[position]
+            if numbers is None:
+                masks[position] = None
+            elif mask is not None:
+                mask[numbers] = True
+
+    def numbers(self, chunk: Chunk) -> list[torch.Tensor | None] | None:
+        """Return the changed rows of each piece, None for all of them; None if the whole chunk has to be given."""
+        masks = self._masks.get(chunk.index)
+        if not masks:
+            return None
+        return [None if mask is None else mask.nonzero().flatten() for mask in masks]
 
 
 @dataclass

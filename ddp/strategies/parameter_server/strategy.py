@@ -37,8 +37,6 @@ from ddp.strategies.sharding.stand_in_optimizer import StandInOptimizer
 from ddp.strategies.strategy import Strategy, Weighting
 from ddp.world import World, world_at
 
-__all__ = ["ParameterServer", "RemoteOptimizer"]
-
 _OTHERS_GO_ON, _OTHERS_WAIT = 1, 2  # what `set_restart_policy` calls them
 
 

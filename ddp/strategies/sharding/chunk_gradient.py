@@ -15,8 +15,6 @@ from ddp.comm.pinned_buffer import PinnedBuffer
 from ddp.strategies.sharding.partition import Chunk, Piece
 from ddp.torch_internals import foreach_copy
 
-__all__ = ["ChunkGradient", "Gradient", "Rows", "average", "average_in_rows", "flatten_gradients", "start_flattening"]
-
 
 class Rows(NamedTuple):
     """Some rows of a piece: their numbers (n,) int64, counted from the piece's first row, and values (n, *row)."""

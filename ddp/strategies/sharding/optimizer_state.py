@@ -14,19 +14,6 @@ import torch
 from ddp.errors import ArgumentError
 from ddp.strategies.sharding.partition import Partition, Piece
 
-__all__ = [
-    "NOT_HYPER",
-    "SCALARS",
-    "State",
-    "hyperparameters",
-    "joined_state",
-    "may_join",
-    "split_state",
-    "state_of_piece",
-    "states_of_pieces",
-    "whole_state",
-]
-
 # What these classes keep once a parameter; all other tensors of their states have its shape.
 SCALARS = frozenset({"eta", "mu", "mu_product", "step"})
 NOT_HYPER = frozenset({"params", "param_names"})

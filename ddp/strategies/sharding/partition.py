@@ -17,8 +17,6 @@ import torch
 
 from ddp.errors import ArgumentError
 
-__all__ = ["Chunk", "Partition", "Piece", "aligned", "partition", "view_of"]
-
 _ALIGN_BYTES = 64  # a cache line, and what the widest vector instructions load
 
 

@@ -13,8 +13,6 @@ from ddp.errors import ArgumentError
 from ddp.strategies.sharding.optimizer_state import hyperparameters
 from ddp.torch_internals import mark_as_stepped, state_dict_hooks
 
-__all__ = ["StandInOptimizer"]
-
 
 class StandInOptimizer(torch.optim.Optimizer):
     """Shares the `param_groups` of the user's optimizer, which refuses to step from now on.

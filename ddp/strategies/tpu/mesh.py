@@ -24,8 +24,6 @@ from ddp.errors import ArgumentError, LaunchEnvironmentError, UnsupportedError
 from ddp.torch_internals import tree_map_only
 from ddp.world import World
 
-__all__ = ["Mesh"]
-
 _AXIS = "batch"
 
 

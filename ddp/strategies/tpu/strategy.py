@@ -23,8 +23,6 @@ from ddp.strategies.strategy import Strategy, join
 from ddp.strategies.tpu.mesh import Mesh
 from ddp.torch_internals import tree_leaves
 
-__all__ = ["MeshLoader", "Tpu"]
-
 
 class Tpu(Strategy):
     """Train on all devices of all processes as on one, by torch_xla's SPMD mode.

@@ -13,10 +13,9 @@ import torch
 
 from ddp.errors import ArgumentError, UnsupportedError
 from ddp.strategies.sharding.chunk_gradient import ChunkGradient, Rows, average, average_in_rows, flatten_gradients
-from ddp.strategies.sharding.chunk_optimizer import splits_by_element
 from ddp.strategies.sharding.optimizer_state import hyperparameters, split_state, whole_state
 from ddp.strategies.sharding.partition import Chunk, Partition, partition
-from ddp.strategies.sharding.shards import Shards
+from ddp.strategies.sharding.shards import Shards, splits_by_element
 
 F64 = torch.float64
 SHAPES: list[tuple[int, ...]] = [(7, 5), (5,), (), (0, 3), (33, 4), (3, 0), (1,), (2, 3, 4), (6, 6)]
