@@ -19,6 +19,7 @@ from launcher.job.events import AgentMessage, Connected, Event, Lost
 from launcher.protocol.message import Message
 from launcher.protocol.reports import Hello
 from launcher.protocol.two_way import Answer, Question
+from launcher.timeline.clock_offset import ClockOffset
 from launcher.transport.connect import Connector
 
 ROUND_TRIPS = 8
@@ -66,13 +67,12 @@ class HostLink:
 
     def find_clock(self, deadline: float) -> Clock:
         """Compare the clocks by the quickest of several questions."""
-        clocks = []
+        clock = ClockOffset()
         for _ in range(ROUND_TRIPS):
-            asked, began = time.time(), time.monotonic()
+            asked = time.time()
             theirs = decode_value(float, self.ask(deadline, ask="time"))
-            took_s = time.monotonic() - began
-            clocks.append(Clock(theirs - (asked + took_s / 2), took_s / 2, took_s))
-        return min(clocks, key=lambda clock: clock.round_trip_s)
+            clock.hear(theirs, time.time(), asked=asked, asked_at=theirs)
+        return Clock(-clock.offset_s, clock.error_s, 2 * clock.error_s)
 
     def _hear(self, deadline: float) -> Message:
         event = self._next(deadline)

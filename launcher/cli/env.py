@@ -41,6 +41,7 @@ from launcher.machine import processors
 from launcher.machine.gpus.vendors import vendor_named
 from launcher.machine.gpus.visible import find_gpus
 from launcher.machine.packages import how_tested, torch_build, version_of
+from launcher.machine.secret_names import may_be_secret
 from launcher.machine.system_files import read_text
 from launcher.output.text import count, size
 
@@ -64,7 +65,7 @@ _HARMLESS_OPTIONS = re.compile(
     r"|virtual_local_rank|pass_local_rank|requeue|env_for|quiet|verbose|accept_new_host_keys"
 )
 _HARMLESS = re.compile(
-    r"(?:NCCL|GLOO)_(?!.*(?:KEY|TOKEN|SECRET|PASS|COMM_ID|HOST)).*|(?:CUDA|HIP|ROCR)_VISIBLE_DEVICES|CUDA_DEVICE_ORDER"
+    r"(?:NCCL|GLOO)_(?!.*(?:COMM_ID|HOST)).*|(?:CUDA|HIP|ROCR)_VISIBLE_DEVICES|CUDA_DEVICE_ORDER"
     r"|CUDA_LAUNCH_BLOCKING|(?:OMP|MKL)_NUM_THREADS|OMP_PROC_BIND|KMP_AFFINITY|TORCH_NCCL_\w+|TORCH_DISTRIBUTED_DEBUG"
     r"|TORCH_CPP_LOG_LEVEL|PYTORCH_CUDA_ALLOC_CONF|PYTHON(?:UNBUFFERED|HASHSEED|FAULTHANDLER|DONTWRITEBYTECODE|SAFEPATH)"
     r"|SLURM_(?:NNODES|JOB_NUM_NODES|NTASKS|NPROCS|NODEID|PROCID|LOCALID|CPUS_ON_NODE|CPUS_PER_TASK|TASKS_PER_NODE"
@@ -140,7 +141,9 @@ def _report(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _shown(values: Mapping[str, Any], harmless: re.Pattern[str]) -> dict[str, str]:
     """Return all names, with the values of those that are harmless, and look it."""
     return {
-        name: str(value) if harmless.fullmatch(name) and _VALUE.fullmatch(str(value)) else WITHHELD
+        name: str(value)
+        if harmless.fullmatch(name) and not may_be_secret(name) and _VALUE.fullmatch(str(value))
+        else WITHHELD
         for name, value in values.items()
     }
 

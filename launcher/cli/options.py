@@ -22,17 +22,14 @@ from click.shell_completion import CompletionItem
 from launcher.cli.help import Option
 from launcher.errors import UsageError
 from launcher.machine.numa import MODES
-from launcher.placement.job_spec import START_METHODS, TORCHRUN_START_METHODS, JobSpec, parse_nnodes
+from launcher.placement.job_spec import INTERNAL_VARIABLES, START_METHODS, TORCHRUN_START_METHODS, JobSpec, parse_nnodes
 
 __all__ = ["CONFIG_SOURCE", "Listed", "Options", "launch_options", "takes_options", "unknown_variables"]
 
 CONFIG_SOURCE = "launcher.config_source"  # in click's context: which file defaults are from
 
-# Variables that are no option's. The first are for the workers, the last line for what --on-end runs.
-_NO_OPTION = ("AGENT", "BACKEND", "DEFAULTS", "HOST", "ELASTIC", "LOST_AFTER_S", "PROGRESS_FILE", "ROLES", "RUN_KEY",
-              "GENERATION", "GENERATION_PIPE", "GENERATION_FILE", "STATE_FILE", "COPY_FILE", "COPY_NOTE",
-              "TIMELINE_FILE", "DEBUGGER_FILE", "STRATEGY", "TOKEN", "TORCH_INDEX", "AGENT_SLOTS", "AGENT_MACHINE",
-              "ONE_STEP_FROM", "RUN", "STATE", "EXIT_CODE", "CAUSE", "FOLDER", "IN_ON_END")  # fmt: skip
+# Variables that users set, and that are no option's.
+_NO_OPTION = frozenset(f"DTRAIN_{name}" for name in ("BACKEND", "ONE_STEP_FROM", "STRATEGY", "TOKEN", "TORCH_INDEX"))
 
 
 class Listed(Option):
@@ -372,6 +369,6 @@ def unknown_variables() -> list[str]:
     return [
         f"the variable {name} is not known and does nothing; did you mean {close[0]}?"
         for name in unknown
-        if name.removeprefix("DTRAIN_") not in _NO_OPTION
+        if name not in INTERNAL_VARIABLES | _NO_OPTION
         and (close := difflib.get_close_matches(name, known, n=1, cutoff=0.7))
     ]

@@ -20,9 +20,9 @@ from functools import cache
 
 from launcher.errors import SocketError
 
-__all__ = ["SocketFolder", "is_ours_alone", "peer_uid", "prefix_of_boot", "this_boot", "this_host"]
-
-_PEER = struct.Struct("3i")  # pid, uid, gid
+_PEER = struct.Struct(
+    "3i"
+)  # pid, uid, gid; keeper.py and in_worker.py import nothing of the launcher, and have their own
 _BACKLOG = 64
 
 
@@ -53,10 +53,10 @@ def is_ours_alone(found: os.stat_result) -> bool:
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
 
 
-def peer_uid(connection: socket.socket) -> int:
-    """Return whose the process at the other end of a Unix socket is."""
-    _, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-    return int(uid)
+def peer(connection: socket.socket) -> tuple[int, int]:
+    """Return the pid and the user of the process at the other end of a Unix socket."""
+    pid, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    return pid, uid
 
 
 class SocketFolder:
@@ -110,7 +110,7 @@ class SocketFolder:
         try:
             connection.settimeout(wait_s)
             connection.connect(f"/proc/self/fd/{self._descriptor}/{name}")
-            if (uid := peer_uid(connection)) != os.geteuid():
+            if (uid := peer(connection)[1]) != os.geteuid():
                 raise SocketError(f"{self.path}/{name} is user {uid}'s")
         except (ConnectionRefusedError, FileNotFoundError):
             connection.close()

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from launcher.errors import DtrainError, RunError
-from launcher.machine.socket_folder import peer_uid
+from launcher.machine.socket_folder import peer
 from launcher.runs.registry import Entry, Registration, connect
 
 __all__ = ["Control", "ask", "wait_for_end"]
@@ -117,7 +117,7 @@ class Control:
 
     def _take(self, connection: socket.socket) -> bool:
         """Answer one request; return whether the connection stays open until the run ends."""
-        if peer_uid(connection) != os.geteuid():
+        if peer(connection)[1] != os.geteuid():
             return False
         connection.settimeout(ANSWER_S)
         request = json.loads(connection.recv(MOST_BYTES))

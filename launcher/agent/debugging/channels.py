@@ -12,7 +12,6 @@ import json
 import os
 import selectors
 import socket
-import struct
 import sys
 import time
 from collections.abc import Iterable
@@ -21,6 +20,7 @@ from pathlib import Path
 from launcher.agent.attempt import Attempt
 from launcher.agent.stream_writer import StreamWriter
 from launcher.agent.workers.worker import Worker
+from launcher.machine.socket_folder import peer
 from launcher.protocol.commands import CloseDebugger, OpenDebugger
 from launcher.protocol.message import CHANNEL_BYTES
 from launcher.protocol.reports import DebuggerClosed, DebuggerOpened
@@ -32,7 +32,6 @@ DEBUGGER_SIGNAL = 52  # not one of others: evidence.py names those
 READY_S = 10.0  # for the handler of a process that has just been started
 LOOK_S = 0.05
 _IN_WORKER = Path(__file__).with_name("in_worker.py")
-_PEER = struct.Struct("3i")  # pid, uid, gid
 _READ_BYTES = 64 << 10
 _IS_EXITING = 0x4  # PF_EXITING of the kernel, in /proc/PID/stat
 
@@ -203,8 +202,7 @@ class _Channel:
             connection, _ = self._listening.accept()
         except OSError:  # it has gone again
             return
-        pid, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-        if (pid, uid) != (self.worker.pid, os.geteuid()):
+        if peer(connection) != (self.worker.pid, os.geteuid()):
             connection.close()
             return
         self._selector.unregister(self._listening)

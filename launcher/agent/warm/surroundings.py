@@ -14,13 +14,13 @@ import sys
 from collections.abc import Iterator
 
 from launcher import __version__
+from launcher.machine.secret_names import may_be_secret
 from launcher.machine.system_files import read_text
 
 __all__ = ["READ_AT_START", "find_surroundings"]
 
 # How the variables begin that an interpreter reads at its start: what is started ahead has them as they were then.
 READ_AT_START = ("PYTHON", "LD_", "GLIBC_", "MALLOC_", "LANG", "LC_ALL", "LC_CTYPE")
-_SECRETS = ("KEY", "TOKEN", "SECRET", "PASS", "PWD", "CREDENTIAL", "AUTH", "DSN")  # in names; of those it reads none
 _STATUS = {
     "Uid": "user", "Gid": "group", "Groups": "groups", "Umask": "umask",
     "SigBlk": "blocked signals", "SigIgn": "ignored signals",
@@ -66,7 +66,7 @@ def find_surroundings() -> dict[str, str]:
     found.update(
         (name, value)
         for name, value in os.environ.items()
-        if name.startswith(READ_AT_START) and not any(word in name for word in _SECRETS)
+        if name.startswith(READ_AT_START) and not may_be_secret(name)
     )
     return found
 

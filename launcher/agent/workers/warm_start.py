@@ -29,6 +29,7 @@ from launcher.agent.warm.surroundings import READ_AT_START
 from launcher.agent.workers.worker import Files, spawn
 from launcher.errors import SocketError
 from launcher.frozen import dataclass, field
+from launcher.machine.secret_names import may_be_secret
 from launcher.protocol.commands import Prepare, StartWorker
 
 __all__ = ["PROGRAM", "ForkServer", "Warmth"]
@@ -57,11 +58,6 @@ _READ_BY_LIBRARIES = (
     "PYTORCH_", "ATEN_", "CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_", "NCCL_", "HIP_", "HSA_", "MIOPEN_", "CCL_", "UCX_",
     "FI_", "TF_", "XLA_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "LANG", "LC_", "TZ",
 )  # fmt: skip
-_SECRET = re.compile(
-    r"(?:KEY|TOKEN|SECRET|PASS|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|DSN)S?(?:_|$)|(?:^|_)(?:AUTH|PAT)(?:_|$)"
-    r"|^(?!(?:OLD)?PWD$)\w*PWD(?:_|$)",
-    re.IGNORECASE,
-)
 _SECRET_VALUE = re.compile("://[^/@]*:[^/@]*@")  # a password in an address
 
 
@@ -103,7 +99,7 @@ def _what_may_stay(env: Mapping[str, str], exported: Mapping[str, str]) -> dict[
     return {
         name: value
         for name, value in env.items()
-        if not (_SECRET.search(name) or _SECRET_VALUE.search(value))
+        if not (may_be_secret(name) or _SECRET_VALUE.search(value))
         and (name not in exported or name.startswith(_READ_BY_LIBRARIES))
     }
 
@@ -379,7 +375,7 @@ class ForkServer:
             return True
         if name.startswith(_PER_WORKER):
             return False
-        by_libraries = name.startswith(_READ_BY_LIBRARIES) and not _SECRET.search(name)
+        by_libraries = name.startswith(_READ_BY_LIBRARIES) and not may_be_secret(name)
         return self._read is None or name in self._read or by_libraries
 
     def fork(

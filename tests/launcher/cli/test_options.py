@@ -8,12 +8,13 @@ import click
 import pytest
 from click.shell_completion import ShellComplete
 from click.testing import CliRunner
+from testbed.processes import MARK, run_dtrain
 
 from launcher.cli import request
 from launcher.cli.main import cli
 from launcher.cli.options import Options, takes_options
 from launcher.cli.request import read_request
-from launcher.placement.job_spec import JobSpec
+from launcher.placement.job_spec import INTERNAL_VARIABLES, JobSpec
 
 
 def _typed(*words: str) -> Options:
@@ -94,3 +95,12 @@ def test_runs_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     items = ShellComplete(cli, {}, "dtrain", "_DTRAIN_COMPLETE").get_completions(["stop"], "")
     assert [item.value for item in items] == ["last"]
+
+
+def test_what_a_worker_gets_is_internal_or_an_option_s(tmp_path: Path) -> None:
+    script = tmp_path / "show.py"
+    script.write_text("import os\nprint(*(name for name in os.environ if name.startswith('DTRAIN_')))\n")
+    result = run_dtrain("run", script, cwd=tmp_path)
+    names = {*result.stdout.partition("] ")[2].split()}
+    assert len(names) > 10, result
+    assert names - INTERNAL_VARIABLES == {"DTRAIN_ON_NONFINITE", MARK}
