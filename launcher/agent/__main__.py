@@ -17,11 +17,11 @@ match sys.argv[1:]:
     case ["guard", orders]:
         from launcher.agent.cleanup import guard
 
-        guard.main_lent(int(orders))
+        guard.main_forked(int(orders))
     case ["agent", orders]:
         from launcher.agent import main
 
-        main.main_lent(int(orders))
+        main.main_forked(int(orders))
     case ["--simulated", script]:
         from launcher.agent.simulated import serve
 

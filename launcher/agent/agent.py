@@ -157,7 +157,7 @@ class Agent:
         if now >= self._lease.end:
             self._lease.used_up(now)
             reason = f"it received nothing from dtrain for {self._lease.duration_s:g} s"
-            self._exit(signal.SIGKILL, reason, stays_warm=True)
+            self._exit(signal.SIGKILL, reason)
         if self._terminated:
             self._terminated = False
             lost = os.getppid() != self._guard
@@ -229,8 +229,7 @@ class Agent:
         if not data:
             self._selector.unregister(0)
             self._writer.close()
-            has_lease = self._lease.duration_s > 0  # else no connection can have broken: the controller was killed
-            self._exit(signal.SIGTERM, "the controller is gone", stays_warm=has_lease)
+            self._exit(signal.SIGTERM, "the controller is gone")
             return
         try:
             for message in self._decoder.feed(data):
@@ -396,16 +395,13 @@ class Agent:
             return
         self._end(message.signum)
 
-    def _exit(self, signum: int, reason: str, *, stays_warm: bool = False) -> None:
-        """Begin to end everything and to exit, or be quicker about it; the first reason counts.
-
-        With `stays_warm`, what --keep-warm asks for stays whatever the reason: the host may come back to the run.
-        """
+    def _exit(self, signum: int, reason: str) -> None:
+        """Begin to end everything and to exit, or be quicker about it; the first reason counts."""
         if self._reason is not None or self._lease.over:
             self._kept_copy.kill()
         if self._reason is None:
             self._reason = reason
-        if reason and not stays_warm:
+        if reason:
             self._fork_server.stays = False
         self._limits.ending_by = self._kill_at(signum) + ENDS_WITHIN_S
         if self._leftovers is not None:

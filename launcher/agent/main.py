@@ -14,11 +14,10 @@ import sys
 from typing import NoReturn
 
 from launcher.agent.agent import Agent
-from launcher.agent.cleanup.guard import guard
+from launcher.agent.cleanup.guard import guard, read_orders
 from launcher.agent.cleanup.lease import Limits
 from launcher.agent.cleanup.run_tag import RunTag, mark_unless_nested
 from launcher.agent.warm.folder import prefix_of
-from launcher.agent.warm.lent import await_run, read_orders
 from launcher.agent.warm.surroundings import find_surroundings
 from launcher.agent.workers.warm_start import Warmth
 from launcher.machine import processes
@@ -40,25 +39,24 @@ def main(key: str = "", cold: str = "") -> NoReturn:
     _serve(parent, run_tag, limits, Warmth(prefix_of(key) if key else "", surroundings, cold=cold))
 
 
-def main_lent(descriptor: int) -> NoReturn:
-    """Be an agent that a process kept warm has forked, with its orders in an open file; its guard is beside it."""
+def main_forked(descriptor: int) -> NoReturn:
+    """Be an agent that a process kept warm has forked, with its orders in an open file; its guard is its parent."""
     orders = read_orders(descriptor)
     limits, server = Limits.shared(orders["limits"]), socket.socket(fileno=orders["control"])
     os.close(orders["limits"])
     os.set_inheritable(orders["control"], False)
-    run = await_run(orders)
-    with socket.socket(fileno=run.asked_by) as asked_by:
-        if not os.read(run.may_begin, 1):
+    with socket.socket(fileno=orders["asked_by"]) as asked_by:
+        if not os.read(orders["may_begin"], 1):
             os._exit(1)  # it was given up meanwhile
         try:
             asked_by.send(b'{"reason": ""}')
         except OSError:  # who asked is gone
             os._exit(1)
-    os.close(run.may_begin)
+    os.close(orders["may_begin"])
     processes.raise_file_limit()
     mark_unless_nested()
-    lent = (orders["server"], server)
-    warmth = Warmth(run.prefix, orders["surroundings"], kept=orders["kept"], lent=lent)
+    forked = (orders["server"], server)
+    warmth = Warmth(orders["prefix"], orders["surroundings"], kept=orders["kept"], forked=forked)
     _serve(orders["guard"], RunTag.new(orders["run_tag"]), limits, warmth)
 
 

@@ -191,15 +191,15 @@ def check(options: Options, as_json: bool, no_allreduce: bool) -> None:
 
 @cli.command(context_settings=_PASS_ON, short_help="List, start or stop what stays warm between runs.")
 @takes_options
-@click.option("--start", is_flag=True, help="Import SCRIPT's packages on the hosts now, for --keep-warm (10m).")
-@click.option("--stop", is_flag=True, help="Stop all of yours on the hosts.")
+@click.option("--start", is_flag=True, help="Import SCRIPT's packages now, for --keep-warm (10m).")
+@click.option("--stop", is_flag=True, help="Stop all of yours.")
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 def warm(options: Options, start: bool, stop: bool, as_json: bool) -> None:
-    """List what `dtrain run --keep-warm` has left on the hosts: processes with packages imported, until when.
+    """List what `dtrain run --keep-warm` has left on this machine: processes with packages imported, until when.
 
     Takes every option of `dtrain run`; SCRIPT only with --start. Only processes of this user are seen.
     """
-    from launcher.cli.warm import run_warm
+    from launcher.cli.warm import list_warm, start_warm, stop_warm
 
     if start and stop:
         raise UsageError("--start and --stop exclude each other")
@@ -210,7 +210,10 @@ def warm(options: Options, start: bool, stop: bool, as_json: bool) -> None:
     request = read_request(options)
     if start:
         check_here(request.spec)
-    sys.exit(run_warm(request.spec, start=start, stop=stop, as_json=as_json, say=_complain))
+        sys.exit(start_warm(request.spec, say=_complain))
+    if stop:
+        sys.exit(stop_warm(request.spec, say=_complain))
+    sys.exit(list_warm(request.spec, as_json=as_json, say=_complain))
 
 
 def _complete_run(_: click.Context, __: click.Parameter, begun: str) -> list[str]:

@@ -119,8 +119,8 @@ class Options:
         show_default=True,
     )
     keep_warm: str | None = _option(
-        "After the run, leave the process from which workers are forked on each host for this time without use. Later "
-        "runs find it by themselves; with --keep-warm the time starts anew. See dtrain warm.",
+        "After a run on this machine alone, leave the process from which workers are forked for this time without use. "
+        "Later runs find it by themselves; with --keep-warm the time starts again. See dtrain warm.",
         "10m|90s|1h",
     )
     stdin: str | None = _option(

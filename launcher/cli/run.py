@@ -73,7 +73,7 @@ def _run(options: Options, say: Callable[[str], None], detachment: Detachment | 
                 write_usage_error_json(verbosity.error_json, error)
         raise
     if detachment is not None and not verbosity.quiet:
-        from launcher.agent.warm.login import ends_with_login
+        from launcher.runs.detach import ends_with_login
 
         if ends_with_login():
             say("logind ends this run with your login (KillUserProcesses). To keep it: loginctl enable-linger,")

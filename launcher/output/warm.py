@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from launcher.hosts.folding import lines_by_reason
-from launcher.hosts.host import Host
 from launcher.job.outcome import Outcome
 from launcher.output.text import count
 from launcher.placement.job_spec import JobSpec
-
-__all__ = ["local_time", "options_for", "warm_lines"]
 
 
 def warm_lines(spec: JobSpec, outcome: Outcome, *, verbose: bool) -> list[str]:
@@ -22,7 +19,7 @@ def warm_lines(spec: JobSpec, outcome: Outcome, *, verbose: bool) -> list[str]:
         if kept:
             verb = "stays" if len(kept) == 1 else "stay"
             until = local_time(time.time() + spec.keep_warm_s)
-            lines.append(f"{count(len(kept), 'host')} {verb} warm until {until}: dtrain warm --stop{options_for(spec)}")
+            lines.append(f"{count(len(kept), 'host')} {verb} warm until {until}: dtrain warm --stop")
         lines += _by_reason("nothing stays warm", ((host, bye.not_kept) for host, bye in outcome.warm))
     if verbose:
         if warm := sum(bye.was_warm for _, bye in outcome.warm):
@@ -33,15 +30,6 @@ def warm_lines(spec: JobSpec, outcome: Outcome, *, verbose: bool) -> list[str]:
 
 def _by_reason(what: str, reasons: Iterable[tuple[str, str]]) -> list[str]:
     return [f"{what}: {line}" for line in lines_by_reason({host: why for host, why in reasons if why})]
-
-
-def options_for(spec: JobSpec) -> str:
-    """Return the options by which the hosts of a run are found again; empty for this machine."""
-    named: Sequence[Host] = spec.hosts
-    if not any(host.remote for host in named):
-        return ""
-    names = [f"{host.user}@{host.name}" if host.user else host.name for host in named]
-    return f" --hosts {','.join(f'{n}:{h.port}' if h.port else n for n, h in zip(names, named, strict=True))}"
 
 
 def local_time(at: float) -> str:

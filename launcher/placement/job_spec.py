@@ -222,7 +222,9 @@ class JobSpec:
         if any(host.kind is HostKind.SRUN for host in self.hosts):
             raise UsageError("--keep-warm leaves processes behind, which a SLURM job must not have; leave it out here")
         if any(host.kind is HostKind.JOINED for host in self.hosts):
-            raise UsageError("--keep-warm is for hosts that dtrain reaches by itself, not for nodes started by hand")
+            raise UsageError("--keep-warm is for runs on one machine, not for nodes started by hand")
+        if any(host.remote for host in self.hosts):
+            raise UsageError("--keep-warm is for runs on this machine alone, not over SSH; leave it out")
 
 
 def parse_duration(text: str, option: str) -> float:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
-__all__ = ["Detachment", "detached"]
-
+_LOGIND_S = 2.0  # for its answer
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -66,3 +67,17 @@ def detached(run: Callable[[Detachment], int], announce: Callable[[str], None]) 
     _, status = os.waitpid(pid, 0)
     exit_code = os.waitstatus_to_exitcode(status)
     return exit_code if exit_code >= 0 else 128 - exit_code
+
+
+def ends_with_login() -> bool:
+    """Return whether systemd-logind ends this process when its login ends. Without its answer it may."""
+    if not re.search(r"/session-[^/\n]+\.scope", Path("/proc/self/cgroup").read_text(errors="surrogateescape")):
+        return False
+    import subprocess
+
+    argv = ["loginctl", "show-session", "--property=KillUserProcesses"]
+    try:
+        said = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=_LOGIND_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return True
+    return said.stdout.strip() != b"KillUserProcesses=no"

@@ -175,7 +175,7 @@ def _script_word(spec: JobSpec) -> str:
 
 def warm_key(spec: JobSpec, host: Host) -> str:
     """Return by what a process is found that was kept warm for this script; empty if none can be."""
-    if spec.start_method == "exec" or spec.command.kind is CommandKind.PROGRAM or host.kind is HostKind.SRUN:
+    if spec.start_method == "exec" or spec.command.kind is CommandKind.PROGRAM or host.remote:
         return ""
     words = (host.name, spec.command.kind.value, str(spec.workdir), spec.command.target)
     return f"{host.part}-{crc32(os.fsencode(chr(0).join(words))):08x}"

@@ -1,12 +1,12 @@
 """Start-up beside torchrun: wall time, CPU seconds and memory of whole commands, in turns in one run.
 
-    python scripts/bench/startup.py [--pairs 7] [--workers 2] [--no-ssh] [--imports tqdm,transformers] [--json]
+    python scripts/bench/startup.py [--pairs 7] [--workers 2] [--imports tqdm,transformers] [--json]
 
 Two scripts: one that does nothing, one that does init_process_group("gloo") and a barrier; that one also as a second
-run on what `--keep-warm` has left, on this machine and on an SSH host on loopback. Ratios are medians over pairs of
-runs next to each other. CPU seconds are those of the command and all that it started and waited for, so of a warm run
-those of dtrain alone. Memory is the largest sum of the proportional share (PSS) of all its processes, sampled in a run
-of its own. --imports: both scripts begin with these imports, for an environment as people have it (.venv-full).
+run on what `--keep-warm` has left. Ratios are medians over pairs of runs next to each other. CPU seconds are those of
+the command and all that it started and waited for, so of a warm run those of dtrain alone. Memory is the largest sum of
+the proportional share (PSS) of all its processes, sampled in a run of its own. --imports: both scripts begin with these
+imports, for an environment as people have it (.venv-full).
 --json: one object a line instead of the table, for plots.py, and no warm runs.
 """
 
@@ -21,14 +21,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
-from testbed.sshd import SshHosts, find_sshd
 
 SCRIPTS = {
     "does nothing": "",
@@ -37,8 +33,6 @@ SCRIPTS = {
         "dist.init_process_group('gloo')\ndist.barrier()\ndist.destroy_process_group()\n"
     ),
 }
-
-READY_S = 2.0  # after a warm run: what it leaves makes an agent ready, here on the processors of the next command
 
 
 @dataclass(frozen=True)
@@ -51,7 +45,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=7, help="runs of each command [%(default)s]")
     parser.add_argument("--workers", type=int, default=2, help="workers of each run [%(default)s]")
-    parser.add_argument("--no-ssh", action="store_true", help="without a host over SSH")
     parser.add_argument("--imports", metavar="MODULES", default="", help="what the scripts import first, by commas")
     parser.add_argument("--json", action="store_true", help="one object a line instead of the table")
     args = parser.parse_args()
@@ -63,38 +56,27 @@ def main() -> None:
             f"{'script':30} {'command':12} {'wall s':>7} {'CPU s':>7} {'peak MB':>8} {'agent MB':>9}   ratio wall, CPU"
         )
     imports = "".join(f"import {name}\n" for name in args.imports.split(",") if name)
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as at_end:
+    with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_RUNTIME_DIR"] = folder  # where what is kept warm is found
-        lab = None
-        if find_sshd() is not None and not args.no_ssh and not args.json:
-            lab = at_end.enter_context(SshHosts(Path(folder, "lab"), count=1, env={"XDG_RUNTIME_DIR": folder}))
         for name, text in SCRIPTS.items():
             script = Path(folder, "script.py")
             script.write_text(imports + text)
-            compare(name, script, args, Path(folder), lab if text else None, warm=bool(text) and not args.json)
+            compare(name, script, args, Path(folder), warm=bool(text) and not args.json)
 
 
-def compare(
-    name: str, script: Path, args: argparse.Namespace, folder: Path, lab: SshHosts | None, *, warm: bool
-) -> None:
+def compare(name: str, script: Path, args: argparse.Namespace, folder: Path, *, warm: bool) -> None:
     count = str(args.workers)
     ours = [sys.executable, "-m", "launcher", "run", "--log-dir", str(folder / "runs"), "--nproc-per-node", count]
     theirs = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", count]
     commands = {"torchrun": [*theirs, str(script)], "dtrain": [*ours, str(script)]}
-    kept = ["--keep-warm", "10m", str(script)]
     if warm:
-        commands["second, warm"] = [*ours, *kept]
-    if lab is not None:
-        there = ["--hosts", lab.names[0], "--ssh-config", str(lab.ssh_config), "-x", "OMP_NUM_THREADS"]
-        commands["warm, ssh"] = [*ours, *there, *kept]
+        commands["second, warm"] = [*ours, "--keep-warm", "10m", str(script)]
     runs: dict[str, list[Run]] = {command: [] for command in commands}
     try:
         for pair in range(args.pairs + 1):
             for command, argv in commands.items():
                 # The first of dtrain's must not find what is warm.
                 run = measure(argv, **({"XDG_RUNTIME_DIR": ""} if command == "dtrain" else {}))
-                if command in ("second, warm", "warm, ssh"):
-                    time.sleep(READY_S)
                 if pair:  # the first pair warms the file cache
                     runs[command].append(run)
     finally:
@@ -124,9 +106,6 @@ def compare(
             )
             continue
         print(f"{name:30} {command:12} {wall_s:7.3f} {cpu_s:7.3f} {memory_mb:>8} {agent:>9}{ratio}", flush=True)
-    if "warm, ssh" in runs:
-        pairs_of = zip(runs["warm, ssh"], runs["second, warm"], strict=True)
-        print(f"{name:30} over SSH: {statistics.median(a.wall_s - b.wall_s for a, b in pairs_of):.3f} s more, warm")
 
 
 def measure(argv: list[str], **also: str) -> Run:

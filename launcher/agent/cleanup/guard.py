@@ -8,35 +8,38 @@ the controller cannot want it any more: the lease is over, or the controller's e
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import select
 import signal
 import time
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from launcher.agent.cleanup.lease import Limits
 from launcher.agent.cleanup.run_tag import RunTag, mark_unless_nested
-from launcher.agent.warm.lent import await_run, read_orders
 from launcher.machine import processes
-
-__all__ = ["guard", "main_lent", "reap"]
 
 BLIND_S = 5.0  # so long after the controller's end it should have noticed
 LOOK_S = 1.0
 _ENDED = select.POLLHUP | select.POLLERR | select.POLLRDHUP
 
 
-def main_lent(descriptor: int) -> NoReturn:
+def main_forked(descriptor: int) -> NoReturn:
     """Be the guard of an agent that a process kept warm has forked, with its orders in an open file."""
     processes.adopt_orphans()
     orders = read_orders(descriptor)
-    limits = Limits.shared(orders["limits"])
-    run = await_run(orders)  # whose `asked_by` stays open here: who waits at its other end waits for this process
-    os.close(run.may_begin)
     mark_unless_nested()
-    os._exit(guard(orders["agent"], RunTag.new(orders["run_tag"]), limits))
+    os._exit(guard(orders["agent"], RunTag.new(orders["run_tag"]), Limits.shared(orders["limits"])))
+
+
+def read_orders(descriptor: int) -> dict[str, Any]:
+    """Read what a process kept warm (workers/keeper.py) has written for one that it forked, and close the file."""
+    with os.fdopen(descriptor, encoding="ascii") as file:
+        file.seek(0)
+        orders: dict[str, Any] = json.load(file)
+    return orders
 
 
 def guard(agent: int, run_tag: RunTag, limits: Limits) -> int:

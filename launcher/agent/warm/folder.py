@@ -13,8 +13,6 @@ from contextlib import AbstractContextManager
 
 from launcher.machine.socket_folder import SocketFolder, is_ours_alone, prefix_of_boot
 
-__all__ = ["NAME_BYTES", "open_folder", "prefix_of"]
-
 NAME_BYTES = 4  # at random, in hexadecimal digits at the end of a name
 FALLBACK = "/tmp/dtrain-warm-{}"
 

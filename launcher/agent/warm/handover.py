@@ -15,8 +15,6 @@ from typing import Any
 from launcher.agent.warm.folder import open_folder, prefix_of
 from launcher.errors import SocketError, WarmError
 
-__all__ = ["ask", "hand_over"]
-
 ANSWER_S = 2.0
 _MESSAGE_BYTES = 1 << 16
 
@@ -61,11 +59,6 @@ def _offer(connection: socket.socket, prefix: str, script: str) -> str:
         answer = ask(connection, "check", surroundings=find_surroundings(), **also)
         if answer["reason"]:
             return str(answer["reason"])
-        if group := answer.get("control_group", ""):
-            from launcher.agent.warm.login import why_it_may_end
-
-            if why_not := why_it_may_end(group):
-                return why_not
         return _hand_over(connection, prefix)
 
 

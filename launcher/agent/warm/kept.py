@@ -12,8 +12,6 @@ from launcher.agent.warm.folder import NAME_BYTES, open_folder
 from launcher.agent.warm.handover import ANSWER_S, ask
 from launcher.errors import SocketError, WarmError
 
-__all__ = ["describe", "extend", "new_socket", "stop"]
-
 _TRIES = 3  # the last process in the folder may remove it just then
 
 T = TypeVar("T")

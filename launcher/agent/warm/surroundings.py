@@ -17,10 +17,8 @@ from launcher import __version__
 from launcher.machine.secret_names import may_be_secret
 from launcher.machine.system_files import read_text
 
-__all__ = ["READ_AT_START", "find_surroundings"]
-
-# How the variables begin that an interpreter reads at its start: what is started ahead has them as they were then.
-READ_AT_START = ("PYTHON", "LD_", "GLIBC_", "MALLOC_", "LANG", "LC_ALL", "LC_CTYPE")
+# How the variables begin that an interpreter reads at its start.
+_READ_AT_START = ("PYTHON", "LD_", "GLIBC_", "MALLOC_", "LANG", "LC_ALL", "LC_CTYPE")
 _STATUS = {
     "Uid": "user", "Gid": "group", "Groups": "groups", "Umask": "umask",
     "SigBlk": "blocked signals", "SigIgn": "ignored signals",
@@ -29,9 +27,9 @@ _STATUS = {
     "Seccomp": "seccomp filter", "Cpus_allowed_list": "processors that may be used",
     "Mems_allowed_list": "NUMA nodes that may be used",
 }  # fmt: skip
-# Each login, and each tab of some terminals, has a group of its own, with the limits of the user's. Others may have
-# limits of their own, as those of `systemd-run --scope`.
-_OF_LOGIN = re.compile(r"/(?:session|vte-spawn)-[^/]*\.scope")
+# Each tab of some terminals has a group of its own, with the limits of the user's. A login's counts: where logind ends
+# what a login has left (KillUserProcesses), it would end another login's run as well.
+_OF_TAB = re.compile(r"/vte-spawn-[^/]*\.scope")
 _IOPRIO_GET = {"x86_64": 252, "aarch64": 31}  # the number of the call, for which the C library has no function
 _ROOT = __file__.rpartition("/agent/")[0]
 _DEVICES = re.compile("nvidia[0-9]*|kfd|renderD[0-9]+")
@@ -52,7 +50,7 @@ def find_surroundings() -> dict[str, str]:
     found["personality"] = read_text("/proc/self/personality")
     found["security label"] = read_text("/proc/self/attr/current").strip("\0\n ")
     found["out-of-memory score"] = read_text("/proc/self/oom_score_adj")
-    found["control group"] = _OF_LOGIN.sub("/*.scope", read_text("/proc/self/cgroup"))
+    found["control group"] = _OF_TAB.sub("/*.scope", read_text("/proc/self/cgroup"))
     kinds = ("cgroup", "ipc", "mnt", "net", "pid", "time", "user", "uts")
     found["namespaces"] = " ".join(filter(None, map(_namespace, kinds)))
     root = os.stat("/")
@@ -66,7 +64,7 @@ def find_surroundings() -> dict[str, str]:
     found.update(
         (name, value)
         for name, value in os.environ.items()
-        if name.startswith(READ_AT_START) and not may_be_secret(name)
+        if name.startswith(_READ_AT_START) and not may_be_secret(name)
     )
     return found
 

@@ -1,9 +1,8 @@
 """What a fork server does when its run is over and it is to stay warm: it waits for runs, and serves them.
 
-Loaded by fork_server.py alone, into its process. To the agent that a later run starts here it lends a new guard, a new
-agent and a new fork server, forked from this process: the first two then execute dtrain's own program, the third is as
-this process was when its imports were done. All three are forked before a run comes (agent/warm/lent.py): to fork them
-then would take a third of its start. A later run's processes hold nothing of an earlier one's.
+Loaded by fork_server.py alone, into its process. For a later run it forks a new guard, a new agent and a new fork
+server: the first two then execute dtrain's own program, the third is as this process was when its imports were done.
+A later run's processes hold nothing of an earlier one's.
 
 Requests are JSON, each with its answer, on connections whose other end must be of the same user.
 """
@@ -12,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import json
 import math
 import os
@@ -22,14 +20,14 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 _PEER = struct.Struct("3i")  # pid, uid, gid
 _LIMITS = struct.pack("3d", math.nan, 0.0, 0.0)  # as cleanup/lease.py's Limits begin
 _MESSAGE_BYTES = 1 << 16
 _PROMISE_S = 2.0  # so long this process stays for who was told that it fits
-_QUIET_S = 0.5  # after a run, before anything is prepared for the next: that run's end has the processors first
 _LOOK_S = 5.0  # a poll does not count the time that the machine sleeps, and nobody tells us of a socket removed
 _PR_SET_PDEATHSIG = 1
 _METADATA = (".dist-info", ".egg-info", ".egg-link", ".pth")
@@ -95,7 +93,6 @@ class Keeper:
     ) -> None:
         self._path: str = order["path"]
         self._surroundings: dict[str, str] = order["surroundings"]
-        self._environ = _environ(order["read_at_start"], self._surroundings)
         self._described: dict[str, Any] = {**order["described"], "packages": imported}
         self._listening: socket.socket | None = listening
         self._packages = packages
@@ -106,8 +103,6 @@ class Keeper:
         self._waiting: list[socket.socket] = []  # connections of which no run has come yet
         self._promised: dict[socket.socket, float] = {}  # until when this process stays for those that may send a run
         self._runs: dict[int, socket.socket] = {}  # by the pid of the guard
-        self._prepared: tuple[int, socket.socket] | None = None  # a guard, and where it and its agent hear of their run
-        self._prepare_at = _now() + _QUIET_S
 
     def wait(self) -> socket.socket:
         """Serve until the time is over, and then end this process; return in a new fork server: its control."""
@@ -120,11 +115,6 @@ class Keeper:
         try:
             while True:
                 self._end_when_due()
-                if _now() >= self._prepare_at and not self._runs:
-                    self._prepare_at = math.inf  # if what is prepared ends by itself, so would another
-                    with contextlib.suppress(OSError):  # a run that comes tries again
-                        if (control := self._prepare()) is not None:
-                            return control
                 poll = select.poll()
                 watched: dict[int, socket.socket] = {each.fileno(): each for each in self._waiting}
                 watched.update((each.fileno(), each) for each in self._runs.values())
@@ -132,7 +122,7 @@ class Keeper:
                     poll.register(descriptor, select.POLLIN)
                 if self._listening is not None:
                     poll.register(self._listening, select.POLLIN)
-                left_s = _LOOK_S if self._runs else max(0.0, min(self._due(), self._prepare_at) - _now())
+                left_s = _LOOK_S if self._runs else max(0.0, self._due() - _now())
                 for descriptor, _ in poll.poll(1000 * min(_LOOK_S, left_s)):
                     if descriptor == wake_read:
                         os.read(wake_read, _MESSAGE_BYTES)
@@ -162,7 +152,6 @@ class Keeper:
         if self._listening is not None:
             self._listening.close()
             self._listening = None
-            self._prepare_at = math.inf
             with contextlib.suppress(OSError):
                 os.unlink(self._path)
             with contextlib.suppress(OSError):
@@ -187,12 +176,7 @@ class Keeper:
                 return
             if pid == 0:
                 return
-            if self._prepared is not None and pid == self._prepared[0]:
-                self._prepared[1].close()
-                self._prepared = None
-            elif (connection := self._runs.pop(pid, None)) is not None:
-                if self._prepared is None and self._listening is not None:
-                    self._prepare_at = _now() + _QUIET_S
+            if (connection := self._runs.pop(pid, None)) is not None:
                 status = os.waitstatus_to_exitcode(wait_status)
                 self._answer(connection, {"status": status if status >= 0 else 128 - status})
                 connection.close()
@@ -235,11 +219,11 @@ class Keeper:
                 if not reason and "script" in order:
                     self._compare(connection, order["script"])
                 else:
-                    self._answer(connection, _fits(reason))
+                    self._answer(connection, {"reason": reason})
             case "describe":
                 left_s = max(0.0, self._until - _now())
                 state = {"pid": os.getpid(), "since": self._since, "left_s": left_s, "runs": len(self._runs)}
-                self._answer(connection, {**self._described, **state, "memory_bytes": self._memory_bytes()})
+                self._answer(connection, {**self._described, **state, "memory_bytes": _memory_bytes()})
             case "extend" if isinstance(order.get("keep_s"), float):
                 self._until = _now() + order["keep_s"]
                 self._answer(connection, {"kept": self._listening is not None})
@@ -247,16 +231,10 @@ class Keeper:
                 self._stop()
                 self._answer(connection, {"runs": len(self._runs)})
             case "run" if len(descriptors) == 5 and isinstance(order.get("cores"), list):
-                said = {"cores": order["cores"], "prefix": order.get("prefix")}
-                return self._run(connection, said, descriptors)
+                return self._run(connection, order, descriptors)
             case _:  # of no sense
                 self._lost(connection)
         return None
-
-    def _memory_bytes(self) -> int:
-        """Return the proportional share of this process and of what it has prepared, else what those have mapped."""
-        prepared = () if self._prepared is None else _tree(self._prepared[0])
-        return sum(map(_memory_of, (os.getpid(), *prepared)))
 
     @staticmethod
     def _answer(connection: socket.socket, answer: dict[str, Any]) -> None:
@@ -277,7 +255,7 @@ class Keeper:
         try:
             pid = os.fork()
         except OSError as error:
-            self._answer(connection, _fits(_no_fork(error)))
+            self._answer(connection, {"reason": _no_fork(error)})
             return
         if pid:
             return
@@ -286,80 +264,59 @@ class Keeper:
                 reason = self._why_not_script(script)
             except OSError as error:  # its working directory is not there
                 reason = f"the script cannot be read: {error}"
-            self._answer(connection, _fits(reason))
+            self._answer(connection, {"reason": reason})
         finally:
             os._exit(0)
 
-    def _run(self, connection: socket.socket, said: dict[str, Any], descriptors: Sequence[int]) -> socket.socket | None:
-        """Give a run to what is prepared, or prepare it now; return in a new fork server: its control."""
+    def _run(
+        self, connection: socket.socket, order: dict[str, Any], descriptors: Sequence[int]
+    ) -> socket.socket | None:
+        """Fork guard, agent and fork server for a run; return in the last of them: its control."""
         try:
-            given = self._prepared is not None and self._give(connection, said, descriptors)
-            if not given:  # nothing was prepared, or it has just died
-                if (control := self._prepare()) is not None:
-                    return control
-                if not self._give(connection, said, descriptors):
-                    raise BrokenPipeError(errno.EPIPE, "it has died")
+            pid = os.fork()
         except OSError as error:
             self._answer(connection, {"reason": _no_fork(error)})
             self._lost(connection)
             return None
-        self._waiting.remove(connection)
-        self._promised.pop(connection, None)
-        return None
-
-    def _give(self, connection: socket.socket, said: dict[str, Any], descriptors: Sequence[int]) -> bool:
-        """Give a run to what is prepared; return whether that was there to take it."""
-        assert self._prepared is not None
-        guard, runs = self._prepared
-        self._prepared = None
-        try:
-            with runs:
-                for _ in ("guard", "agent"):  # each reads one
-                    socket.send_fds(runs, [json.dumps(said).encode()], [*descriptors, connection.fileno()])
-        except (BrokenPipeError, ConnectionResetError):
-            return False
-        self._runs[guard] = connection
-        return True
-
-    def _prepare(self) -> socket.socket | None:
-        """Fork guard, agent and fork server of a run to come; return in the last of them: its control. Raises OSError.
-
-        They end with this process as long as there is no run.
-        """
-        ours, runs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            pid = os.fork()
-        except OSError:
-            ours.close()
-            runs.close()
-            raise
         if pid:
-            runs.close()
-            self._prepared = (pid, ours)
+            self._waiting.remove(connection)
+            self._promised.pop(connection, None)
+            self._runs[pid] = connection
             return None
         try:
-            return self._begin(ours, runs)
-        except OSError:  # who waits for a run is not served by it, and starts an agent of its own
+            return self._begin(connection, order, descriptors)
+        except OSError:  # the keeper reports the end, and who asked starts an agent of its own
             os._exit(1)
 
-    def _begin(self, ours: socket.socket, runs: socket.socket) -> socket.socket:
-        """Become the guard, and fork the others. Raises OSError in those that cannot fork."""
+    def _begin(self, connection: socket.socket, order: dict[str, Any], descriptors: Sequence[int]) -> socket.socket:
+        """Become the guard, and fork the others. Raises OSError in those that cannot fork.
+
+        Guard and agent get the variables, standard streams and processors of the process whose place the agent takes,
+        and hold the connection to it: that process ends when nothing holds the connection any more.
+        """
+        environ, may_begin, *streams = descriptors
+        env: dict[str, str] = json.loads(os.pread(environ, os.fstat(environ).st_size, 0))
         limits = os.memfd_create("limits")
         os.write(limits, _LIMITS)
-        orders = {"run_tag": os.urandom(16).hex(), "limits": limits, "runs": runs.fileno(), "kept": self._path}
+        asked_by = connection.fileno()
+        orders = {"run_tag": os.urandom(16).hex(), "limits": limits}
+        become = partial(_become, env=env, streams=streams, cores=order["cores"])
         os.setsid()
         guard = os.getpid()
         control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if pid := os.fork():
-            _become("guard", {**orders, "agent": pid}, self._environ, [limits, runs.fileno()])
+            become("guard", {**orders, "agent": pid}, kept=[limits, asked_by])
         agent = os.getpid()
         _die_with(guard)
         if pid := os.fork():
-            also = {"guard": guard, "server": pid, "control": control.fileno(), "surroundings": self._surroundings}
-            _become("agent", {**orders, **also}, self._environ, [limits, runs.fileno(), control.fileno()])
+            also = {
+                "kept": self._path, "prefix": order.get("prefix"), "surroundings": self._surroundings, "guard": guard,
+                "server": pid, "control": control.fileno(), "may_begin": may_begin, "asked_by": asked_by,
+            }  # fmt: skip
+            become("agent", {**orders, **also}, kept=[limits, asked_by, control.fileno(), may_begin])
         _die_with(agent)
         os.setsid()
-        self._forget(theirs, ours, runs, control)
+        self._forget(theirs, control)
         return theirs
 
     def _forget(self, control: socket.socket, *others: socket.socket) -> None:
@@ -373,27 +330,25 @@ class Keeper:
                     os.close(int(name))
 
 
-def _environ(read_at_start: Sequence[str], surroundings: dict[str, str]) -> dict[str, str]:
-    """Return the variables for an agent's start: of those that an interpreter reads then, what an agent found."""
-    names = tuple(read_at_start)
-    mine = {name: value for name, value in os.environ.items() if not name.startswith(names)}
-    return {**mine, **{name: value for name, value in surroundings.items() if name.startswith(names)}}
-
-
-def _fits(reason: str) -> dict[str, str]:
-    """Return the answer to who asks whether this process fits. Where it stands, that one judges (warm/login.py)."""
-    with open("/proc/self/cgroup", encoding="utf-8", errors="surrogateescape") as file:
-        return {"reason": reason, "control_group": file.read()}
-
-
 def _no_fork(error: OSError) -> str:
     return f"the process kept warm cannot be forked: {error.strerror}"
 
 
-def _become(role: str, orders: dict[str, Any], env: dict[str, str], kept: Sequence[int]) -> None:
+def _become(
+    role: str,
+    orders: dict[str, Any],
+    *,
+    env: dict[str, str],
+    streams: Sequence[int],
+    cores: Sequence[int],
+    kept: Sequence[int],
+) -> None:
     """Execute the agent's program, and do not return."""
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGUSR1, signal.SIGUSR2))
+        os.sched_setaffinity(0, cores)
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
         for descriptor in kept:
             os.set_inheritable(descriptor, True)
         # In a file: the arguments of a process can be read by every user.
@@ -415,16 +370,10 @@ def outlive_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
 
 
-def _tree(pid: int) -> Iterator[int]:
-    yield pid
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as file:
-        for child in file.read().split():
-            yield from _tree(int(child))
-
-
-def _memory_of(pid: int) -> int:
+def _memory_bytes() -> int:
+    """Return the proportional share of this process, else what it has mapped."""
     for name, word in (("smaps_rollup", "Pss:"), ("status", "VmRSS:")):
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/{name}", encoding="ascii") as file:
+        with contextlib.suppress(OSError), open(f"/proc/self/{name}", encoding="ascii") as file:
             for line in file:
                 if line.startswith(word):
                     return int(line.split()[1]) << 10

@@ -25,7 +25,6 @@ from typing import Any
 from launcher.agent.cleanup.run_tag import RunTag
 from launcher.agent.host_facts import find_cores
 from launcher.agent.warm.kept import extend, new_socket, stop
-from launcher.agent.warm.surroundings import READ_AT_START
 from launcher.agent.workers.worker import Files, spawn
 from launcher.errors import SocketError
 from launcher.frozen import dataclass, field
@@ -118,14 +117,14 @@ class Warmth:
     """What an agent was started with: how the name of what may stay warm begins, and what must be equal then.
 
     If it was forked itself from a process that is kept warm: the path of that one's socket, and pid and control of the
-    fork server that it has lent.
+    fork server that it has forked for this run.
     """
 
     prefix: str = ""
     surroundings: Mapping[str, str] = field(default_factory=dict)
     cold: str = ""  # why something that is warm cannot be used
     kept: str = ""
-    lent: tuple[int, socket.socket] | None = None
+    forked: tuple[int, socket.socket] | None = None
 
 
 class ForkServer:
@@ -134,7 +133,7 @@ class ForkServer:
     `why_not` says why workers cannot be forked; empty where they can, or while it `is_loading`, which ends in a
     callback of the selector, or in `step`. `pid` is None where there is no such process.
 
-    Where a process kept warm has lent one that does not fit, `cold` says why, and another is started.
+    Where a process kept warm has forked one that does not fit, `cold` says why, and another is started.
 
     What its workers import late is imported in a process of its own, `_late`: if that fails, nothing has changed.
     """
@@ -145,7 +144,7 @@ class ForkServer:
         self.was_warm = False  # workers can be forked from what an earlier run has left
         self.cold = warmth.cold
         self._warmth = warmth
-        self._is_checking = False  # whether the one that was lent fits
+        self._is_checking = False  # whether the one that was forked for this run fits
         self._is_filtered = False  # its variables: they may stay
         self._read: set[str] | None = None  # the variables that its imports read; None: any
         self._begins: tuple[str, ...] = ()  # how those begin that its imports looked for among all
@@ -160,9 +159,9 @@ class ForkServer:
         self._program = ("", "")  # as a worker's order names it
         self._env: dict[str, str] = {}
         self._control: socket.socket | None = None
-        if warmth.lent is not None:  # from now on it is ours to end
-            self.pid, self._control = warmth.lent
-        self._was_lent = warmth.lent is not None
+        if warmth.forked is not None:  # from now on it is ours to end
+            self.pid, self._control = warmth.forked
+        self._was_forked = warmth.forked is not None
         self._limit = math.inf
         self._late: ForkServer | None = None
         self._command: tuple[Sequence[str], str, Sequence[int]] = ((), "", ())  # argv, folder and processors
@@ -184,7 +183,7 @@ class ForkServer:
         shared = {"OMP_NUM_THREADS": str(max(1, limit // workers)), "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
         self._program = (message.through, message.target)
         self.stays = message.keep_warm_s > 0
-        self._is_filtered = self.stays or self._was_lent
+        self._is_filtered = self.stays or self._was_forked
         self._env = {**shared, **os.environ, **self._run_tag.variables}
         if self._is_filtered:
             self._env = _what_may_stay({**shared, **os.environ}, message.export)
@@ -229,7 +228,7 @@ class ForkServer:
         self._await_answer()
 
     def _check(self, order: Mapping[str, Any]) -> None:
-        """Ask the process that was lent whether it fits."""
+        """Ask the process that was forked for this run whether it fits."""
         self._is_checking = True
         request = _in_memory({**order, "read_by_libraries": _READ_BY_LIBRARIES})
         try:
@@ -248,7 +247,7 @@ class ForkServer:
         self.why_not, self.is_loading, self.has_torch = "", True, False
 
     def _start_cold(self, why: str) -> None:
-        """Start a process of our own in place of the one that was lent."""
+        """Start a process of our own in place of the one that was forked for this run."""
         self.cold, self._is_checking = why, False
         self.kill()
         self._start_one()
@@ -428,7 +427,7 @@ class ForkServer:
         return spawn(argv, env, **options)
 
     def keep(self, message: Prepare) -> str:
-        """Have the process stay when this agent ends, or the one that has lent it; return why it does not.
+        """Have the process stay when this agent ends, or the one that has forked it; return why it does not.
 
         It does not unless its imports are done, and it is fit to be forked from.
         """
@@ -441,7 +440,6 @@ class ForkServer:
         order = {
             "keep_s": message.keep_warm_s,
             "surroundings": {**self._warmth.surroundings},
-            "read_at_start": READ_AT_START,
             "described": described,
         }
         try:

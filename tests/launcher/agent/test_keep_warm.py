@@ -20,12 +20,10 @@ import psutil
 import pytest
 from testbed.another_user import ask_as_another_user
 from testbed.processes import MARK, Result, run_dtrain, run_program, started_dtrain, wait_until
-from testbed.sshd import SshHosts
 
 from launcher.agent.warm.folder import open_folder, prefix_of
 from launcher.agent.warm.handover import ask
 from launcher.agent.warm.kept import describe, extend, new_socket, stop
-from launcher.agent.workers.keeper import Keeper
 from launcher.errors import SocketError
 
 SCRIPT = """
@@ -203,7 +201,7 @@ def test_it_lists_and_starts(runtime: Path, tmp_path: Path) -> None:
     (found,) = describe()
     assert 500 < found["left_s"] <= 600
     listed = run_dtrain("warm")
-    assert re.match(" host +since +until +runs +memory +interpreter +packages +script\n", listed.stdout), listed
+    assert re.match(" since +until +runs +memory +interpreter +packages +script\n", listed.stdout), listed
     assert " heavy " in listed.stdout
     ((each,),) = [host["warm"] for host in json.loads(run_dtrain("warm", "--json").stdout).values()]
     assert (each["packages"], each["runs"], each["pid"]) == (["heavy"], 0, found["pid"])
@@ -319,71 +317,11 @@ def test_it_holds_nothing_of_the_run(runtime: Path) -> None:
     assert os.readlink(f"/proc/{server}/cwd") == "/"
     assert Path(f"/proc/{server}/cgroup").read_text() == Path("/proc/self/cgroup").read_text()
     assert os.getsid(server) == server
-    prepared = wait_prepared(server)
-    for each in prepared:
-        environ = Path(f"/proc/{each.pid}/environ").read_bytes()
-        assert not [word for word in (b"of the run", b"secret", b"DTRAIN_AGENT") if word in environ]
-        assert Path(f"/proc/{each.pid}/cgroup").read_text() == Path("/proc/self/cgroup").read_text()
     second = run("-x", "MINE=of another", "script.py", env={"HF_TOKEN": "another", "TOKENIZERS_PARALLELISM": "1"})
     assert importer(second) == server
 
 
-def wait_prepared(server: int) -> list[psutil.Process]:
-    """The guard, the agent and the fork server that a process kept warm has ready for a run, once they are."""
-
-    def ready() -> list[psutil.Process]:
-        found = psutil.Process(server).children(recursive=True)
-        return found if len(found) == 3 and "agent" in found[1].cmdline() else []
-
-    wait_until(ready, "the next run's processes are there")
-    return ready()
-
-
-@pytest.mark.parametrize("which", ["guard", "agent", "fork server", "kept"])
-def test_what_is_ready_for_a_run_can_be_killed(server: int, which: str) -> None:
-    prepared = wait_prepared(server)
-    victim = server if which == "kept" else prepared[["guard", "agent", "fork server"].index(which)].pid
-    os.kill(victim, signal.SIGKILL)
-    wait_until(lambda: gone(victim), "it is dead")
-    if which == "kept":
-        wait_until(lambda: all(gone(each.pid) for each in prepared), "nothing is left of it")
-    result = run("script.py")
-    if which == "kept":
-        assert importer(result) != server
-        assert "could not be used" not in result.stderr
-    else:  # the run met the dead process and started afresh, or others were ready before it asked
-        assert (importer(result) == server) != ("could not be used" in result.stderr), result
-        assert describe()[0]["pid"] == server
-        assert importer(run("script.py")) == server  # it has made others ready
-
-
-def test_a_run_that_meets_dead_processes_gets_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    dead, its_other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    its_other.close()
-    runs, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection, asks = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    kept = Keeper.__new__(Keeper)
-    kept._prepared, kept._runs, kept._waiting, kept._promised = (111, dead), {}, [connection], {}
-    monkeypatch.setattr(kept, "_prepare", lambda: setattr(kept, "_prepared", (222, runs)))
-    with theirs, connection, asks:
-        assert kept._run(connection, {"cores": [0]}, [0]) is None
-        assert kept._runs == {222: connection}
-        for _ in ("guard", "agent"):
-            data, descriptors, _, _ = socket.recv_fds(theirs, 1 << 10, 2)
-            assert json.loads(data) == {"cores": [0]}
-            for descriptor in descriptors:
-                os.close(descriptor)
-
-
-def test_what_is_ready_for_a_run_ends_with_the_time(runtime: Path) -> None:
-    server = importer(run("--keep-warm", "5m", "script.py"))
-    prepared = wait_prepared(server)
-    assert extend("", 0.2)
-    wait_until(lambda: all(gone(each.pid) for each in prepared), "nothing is left of it")
-    assert not [*runtime.iterdir()]
-
-
-def test_an_agent_made_ready_is_as_one_that_was_started(server: int) -> None:
+def test_a_forked_agent_is_as_one_that_was_started(server: int) -> None:
     text = (
         SCRIPT
         + """
@@ -403,8 +341,6 @@ print(json.dumps({
     write(Path(), "script.py", text)
     looks = {}
     for name, options in (("warm", ()), ("cold", ("--start-method", "exec"))):
-        if name == "warm":
-            wait_prepared(server)
         result = run("--run-id", "one", *options, "script.py", env={"OF_THIS_RUN": "1"})
         looks[name] = json.loads(re.findall(r"\{.*\}", result.stdout)[0])
     assert looks["warm"]["environ"]
@@ -483,18 +419,10 @@ def test_a_run_that_uses_it_is_not_disturbed_by_its_end(runtime: Path, tmp_path:
     assert not [*runtime.iterdir()]
 
 
-@pytest.mark.parametrize("where", ["here", "ssh"])
-def test_a_run_goes_on_when_the_process_is_killed_that_it_came_from(
-    runtime: Path, tmp_path: Path, where: str, request: pytest.FixtureRequest
-) -> None:
-    options: tuple[object, ...] = ()
-    if where == "ssh":
-        ssh_hosts = request.getfixturevalue("ssh_hosts")
-        ssh_hosts.configure(1, f"SetEnv XDG_RUNTIME_DIR={runtime}")
-        options = ("--hosts", "node1", "--ssh-config", ssh_hosts.ssh_config)
-    server = importer(run("--keep-warm", "5m", *options, "script.py"))
+def test_a_run_goes_on_when_the_process_is_killed_that_it_came_from(runtime: Path, tmp_path: Path) -> None:
+    server = importer(run("--keep-warm", "5m", "script.py"))
     write(tmp_path, "script.py", WAITING)
-    with started_dtrain("run", "--keep-warm", "5m", *map(str, options), "script.py", outlived=True) as process:
+    with started_dtrain("run", "--keep-warm", "5m", "script.py", outlived=True) as process:
         wait_until(lambda: [*tmp_path.glob("up-*")], "it runs")
         os.kill(server, signal.SIGKILL)
         wait_until(lambda: gone(server), "it is dead")
@@ -504,7 +432,7 @@ def test_a_run_goes_on_when_the_process_is_killed_that_it_came_from(
     assert f"imported by {server}" in out.decode()
     (found,) = describe()  # the fork server of that run stays in its place
     assert found["pid"] != server
-    assert importer(run(*options, "script.py")) == server  # which imported it, before it was forked
+    assert importer(run("script.py")) == server  # which imported it, before it was forked
 
 
 @pytest.mark.parametrize("victim", ["dtrain", "agent", "guard", "waiting"])
@@ -522,7 +450,6 @@ def test_nothing_is_left_of_a_warm_run_that_is_killed(server: int, victim: str) 
     wait_until(lambda: describe()[0]["runs"] == 0, "the run is over")
     assert describe()[0]["pid"] == server  # of another run's making
     wait_until(lambda: gone(pids["guard"]) and gone(agent), "nothing of it is left")
-    assert len(wait_prepared(server)) == 3
     Path("go").touch()
     assert importer(run("script.py")) == server
 
@@ -549,17 +476,9 @@ def test_simulated_hosts_keep_one_each(runtime: Path) -> None:
     assert "stopped 2 warm processes" in run_dtrain("warm", "--stop", *options).stderr
 
 
-def test_a_remote_host_stays_warm(runtime: Path, tmp_path: Path, ssh_hosts: SshHosts) -> None:
-    ssh_hosts.configure(1, f"SetEnv XDG_RUNTIME_DIR={runtime}")
-    options = ("--hosts", "node1", "--ssh-config", ssh_hosts.ssh_config)
-    first = run("--keep-warm", "5m", *options, "script.py")
-    assert re.search("1 host stays warm until [0-9: -]+: dtrain warm --stop --hosts node1\n", first.stderr)
-    second = run(*options, "script.py")
-    assert importer(second) == importer(first)
-    assert WARM in second.stderr
-    listed = run_dtrain("warm", *options)
-    assert "node1" in listed.stdout, listed
-    assert run_dtrain("warm", "--stop", *options).stderr == "dtrain: stopped 1 warm process\n"
+def test_what_is_warm_elsewhere_is_not_seen_from_here() -> None:
+    result = run_dtrain("warm", "--hosts", "node1")
+    assert (result.returncode, "dtrain warm is for this machine" in result.stderr) == (2, True), result
 
 
 @pytest.mark.parametrize(
@@ -569,6 +488,7 @@ def test_a_remote_host_stays_warm(runtime: Path, tmp_path: Path, ssh_hosts: SshH
         (["--no-python", "true"], "--no-python starts none"),
         (["--keep-warm", "10x", "script.py"], "--keep-warm is '10x'; write a time such as 90s, 10m or 1h"),
         (["--nnodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1", "script.py"], "not for nodes started by"),
+        (["--hosts", "node1,node2", "script.py"], "--keep-warm is for runs on this machine alone, not over SSH"),
     ],
 )
 def test_where_nothing_can_stay_warm_it_is_refused(runtime: Path, argv: list[str], reason: str) -> None:

@@ -1,5 +1,4 @@
-"""What a run must find as it was when a process was left warm: each of it is seen where it differs, and what logind
-does to whom."""
+"""What a run must find as it was when a process was left warm: each of it is seen where it differs."""
 
 from __future__ import annotations
 
@@ -14,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from launcher.agent.warm.login import why_it_may_end
 from launcher.agent.workers.keeper import Packages
 
 FIND = "import json; from launcher.agent.warm.surroundings import find_surroundings as f; print(json.dumps(f()))"
@@ -96,51 +94,12 @@ def found_in_group(name: str) -> dict[str, str]:
 
 
 @pytest.mark.skipif(UNIFIED is None or not os.access(UNIFIED, os.W_OK), reason="no control group can be made here")
-def test_a_control_group_is_seen_but_not_which_login_it_is_of(before: dict[str, str]) -> None:
+def test_a_control_group_is_seen_but_not_which_tab_it_is_of(before: dict[str, str]) -> None:
     assert differing(found_in_group("dtrain-test-{}"), before) == {"control group"}
-    for kind in ("session-{}.scope", "vte-spawn-{}.scope"):
-        assert differing(found_in_group(kind), found_in_group(kind)) == set()
-        assert differing(found_in_group(kind), before) == {"control group"}
-
-
-def sessions(folder: Path, state: str, answer: str) -> Path:
-    """Notes of logind on session 3, and a loginctl that gives an answer, put first in the PATH by the caller."""
-    (folder / "3").write_text(f"# This is private data. Do not parse.\nUID=1000\nSTATE={state}\nREMOTE=1\n")
-    program = folder / "loginctl"
-    program.write_text(f'#!/bin/sh\ntouch "{folder}/asked"\n{answer}\n')
-    program.chmod(0o755)
-    return folder
-
-
-THIRD = "1:name=systemd:/user.slice/user-1000.slice/session-3.scope\n0::/user.slice/user-1000.slice/session-3.scope\n"
-NOT_KILLED, KILLED = "echo KillUserProcesses=no", "echo KillUserProcesses=yes"
-
-
-@pytest.mark.parametrize(
-    ("ours", "state", "answer", "ends", "asked"),
-    [
-        (THIRD, "active", KILLED, False, False),  # the run ends with the same login
-        (THIRD.replace("session-3", "session-14"), "active", KILLED, True, True),
-        (THIRD.replace("session-3", "session-14"), "online", KILLED, True, True),
-        (THIRD.replace("session-3", "session-14"), "online", NOT_KILLED, False, True),
-        (THIRD.replace("session-3", "session-14"), "online", "exit 1", True, True),
-        (THIRD.replace("session-3", "session-14"), "closing", KILLED, False, False),
-        ("0::/user.slice/user-1000.slice/user@1000.service/app.slice/run.scope\n", "active", KILLED, True, True),
-    ],
-)
-def test_a_process_that_logind_may_end_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ours: str, state: str, answer: str, ends: bool, asked: bool
-) -> None:
-    folder = sessions(tmp_path, state, answer)
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    assert ("session 3 (KillUserProcesses)" in why_it_may_end(THIRD, ours=ours, sessions=folder)) is ends
-    assert (folder / "asked").exists() is asked
-
-
-def test_a_process_of_no_login_or_of_one_that_is_over_is_used(tmp_path: Path) -> None:
-    ours = "0::/user.slice/user-1000.slice/session-14.scope\n"
-    assert why_it_may_end("0::/system.slice/ssh.service\n", ours=ours, sessions=tmp_path) == ""
-    assert why_it_may_end(THIRD, ours=ours, sessions=tmp_path) == ""
+    tab, login = "vte-spawn-{}.scope", "session-{}.scope"
+    assert differing(found_in_group(tab), found_in_group(tab)) == set()
+    assert differing(found_in_group(tab), before) == {"control group"}
+    assert differing(found_in_group(login), found_in_group(login)) == {"control group"}  # logind may end the other
 
 
 CHANGED_PACKAGES = {
