@@ -14,10 +14,7 @@ import torch.distributed as dist
 import torch.utils.data
 
 from ddp.data.permutation import Permutation, Position, choose
-from ddp.data.shares_in_turn import SharesInTurn
 from ddp.errors import ArgumentError, NotInitializedError
-
-__all__ = ["DistributedSampler", "Even", "rank_and_size"]
 
 Even = Literal["pad", "drop", "exact"]
 
@@ -95,7 +92,6 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         self.epoch = 0
         self._before_rest: Callable[[], None] | None = None
         self._shares: Sequence[int] = (rank,)
-        self._pass: _Pass | SharesInTurn
         self._batch = 0  # samples, where this rank has several shares
         self._length = len(dataset)
         self.places = 0  # how often it was put to a place from which a pass begins
@@ -114,16 +110,12 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
                 "make a sampler for it as it is, and a DataLoader with that"
             )
         order = choose(self._length, seed=self.seed, epoch=self.epoch) if self.shuffle else None
-        if len(self._shares) > 1:
-            places = [self._start + share for share in self._shares]
-            self._pass = in_turn = SharesInTurn(
-                order, self._length, places, self.num_replicas, self.num_samples, self._batch
-            )
-            return in_turn
-        first, count = self._start + self.rank, self.num_samples
-        self._pass = own = _Pass(order, self._length, first=first, stride=self.num_replicas, count=count)
+        is_shared = len(self._shares) > 1
+        places = [self.start + share for share in (self._shares if is_shared else (self.rank,))]
+        most = self._batch if is_shared else _CHUNK
+        self._pass = _Pass(order, self._length, places, self.num_replicas, self.num_samples, most)
         # chain counts nothing and runs no Python code between two indices of a chunk.
-        return itertools.chain.from_iterable(own)
+        return _BatchByBatch(self._pass, most) if is_shared else itertools.chain.from_iterable(self._pass)
 
     def __len__(self) -> int:
         return self.num_samples * len(self._shares)
@@ -138,19 +130,9 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         """Whether the samples of this pass are taken by another thread than the one that asks."""
         return self._pass.thread not in (0, threading.get_ident())
 
-    @property
-    def start(self) -> int:
-        """How many samples of the order were done when this pass began."""
-        return self._start
-
-    @property
-    def trained(self) -> int:
-        """How many of them were trained on, as far as `advance` was told."""
-        return self._trained
-
     def before_rest(self, call: Callable[[], None]) -> None:
         """Have `call()` when the loaded pass goes on; not if it begins at its start, or another one begins instead."""
-        self._before_rest = call if self._start else None
+        self._before_rest = call if self.start else None
 
     def hand_out(self, shares: Sequence[int], replicas: int, batch: int) -> None:
         """Hand out `shares` of so many replicas, in the next pass: batches of each in turn, and the last one's samples.
@@ -179,13 +161,13 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         would be trained on than were handed out.
         """
         drawn = self._pass.drawn
-        if not 0 <= self._trained + samples <= drawn or samples < 0:
+        if not 0 <= self.trained + samples <= drawn or samples < 0:
             raise ArgumentError(
-                f"advance({samples}) makes {self._trained + samples} samples of this pass, but it has handed out "
+                f"advance({samples}) makes {self.trained + samples} samples of this pass, but it has handed out "
                 f"{drawn} to rank {self.rank}: pass the length of this rank's own batch, once after each step, "
                 "and call set_epoch() only before a pass"
             )
-        self._trained += samples
+        self.trained += samples
         self._advanced = True
         self.told += 1
 
@@ -220,16 +202,16 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
     @property
     def _is_over(self) -> bool:
         """Whether the pass was trained on, as far as it was, so that what comes now is another one."""
-        return self._trained > 0 or (self._pass.is_exhausted and self.num_samples == 0)
+        return self.trained > 0 or (self._pass.is_exhausted and self.num_samples == 0)
 
     def _begin_at(self, position: int) -> None:
         """Let the next pass hand out what follows the first `position` samples of the shared permutation."""
         self.places += 1
         self._before_rest = None
-        self._start = position
-        self._trained = 0  # by this rank, in this pass
+        self.start = position  # how many samples of the order were done when this pass began
+        self.trained = 0  # by this rank, in this pass, as far as `advance` was told
         self._advanced = False
-        self._pass = _Pass(None, 0, first=0, stride=1, count=0)
+        self._pass = _Pass(None, 0, (0,), 1, 0)
         rest = max(0, self._length - position)
         full, over = divmod(rest, self.num_replicas)
         has_one_more = {"pad": over > 0, "drop": False, "exact": self.rank < over}[self.even]
@@ -238,17 +220,17 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
 
     def _position(self) -> int:
         """How many samples of the permutation all ranks together have trained on, after the last step."""
-        if self.even == "exact" and self._trained == self.num_samples and self._pass.is_exhausted:
+        if self.even == "exact" and self.trained == self.num_samples and self._pass.is_exhausted:
             # What the others have more was in that step, or in one that had no batch for this rank.
             return self._length
-        return min(self._start + self._of_each_share() * self.num_replicas, self._length)
+        return min(self.start + self._of_each_share() * self.num_replicas, self._length)
 
     def _of_each_share(self) -> int:
         """How many samples of each share this rank has trained on; where it has several, in whole steps."""
         count = len(self._shares)
         if count == 1:
-            return self._trained
-        steps, rest = divmod(self._trained, count * self._batch)
+            return self.trained
+        steps, rest = divmod(self.trained, count * self._batch)
         last = self.num_samples - steps * self._batch
         return steps * self._batch + (last if rest and rest == count * last else 0)
 
@@ -257,14 +239,22 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
 
 
 class _Pass(Iterator[Iterator[int]]):
-    """The indices of one rank in one pass, as one iterator for each chunk, and how many were taken so far."""
+    """The indices of one rank in one pass, as one iterator for each chunk, and how many were taken so far.
 
-    def __init__(self, order: Permutation | None, n: int, *, first: int, stride: int, count: int) -> None:
+    The shares of the rank begin at `places` of the order, and have every `stride`-th of its `n` samples on, `count`
+    each. Chunks have `most` samples, the last one of a share may have fewer; they come from each share in turn.
+    """
+
+    def __init__(
+        self, order: Permutation | None, n: int, places: Sequence[int], stride: int, count: int, most: int = _CHUNK
+    ) -> None:
         self._order = order
         self._n = n
-        self._first = first  # position in the permutation, which goes on from its start beyond n
+        self._places = places  # in the permutation, which goes on from its start beyond n
         self._stride = stride
         self._count = count
+        self._most = most
+        self._turn = self._done = 0  # which share is next, and how many samples of it are done
         self._computed = 0
         self._chunk: Iterator[int] = iter(())
         self.is_exhausted = False  # asked for more than there is
@@ -272,15 +262,18 @@ class _Pass(Iterator[Iterator[int]]):
 
     def __next__(self) -> Iterator[int]:
         self.thread = threading.get_ident()
-        size = min(_CHUNK, self._count - self._computed)
+        size = min(self._most, self._count - self._done)
         if size == 0:
             self.is_exhausted = True
             raise StopIteration
-        begin = self._first + self._computed * self._stride
+        begin = self._places[self._turn] + self._done * self._stride
         end = begin + size * self._stride
         positions = torch.arange(begin, end, self._stride, device="cpu")  # (size,)
         if end - self._stride >= self._n:
             positions %= self._n
+        self._turn = (self._turn + 1) % len(self._places)
+        if self._turn == 0:
+            self._done += size
         self._computed += size
         self._chunk = iter((positions if self._order is None else self._order(positions)).tolist())
         return self._chunk
@@ -289,6 +282,28 @@ class _Pass(Iterator[Iterator[int]]):
     def drawn(self) -> int:
         """How many indices were taken. The iterator of a list knows how many are left, so nobody has to count."""
         return self._computed - operator.length_hint(self._chunk)
+
+
+class _BatchByBatch(Iterator[int]):
+    """The indices of a pass in batches of `size`. It ends where a batch is shorter, and then goes on with the next.
+
+    torch's BatchSampler asks on after an end, so that no batch of a DataLoader has samples of two shares.
+    """
+
+    def __init__(self, batches: _Pass, size: int) -> None:
+        self._batches, self._size = batches, size
+        self._batch: Iterator[int] = iter(())
+        self._is_short = False
+
+    def __next__(self) -> int:
+        for index in self._batch:
+            return index
+        if self._is_short:
+            self._is_short = False
+            raise StopIteration
+        self._batch = next(self._batches)
+        self._is_short = operator.length_hint(self._batch) < self._size
+        return next(self._batch)
 
 
 def rank_and_size(before: str, group: dist.ProcessGroup | None = None) -> tuple[int, int]:

@@ -16,7 +16,6 @@ from torch import nn
 from ddp.checkpoint.state import Stateful, wrapper_of
 from ddp.data.replica_loader import ReplicaLoader
 from ddp.data.sampler import DistributedSampler
-from ddp.data.shares_in_turn import ends_batches_early
 from ddp.data_parallel.micro_batches import MicroBatches
 from ddp.data_parallel.wrapper import DistributedDataParallel
 from ddp.errors import ArgumentError, UnsupportedError
@@ -217,5 +216,12 @@ def check_objects(objects: Mapping[str, Stateful]) -> None:
                 f"{_KEEPS} and {name}={type(given).__name__}: it takes one model, one optimizer and one sampler, since "
                 "others would go on in each micro-batch. Train with a loader of ddp.strategy"
             )
-    if not ends_batches_early():
+    if not _ends_batches_early():
         raise UnsupportedError(f"{_KEEPS}: torch {torch.__version__} ends an epoch at its first short batch")
+
+
+def _ends_batches_early() -> bool:
+    """Return whether this torch's BatchSampler asks on where an iterator ended a batch: no documentation says so."""
+    sampler = DistributedSampler(range(6), 2, 0, shuffle=False)
+    sampler.hand_out((0, 1), 2, 2)
+    return [*torch.utils.data.BatchSampler(sampler, 2, drop_last=False)] == [[0, 2], [1, 3], [4], [5]]
