@@ -17,8 +17,6 @@ from ddp.data.replica_loader import ReplicaLoader
 from ddp.errors import ArgumentError, DdpError, PeerFailedError
 from ddp.strategies.strategy import Strategy
 
-__all__ = ["Callback", "CallbackList", "Training"]
-
 
 class Training(Protocol):
     """The trainer, as callbacks see it: `ddp.Trainer`. They may change where the training stands."""

@@ -10,8 +10,6 @@ import torch
 from ddp.callbacks.callback import Callback
 from ddp.errors import ArgumentError
 
-__all__ = ["LearningRateScheduler", "LinearScaling"]
-
 
 class LearningRateScheduler(Callback):
     """Set the learning rate before each epoch, or each step: `rate(epoch)` or `rate(step)`, from 0.

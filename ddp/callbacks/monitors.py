@@ -20,9 +20,6 @@ from ddp.checkpoint.state import check_plain, restore_parts
 from ddp.errors import ArgumentError, CheckpointError, DdpError
 from ddp.monitoring.progress import count_checkpoint
 
-__all__ = ["EarlyStopping", "ModelCheckpoint", "Monitor"]
-
-
 Mode = Literal["auto", "min", "max"]
 
 

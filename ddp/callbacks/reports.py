@@ -16,8 +16,6 @@ from ddp.callbacks.callback import Callback
 from ddp.checkpoint.atomic_file import replacing
 from ddp.errors import DdpError
 
-__all__ = ["CSVLogger", "History", "ProgressBar", "TensorBoard"]
-
 _BAR_WIDTH = 24
 _REDRAW_S = 0.1
 

@@ -21,8 +21,6 @@ from ddp.data.sampler import rank_and_size
 from ddp.errors import ArgumentError
 from ddp.monitoring.stall_report import finish, waiting_for_peers
 
-__all__ = ["Amount", "gather_metrics", "gather_samples"]
-
 Amount: TypeAlias = int | float | Tensor
 
 

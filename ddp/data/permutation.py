@@ -17,8 +17,6 @@ from torch import Tensor
 
 from ddp.errors import ArgumentError
 
-__all__ = ["LARGE", "Keyed", "Permutation", "Position", "choose"]
-
 LARGE = 2**20  # above this many samples no list of all indices is made
 # torch's CPU generator keeps the low 32 bits of a seed and drops the rest: these are all that it can tell apart.
 _EPOCHS_OF_TORCH = range(2**32)

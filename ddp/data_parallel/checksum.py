@@ -14,8 +14,6 @@ from ddp.comm.channel import Channel
 from ddp.comm.fingerprint import Digest, fingerprints
 from ddp.errors import DriftError
 
-__all__ = ["WeightChecksum", "drift_among"]
-
 _PRIME = (1 << 48) - 59  # the largest below 2**48
 _CAUSES = "an optimizer with other settings, a step taken or skipped there alone, or a faulty device"
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -15,11 +16,8 @@ from ddp.comm.broadcast import BufferSync
 from ddp.comm.small_sum import reduce_options
 from ddp.data_parallel.backward_pass import EndOfBackward, Pass
 from ddp.data_parallel.buckets.step_status import RankStatus, StatusSum
-from ddp.data_parallel.buffer_hook import BufferHook
 from ddp.data_parallel.checksum import WeightChecksum
-from ddp.data_parallel.in_backward_optimizers import InBackwardOptimizers
 from ddp.data_parallel.micro_batches import MicroBatches
-from ddp.data_parallel.outputs import tensors_in
 from ddp.data_parallel.reducer import Reducer
 from ddp.data_parallel.status_errors import (
     drifted_meanwhile,
@@ -28,13 +26,11 @@ from ddp.data_parallel.status_errors import (
     stepped_inside,
     steps_of_each,
 )
-from ddp.data_parallel.step_watch import StepWatch
+from ddp.data_parallel.step_watch import InBackwardOptimizers, StepWatch
 from ddp.errors import BackwardError, DdpError
 from ddp.monitoring import timeline
 from ddp.monitoring.stall_report import finish
 from ddp.torch_internals import call_after_backward, current_backward
-
-__all__ = ["ForwardPolicy"]
 
 _NOBODY = -1
 _MOST_OF_EQUAL_REPLICAS = 3  # passes after other steps on each rank that left replicas equal: the user makes them so
@@ -369,3 +365,47 @@ class ForwardPolicy:
     def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> None:
         """Lightning calls it: the backward pass that follows is reduced."""
         self.prepare(outputs, is_syncing=True, is_training=False)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in what a module returned, however nested."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, list | tuple | set):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))
+
+
+class BufferHook:
+    """Runs a user's function that synchronises buffers, in the place of the broadcast from rank 0.
+
+    `_register_buffer_comm_hook` of torch's class takes it.
+
+    `call(state, buffers by name)` runs before or after forward. The futures that it returns are waited for at the end
+    of backward, or before it runs again.
+    """
+
+    def __init__(self, state: object, call: Callable[..., Any], location: object) -> None:
+        self._state = state
+        self._call = call
+        # torch's enum is private, so it is known by its name; its default is after forward.
+        self.is_before = getattr(location, "name", None) == "PRE_FORWARD"
+        self._futures: list[torch.futures.Future[Any]] = []
+
+    def run(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        self.wait()
+        with torch.no_grad():
+            returned = self._call(self._state, dict(named))
+        if returned is not None:
+            self._futures += returned if isinstance(returned, list | tuple) else [returned]
+
+    def wait(self) -> None:
+        """Wait for what the hook returned."""
+        while self._futures:
+            self._futures.pop().wait()

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-__all__ = ["MicroBatches"]
-
 
 class MicroBatches:
     """Deals the `count` micro-batches of a step to the ranks in turn. Every rank makes equally many passes a step.

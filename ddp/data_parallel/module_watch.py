@@ -19,8 +19,6 @@ from ddp.torch_internals import parameters_of, submodules_of
 _DTYPE = operator.attrgetter("dtype")
 _DEVICE = operator.attrgetter("device")
 
-__all__ = ["ModuleWatch", "sparse_names"]
-
 
 class ModuleWatch:
     """The parameters and submodules that `module` has when this is made. `ignored` are full names of parameters."""

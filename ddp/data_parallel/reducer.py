@@ -33,21 +33,18 @@ from ddp.comm.broadcast import broadcast_tensors
 from ddp.comm.channel import Channel
 from ddp.comm.failures import changing_together, describe_failure, failing_together, peers_failed
 from ddp.compression.compressors import Half, Int8, PowerSGD
-from ddp.data_parallel.backward_pass import EndOfBackward, Pass, PassPolicy, accumulates
+from ddp.data_parallel.backward_pass import EndOfBackward, GradientHooks, GraphKeeper, Pass, PassPolicy, accumulates
 from ddp.data_parallel.buckets.bucket_plan import BucketLimits, Member
 from ddp.data_parallel.buckets.bucket_schedule import BucketSchedule
 from ddp.data_parallel.buckets.comm_hook import CommHook
 from ddp.data_parallel.buckets.step_status import RankStatus, StatusSum
 from ddp.data_parallel.buckets.transfers import ready_twice
-from ddp.data_parallel.double_backward import GraphKeeper
-from ddp.data_parallel.gradient_hooks import GradientHooks
+from ddp.data_parallel.buckets.unbucketed import average_unfrozen
 from ddp.data_parallel.module_watch import ModuleWatch
-from ddp.data_parallel.nonfinite import NonFinite
 from ddp.data_parallel.planning.bucket_planner import BucketPlanner
 from ddp.data_parallel.planning.step_report import StepReport, explain
 from ddp.data_parallel.planning.step_timer import Moment
-from ddp.data_parallel.status_errors import numbers_differ, weights_differ
-from ddp.data_parallel.unfrozen import average_unfrozen
+from ddp.data_parallel.status_errors import NonFinite, numbers_differ, weights_differ
 from ddp.errors import BackwardError, UnsupportedError
 from ddp.monitoring import timeline
 from ddp.monitoring.progress import count_step
@@ -59,8 +56,6 @@ from ddp.torch_internals import (
     in_compiled_autograd,
 )
 from ddp.world import break_connections
-
-__all__ = ["Reducer"]
 
 _Named = tuple[str, torch.nn.Parameter]
 

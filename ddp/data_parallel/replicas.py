@@ -17,8 +17,6 @@ from ddp.errors import ArgumentError
 from ddp.monitoring.stall_report import waiting_for_peers
 from ddp.torch_internals import compiled_module
 
-__all__ = ["check_replicas", "replica_of", "weights_of"]
-
 
 def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, buffers: bool = False) -> None:
     """Raise DriftError on every rank unless all ranks hold the same bits in every parameter of `model`.

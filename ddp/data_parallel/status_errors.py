@@ -1,26 +1,20 @@
 """The errors for a step status on which the ranks do not agree: who differs, in what, and what to do about it.
 
+And for gradients that are not finite, of which the status says how many ranks had them.
+
 Called by the reducer and its policy on every rank in the same iteration; those that take a channel are collective.
 """
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 from ddp.comm.channel import Channel
 from ddp.data_parallel.buckets.bucket_plan import Member
-from ddp.errors import BackwardError, DdpError, DriftError
-
-__all__ = [
-    "drifted_meanwhile",
-    "forwards_differ",
-    "numbers_differ",
-    "starts_differ",
-    "stepped_inside",
-    "steps_of_each",
-    "weights_differ",
-]
+from ddp.errors import BackwardError, DdpError, DriftError, NonFiniteError
 
 _WHAT = "exchange of how the ranks differ"
 
@@ -104,3 +98,53 @@ def weights_differ(channel: Channel, mine: float | None) -> DdpError:
             f"({every}): call model.backward(loss, weight=...) on every rank, or on none"
         )
     return BackwardError(f"the weights of this step add up to {sum(every)} ({every}), so there is no average")
+
+
+_VARIABLE = "DTRAIN_ON_NONFINITE"
+
+
+class NonFinite:
+    """Says, or stops, when an optimizer is about to step a model with gradients that are infinite or no numbers (NaN).
+
+    Gradients with which no optimizer steps are no matter: a GradScaler skips such steps, and so may a script. The step
+    status shows every rank how many ranks had such gradients, so all of them ask which in the same iteration.
+    DTRAIN_ON_NONFINITE is `warn`, the default, or `stop`. Owned by the reducer.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._ranks: tuple[int, ...] = ()  # of the group, in the last reduction
+        self._has_warned = False
+
+    def note(self, count: int, *, is_here: bool) -> None:
+        """Note how many ranks had such gradients in the reduction that ends. Communicates if any had."""
+        self._ranks = ()
+        if count and not self._has_warned:
+            every = self._channel.gather(is_here, "exchange of which gradients are not finite")
+            self._ranks = tuple(rank for rank, is_there in enumerate(every) if is_there)
+
+    def before_step(self) -> None:
+        """An optimizer is about to step. Raises NonFiniteError on every rank, or warns once, on one of the ranks."""
+        ranks, self._ranks = self._ranks, ()
+        if not ranks:
+            return
+        report = self._channel.report
+        who = f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+        text = f"in step {report.step}, gradients of {who} were infinite or NaN"
+        if os.environ.get(_VARIABLE) == "stop":
+            raise NonFiniteError(
+                f"{text}, and an optimizer was about to step with the average: look at the loss and the data of "
+                f"{who}; the weights are those of the step before",
+                step=report.step,
+                ranks=ranks,
+                failed_ranks=None if report.rank in ranks else report.in_world(ranks),
+            )
+        self._has_warned = True
+        if report.rank == ranks[0]:
+            warnings.warn(
+                f"{text}, and an optimizer stepped with the average: the weights of all ranks are not finite any more. "
+                "Look at the loss and the data of that step; dtrain run --on-nonfinite stop ends the run before the "
+                "weights change",
+                RuntimeWarning,
+                stacklevel=2,
+            )

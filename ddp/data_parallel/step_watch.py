@@ -1,7 +1,8 @@
 """Notices what a rank does to weights and gradients between two reductions: optimizer steps, dropped gradients.
 
 The ranks compare it in the step status: where one has stepped alone, or started a pass with other gradients than the
-rest, replicas would differ from then on. Owned by the policy of DistributedDataParallel.
+rest, replicas would differ from then on. Also steps the optimizers that step within backward. Owned by the policy of
+DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -12,12 +13,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ddp.errors import UnsupportedError
-from ddp.torch_internals import version_of
-
-__all__ = ["StepWatch"]
+from ddp.torch_internals import in_backward_optimizers, version_of
 
 
 class StepWatch:
@@ -91,3 +91,30 @@ class StepWatch:
 def _call(method: weakref.WeakMethod[Any], optimizer: Any) -> None:
     if (found := method()) is not None:
         found(optimizer)
+
+
+class InBackwardOptimizers:
+    """The optimizers of `parameters` that step within backward.
+
+    `torch.distributed.optim._apply_optimizer_in_backward` makes them. torch lets them step as soon as a
+    gradient is there, which is before it is averaged. Here their own hooks are removed, and they step after that.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._owners = [parameter for parameter in parameters if in_backward_optimizers(parameter)]
+        if not self._owners:
+            return
+        from torch.distributed.optim import apply_optimizer_in_backward as theirs
+
+        for parameter in self._owners:
+            handles = theirs.param_to_optim_hook_handle_map
+            for handle in handles.get(parameter, []):
+                handle.remove()
+
+    def step(self) -> None:
+        """Step with the gradients that are there, and set them to None."""
+        for parameter in self._owners:
+            if parameter.grad is not None:
+                for optimizer in in_backward_optimizers(parameter):
+                    optimizer.step()
+                parameter.grad = None

@@ -17,13 +17,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from ddp.comm.channel import Channel
 from ddp.data_parallel.buckets.bucket_plan import BucketLimits
 from ddp.data_parallel.buckets.comm_hook import CommHook, builtin_hook, checked_hook
-from ddp.data_parallel.buffer_hook import BufferHook
-from ddp.data_parallel.forward_policy import ForwardPolicy
-from ddp.data_parallel.joined_rank import JoinedRankHook
+from ddp.data_parallel.forward_policy import BufferHook, ForwardPolicy
 from ddp.errors import DdpError, UnsupportedError
 from ddp.torch_internals import BoundedJoin, check_join, is_in_join
-
-__all__ = ["TorchSurface"]
 
 
 class TorchSurface(TorchDistributedDataParallel):
@@ -262,3 +258,38 @@ class TorchSurface(TorchDistributedDataParallel):
     @property
     def join_process_group(self) -> dist.ProcessGroup:
         return self.process_group
+
+
+class JoinedRankHook(JoinHook):
+    """Keeps up the collectives of one wrapper on a rank that has joined, then gives all the last joiner's values.
+
+    In each iteration, the ranks that still have inputs announce it (Join itself does), agree on whether gradients will
+    be reduced and on whose buffers count, and go on. Those that have joined take part in all of it with nothing.
+    """
+
+    def __init__(
+        self,
+        policy: ForwardPolicy,
+        sync_buffers: Callable[[int], AbstractContextManager[None]],
+        equalise: Callable[[int], None],
+    ) -> None:
+        self._policy = policy
+        self._sync_buffers = sync_buffers
+        self._equalise = equalise
+
+    def main_hook(self) -> None:
+        """Take part in one iteration of the others."""
+        syncs, root = self._policy.share_iteration(syncs=False, has_buffers=False)
+        with self._sync_buffers(root):
+            pass
+        if syncs:
+            self._policy.reduce_as_joined()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Give every rank the parameters and buffers of one that joined last."""
+        _, root = self._policy.share_iteration(syncs=False, has_buffers=is_last_joiner)
+        self._policy.divides_by_active = False
+        self._equalise(root)
+        self._policy.replicas_equalised()
+        if not is_last_joiner:
+            self._policy.reducer.drop_gradients()  # of passes in which this rank only took part

@@ -30,10 +30,9 @@ from ddp.data_parallel.arguments import (
 )
 from ddp.data_parallel.buckets.comm_hook import CommHook
 from ddp.data_parallel.checksum import WeightChecksum
-from ddp.data_parallel.forward_policy import ForwardPolicy
+from ddp.data_parallel.forward_policy import ForwardPolicy, tensors_in
 from ddp.data_parallel.micro_batches import MicroBatches
 from ddp.data_parallel.module_watch import ModuleWatch, sparse_names
-from ddp.data_parallel.outputs import tensors_in
 from ddp.data_parallel.planning.bucket_planner import BucketPlanner, Measurement
 from ddp.data_parallel.planning.step_report import StepReport
 from ddp.data_parallel.reducer import Reducer
@@ -51,8 +50,6 @@ from ddp.torch_internals import (
     tree_map_only,
 )
 from ddp.world import before_leaving
-
-__all__ = ["DistributedDataParallel"]
 
 _made: Counter[str] = Counter()  # wrappers, by the name of their group
 

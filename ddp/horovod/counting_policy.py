@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ddp.comm.fingerprint import fingerprints
 from ddp.data_parallel.backward_pass import EndOfBackward, Pass
-from ddp.data_parallel.buckets.sparse_transfer import average_sparse
 from ddp.data_parallel.buckets.step_status import RankStatus, StatusSum
+from ddp.data_parallel.buckets.unbucketed import average_sparse
 from ddp.data_parallel.reducer import Reducer
 from ddp.errors import BackwardError, DdpError, DriftError
 from ddp.torch_internals import call_after_backward, current_backward

@@ -18,8 +18,6 @@ from ddp.checkpoint.atomic_file import replacing
 from ddp.errors import ArgumentError, CheckpointError
 from ddp.torch_internals import tree_leaves, tree_map_only
 
-__all__ = ["Format", "export", "format_of", "read_weights", "weights_of", "write_weights"]
-
 Format = Literal["export", "torchscript"]
 
 _FORMATS: dict[str, Format] = {".pt2": "export", ".ts": "torchscript"}

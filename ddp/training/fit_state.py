@@ -17,8 +17,6 @@ from ddp.monitoring.progress import set_restart_policy
 from ddp.resilience.loop import can_go_on, is_replacement
 from ddp.resilience.state import State
 
-__all__ = ["FitState", "state_of"]
-
 _PLACE = ("epoch", "step", "epoch_step", "learning_rate", "is_stopped", "is_ending_step")
 
 

@@ -17,23 +17,6 @@ from torch import Tensor, nn
 from ddp.errors import ArgumentError
 from ddp.torch_internals import tree_leaves, tree_map_only, version_of
 
-__all__ = [
-    "Loss",
-    "Metric",
-    "MicroBatch",
-    "Share",
-    "Totals",
-    "called",
-    "means",
-    "metrics_of",
-    "micro_batches",
-    "on_device",
-    "on_tensors",
-    "read_share",
-    "targets_of",
-    "wide",
-]
-
 Metric = Callable[[Any, Any], Any]
 
 _PARTS = {1: "(inputs,)", 2: "(inputs, targets)", 3: "(inputs, targets, sample weights)"}

@@ -18,8 +18,6 @@ from ddp.strategies.local_sgd.rank_state import cut_into_chunks
 from ddp.strategies.strategy import Strategy
 from ddp.training.losses_and_metrics import wide
 
-__all__ = ["average_gradients", "needs_average", "scaled_rates"]
-
 
 def needs_average(strategy: Strategy, precision: str, max_grad_norm: float | None) -> bool:
     """Whether gradients must be averaged before the step, where the strategy would do it in the step.

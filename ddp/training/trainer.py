@@ -54,8 +54,6 @@ from ddp.training.losses_and_metrics import (
 from ddp.training.optimizer_step import average_gradients, needs_average, scaled_rates
 from ddp.training.weighted_means import WeightedMeans
 
-__all__ = ["Trainer"]
-
 _BATCH_SIZE = 32  # as in Keras
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

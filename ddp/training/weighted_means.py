@@ -17,8 +17,6 @@ from ddp.strategies.strategy import Strategy
 from ddp.torch_internals import version_of
 from ddp.training.losses_and_metrics import Loss, Share, targets_of
 
-__all__ = ["WeightedMeans"]
-
 _NOTHING = 1e-30  # the weight of no labels: it changes no sum of weights, and divides a gradient of zeros to zeros
 
 

@@ -31,7 +31,7 @@ import ddp
 from ddp.comm import small_sum
 from ddp.comm.failures import failing_together
 from ddp.comm.small_sum import SmallAdder
-from ddp.data_parallel.buckets import bucket_schedule, sparse_transfer
+from ddp.data_parallel.buckets import bucket_schedule, unbucketed
 from ddp.errors import CollectiveError
 from ddp.monitoring import stall_report as stall_report_module
 from ddp.monitoring.stall_report import HostWork, StallReport
@@ -188,9 +188,9 @@ def hangs_elsewhere(folder: Path, size: int, where: str) -> str | None:
     if is_late:
         hang()
     if where == "sparse gradients":
-        exchange = sparse_transfer._average
+        exchange = unbucketed._average
         if dist.get_rank() == 0:
-            sparse_transfer._average = lambda *given: (comes(), exchange(*given))  # type: ignore[func-returns-value]
+            unbucketed._average = lambda *given: (comes(), exchange(*given))  # type: ignore[func-returns-value]
     elif where != "evaluation":
         comes()
     with pytest.raises(CollectiveError) as caught:

@@ -15,17 +15,6 @@ from functools import cached_property
 
 import torch
 
-__all__ = [
-    "BucketLimits",
-    "BucketPlan",
-    "GradSpec",
-    "Member",
-    "Slot",
-    "plan_buckets",
-    "slot_view",
-    "spec_of",
-]
-
 # From here on, on the CPU, one call that copies and divides a gradient costs less than a second pass over its memory.
 _LARGE_BYTES = 32 << 10
 

@@ -25,13 +25,11 @@ from ddp.data_parallel.buckets.bucket_plan import (
 )
 from ddp.data_parallel.buckets.comm_hook import CommHook, GradBucket, HookSender
 from ddp.data_parallel.buckets.flat_transfer import FlatTransfer
-from ddp.data_parallel.buckets.sparse_transfer import average_sparse
 from ddp.data_parallel.buckets.step_status import HEADER_NUMEL, RankStatus, StatusSum, read, used_among, write
 from ddp.data_parallel.buckets.transfers import AT_THE_END, Adder, OwnTransfer, Sender, Transfer
+from ddp.data_parallel.buckets.unbucketed import average_sparse
 from ddp.errors import CheckpointError
 from ddp.monitoring import timeline
-
-__all__ = ["BucketSchedule"]
 
 _PROBED_NUMEL = 1 << 16
 

@@ -25,8 +25,6 @@ from ddp.errors import ArgumentError
 from ddp.monitoring.stall_report import HostWork
 from ddp.torch_internals import AnyFuture
 
-__all__ = ["CommHook", "GradBucket", "HookSender", "builtin_hook", "checked_hook"]
-
 # Hooks of torch that start one collective, before they return.
 _SINGLE = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
 

@@ -17,8 +17,6 @@ from ddp.data_parallel.buckets.bucket_plan import BucketPlan, Member, slot_view
 from ddp.data_parallel.buckets.transfers import Sender, Transfer, dense, ready_twice
 from ddp.torch_internals import foreach_copy, memory_owner_count, tensor_owner_count
 
-__all__ = ["FlatTransfer"]
-
 _ONLY_STRIDED = {torch.strided}
 _Place = tuple[Member, torch.nn.Parameter, torch.Tensor]
 

@@ -14,8 +14,6 @@ from functools import lru_cache
 
 import torch
 
-__all__ = ["HEADER_NUMEL", "RankStatus", "StatusSum", "read", "used_among", "write"]
-
 # A digest is sent as digits below 64 and their squares: sums of up to 4000 ranks are exact in float32.
 _DIGITS = 8
 _DIGIT_BITS = 6

@@ -20,8 +20,6 @@ from ddp.errors import BackwardError
 from ddp.monitoring.stall_report import Pending
 from ddp.torch_internals import memory_owner_count
 
-__all__ = ["AT_THE_END", "Adder", "OwnTransfer", "Sender", "Transfer", "dense", "ready_twice"]
-
 
 def _owners(tensor: torch.Tensor) -> int:
     """How many own the memory of `tensor`, this question included."""
