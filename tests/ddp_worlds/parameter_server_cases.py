@@ -37,7 +37,7 @@ from torch.nn import functional as F
 
 import ddp
 from ddp.strategies.parameter_server import client, endpoints
-from ddp.strategies.parameter_server.gradient_codec import read_values
+from ddp.strategies.parameter_server.messages import read_values
 from ddp.strategies.parameter_server.strategy import ParameterServer
 
 T = TypeVar("T")

@@ -25,13 +25,14 @@ from ddp.comm.shared_memory import SharedSegment
 from ddp.errors import DdpError, ParameterServerError
 from ddp.monitoring.debuggers import debugged_until
 from ddp.strategies.parameter_server.endpoints import ClientEndpoint, EndpointOptions
-from ddp.strategies.parameter_server.gradient_codec import Residuals, read_values
 from ddp.strategies.parameter_server.messages import (
     SERVER_MESSAGES,
     MalformedError,
     Message,
+    Residuals,
     check_fields,
     decode_value,
+    read_values,
 )
 from ddp.strategies.parameter_server.rendezvous import ProcessRole, ServerDirectory
 from ddp.strategies.parameter_server.run_plan import RunPlan, raise_mismatch

@@ -1,4 +1,4 @@
-"""Both ends of a parameter server's connections: ZeroMQ sockets over TCP, authenticated with the run's key (`auth`).
+"""Both ends of a parameter server's connections: ZeroMQ sockets over TCP, which carry `packets`.
 
 Owns the sockets, their contexts and the sessions; `server` and `client` own what the messages mean. An endpoint
 belongs to one thread, which no call keeps beyond its timeout. Messages of a session arrive in order and at most once.
@@ -25,26 +25,23 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from ddp.errors import ArgumentError, KeyRefusedError, ParameterServerError, VersionMismatchError
-from ddp.strategies.parameter_server.auth import (
+from ddp.strategies.parameter_server.messages import MalformedError, Message
+from ddp.strategies.parameter_server.packets import (
     MAX_HANDSHAKE_BYTES,
+    MAX_TENSORS,
+    PROTOCOL_VERSION,
     Packet,
     Prefix,
     RefusedError,
     RunKey,
     Session,
     answer_zap,
+    decode,
+    encode,
     read_plain_packet,
     read_prefix,
     refusal,
     unknown,
-)
-from ddp.strategies.parameter_server.messages import (
-    MAX_TENSORS,
-    PROTOCOL_VERSION,
-    MalformedError,
-    Message,
-    decode,
-    encode,
 )
 
 _HEADER_BYTES = 1 << 20

@@ -1,4 +1,4 @@
-"""What a parameter server and its clients say to each other: the kinds of messages, their fields, and their bytes.
+"""What a parameter server and its clients say to each other: kinds, fields, and how gradients lie in them.
 
 What a client sends, and the answer:
 
@@ -14,40 +14,35 @@ What a client sends, and the answer:
     state, load -> state, loaded   a chunk of the optimizer's state
     statistics -> statistics;  leave -> left;  anything malformed -> malformed
 
-Both ends check what they receive against these tables, once, before anything acts on it. As bytes, a message is a
-header of JSON and the tensors' own memory: neither way copies a tensor, nothing is ever unpickled, and numpy is not
-needed (bfloat16 and the 8-bit floats travel as they are). Only messages that were authenticated are decoded.
+Both ends check what they receive against these tables, once, before anything acts on it. Gradients and values travel
+as full or short numbers, or as some rows only: "float32" is the parameters' own dtype; fp16 and bf16 are cast; int8 has
+a scale for each block of 256 (`ddp.compression.quantize`), and what rounding lost is added to the next gradient.
 """
 
 from __future__ import annotations
 
-import ctypes
-import json
-import math
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import torch
-import zmq
 
-from ddp.comm.codec import decode as decode_plain
-from ddp.errors import ArgumentError
+from ddp.comm.codec import decode
+from ddp.compression.quantize import dequantize, quantize, row_bytes
+from ddp.strategies.sharding.chunk_gradient import ChunkGradient, Gradient, Rows
+from ddp.strategies.sharding.partition import Chunk
+from ddp.torch_internals import foreach_copy
 
-PROTOCOL_VERSION = 1
-MAX_TENSORS = 4096  # of one message
+Compression = Literal["float32", "fp16", "bf16", "int8"]
+_BLOCK = 256
+_SHORT = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
-_NAMES = (
-    "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz complex64 complex128 "
-    "int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool"
-)
-_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES.split() if hasattr(torch, name)}
-_NAME_OF = {dtype: name for name, dtype in _DTYPES.items()}
+Residuals = dict[int, torch.Tensor]  # by chunk, what rounding to int8 has lost so far
 
 
 class MalformedError(ValueError):
-    """Bytes that are no message of this version."""
+    """What came is no message of this version, or does not fit the model."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +57,7 @@ class Message:
     tensors: tuple[torch.Tensor, ...] = ()
 
     def __repr__(self) -> str:
-        tensors = ", ".join(f"{_NAME_OF.get(t.dtype, t.dtype)}{list(t.shape)}" for t in self.tensors[:4])
+        tensors = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in self.tensors[:4])
         more = ", ..." if len(self.tensors) > 4 else ""
         return f"Message({self.kind!r}, {dict(self.facts)!r}, [{tensors}{more}])"
 
@@ -131,75 +126,6 @@ SERVER_MESSAGES: Mapping[str, _Fields] = {
 _LARGEST_INT = 1 << 53  # no count comes near it
 
 
-def encode(message: Message, *, copy: bool) -> tuple[bytes, list[zmq.Frame]]:
-    """Return the header and a frame a tensor, which is the tensor's own memory and keeps it alive unless `copy`.
-
-    Short tensors are copied anyway, and those that are not contiguous. Raises ArgumentError for a tensor that is not
-    dense and on the CPU, and for facts that JSON cannot hold.
-    """
-    if len(message.tensors) > MAX_TENSORS:
-        raise ArgumentError(
-            f"message {message.kind!r} has {len(message.tensors)} tensors, the most is {MAX_TENSORS}: "
-            "put small ones into one flat tensor"
-        )
-    described, frames = [], []
-    for tensor in message.tensors:
-        name = _NAME_OF.get(tensor.dtype)
-        if name is None or tensor.layout is not torch.strided or tensor.device.type != "cpu":
-            raise ArgumentError(
-                f"message {message.kind!r} has a {tensor.dtype} tensor ({tensor.layout}, on {tensor.device}); "
-                f"only dense tensors on the CPU travel, of {', '.join(_DTYPES)}"
-            )
-        described.append([name, list(tensor.shape)])
-        frames.append(_frame(tensor, copy=copy))
-    try:
-        header = json.dumps([message.kind, dict(message.facts), described], separators=(",", ":"))
-    except (TypeError, ValueError) as error:
-        raise ArgumentError(f"the facts of message {message.kind!r} do not fit into JSON: {error}") from error
-    return header.encode(), frames
-
-
-def decode(header: bytes, frames: Sequence[zmq.Frame]) -> Message:
-    """Make the message of a header and one frame a tensor; raises MalformedError if they do not fit each other."""
-    try:
-        kind, facts, described = json.loads(header)
-        if not isinstance(kind, str) or not isinstance(facts, dict):
-            raise MalformedError("no kind or no facts")
-        tensors = tuple(_tensor(frame, name, shape) for frame, (name, shape) in zip(frames, described, strict=True))
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise MalformedError(f"no message: {error}") from error
-    return Message(kind, facts, tensors)
-
-
-def _frame(tensor: torch.Tensor, *, copy: bool) -> zmq.Frame:
-    tensor = tensor.detach()
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
-    tensor = tensor.contiguous()
-    if tensor.numel() == 0:
-        return zmq.Frame(b"")
-    # The only way to a tensor's memory without numpy, which lacks bfloat16 anyway.
-    memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
-    memory._owner = tensor  # type: ignore[attr-defined]  # the address alone would not keep it
-    return zmq.Frame(memory, copy=copy or tensor.nbytes < zmq.COPY_THRESHOLD)
-
-
-def _tensor(frame: zmq.Frame, name: str, shape: list[int]) -> torch.Tensor:
-    dtype = _DTYPES[name]
-    if not all(type(size) is int and size >= 0 for size in shape):
-        raise MalformedError(f"a tensor of shape {shape}")
-    memory = frame.buffer
-    expected, seen = math.prod(shape) * dtype.itemsize, memory.nbytes
-    if expected != seen:
-        raise MalformedError(f"a tensor of {name}{shape} in {seen} bytes, not {expected}")
-    if expected == 0:
-        return torch.empty(shape, dtype=dtype)
-    tensor = torch.frombuffer(memory, dtype=dtype)
-    if tensor.data_ptr() % dtype.itemsize:  # short frames lie anywhere in what was read from the socket
-        tensor = torch.frombuffer(bytearray(memory), dtype=dtype)
-    return tensor.view(shape)
-
-
 def check_fields(message: Message, kinds: Mapping[str, _Fields]) -> None:
     """Raise MalformedError, which names the field, unless the message is one of `kinds` with fields of its types."""
     fields = kinds.get(message.kind)
@@ -219,7 +145,7 @@ def decode_value(message: Message, expected: Any) -> Any:
     if [(tensor.dim(), tensor.dtype) for tensor in message.tensors] != [(1, torch.uint8)]:
         raise MalformedError(f"message {message.kind!r} carries no value")
     try:
-        value = decode_plain(message.tensors[0])
+        value = decode(message.tensors[0])
     except ValueError as error:
         raise MalformedError(f"the value of message {message.kind!r} cannot be read: {error}") from error
     if not _is_of(value, expected):
@@ -238,3 +164,131 @@ def _is_of(value: Any, expected: Any) -> bool:
     if origin is tuple:
         return type(value) is list and len(value) == len(arguments) and all(map(_is_of, value, arguments))
     return any(_is_of(value, choice) for choice in arguments)
+
+
+def write_gradient(
+    chunk: Chunk, gradient: Gradient, compression: Compression, residuals: Residuals
+) -> tuple[dict[str, Any], tuple[torch.Tensor, ...]]:
+    """Return the facts and tensors of a gradient for a message."""
+    if isinstance(gradient, torch.Tensor):
+        gradient = ChunkGradient(gradient)
+    facts: dict[str, Any] = {}
+    tensors: list[torch.Tensor] = []
+    if gradient.absent:
+        facts["absent"] = sorted(gradient.absent)
+    if gradient.flat is not None:
+        facts["flat"] = compression
+        tensors.append(_shortened(chunk, gradient, gradient.flat, compression, residuals))
+    if gradient.sparse:
+        facts["sparse"] = sorted(gradient.sparse)
+        short = _sent_dtype(chunk, compression)
+        for position in facts["sparse"]:
+            rows = gradient.sparse[position]
+            tensors += [rows.numbers.cpu(), rows.values.to("cpu", short)]
+    return facts, tuple(tensors)
+
+
+def _sent_dtype(chunk: Chunk, compression: Compression) -> torch.dtype:
+    return chunk.dtype if chunk.dtype.itemsize <= 2 else _SHORT.get(compression, chunk.dtype)
+
+
+def _shortened(
+    chunk: Chunk, gradient: ChunkGradient, flat: torch.Tensor, compression: Compression, residuals: Residuals
+) -> torch.Tensor:
+    if compression != "int8" or chunk.dtype.itemsize <= 2 or not chunk.numel:
+        return flat.to(_sent_dtype(chunk, compression))
+    blocks = -(-chunk.numel // _BLOCK)
+    if chunk.index not in residuals:
+        residuals[chunk.index] = torch.zeros(blocks, _BLOCK)
+    values = residuals[chunk.index]  # (blocks, 256) float32: what was lost before, to which the gradient is added
+    # What is owed to a piece waits for its next gradient; in `flat` it has whatever was in memory.
+    left_out = [chunk.pieces[position].in_flat(values.view(-1)) for position in (*gradient.absent, *gradient.sparse)]
+    owed = [piece.clone() for piece in left_out]
+    values.view(-1)[: chunk.numel].add_(flat)
+    for piece in left_out:
+        piece.zero_()
+    packed = torch.empty(row_bytes(blocks, _BLOCK), dtype=torch.uint8)
+    quantize(values, packed, torch.empty_like(values))
+    for piece, rest in zip(left_out, owed, strict=True):
+        piece.copy_(rest)
+    return packed
+
+
+def read_gradient(chunk: Chunk, facts: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> Gradient:
+    """Return the gradient of a message, in the chunk's dtype. Raises MalformedError if it does not fit the chunk."""
+    left = list(tensors)
+    absent, sparse = positions(chunk, facts.get("absent")), facts.get("sparse") or []
+    if len(left) != (facts.get("flat") is not None) + 2 * len(sparse):
+        raise MalformedError(f"a gradient of chunk {chunk.index} with {len(left)} tensors")
+    flat = None if facts.get("flat") is None else _flat(chunk, facts["flat"], left.pop(0))
+    rows = {position: _checked_rows(chunk, position, left.pop(0), left.pop(0)) for position in sparse}
+    if flat is None and len(absent | positions(chunk, sparse)) < len(chunk.pieces):
+        raise MalformedError(f"a gradient of chunk {chunk.index} in which pieces are missing")
+    if not absent and not sparse and flat is not None:
+        return flat
+    return ChunkGradient(flat, absent, rows)
+
+
+def positions(chunk: Chunk, found: Sequence[int] | None) -> frozenset[int]:
+    """Return positions of pieces; raises MalformedError if the chunk has no such piece."""
+    for position in found or ():
+        if not 0 <= position < len(chunk.pieces):
+            raise MalformedError(f"chunk {chunk.index} has no piece {position}")
+    return frozenset(found or ())
+
+
+def _flat(chunk: Chunk, compression: str, sent: torch.Tensor) -> torch.Tensor:
+    blocks = -(-chunk.numel // _BLOCK)
+    is_packed = compression == "int8" and sent.dtype == torch.uint8
+    if sent.dim() != 1 or len(sent) != (row_bytes(blocks, _BLOCK) if is_packed else chunk.numel):
+        raise MalformedError(f"a gradient of shape {tuple(sent.shape)} for the {chunk.numel} elements of {chunk.index}")
+    if not is_packed:
+        return sent.to(chunk.dtype)
+    whole = torch.empty(blocks, _BLOCK)
+    dequantize(sent, whole)
+    return whole.view(-1)[: chunk.numel].to(chunk.dtype)
+
+
+def _checked_rows(chunk: Chunk, position: int, numbers: torch.Tensor, values: torch.Tensor) -> Rows:
+    positions(chunk, [position])
+    shape = chunk.pieces[position].shape
+    fits = numbers.dtype == torch.int64 and numbers.dim() == 1 and shape and values.shape == (len(numbers), *shape[1:])
+    if not fits or bool(((numbers < 0) | (numbers >= shape[0])).any()):
+        raise MalformedError(f"rows that piece {position} of chunk {chunk.index} does not have")
+    return Rows(numbers, values.to(chunk.dtype))
+
+
+def write_values(
+    chunk: Chunk, values: torch.Tensor, compression: Compression, rows: Sequence[torch.Tensor | None] | None
+) -> tuple[dict[str, Any], tuple[torch.Tensor, ...]]:
+    """Return the facts and tensors of a chunk's values (numel,), of each piece only the given rows if there are any."""
+    short = _sent_dtype(chunk, "bf16" if compression == "int8" else compression)
+    if rows is None:
+        return {}, (values.to(short),)
+    tensors: list[torch.Tensor] = []
+    kinds: list[int] = []
+    for piece, numbers in zip(chunk.pieces, rows, strict=True):
+        whole = piece.in_flat(values)
+        kinds.append(-1 if numbers is None else len(numbers))
+        if numbers is None:
+            tensors.append(whole.reshape(-1).to(short))
+        elif len(numbers):
+            tensors += [numbers, whole.index_select(0, numbers).to(short)]
+    return {"rows": kinds}, tuple(tensors)
+
+
+def read_values(
+    chunk: Chunk, facts: Mapping[str, Any], tensors: Sequence[torch.Tensor], into: Sequence[torch.Tensor]
+) -> None:
+    """Write the values of a message to `into`, for each piece a view of its rows in the parameter."""
+    if facts.get("rows") is None:
+        (flat,) = tensors
+        foreach_copy(list(into), chunk.in_flat(flat))
+        return
+    left = list(tensors)
+    for kind, piece, target in zip(facts["rows"], chunk.pieces, into, strict=True):
+        if kind < 0:
+            target.copy_(left.pop(0).view(piece.shape))
+        elif kind:
+            numbers = left.pop(0).to(target.device)
+            target.index_copy_(0, numbers, left.pop(0).to(target.device, target.dtype))

@@ -10,7 +10,7 @@ import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -19,15 +19,13 @@ from ddp.comm.layout import Entry, first_difference
 from ddp.data_parallel.module_watch import sparse_names
 from ddp.errors import ArgumentError, LayoutMismatchError
 from ddp.strategies.parameter_server.consistency import Mode
-from ddp.strategies.parameter_server.messages import MalformedError
+from ddp.strategies.parameter_server.messages import Compression, MalformedError
 from ddp.strategies.sharding.optimizer_state import hyperparameters
 from ddp.strategies.sharding.partition import Partition, partition
 from ddp.strategies.sharding.shards import splits_by_element
 
 _FRAME_BYTES = 64 << 20
 _LEAST_CHUNK_BYTES, _MOST_CHUNK_BYTES = 1 << 20, 16 << 20
-
-Compression = Literal["float32", "fp16", "bf16", "int8"]
 
 
 @dataclass(frozen=True)

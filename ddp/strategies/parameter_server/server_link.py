@@ -18,8 +18,7 @@ from ddp.comm.pinned_buffer import PinnedBuffer
 from ddp.comm.shared_memory import SharedSegment
 from ddp.errors import ParameterServerError
 from ddp.strategies.parameter_server.endpoints import ClientEndpoint
-from ddp.strategies.parameter_server.gradient_codec import Residuals, write_gradient
-from ddp.strategies.parameter_server.messages import Message
+from ddp.strategies.parameter_server.messages import Message, Residuals, write_gradient
 from ddp.strategies.parameter_server.run_plan import RunPlan
 from ddp.strategies.sharding.chunk_gradient import ChunkGradient, Gradient, flatten_gradients, start_flattening
 from ddp.strategies.sharding.partition import Chunk, Partition

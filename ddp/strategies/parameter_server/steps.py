@@ -17,8 +17,7 @@ from ddp.comm.shared_memory import SharedSegment
 from ddp.monitoring.progress import count_step
 from ddp.strategies.parameter_server.consistency import Consistency
 from ddp.strategies.parameter_server.endpoints import ServerEndpoint
-from ddp.strategies.parameter_server.gradient_codec import positions, read_gradient, write_values
-from ddp.strategies.parameter_server.messages import MalformedError, Message
+from ddp.strategies.parameter_server.messages import MalformedError, Message, positions, read_gradient, write_values
 from ddp.strategies.parameter_server.run_plan import RunPlan, check_groups, plain_groups
 from ddp.strategies.parameter_server.statistics import Statistics
 from ddp.strategies.sharding.chunk_gradient import ChunkGradient, Gradient, average_in_rows

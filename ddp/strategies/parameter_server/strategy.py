@@ -29,8 +29,9 @@ from ddp.monitoring.progress import count_step, set_restart_policy
 from ddp.strategies.parameter_server.client import Client
 from ddp.strategies.parameter_server.consistency import Mode
 from ddp.strategies.parameter_server.endpoints import EndpointOptions, ServerEndpoint
+from ddp.strategies.parameter_server.messages import Compression
 from ddp.strategies.parameter_server.rendezvous import ProcessRole, ServerDirectory, read_role
-from ddp.strategies.parameter_server.run_plan import Compression, Options, RunPlan, make_plan, plain_groups
+from ddp.strategies.parameter_server.run_plan import Options, RunPlan, make_plan, plain_groups
 from ddp.strategies.parameter_server.server import Server
 from ddp.strategies.sharding.optimizer_state import split_state, whole_state
 from ddp.strategies.sharding.stand_in_optimizer import StandInOptimizer

@@ -21,9 +21,17 @@ from testbed.present import present
 from testbed.processes import started, wait_until
 
 from ddp.errors import ArgumentError, KeyRefusedError, ParameterServerError, VersionMismatchError
-from ddp.strategies.parameter_server.auth import Packet, RefusedError, RunKey, read_prefix
 from ddp.strategies.parameter_server.endpoints import MAX_HALF_OPEN, ClientEndpoint, EndpointOptions, ServerEndpoint
-from ddp.strategies.parameter_server.messages import MAX_TENSORS, MalformedError, Message, decode, encode
+from ddp.strategies.parameter_server.messages import MalformedError, Message
+from ddp.strategies.parameter_server.packets import (
+    MAX_TENSORS,
+    Packet,
+    RefusedError,
+    RunKey,
+    decode,
+    encode,
+    read_prefix,
+)
 
 ROOT = Path(__file__).resolve().parents[4]
 KEY = secrets.token_bytes(32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ddp.strategies.parameter_server.gradient_codec import Residuals, read_gradient, write_gradient
+from ddp.strategies.parameter_server.messages import Residuals, read_gradient, write_gradient
 from ddp.strategies.sharding.chunk_gradient import ChunkGradient, flatten_gradients
 from ddp.strategies.sharding.partition import partition
 
