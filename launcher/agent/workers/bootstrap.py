@@ -4,8 +4,9 @@ Started by the agent as `python -u .../workers/bootstrap.py script|module TARGET
 FUNCTION_FILE RESULT_FILE`. Imports nothing of the launcher, so that the script finds a clean process: its own
 `__main__`, sys.argv, sys.path and tracebacks. Besides that it writes the error files for an exception that nobody
 caught, has a crash print where it happened, wakes the rendezvous store when torch is about to be imported, counts the
-steps of torch's optimizers, records what the script imports up to the first one, lets the agent open a debugger, keeps
-process groups of torch that the script has closed until they are at rest, and ends a process that had one.
+steps of torch's optimizers, records what the script imports up to the first one, says when pdb waits for a command,
+lets the agent open a debugger, keeps process groups of torch that the script has closed until they are at rest, and
+ends a process that had one.
 """
 
 from __future__ import annotations
@@ -487,7 +488,7 @@ def _close_groups() -> None:
 
 
 class _Imports:
-    """Finds no module: notices when torch is imported, and when its optimizers are.
+    """Finds no module: notices when torch is imported, and when its optimizers are; and when pdb is.
 
     Records what is imported, for the fork server (late_imports.py), until an optimizer has made a step.
 
@@ -501,7 +502,7 @@ class _Imports:
 
     def __init__(self, began_with: frozenset[str]) -> None:
         self._wakes_store = os.environ.get("RANK") == "0"
-        self._keeps_groups = self._counts_steps = False
+        self._keeps_groups = self._counts_steps = self._watches_prompts = False
         self._error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
         self._recorder = (
             _load("late_imports").Recorder(began_with) if self._error_file else None
@@ -513,6 +514,8 @@ class _Imports:
                 self._recorder.note(name)
             except Exception:  # a stand-in for numpy or torch that lacks what it asks for; the import goes on
                 self._recorder = None
+        if name == "pdb":
+            self._watch_prompts()
         if not name.startswith("torch"):
             return
         self.look()
@@ -522,6 +525,8 @@ class _Imports:
 
     def look(self) -> None:
         """Keep groups that are closed, and count the steps of torch's optimizers, from now on, if torch has them."""
+        if "pdb" in sys.modules:  # in a forked worker
+            self._watch_prompts()
         groups = sys.modules.get(_GROUPS)
         if not self._keeps_groups and groups is not None and hasattr(groups, _CLOSE):
             self._keeps_groups = True
@@ -530,6 +535,15 @@ class _Imports:
             return
         self._counts_steps = True
         _load("step_counter").count_optimizer_steps(self._stepped)
+
+    def _watch_prompts(self) -> None:
+        if self._watches_prompts or not self._error_file:
+            return
+        self._watches_prompts = True
+        try:
+            _tell_of_prompts(f"{self._error_file}.asks")
+        except Exception as error:  # the script's folder may have a cmd.py of its own
+            print(f"dtrain: no prompt of pdb can be seen in this worker: {error}", file=sys.stderr)
 
     def _stepped(self) -> None:
         """Write what was imported up to the first step; what comes after it is not recorded."""
@@ -548,6 +562,27 @@ def _load(name: str) -> Any:
     path = module.__file__ = os.path.join(os.path.dirname(os.path.abspath(__file__)), f"{name}.py")
     importlib.machinery.SourceFileLoader(module.__name__, path).exec_module(module)
     return module
+
+
+def _tell_of_prompts(path: str) -> None:
+    """Have pdb keep this file while it waits for commands from standard input: see standard_input.py."""
+    import cmd  # which pdb is about to import
+    import functools
+
+    loop = cmd.Cmd.cmdloop
+
+    @functools.wraps(loop)
+    def cmdloop(self: cmd.Cmd, *args: Any, **kwargs: Any) -> None:
+        is_ours = os.getpid() == _pid and self.stdin is sys.stdin and hasattr(self, "set_trace")
+        if not is_ours or os.path.exists(path):  # in a loop of the same debugger
+            return loop(self, *args, **kwargs)
+        try:
+            open(path, "wb").close()
+            return loop(self, *args, **kwargs)
+        finally:
+            os.unlink(path)
+
+    cmd.Cmd.cmdloop = cmdloop  # type: ignore[method-assign]  # until the process ends
 
 
 def _keep_closed_groups(groups: Any) -> None:

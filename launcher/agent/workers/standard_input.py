@@ -1,5 +1,7 @@
 """What a worker reads as its standard input, where that comes from the controller: a pipe, and what waits for it.
 
+Whether pdb waits there for a command, the worker's own bootstrap.py says in a file.
+
 Owned by attempt.py. A process that takes the place of a dead one gets a new pipe and reads on. At most INPUT_BYTES wait
 here, since the controller sends no more than was taken.
 """
@@ -18,11 +20,8 @@ from launcher.agent.workers.worker import Worker
 from launcher.protocol.commands import Input, StartWorker
 from launcher.protocol.reports import Asks, InputTaken
 
-__all__ = ["StandardInput"]
-
 LOOK_S = 0.05  # after a worker has begun a line, until it is seen whether it waits for an answer; then ever rarer
 RARELY_S = 0.5
-_READ = {"x86_64": b"0", "aarch64": b"63"}.get(os.uname().machine)  # the number of that system call
 _GONE = (errno.EPIPE, errno.ECONNRESET)
 
 
@@ -110,18 +109,11 @@ class StandardInput:
 
     @property
     def _is_waited_for(self) -> bool:
-        """Whether one of the process's threads is in a read of it, as far as the kernel says.
-
-        A worker that waits in another way, or in a child of its own, is seen as any other.
-        """
+        """Whether a debugger of the process waits for a command."""
         worker = self._worker
         if worker is None or worker.status is not None or self._write_end is None or self._unread():
             return False
-        try:
-            threads = os.listdir(f"/proc/{worker.pid}/task")
-        except OSError:  # ended meanwhile
-            return False
-        return any(_reads(f"/proc/{worker.pid}/task/{thread}/syscall") for thread in threads)
+        return worker.files.asks.exists()
 
     def _note(self, *, asks: bool, is_news: bool = False) -> None:
         """Say whether it asks, where that has changed; and again where it asks and `is_news`: another prompt."""
@@ -171,13 +163,3 @@ class StandardInput:
             else:
                 self._selector.unregister(self._write_end)
             self._watched = wanted
-
-
-def _reads(path: str) -> bool:
-    """Whether a thread is in read(0, ...)."""
-    try:
-        with open(path, "rb", buffering=0) as file:
-            words = (file.read(64) or b"").split()[:2]
-    except OSError:  # ended meanwhile, or not for us to read
-        return False
-    return words == [_READ, b"0x0"]

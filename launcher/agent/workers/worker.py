@@ -136,6 +136,7 @@ class Files:
         self.progress = Path(f"{self.error}.progress")
         self.generations = Path(f"{self.error}.generations")
         self.generation = Path(f"{self.error}.generation")
+        self.asks = Path(f"{self.error}.asks")  # there while a debugger waits for a command
         self.returned = Path(f"{self.error}.returned")  # what a function has returned, or raised
         self.variables = {
             "TORCHELASTIC_ERROR_FILE": str(self.error),

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -375,6 +376,19 @@ def test_a_script_without_ddp_that_stops_printing_is_made_again(tmp_path: Path) 
         rf"rank 2 on \S+ hung after .* at {script}:{HANG} in step, while 2 other ranks wait", result.stderr
     )
     assert "attempt 1 begins" in result.stderr
+
+
+def test_a_rank_at_a_breakpoint_does_not_hang(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SILENT.replace("draw_bar()\n        time.sleep(600)", "breakpoint()"))
+    options = ("--nproc-per-node", "3", "--stdin", "2", "--hang", "2s", "--grace-s", "1", "--run-id", "r")
+    with started_dtrain("run", *options, script, cwd=tmp_path, stdin=subprocess.PIPE) as process:
+        log = tmp_path / "runs/r/attempt_0/2/stdout.log"
+        wait_until(lambda: log.exists() and "(Pdb) " in log.read_text(), "the debugger waits")
+        time.sleep(40)
+        assert process.poll() is None
+        _, err = process.communicate(b"c\n", timeout=60)
+        assert (process.returncode, b"hung" in err) == (0, False), err
 
 
 def test_a_hung_run_that_is_stopped_shows_where_its_ranks_stood(script: Path) -> None:

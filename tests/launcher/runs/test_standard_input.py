@@ -136,14 +136,14 @@ def test_the_process_that_takes_its_place_reads_on(tmp_path: Path, alone: bool) 
 
 
 def test_no_clock_ends_a_run_that_waits_for_somebody(tmp_path: Path) -> None:
-    path = script(tmp_path, "print('up')\nsys.stdin.readline()")
+    path = script(tmp_path, "print('up')\nbreakpoint()\nprint('over')")
     options = ["--stall-timeout-s", "2", "--start-timeout-s", "5"]
     with started_dtrain("run", *options, path, cwd=tmp_path, stdin=subprocess.PIPE) as process:
         assert process.stdin is not None
         process.stdout.readline()
         time.sleep(9)
         assert process.poll() is None
-        process.stdin.write(b"\n")
+        process.stdin.write(b"c\n")
         process.stdin.close()
         assert process.wait(timeout=60) == 0
 
