@@ -29,7 +29,7 @@ __all__ = ["CONFIG_SOURCE", "Listed", "Options", "launch_options", "takes_option
 CONFIG_SOURCE = "launcher.config_source"  # in click's context: which file defaults are from
 
 # Variables that users set, and that are no option's.
-_NO_OPTION = frozenset(f"DTRAIN_{name}" for name in ("BACKEND", "ONE_STEP_FROM", "STRATEGY", "TOKEN", "TORCH_INDEX"))
+_NO_OPTION = frozenset(f"DTRAIN_{name}" for name in ("BACKEND", "STRATEGY", "TOKEN", "TORCH_INDEX"))
 
 
 class Listed(Option):

@@ -108,7 +108,7 @@ class Controller:
         self._watch = watch  # the job, after each event and its time
         self._input = None if spec.stdin_rank is None else StandardInput(spec.stdin_rank, output, self.wake)
         self._job = Job(spec, time.monotonic(), run_key=os.urandom(RUN_KEY_BYTES).hex())
-        self._connector = Connector(spec, listener=listener, tell=tell_user)
+        self._connector = Connector(spec, listener=listener)
         self._askers = Askers(self._events.put)
         self._links: dict[str, Link] = {}  # the newest of each host
         self._older: list[Link] = []  # those before, as long as they are not released

@@ -38,7 +38,7 @@ _EARLY = 32  # as many SSH hosts at most; with more of them, this machine's proc
 class Connector:
     """Opens the streams of one run, to an agent or what else `module` is; owned by who owns the streams.
 
-    `listener` is where the nodes come in that are started by hand. `tell` gets lines for the user, from any thread.
+    `listener` is where the nodes come in that are started by hand.
     """
 
     def __init__(
@@ -47,7 +47,6 @@ class Connector:
         *,
         module: str = AGENT,
         listener: Listener | None = None,
-        tell: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._spec = spec
         self._listener = listener
@@ -56,7 +55,7 @@ class Connector:
         if any(host.kind is HostKind.SRUN for host in spec.hosts):
             from launcher.transport.srun import Srun
 
-            self._srun = Srun([host.name for host in spec.hosts], interfaces=spec.interfaces, tell=tell)
+            self._srun = Srun()
 
     def connect(self, host: Host, deadline: float) -> Stream:
         """Open the stream to a host before `deadline` (monotonic). Blocks; any thread may call it. Raises HostError."""

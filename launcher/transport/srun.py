@@ -1,7 +1,8 @@
 """Agents on the nodes of our SLURM allocation: one `srun` a node, whose pipes are the byte stream.
 
-From ONE_STEP_FROM nodes on that have the same of the job, one srun starts a task on each, and those connect back
-(srun_step.py); a node that cannot gets an srun of its own.
+One srun for all nodes would take less of this machine's time from some 32 nodes on, but its tasks' output comes as one
+stream, so each agent would have to connect back to a port here: which sites with a firewall do not allow, and which
+needs a second way for the nodes that cannot.
 
 Each is a job step that overlaps all others and has everything that the job has on its nodes. What srun would read from
 the job's environment as options of its own is kept from it: those options are the job's, and mean something else or
@@ -18,24 +19,14 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
-from launcher.errors import DtrainError, HostError, UsageError
+from launcher.errors import HostError, UsageError
 from launcher.hosts.host import Host
 from launcher.hosts.ranges import expand
 from launcher.hosts.slurm_allocation import Allocation, Node, find_allocation, step_title
 from launcher.machine.gpus.vendors import VENDORS
-from launcher.machine.network import choose_address, is_loopback
 from launcher.transport.local import LocalStream
-from launcher.transport.stream import Stream
 
-if TYPE_CHECKING:
-    from launcher.transport.srun_step import SrunStep
-
-__all__ = ["Srun", "SrunStream", "explain", "parse_granted", "presumed", "srun_command", "srun_environment"]
-
-ONE_STEP_FROM = 32  # nodes; at 16 both ways take the same processor time here, beyond less (scripts/bench/hosts.py)
-ONE_STEP_VARIABLE = "DTRAIN_ONE_STEP_FROM"  # another number; 0: never
 LOOK_FOR_S = 30.0  # an answer of SLURM's
 
 # Variables that are options of srun (SLURM_...), but for those that tell it where the cluster and the job are.
@@ -65,25 +56,13 @@ _SAYS_GPUS = ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE")
 class Srun:
     """Starts agents on the nodes of our allocation; owned by the transport (connect.py). Any thread may call it."""
 
-    def __init__(
-        self,
-        nodes: Sequence[str] = (),
-        *,
-        interfaces: Sequence[str] = (),
-        tell: Callable[[str], None] = lambda _: None,
-    ) -> None:
-        """`nodes` are those of the run, `interfaces` the ones that it may use here; `tell` gets lines for the user."""
-        self._nodes = nodes
-        self._interfaces = interfaces
-        self._tell = tell
-        self._steps: dict[tuple[int | None, tuple[str, ...]], SrunStep | None] = {}  # by what their nodes have
-        self._told = False
+    def __init__(self) -> None:
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._known: tuple[Allocation | None, dict[str, tuple[str, ...]]] | None = None  # the job never changes
         self._running: set[SrunStream] = set()
 
-    def connect(self, host: Host, command: Sequence[str], deadline: float) -> Stream:
+    def connect(self, host: Host, command: Sequence[str], deadline: float) -> SrunStream:
         """Start the agent on a node in a job step of its own; blocks until it, or srun, says something or ends.
 
         That is until `deadline` (monotonic). Raises HostError.
@@ -92,27 +71,13 @@ class Srun:
             raise HostError(host.name, "there is no srun in PATH here; bring SLURM's commands into it, or name --hosts")
         try:
             allocation, granted = self._ask()
-            _one_step_from()
         except UsageError as error:
             raise HostError(host.name, str(error)) from error
         node = next((node for node in allocation.nodes if node.name == host.name), None) if allocation else None
         if allocation is None or node is None:
             raise HostError(host.name, "is no node of this SLURM job; name it with --hosts to reach it by SSH")
-        if (step := self._step(node, command, deadline)) is not None:
-            found = step.connect(node.name, deadline)
-            if not isinstance(found, str):
-                return found
-            if found:
-                self._tell_once(f"{found}; each node whose task does not connect gets an srun of its own")
-        words = srun_command(
-            [node.name],
-            command,
-            os.environ,
-            group=node.group,
-            granted=granted[node.name],
-            wait_s=_wait_s(deadline),
-        )
-        stream = SrunStream(words, srun_environment(os.environ), finished=self._running.discard)
+        argv = srun_command(node, command, os.environ, granted=granted[node.name], deadline=deadline)
+        stream = SrunStream(argv, srun_environment(os.environ), finished=self._running.discard)
         self._running.add(stream)
         if self._closed.is_set():  # close() may not have seen it
             stream.give_up()
@@ -127,10 +92,7 @@ class Srun:
 
         For the end of the run. An srun whose node is gone would stay for minutes, also after this process.
         """
-        self._closed.set()  # without the lock, which is held while SLURM is asked; no step is made from now on
-        for step in [*self._steps.values()]:
-            if step is not None:
-                step.close()
+        self._closed.set()  # without the lock, which is held while SLURM is asked; no srun stays from now on
         left = self._running.copy()
         for stream in left:
             stream.kill()  # all at once
@@ -150,110 +112,35 @@ class Srun:
                 )
             return self._known
 
-    def _step(self, node: Node, command: Sequence[str], deadline: float) -> SrunStep | None:
-        """Return the step of the nodes that have what this one has; None where each gets an srun of its own."""
-        allocation, granted = self._ask()
-        assert allocation is not None
-        alike = (node.group, granted[node.name])
-        nodes = [n.name for n in allocation.nodes if (n.group, granted[n.name]) == alike and n.name in self._nodes]
-        least = _one_step_from()
-        if self._closed.is_set() or least == 0 or len(nodes) < max(2, least) or node.name not in nodes:
-            return None
-        with self._lock:
-            if alike not in self._steps and not self._closed.is_set():
-                from launcher.transport.srun_step import SrunStep  # cryptography is slow to import
-                from launcher.transport.tcp.step_task import MODULE
-
-                try:
-                    address = self._address([name for name in nodes if name != allocation.here])
-                    self._steps[alike] = SrunStep(
-                        srun_command(
-                            nodes,
-                            [command[0], "-m", MODULE],
-                            os.environ,
-                            group=node.group,
-                            granted=granted[node.name],
-                            wait_s=_wait_s(deadline),
-                        ),
-                        srun_environment(os.environ),
-                        nodes=nodes,
-                        address=address,
-                        agent=command,
-                        explain=explain,
-                    )
-                except DtrainError as error:
-                    self._steps[alike] = None
-                    self._tell_once(f"no step for all nodes: {error}; every node gets an srun of its own")
-            step = self._steps.get(alike)
-            if self._closed.is_set() and step is not None:  # close() may not have seen it
-                step.close()
-            return step
-
-    def _address(self, others: Sequence[str]) -> str:
-        """Return the address of this machine to which other nodes connect back. Raises DtrainError."""
-        address = choose_address(self._interfaces, others[0], None)
-        if is_loopback(address) and not self._interfaces:
-            raise DtrainError("no route leads from this machine to other nodes; name its interface with --interface")
-        return address
-
-    def _tell_once(self, text: str) -> None:
-        told, self._told = self._told, True
-        if not told:
-            self._tell(text)
-
 
 def srun_command(
-    nodes: Sequence[str],
-    command: Sequence[str],
-    env: Mapping[str, str],
-    *,
-    group: int | None,
-    granted: Sequence[str],
-    wait_s: int,
+    node: Node, command: Sequence[str], env: Mapping[str, str], *, granted: Sequence[str], deadline: float
 ) -> list[str]:
-    """Return what runs a command once on each node, with all that the job has there: `granted`, processors and memory.
+    """Return what runs a command once on a node, with all that the job has there: `granted`, processors and memory.
 
-    `group` is as in Node. srun gives up after `wait_s` seconds if the step cannot begin; by itself it would wait for
-    ever.
+    srun gives up a while before `deadline` (monotonic) if the step cannot begin; by itself it would wait for ever.
     """
     kept = [f"{name}={env[name]}" for name in _READ_BY_SCRIPTS if name in env]
     return [
         "srun",
         "--overlap",
-        f"--nodes={len(nodes)}",
-        f"--ntasks={len(nodes)}",
-        f"--nodelist={','.join(nodes)}",
-        *([] if group is None else [f"--het-group={group}"]),
-        *([*granted, "--kill-on-bad-exit=1"] if len(nodes) == 1 else _on_many(granted)),
+        "--nodes=1",
+        "--ntasks=1",
+        f"--nodelist={node.name}",
+        *([] if node.group is None else [f"--het-group={node.group}"]),
+        *granted,
+        "--kill-on-bad-exit=1",
         "--mem=0",  # all of the job's
         "--cpu-bind=none",
         "--mpi=none",
         "--export=ALL",
         "--chdir=/",
-        f"--immediate={wait_s}",
+        f"--immediate={max(1, int(0.8 * (deadline - time.monotonic())))}",
         "--job-name=dtrain",
         "--quiet",
         *(["env", *kept] if kept else []),
         *command,
     ]
-
-
-def _on_many(granted: Sequence[str]) -> list[str]:
-    """Return options for a step on many nodes: what each has, where --gpus would be for all, and no end but its own."""
-    each = [option.replace("--gpus=", "--gpus-per-node=") for option in granted]
-    return [*each, "--ntasks-per-node=1", "--input=all", "--no-kill", "--kill-on-bad-exit=0", "--wait=0"]
-
-
-def _wait_s(deadline: float) -> int:
-    return max(1, int(0.8 * (deadline - time.monotonic())))
-
-
-def _one_step_from() -> int:
-    """Return from how many nodes on one step is for all of them. Raises UsageError."""
-    text = os.environ.get(ONE_STEP_VARIABLE) or str(ONE_STEP_FROM)
-    if not re.fullmatch("[0-9]{1,6}", text):
-        raise UsageError(f"{ONE_STEP_VARIABLE} is {text!r}; it must be a number of nodes, or 0 for never")
-    return int(text)
 
 
 def srun_environment(env: Mapping[str, str]) -> dict[str, str]:

@@ -13,9 +13,8 @@ With --simulate, this machine is divided between so many hosts: real agents, one
 CPU is the processor time of all processes for each host, which other load changes less than the time. Memory is
 dtrain's own at its peak (RSS), and what all the processes take together (what is available drops by it).
 
-With --slurm, the nodes of a SLURM cluster that is started for this run (as root), all on this machine: an srun for each
-node, beside one for all of them whose tasks connect back. Only the processor time of dtrain and its sruns tells when
-the latter is worth while: the rest of both is on the nodes, which elsewhere are not this machine.
+With --slurm, the nodes of a SLURM cluster that is started for this run (as root), all on this machine: the processor
+time is that of dtrain and its sruns, since the rest is on the nodes, which elsewhere are not this machine.
 """
 
 from __future__ import annotations
@@ -148,23 +147,19 @@ def simulated(counts: list[int]) -> None:
 
 def slurm(counts: list[int], repeats: int) -> None:
     """Print a row for each number of nodes of a SLURM cluster."""
-    print(
-        f"{'':5} {'an srun a node':>17} {'one for all':>17}\n{'nodes':>5} {'s':>8} {'CPU s':>8} {'s':>8} {'CPU s':>8}"
-    )
+    print(f"{'nodes':>5} {'s':>8} {'CPU s':>8}")
     for count in counts:
         with tempfile.TemporaryDirectory() as name, SlurmCluster(Path(name, "lab"), [Node()] * count) as cluster:
             folder = Path(name)
             (folder / "empty.py").write_text("")
             run = [sys.executable, "-m", "launcher", "run", "--log-dir", name, str(folder / "empty.py")]
-            times: dict[str, list[tuple[float, float]]] = {"0": [], "2": []}
+            found: list[tuple[float, float]] = []
             for _ in range(repeats):
-                for one_step_from, found in times.items():
-                    os.environ["DTRAIN_ONE_STEP_FROM"] = one_step_from
-                    said = cluster.say("salloc", "--quiet", f"-N{count}", sys.executable, "-c", MEASURED, *run)
-                    wall_s, used_s = map(float, said.splitlines()[-1].split())
-                    found.append((wall_s, used_s))
-        both = [statistics.median(column) for found in times.values() for column in zip(*found, strict=True)]
-        print(f"{count:5} {both[0]:8.2f} {both[1]:8.2f} {both[2]:8.2f} {both[3]:8.2f}", flush=True)
+                said = cluster.say("salloc", "--quiet", f"-N{count}", sys.executable, "-c", MEASURED, *run)
+                wall_s, used_s = map(float, said.splitlines()[-1].split())
+                found.append((wall_s, used_s))
+        wall_s, used_s = (statistics.median(column) for column in zip(*found, strict=True))
+        print(f"{count:5} {wall_s:8.2f} {used_s:8.2f}", flush=True)
 
 
 def timed(argv: list[str]) -> tuple[float | None, str]:

@@ -46,11 +46,10 @@ class Signals:
     """Takes the signals while the context lasts; in the main thread only.
 
     `stops` are those that told us to end, the first one first. `events` gets every signal; relay.py waits for it, and
-    puts its own events there. Without `others`, USR1 and USR2 do nothing.
+    puts its own events there.
     """
 
-    def __init__(self, *, others: bool = True) -> None:
-        self._others = others
+    def __init__(self) -> None:
         self.stops: list[int] = []
         self.events: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._interrupts = False
@@ -79,8 +78,6 @@ class Signals:
             self._interrupts = False
 
     def _take(self, signum: int, _frame: FrameType | None) -> None:
-        if signum in _OTHER and not self._others:
-            return
         if signum in _STOP:
             self.stops.append(signum)
         if not self._interrupts:

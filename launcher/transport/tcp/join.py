@@ -1,11 +1,10 @@
 """What a node does that is not node 0: dials it, serves it with an agent, and dials again when the connection broke.
 
-Used by the command that is typed on a node (cli/run_node.py) and by the tasks of a step of srun (step_task.py).
+Used by the command that is typed on a node (cli/run_node.py).
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -27,19 +26,17 @@ def join(
     deadline: float,
     rejoin_s: float,
     tell: Callable[[str], None],
-    env: Mapping[str, str] | None = None,
-    others: bool = True,
+    env: Mapping[str, str],
 ) -> int:
     """Take part in the run of node 0 to its end and return the exit code, 128+n when signal n told us to end.
 
     `find` is where node 0 listens, or says so before each attempt to reach it. `deadline` (monotonic) is for
-    the first time; after a break it is dialled again for `rejoin_s`. `tell` gets lines for the terminal. With
-    `others` the workers get USR1 and USR2 from here as well. Blocks; must be called from the main thread, for the
-    signals. Raises JoinError.
+    the first time; after a break it is dialled again for `rejoin_s`. `tell` gets lines for the terminal. Blocks; must
+    be called from the main thread, for the signals. Raises JoinError.
     """
-    environment = {name: value for name, value in (os.environ if env is None else env).items() if name != _SECRET}
+    environment = {name: value for name, value in env.items() if name != _SECRET}
     broke = ""
-    with Signals(others=others) as signals:
+    with Signals() as signals:
         while True:
             try:
                 joined = dial(find, greeting, deadline=deadline, signals=signals)

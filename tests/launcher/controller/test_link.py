@@ -1,9 +1,7 @@
 """However a stream ends, and whatever goes wrong in a thread of its link, the controller gets to know it."""
 
-import json
 import os
 import queue
-import re
 import resource
 import threading
 import time
@@ -282,60 +280,3 @@ def test_sruns_that_never_answer_end_with_the_run_and_slurm_is_asked_once(
         thread.join(WAIT_S)
     assert sleeping() == []
     assert (tmp_path / "asked").read_text() == "asked\n"
-
-
-STEP_SRUN = """\
-#!/bin/sh
-echo "$@" >> {folder}/sruns
-case "$*" in
-*--nodes=2*) read order; echo "$order" > {folder}/order; {then} ;;
-*) echo up; exec cat ;;
-esac
-"""
-
-
-@pytest.mark.parametrize(
-    ("then", "reason"),
-    [
-        (
-            """echo banner; for n in n1 n2; do echo '{"node": "'$n'", "problem": "no route"}'; done; exec cat >&2""",
-            r"n[12] cannot connect back to 127\.0\.0\.1:\d+: no route",
-        ),
-        ("echo srun: error: Unable to contact slurm controller >&2; exit 1", "srun has ended: Unable to contact"),
-        ("exec cat >&2", r"n[12] has not connected back to 127\.0\.0\.1:\d+ in time"),
-    ],
-    ids=["no-way-back", "srun-fails", "silence"],
-)
-def test_nodes_that_do_not_connect_back_get_an_srun_of_their_own(
-    then: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "srun").write_text(STEP_SRUN.replace("{folder}", str(tmp_path)).replace("{then}", then))
-    (tmp_path / "srun").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setenv("DTRAIN_ONE_STEP_FROM", "2")
-    monkeypatch.setenv("SLURM_SRUN_COMM_HOST", "127.0.0.1")
-    job = {"JOB_ID": "12", "JOB_NODELIST": "n[1-2]", "JOB_NUM_NODES": "2", "TASKS_PER_NODE": "1(x2)"}
-    for variable, value in job.items():
-        monkeypatch.setenv(f"SLURM_{variable}", value)
-    told: list[str] = []
-    srun = Srun(["n1", "n2"], tell=told.append, interfaces=["lo"])
-    said: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-
-    limit_s = 6 if reason.endswith("in time") else WAIT_S
-
-    def connect(name: str) -> None:
-        stream = srun.connect(Host(name, HostKind.SRUN), ["python", "-m", "agent"], time.monotonic() + limit_s)
-        stream.end()
-        said.put(read_all(stream))
-
-    threads = [threading.Thread(target=connect, args=(name,), daemon=True) for name in ("n1", "n2")]
-    for thread in threads:
-        thread.start()
-    assert [said.get(timeout=WAIT_S) for _ in threads] == [b"up\n", b"up\n"]
-    srun.close()
-    (text,) = told
-    assert re.match(reason, text)
-    order = json.loads((tmp_path / "order").read_text())
-    assert order["agent"] == ["python", "-m", "agent"]
-    assert order["endpoint"]["token"] not in (tmp_path / "sruns").read_text()
-    assert len((tmp_path / "sruns").read_text().splitlines()) == 3

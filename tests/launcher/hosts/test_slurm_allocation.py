@@ -3,6 +3,7 @@
 import os
 import shlex
 import subprocess
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -192,7 +193,9 @@ def test_srun_reads_no_options_of_the_job_and_scripts_still_see_them() -> None:
     kept = {"SLURM_JOB_ID": "12", "SLURM_CONF": "/c", "SLURM_ARRAY_TASK_ID": "7", "HOME": "/h"}
     assert srun_environment(job) == {**kept, "CUDA_VISIBLE_DEVICES": "0"}  # the user's own choice
     assert srun_environment({**job, "SLURM_JOB_GPUS": "0"}) == kept  # SLURM's, for this node alone
-    words = srun_command(["n1"], ["python", "-m", "x"], job, group=1, granted=["--gpus=2"], wait_s=5)
+    words = srun_command(
+        Node("n1", group=1), ["python", "-m", "x"], job, granted=["--gpus=2"], deadline=time.monotonic() + 6.5
+    )
     assert {"--nodelist=n1", "--het-group=1", "--gpus=2", "--overlap", "--ntasks=1", "--immediate=5"} <= set(words)
     env = words.index("env")
     assert words[env + 1 :] == [

@@ -20,7 +20,6 @@ from launcher.hosts.host import Host, HostKind
 from launcher.hosts.slurm_allocation import Allocation, Node, find_step
 from launcher.transport.srun import Srun
 
-STEP_TASK = "launcher.transport.tcp.step_task"
 WAIT = "import signal, time\nprint('up', flush=True)\ntime.sleep(60)\n"
 SHOW = """\
 import os
@@ -100,17 +99,10 @@ class Folder:
 
 
 @pytest.fixture
-def folder(
-    slurm: SlurmCluster, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Folder:
-    monkeypatch.setenv("DTRAIN_ONE_STEP_FROM", getattr(request, "param", "0"))
+def folder(slurm: SlurmCluster, tmp_path: Path) -> Folder:
     return Folder(slurm, tmp_path)
 
 
-BOTH_WAYS = pytest.mark.parametrize("folder", ["0", "2"], indirect=True, ids=["an-srun-a-node", "one-step"])
-
-
-@BOTH_WAYS
 def test_a_job_over_unequal_nodes_has_what_each_gives(folder: Folder) -> None:
     # Five tasks, each with its GPU: two, two and one. Of itself a step on one node would get one GPU.
     job = folder.submit(SHOW, "-N3", "-n5", "--gpus-per-task=1")
@@ -125,7 +117,6 @@ def test_a_job_over_unequal_nodes_has_what_each_gives(folder: Folder) -> None:
     ]
 
 
-@BOTH_WAYS
 @pytest.mark.parametrize(
     ("options", "gpus"),
     [
@@ -160,7 +151,6 @@ def test_a_step_on_one_node_stays_there(folder: Folder) -> None:
     assert re.findall(r"I (\S+ \S+ \S+ \S+ \S+)", result.stdout) == ["0 node2 0 1 0"]
 
 
-@BOTH_WAYS
 def test_the_exit_code_of_the_first_failure_is_the_jobs(folder: Folder) -> None:
     job = folder.submit("import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(60)", "-N2")
     assert folder.ended(job, "FAILED") == "7:0"
@@ -190,7 +180,6 @@ def test_tasks_that_srun_starts_take_their_places_in_one_run(
     assert not list((folder.path / "runs").glob(".slurm-*")), "nothing is left of how they met"
 
 
-@BOTH_WAYS
 def test_a_cancelled_job_leaves_nothing(folder: Folder) -> None:
     job = folder.submit(WAIT, "-N2")
     folder.await_up(2)
@@ -199,7 +188,6 @@ def test_a_cancelled_job_leaves_nothing(folder: Folder) -> None:
     wait_until(lambda: not any(map(folder.slurm.steps, folder.slurm.names)), "no step is left")
 
 
-@BOTH_WAYS
 def test_a_node_that_dies_ends_the_run_and_is_named(folder: Folder) -> None:
     job = folder.submit(WAIT, "-N2", "--no-kill", run="--heartbeat-timeout-s 3")
     folder.await_up(2)
@@ -210,48 +198,13 @@ def test_a_node_that_dies_ends_the_run_and_is_named(folder: Folder) -> None:
     assert folder.ended(job, "FAILED") == "1:0"
 
 
-def test_one_step_starts_all_agents_and_carries_no_secret_where_others_see_it(
-    folder: Folder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DTRAIN_ONE_STEP_FROM", "2")
-    job = folder.submit(WAIT, "-N3")
-    folder.await_up(3)
-    assert re.findall(rf"StepId={job}\.(\d+)", folder.slurm.say("scontrol", "show", "step", job)) == ["0"]
-    srun = step_of(folder, job)
-    assert srun.environ().get("DTRAIN_TOKEN") is None
-    assert not re.search("[0-9a-f]{64}", " ".join([*srun.cmdline(), *srun.environ().values()]))
-    folder.slurm.say("scancel", job)
-    folder.ended(job, "CANCELLED")
-    wait_until(lambda: not any(map(folder.slurm.steps, folder.slurm.names)), "no step is left")
-
-
-@pytest.mark.parametrize("interfaces", [(), ("lo",)])
-def test_where_no_route_leads_to_the_nodes_no_step_waits_for_them(
-    monkeypatch: pytest.MonkeyPatch, interfaces: tuple[str, ...]
-) -> None:
-    monkeypatch.setenv("DTRAIN_ONE_STEP_FROM", "2")
-    monkeypatch.setattr("launcher.machine.network._FAR_AWAY", "no.such.host.invalid")  # no way out of here
-    said: list[str] = []
-    nodes = (Node("n1.invalid"), Node("n2.invalid"))
-    way = Srun([node.name for node in nodes], interfaces=interfaces, tell=said.append)
-    way._known = (Allocation("1", nodes, "n1.invalid"), {node.name: () for node in nodes})
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert way._step(nodes[1], ["python"], time.monotonic() + 60) is None
-    assert way._step(nodes[0], ["python"], time.monotonic() + 60) is None
-    reason = "no route leads from this machine to other nodes; name its interface with --interface"
-    if interfaces:
-        reason = "this machine: cannot run srun here: No such file or directory; name the Python that has dtrain with"
-        reason += " --python"
-    assert said == [f"no step for all nodes: {reason}; every node gets an srun of its own"]
-
-
 def test_a_connection_that_is_opened_while_the_run_ends_leaves_no_srun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "srun").write_text("#!/bin/sh\necho an agent\nexec sleep 600\n")
     (tmp_path / "srun").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    way = Srun(["n1.invalid"])
+    way = Srun()
     way._known = (Allocation("1", (Node("n1.invalid"),), None), {"n1.invalid": ()})
     before = psutil.Process().children()
     way.close()  # after connect() has found the run going on, and before it knows of its srun
@@ -260,20 +213,6 @@ def test_a_connection_that_is_opened_while_the_run_ends_leaves_no_srun(
     assert psutil.Process().children() == before
 
 
-def step_of(folder: Folder, job: str) -> psutil.Process:
-    """The srun of a job's one step; it has a helper of the same name."""
-    conf, here = str(folder.slurm.config), []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.name() == "srun" and STEP_TASK in process.cmdline():
-                environ = process.environ()
-                ours = (environ["SLURM_JOB_ID"], environ["SLURM_CONF"]) == (job, conf)
-                here += [process] if ours and present(process.parent()).name() != "srun" else []
-    (srun,) = here
-    return srun
-
-
-@BOTH_WAYS
 def test_an_agent_that_is_killed_is_named(folder: Folder) -> None:
     folder.submit(WAIT, "-N2")
     folder.await_up(2)
@@ -287,7 +226,6 @@ def is_agent(process: psutil.Process) -> bool:
     return process.cmdline()[-2:] == ["-m", "launcher.agent"]
 
 
-@BOTH_WAYS
 def test_a_step_that_somebody_cancels_ends_the_run_and_a_node_is_named(folder: Folder) -> None:
     job = folder.submit(WAIT, "-N2")
     folder.await_up(2)
@@ -299,17 +237,24 @@ def test_a_step_that_somebody_cancels_ends_the_run_and_a_node_is_named(folder: F
     assert folder.said(cause), folder.log.read_text()
 
 
-@pytest.mark.parametrize("folder", ["2"], indirect=True)
-def test_without_dtrain_the_tasks_of_its_step_end(folder: Folder) -> None:
+def test_without_dtrain_its_steps_end(folder: Folder) -> None:
     job = folder.submit(WAIT, "-N2")
     folder.await_up(2)
-    srun = step_of(folder, job)
-    present(srun.parent()).kill()
-    wait_until(lambda: not psutil.pid_exists(srun.pid) or srun.status() == psutil.STATUS_ZOMBIE, "srun has ended")
+    conf = str(folder.slurm.config)
+    (dtrain,) = [process for process in psutil.process_iter() if is_dtrain(process, job, conf)]
+    dtrain.kill()
     wait_until(lambda: not any(map(folder.slurm.steps, folder.slurm.names)), "no step is left")
 
 
-@BOTH_WAYS
+def is_dtrain(process: psutil.Process, job: str, conf: str) -> bool:
+    """Whether it is the controller of a job's run: the process above its sruns."""
+    with contextlib.suppress(psutil.Error):
+        if any(child.name() == "srun" for child in process.children()) and process.name() != "srun":
+            environ = process.environ()
+            return (environ.get("SLURM_JOB_ID"), environ.get("SLURM_CONF")) == (job, conf)
+    return False
+
+
 def test_usr1_reaches_every_worker_once(folder: Folder) -> None:
     job = folder.submit(SIGNALLED, "-N2")
     folder.await_up(2)
