@@ -2,7 +2,6 @@
 
 ddp needs torch 2.9 or newer, which has all of these. Where a newer one drops a name, tests/ddp/test_torch_internals.py
 fails, and only this file changes; the test also sees to it that no other file of ddp has a private name of torch.
-`comm/allreduce_speed.py` is left out: it runs without torch's Python code, on the extension alone.
 
 A name that is not there never fails an import: what needs it raises UnsupportedError, which names it, or does without
 it as said here. tests/ddp/test_hidden_names.py hides each in turn.

@@ -97,21 +97,11 @@ class LinearScaling(Callback):
     For a global batch that grows with the replicas. Within the warm-up the rate rises from the optimizer's own by equal
     amounts from step to step (Goyal et al. 2017, "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour",
     arXiv:1706.02677). Schedules keep setting the rate of one replica: the factor is applied on top, within the step
-    alone. `divide` leaves the number of samples as it was: "epochs" or the "steps" of an epoch are divided by the
-    replicas, rounded up.
+    alone.
     """
 
-    def __init__(self, warmup_epochs: float = 5, *, divide: Literal["epochs", "steps"] | None = None) -> None:
-        if divide not in (None, "epochs", "steps"):
-            raise ArgumentError(f"divide={divide!r}; it must be 'epochs', 'steps' or None")
-        self.warmup_epochs, self.divide = warmup_epochs, divide
-
-    def on_fit_begin(self) -> None:
-        trainer, replicas = self.trainer, self.trainer.strategy.replicas
-        if self.divide == "epochs":
-            trainer.epochs = -(-trainer.epochs // replicas)
-        elif self.divide == "steps":
-            trainer.steps_per_epoch = -(-trainer.steps // replicas)
+    def __init__(self, warmup_epochs: float = 5) -> None:
+        self.warmup_epochs = warmup_epochs
 
     def on_step_begin(self, step: int) -> None:
         trainer, replicas = self.trainer, self.trainer.strategy.replicas

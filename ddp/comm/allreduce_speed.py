@@ -2,9 +2,7 @@
 
     dtrain run --hosts alpha,beta ddp/comm/allreduce_speed.py
 
-Rank 0 prints one line of JSON. Meant to be run by its path: it then imports nothing of ddp. On a CPU build of torch
-not even all of torch is imported, but its extension module, with the very gloo that a training uses: 0.4 s of a
-processor instead of 1.7 s, which counts where many ranks share few processors (measured with torch 2.13).
+Rank 0 prints one line of JSON. Meant to be run by its path: it then imports nothing of ddp.
 """
 
 from __future__ import annotations
@@ -15,21 +13,16 @@ if __package__ in (None, "") and sys.path and not getattr(sys.flags, "safe_path"
     del sys.path[0]  # our own folder: torch must not find our modules under its names for others
 
 import argparse
-import contextlib
-import importlib
-import importlib.util
 import json
 import math
 import os
-import re
 import time
-import types
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-__all__ = ["main", "measure"]
+import torch
+import torch.distributed as dist
 
 SMALL_BYTES = 1 << 10
 MIDDLE_BYTES = 1 << 20  # by whose time it is seen how large the large one may be
@@ -37,11 +30,9 @@ LARGE_BYTES = {"gloo": 16 << 20, "nccl": 64 << 20}
 TIMEOUT_S = 60.0
 BUDGET_S = 0.3  # for each size
 MOST_TIMES = 20
-# Versions of torch whose extension module was tried by itself; without `import torch` it makes no promises.
-LEAN_VERSIONS = ("2.13.",)
 
-Reduce = Callable[[Any], None]  # in place, the sum over all ranks; returns when it is done
-Ones = Callable[[int], Any]  # a float32 tensor of so many ones, where the backend wants it
+Reduce = Callable[[torch.Tensor], None]  # in place, the sum over all ranks; returns when it is done
+Ones = Callable[[int], torch.Tensor]  # a float32 tensor of so many ones, where the backend wants it
 
 
 def main() -> None:
@@ -52,15 +43,14 @@ def main() -> None:
     options = parser.parse_args()
     began = time.monotonic()
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    c10d, ones = _load(options.backend)
-    store = c10d.TCPStore(
+    store = dist.TCPStore(
         os.environ.get("MASTER_ADDR", "127.0.0.1"),
         int(os.environ.get("MASTER_PORT", "0")),
         is_master="TORCHELASTIC_USE_AGENT_STORE" not in os.environ and rank == 0,
         wait_for_workers=False,
         timeout=timedelta(seconds=TIMEOUT_S),
     )
-    reduce = _join(c10d, c10d.PrefixStore("dtrain-allreduce/", store), rank, size, options.backend)
+    reduce, ones = _join(dist.PrefixStore("dtrain-allreduce/", store), rank, size, options.backend)
     joined_s = time.monotonic() - began
     results = [measure(reduce, ones, store, rank, size, bytes_) for bytes_ in (SMALL_BYTES, MIDDLE_BYTES)]
     if rank == 0:
@@ -119,69 +109,19 @@ def measure(reduce: Reduce, ones: Ones, store: Any, rank: int, size: int, bytes_
     }
 
 
-def _join(c10d: Any, store: Any, rank: int, size: int, backend: str) -> Reduce:
-    limit = timedelta(seconds=TIMEOUT_S)
-    if backend == "nccl":
-        options = c10d.ProcessGroupNCCL.Options()
-        options._timeout = limit
-        group = c10d.ProcessGroupNCCL(store, rank, size, options)
-    else:
-        group = c10d.ProcessGroupGloo(store, rank, size, limit)
-
-    def reduce(tensor: Any) -> None:
-        group.allreduce([tensor], c10d.AllreduceOptions()).wait()
-        if backend == "nccl":
-            import torch
-
-            torch.cuda.synchronize()
-
-    return reduce
-
-
-def _load(backend: str) -> tuple[Any, Ones]:
-    """Return torch's module of process groups, and what makes a tensor."""
-    spec = importlib.util.find_spec("torch")
-    folder = Path(spec.origin).parent if spec is not None and spec.origin else None
-    if backend == "gloo" and folder is not None and _lean(folder):
-        return _from_extension(folder)
-    import torch
-    import torch.distributed
-
+def _join(store: Any, rank: int, size: int, backend: str) -> tuple[Reduce, Ones]:
     device = torch.device("cpu")
     if backend == "nccl":
-        index = 0 if torch.cuda.device_count() == 1 else int(os.environ.get("LOCAL_RANK", "0"))
-        device = torch.device("cuda", index)
+        device = torch.device("cuda", 0 if torch.cuda.device_count() == 1 else int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    return importlib.import_module("torch._C._distributed_c10d"), lambda count: torch.ones(count, device=device)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT_S))
 
+    def reduce(tensor: torch.Tensor) -> None:
+        dist.all_reduce(tensor)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
 
-def _lean(folder: Path) -> bool:
-    """Say whether this is a CPU build of a version whose extension was tried by itself."""
-    try:
-        text = (folder / "version.py").read_text(encoding="utf-8")
-    except OSError:
-        return False
-    version = re.search(r"^__version__ = '([^']*)'", text, re.MULTILINE)
-    built_for = re.findall(r"^(?:cuda|hip|xpu)(?::[^=\n]*)? = (.*)$", text, re.MULTILINE)
-    return version is not None and version[1].startswith(LEAN_VERSIONS) and {*built_for} <= {"None"}
-
-
-def _from_extension(folder: Path) -> tuple[Any, Ones]:
-    import ctypes
-
-    torch, tensors = types.ModuleType("torch"), types.ModuleType("torch._tensor")
-    torch.__path__ = [str(folder)]
-    # The extension adds its classes to these modules, and takes the class of tensors from the second.
-    sys.modules.update({"torch": torch, "torch.distributed": types.ModuleType("torch.distributed")})
-    sys.modules.setdefault("numpy", None)  # type: ignore[arg-type]  # it would take a quarter of the time
-    ctypes.CDLL(str(folder / "lib" / "libtorch_global_deps.so"), mode=ctypes.RTLD_GLOBAL)
-    extension: Any = importlib.import_module("torch._C")
-    tensors.Tensor = type("Tensor", (extension.TensorBase,), {})  # type: ignore[attr-defined]
-    sys.modules["torch._tensor"] = tensors
-    extension._c10d_init()
-    with contextlib.suppress(ImportError):  # of what comes after the class of tensors, and is not used
-        extension._autograd_init()
-    return importlib.import_module("torch._C._distributed_c10d"), extension._VariableFunctions.ones
+    return reduce, lambda count: torch.ones(count, device=device)
 
 
 if __name__ == "__main__":

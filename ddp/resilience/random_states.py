@@ -1,7 +1,6 @@
 """Random numbers' states of this process, kept in a page of memory quickly enough for every step, and taken back.
 
-Python's and NumPy's generators take 10 and 50 us to tell their state, so their words are copied from their memory,
-where that shows itself to be laid out as known.
+NumPy's generator takes 50 us to return its state, so its words are copied from the memory whose address it gives.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 
 __all__ = ["RandomStates"]
 
-_WORDS = struct.Struct("<625I")  # of a Mersenne twister: its place, then the key; NumPy has the place behind the key
+_WORDS = struct.Struct("<625I")  # of a Mersenne twister: the key, then the place in it
 _GAUSS = struct.Struct("<?d")
 _NUMPY = struct.Struct("<2496sI?d")  # the key, the place in it, and a second number that is drawn already
 
@@ -31,8 +30,6 @@ class RandomStates:
 
     def __init__(self, memory: memoryview, offset: int, stride: int, records: int) -> None:
         self._memory, self._offset, self._stride = memory, offset, stride
-        self._twister: Any = random.getstate.__self__  # type: ignore[attr-defined]  # that of the module's functions
-        self._words = _words_of(self._twister)
         self._generator: Any = None  # of NumPy, and its words
         self._numpy_words: memoryview | None = None
         self._raw = self._numpy = b""
@@ -42,13 +39,9 @@ class RandomStates:
     def keep(self, record: int) -> None:
         """Copy the states of now, but torch's."""
         place = record * self._stride + self._offset
-        if self._words is None:
-            _, (*key, index), _ = random.getstate()
-            _WORDS.pack_into(self._memory, place, index, *key)
-        else:
-            self._memory[place : place + _WORDS.size] = self._words
+        _, words, gauss = random.getstate()
+        _WORDS.pack_into(self._memory, place, *words)
         place += _WORDS.size
-        gauss = self._twister.gauss_next
         _GAUSS.pack_into(self._memory, place, gauss is not None, gauss or 0.0)
         if (module := sys.modules.get("numpy")) is not None:
             self._look_at_numpy(module.random)
@@ -79,28 +72,19 @@ class RandomStates:
     def at(self, record: int) -> dict[str, Any]:
         """Those of a record, but torch's, as `ddp.checkpoint.rng.restore` takes them."""
         place = record * self._stride + self._offset
-        index, *key = _WORDS.unpack_from(self._memory, place)
+        words = _WORDS.unpack_from(self._memory, place)
         has_gauss, gauss = _GAUSS.unpack_from(self._memory, place := place + _WORDS.size)
-        states: dict[str, Any] = {"python": (3, (*key, index), gauss if has_gauss else None)}
+        states: dict[str, Any] = {"python": (3, words, gauss if has_gauss else None)}
         place += _GAUSS.size
         if self._memory[place]:
-            words, index, has_gauss, gauss = _NUMPY.unpack_from(self._memory, place + 1)
+            key, index, has_gauss, gauss = _NUMPY.unpack_from(self._memory, place + 1)
             states["numpy"] = {
                 "bit_generator": "MT19937",
                 "state": {
-                    "key": torch.frombuffer(bytearray(words), dtype=torch.int32).numpy().view("uint32"),
+                    "key": torch.frombuffer(bytearray(key), dtype=torch.int32).numpy().view("uint32"),
                     "pos": index,
                 },
                 "has_gauss": int(has_gauss),
                 "gauss": gauss,
             }
         return states
-
-
-def _words_of(twister: Any) -> memoryview | None:
-    """The memory of CPython's generator, behind the head of an object; None if it does not hold what it tells."""
-    if type(twister) is not random.Random or type(twister).__basicsize__ < object.__basicsize__ + _WORDS.size:
-        return None
-    found = (ctypes.c_char * _WORDS.size).from_address(id(twister) + object.__basicsize__)
-    _, (*key, index), _ = twister.getstate()
-    return memoryview(found).cast("B") if bytes(found) == _WORDS.pack(index, *key) else None

@@ -6,10 +6,9 @@ Called by `ddp.training.trainer` on the replica that writes. Every file is there
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +16,6 @@ from torch import Tensor, nn
 from ddp.checkpoint.atomic_file import replacing
 from ddp.errors import ArgumentError, CheckpointError
 from ddp.torch_internals import tree_leaves, tree_map_only
-
-Format = Literal["export", "torchscript"]
-
-_FORMATS: dict[str, Format] = {".pt2": "export", ".ts": "torchscript"}
 
 
 def weights_of(module: nn.Module) -> dict[str, Any]:
@@ -55,18 +50,16 @@ def read_weights(module: nn.Module, path: Path) -> Mapping[str, Any]:
     return weights
 
 
-def format_of(path: Path, given: Format | None) -> Format:
-    """Raises ArgumentError if neither the name nor the argument says which format it is."""
-    known = given if given is not None else _FORMATS.get(path.suffix)
-    if known is None or known not in _FORMATS.values():
+def check_format(path: Path, given: str | None) -> None:
+    """Raise ArgumentError unless the format, by default that of the file's suffix, is that of `torch.export`."""
+    if given != "export" and (given is not None or path.suffix != ".pt2"):
         raise ArgumentError(
-            f"export({str(path)!r}): format is {known!r}; name the file .pt2 for torch.export, .ts for "
-            "TorchScript (deprecated), or give format='export' or 'torchscript'"
+            f"export({str(path)!r}, format={given!r}): the only format is that of torch.export; name the file .pt2, "
+            "or give format='export'"
         )
-    return known
 
 
-def export(module: nn.Module, path: Path, example_inputs: Any, kind: Format) -> None:
+def export(module: nn.Module, path: Path, example_inputs: Any) -> None:
     """Write the module as it evaluates, on the CPU. The first dimension of inputs may differ later, if it can."""
     model = copy.deepcopy(module).to("cpu").eval()
     inputs: Any = example_inputs if isinstance(example_inputs, list | tuple | Mapping) else (example_inputs,)
@@ -77,16 +70,9 @@ def export(module: nn.Module, path: Path, example_inputs: Any, kind: Format) -> 
         # One sample would be taken for a constant of the program.
         inputs = tree_map_only(Tensor, lambda tensor: torch.cat([tensor, tensor]), inputs)
     arguments, named = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
-    if kind == "export":
-        shapes = tree_map_only(Tensor, lambda tensor: {0: torch.export.Dim.AUTO} if tensor.dim() else None, inputs)
-        program = torch.export.export(model, arguments, named or None, dynamic_shapes=shapes)
-        _write(path, lambda file: torch.export.save(program, file))
-        return
-    with torch.no_grad(), warnings.catch_warnings():
-        for category in (DeprecationWarning, FutureWarning):  # TorchScript was asked for: other runtimes read it
-            warnings.filterwarnings("ignore", r"`torch\.jit\.", category)
-        traced = torch.jit.trace(model, arguments or None, example_kwarg_inputs=named or None)
-        _write(path, lambda file: torch.jit.save(traced, file))
+    shapes = tree_map_only(Tensor, lambda tensor: {0: torch.export.Dim.AUTO} if tensor.dim() else None, inputs)
+    program = torch.export.export(model, arguments, named or None, dynamic_shapes=shapes)
+    _write(path, lambda file: torch.export.save(program, file))
 
 
 def _write(path: Path, write: Callable[[Any], object]) -> None:

@@ -391,16 +391,18 @@ class Trainer(Training):
         """
         self.load_weights(files.read_weights(self.module, Path(path)))
 
-    def export(self, path: str | PathLike[str], example_inputs: Any, *, format: files.Format | None = None) -> None:
-        """Write the model as a program that runs without its class: `torch.export` (.pt2), or TorchScript (.ts).
+    def export(
+        self, path: str | PathLike[str], example_inputs: Any, *, format: Literal["export"] | None = None
+    ) -> None:
+        """Write the model as a program of `torch.export` (.pt2), which runs without its class.
 
         `example_inputs` is a tensor (samples, ...), a tuple of them, or a dict by argument. Batches may have another
         size later. The model is exported as it evaluates, on the CPU, from the main replica. Every replica must call
         it; blocks. Raises DdpError on all if it fails.
         """
-        kind = files.format_of(Path(path), format)
+        files.check_format(Path(path), format)
         self.strategy.sync()
-        self._on_main(f"export {path}", lambda: files.export(self.module, Path(path), example_inputs, kind))
+        self._on_main(f"export {path}", lambda: files.export(self.module, Path(path), example_inputs))
 
     def state_dict(self) -> dict[str, Any]:
         """Where the training stands, and the callbacks' states, in numbers, tensors, lists and dicts.

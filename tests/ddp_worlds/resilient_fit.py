@@ -81,7 +81,7 @@ def main() -> None:
         callbacks=[
             stopping,
             cb.LearningRateScheduler(scheduler=lambda opt: torch.optim.lr_scheduler.StepLR(opt, 5, 0.9), by="step"),
-            cb.LinearScaling(1, divide="epochs"),
+            cb.LinearScaling(1),
             cb.CSVLogger("log.csv"),
             cb.ModelCheckpoint("saved", monitor="val_loss", every_n_steps=3),
             fails,

@@ -386,7 +386,7 @@ def _stops_together(by: str) -> tuple[int, int]:
 
 def scaled_rates() -> dict[str, list[float]]:
     rates: dict[str, list[float]] = {}
-    for name, scaling in (("warm", cb.LinearScaling(2)), ("epochs", cb.LinearScaling(0, divide="epochs"))):
+    for name, scaling in (("warm", cb.LinearScaling(2)), ("at once", cb.LinearScaling(0))):
         used: list[float] = []
 
         class Notes(cb.Callback):
@@ -397,9 +397,6 @@ def scaled_rates() -> dict[str, list[float]]:
         history = one.fit(data(), epochs=3, global_batch_size=BATCH)
         rates[name] = [*used, float(len(history.epoch))]
         assert one.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / len(history.epoch))
-    steps = trainer([cb.LinearScaling(1, divide="steps")])
-    steps.fit(data(), epochs=2, global_batch_size=BATCH)
-    rates["steps"] = [float(steps.step)]
     return rates
 
 
@@ -432,14 +429,14 @@ def writes_programs(folder: str) -> None:
     one = trainer()
     x = tensors()[0]
     expected = one.predict(TensorDataset(x))
-    for name, example in (("a.pt2", x[:1]), ("b.ts", {"x": x[:3]})):
+    for name, example in (("a.pt2", x[:1]), ("b.pt2", {"x": x[:3]})):
         one.export(Path(folder) / name, example)
         assert sorted(path.name for path in Path(folder).glob("*.tmp")) == []
-    for name in ("model.onnx", "model.pt"):
+    for name, kind in (("model.onnx", None), ("model.pt", None), ("model.pt2", "torchscript")):
         with pytest.raises(ddp.errors.ArgumentError, match=r"name the file \.pt2"):
-            one.export(Path(folder) / name, x)
+            one.export(Path(folder) / name, x, format=kind)  # type: ignore[arg-type]
     with pytest.raises(ddp.errors.DdpError, match="could not export"):
-        one.export(Path(folder) / "bad.ts", torch.zeros(2, 2))
+        one.export(Path(folder) / "bad", torch.zeros(2, 2), format="export")
     with pytest.raises(ddp.errors.DdpError, match="could not save"):
         one.save("/proc/no/weights.pt")
     torch.save({"expected": expected, "x": x}, Path(folder) / f"expected.{dist.get_rank()}")

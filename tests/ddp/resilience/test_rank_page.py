@@ -9,7 +9,6 @@ import torch
 
 from ddp.checkpoint import rng
 from ddp.errors import ReplacementError, UnsupportedError
-from ddp.resilience import random_states
 from ddp.resilience.rank_page import RankPage
 
 
@@ -28,13 +27,8 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     return [torch.arange(5.0), torch.tensor(7), torch.empty(0, 3)]
 
 
-@pytest.mark.parametrize("knows_memory", [True, False])
 @pytest.mark.parametrize("draws", [0, 1, 2, 3])
-def test_a_successor_goes_on_with_the_same_numbers_and_buffers(
-    page: list[torch.Tensor], draws: int, knows_memory: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not knows_memory:
-        monkeypatch.setattr(random_states, "_words_of", lambda _: None)
+def test_a_successor_goes_on_with_the_same_numbers_and_buffers(page: list[torch.Tensor], draws: int) -> None:
     first = RankPage(lambda: page, lambda: b"its own")
     for step in range(4):
         for _ in range(draws):
@@ -116,12 +110,3 @@ def test_a_buffer_that_is_assigned_anew_comes_back(page: list[torch.Tensor]) -> 
     for one in (first, RankPage(lambda: list(page), None)):
         with pytest.raises(ReplacementError, match="another shape or dtype"):
             one.restore_buffers(1)
-
-
-def test_generators_memory_is_read_where_it_holds_what_they_tell() -> None:
-    words = random_states._words_of(random.getstate.__self__)  # type: ignore[attr-defined]  # the module's own
-    assert words is not None, "this Python's generator is laid out otherwise: a commit takes 20 us more"
-    before = bytes(words)
-    random.random()
-    assert bytes(words) != before
-    assert random_states._words_of(random.SystemRandom()) is None

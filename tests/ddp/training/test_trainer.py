@@ -79,10 +79,9 @@ import sys, torch, warnings
 warnings.simplefilter("ignore")
 folder = sys.argv[1]
 told = torch.load(f"{folder}/expected.0", weights_only=True)
-for name in ("a.pt2", "b.ts"):
-    exported = name.endswith("pt2")
-    program = torch.export.load(f"{folder}/{name}").module() if exported else torch.jit.load(f"{folder}/{name}")
-    found = program(x=told["x"]) if name == "b.ts" else program(told["x"])
+for name in ("a.pt2", "b.pt2"):
+    program = torch.export.load(f"{folder}/{name}").module()
+    found = program(x=told["x"]) if name == "b.pt2" else program(told["x"])
     assert torch.allclose(found, told["expected"], rtol=0, atol=1e-12), name
 assert not [name for name in sys.modules if name.split(".")[0] in ("ddp", "launcher")]
 """
