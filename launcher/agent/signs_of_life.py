@@ -3,10 +3,10 @@
 A sign of life is a step, a checkpoint, the begin or end of a phase (ddp/monitoring/progress.py), or, of a worker whose
 steps ddp has not counted, a new line of output: when that evaluates or saves is not known. A line that is drawn again
 is none: progress bars do that while training stands still. Only those workers are watched that have made a step, or
-have written new lines at OUTPUTS looks: before that, a silence is a start. Nor is one silent that waits for its
-standard input, for somebody to type. What a silence means is for the controller to say (launcher/hangs). Nor does a
-silence tell how long a step takes while a worker meets others again, and waits for one that starts: until its next step
-none is learned.
+have written new lines at OUTPUTS looks: before that, a silence is a start. But one that takes another's place is
+watched from its start on, since others wait for it. None is silent that waits for its standard input, for somebody to
+type. What a silence means is for the controller to say (launcher/hangs). Nor does a silence tell how long a step takes
+while a worker meets others again, and waits for one that starts: until its next step none is learned.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Iterable
 
 from launcher.agent.workers.worker import Worker
 from launcher.machine import processes
+from launcher.protocol.two_way import START, STEPS
 
 __all__ = ["PHASES", "SignsOfLife", "is_traced"]
 
@@ -37,14 +38,14 @@ class _Signs:
 
     @property
     def is_watched(self) -> bool:
-        return self.steps > 0 or self.outputs >= OUTPUTS
+        return self.steps > 0 or self.outputs >= OUTPUTS or self.phase == START
 
 
 class SignsOfLife:
-    """Of the workers of one attempt. `longest_s` has by phase the longest silence that has ended."""
+    """Of the workers of one attempt. `longest_s` is as in Heartbeat."""
 
     def __init__(self) -> None:
-        self.longest_s = [0.0] * PHASES
+        self.longest_s = [0.0] * (START + 1)
         self.silent_s = 0.0
         self.silent_in = 0
         self.stopped: list[int] = []
@@ -90,11 +91,13 @@ class SignsOfLife:
         steps, saved = worker.progress
         seen = (steps, saved, worker.phase, worker.output_lines if worker.is_known_by_output else 0)
         if seen != signs.seen:
-            if signs.is_watched and signs.steps > signs.regroups_until:
+            if signs.steps < STEPS <= steps:
+                self.longest_s[START] = max(self.longest_s[START], now - worker.began)
+            if signs.is_watched and signs.phase != START and signs.steps > signs.regroups_until:
                 self.longest_s[signs.phase] = max(self.longest_s[signs.phase], now - signs.since)
             signs.seen, signs.since, signs.steps = seen, now, steps
             signs.outputs += 1
-        signs.phase = worker.phase % PHASES
+        signs.phase = START if worker.takes_over and steps < STEPS else worker.phase % PHASES
 
 
 def _is_stopped(pid: int) -> bool:

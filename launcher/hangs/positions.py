@@ -98,15 +98,20 @@ _WAITING_PARTS = (
 def odd_ranks(evidence: Sequence[Evidence]) -> tuple[int, ...]:
     """Return the ranks that are outside of any communication while most are in one: why a job hangs, likely.
 
-    torch's own DistributedDataParallel communicates inside of backward, in C++: where most are there, it counts.
+    torch's own DistributedDataParallel communicates inside of backward, in C++: where most are there, it counts. Where
+    most meet again after a failure, a rank in a collective that it made before is outside.
     """
     # One that somebody stopped waits for nothing, wherever it is.
     stacks = {each.rank: [] if each.state in ("T", "t") else main_thread(each.stack) for each in evidence}
-    for is_waiting in (_communicates, lambda frames: _communicates(frames) or _runs_backward(frames)):
+    for is_waiting in (_meets, _communicates, lambda frames: _communicates(frames) or _runs_backward(frames)):
         waiting = {rank for rank, frames in stacks.items() if is_waiting(frames)}
         if 2 * len(waiting) >= len(stacks):
             return tuple(sorted(stacks.keys() - waiting))
     return ()
+
+
+def _meets(frames: Sequence[Frame]) -> bool:
+    return any(frame.file == _MEETING and frame.function == "meet" for frame in frames)
 
 
 def _communicates(frames: Sequence[Frame]) -> bool:
@@ -144,6 +149,7 @@ def state_in_words(evidence: Evidence) -> str:
 
 _ROOT = Path(__file__).parents[2]
 _DDP = f"{_ROOT}/ddp/"
+_MEETING = f"{_DDP}generation/meeting.py"
 _PARAMETER_SERVER = f"{_DDP}strategies/parameter_server/"
 _BOOTSTRAP = f"{_ROOT}/launcher/agent/workers/"
 _NOT_OWN = ("<", f"{_ROOT}/launcher/", _DDP)

@@ -16,7 +16,8 @@ A process that somebody stopped (SIGSTOP) needs none of this, if two heartbeats 
 who stops the whole run, by hand or with Ctrl-Z, means it.
 
 Only ranks that have made STEPS steps are looked at; where no rank has, all of them, once some have shown OUTPUTS signs.
-What comes before takes as long as it takes.
+What comes before takes as long as it takes. But the others wait for a rank that takes another's place: it is looked at
+from its start on, which may take FACTOR times as long as the longest one.
 """
 
 from __future__ import annotations
@@ -26,14 +27,13 @@ from collections.abc import Sequence
 from launcher.frozen import dataclass
 from launcher.hangs.positions import main_thread, odd_ranks
 from launcher.protocol.reports import Evidence
-from launcher.protocol.two_way import Heartbeat
+from launcher.protocol.two_way import START, STEPS, Heartbeat
 
 __all__ = ["Blame", "HangPolicy", "HangWatch"]
 
 QUIET_S = 120.0
 FACTOR = 10.0
 BUSY = 15.0
-STEPS = 3  # after which the next ones may be expected to take as long
 # Between two looks, at least; or a quarter of `quiet_s`, and after some that blame nobody RARER times that.
 LOOK_S = 2.0
 RARER = 4.0
@@ -112,7 +112,7 @@ class HangWatch:
         """Take a look at all ranks; return who hangs, once that is certain."""
         before, self._before = self._before, (now, {each.rank: each for each in evidence})
         self.missed(now)
-        known = [each for each in evidence if each.steps >= STEPS] or list(evidence)
+        known = [each for each in evidence if each.steps >= STEPS or each.phase == START] or list(evidence)
         stopped = tuple(each for each in known if _is_stopped(each) and each.rank in self._stopped_ranks)
         if stopped and any(not _is_stopped(each) and not each.traced for each in known):
             silent_s = min(each.silent_s for each in stopped)

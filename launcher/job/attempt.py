@@ -9,7 +9,7 @@ from launcher.job.failure import Failure, FailureKind, looks_like_consequence
 from launcher.job.timers import NEVER, Timer, Timers
 from launcher.placement.placement import Placement
 from launcher.protocol.reports import Evidence, Exited, PortsReserved, Started, StoreOpened
-from launcher.protocol.two_way import Heartbeat
+from launcher.protocol.two_way import START, Heartbeat
 
 __all__ = ["AttemptState", "choose_members", "lost_steps"]
 
@@ -219,7 +219,7 @@ class AttemptState:
         So it is where nobody has shown progress for HUNG_S, or somebody is silent for far longer than anybody ever was.
         """
         beats = self._heartbeats.values()
-        longest_s = max((each for beat in beats for each in beat.longest_s), default=0.0)
+        longest_s = max((each for beat in beats for each in beat.longest_s[:START]), default=0.0)
         silent_s = max((beat.silent_s for beat in beats), default=0.0)
         is_silent = silent_s >= max(HUNG_S, HUNG_FACTOR * longest_s)
         return self.all_started and (is_silent or now - self._progress_at >= HUNG_S)

@@ -7,6 +7,9 @@ from typing import Any
 from launcher.frozen import dataclass, field
 from launcher.protocol.message import Command, Report
 
+STEPS = 3  # after which the next ones of a worker may be expected to take as long
+START = 3  # a phase beside those of ddp/monitoring/progress.py: of one that takes another's place, until then
+
 
 @dataclass(frozen=True)
 class Question(Command):
@@ -46,7 +49,8 @@ class Heartbeat(Command, Report):
     steps: int = 0  # of training, that they said they made
     silent_s: float = 0.0  # since the last sign of life of that worker of the host which has shown none for longest
     silent_in: int = 0  # its phase
-    longest_s: list[float] = field(default_factory=list)  # by phase, the longest silence that has ended
+    # By phase, the longest silence that has ended; at START, the longest start.
+    longest_s: list[float] = field(default_factory=list)
     stopped: list[int] = field(default_factory=list)  # ranks that a signal has stopped, at this look and at the last
     resilient: bool = False  # whether all of them that run have restart policy 3, so can go on with other hosts
     sent: float = 0.0  # to an agent: when, by the controller's clock, which Timings repeats

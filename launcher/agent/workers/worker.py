@@ -202,6 +202,7 @@ class Worker:
         self.rank = rank
         self.files = files
         self.number = run_tag.number_worker()
+        self.takes_over = env.get("DTRAIN_GENERATION", "0") != "0"  # so that others wait for it
         self.provoked = False  # whether the agent has signalled it
         self.killer = ""
         self.status: int | None = None

@@ -13,6 +13,9 @@ from testbed.processes import wait_until
 
 from launcher.agent.signs_of_life import OUTPUTS, SignsOfLife, is_traced
 from launcher.agent.workers.worker import Worker
+from launcher.protocol.two_way import START, STEPS
+
+STEP = 0
 
 
 class FakeWorker:
@@ -23,6 +26,8 @@ class FakeWorker:
         self.pid = pid or os.getpid()
         self.progress = (0, 0)
         self.phase = 0
+        self.began = 1000.0
+        self.takes_over = False
         self.output_lines = 0
         self.uses_ddp = True
 
@@ -39,6 +44,11 @@ class Looks:
         self.now = 1000.0
         self._workers = cast("list[Worker]", [*workers])
 
+    @property
+    def longest_s(self) -> list[float]:
+        """By phase, without starts."""
+        return self.signs.longest_s[:START]
+
     def look(self, *, after_s: float = 1.0, **options: Any) -> SignsOfLife:
         self.now += after_s
         self.signs.look(self._workers, self.now, pause_s=1.0, **options)
@@ -53,10 +63,10 @@ def test_silence_counts_from_the_last_step_after_the_first_one() -> None:
     a.progress = (1, 0)
     assert looks.look().silent_s == 0
     for silent_s in (1, 2, 3):
-        assert (looks.look().silent_s, looks.signs.longest_s) == (silent_s, [0, 0, 0])
+        assert (looks.look().silent_s, looks.longest_s) == (silent_s, [0, 0, 0])
     assert looks.signs.of(cast(Worker, b), looks.now) == (54 - 1, 0, 0)
     a.progress = (2, 0)
-    assert (looks.look().silent_s, looks.signs.longest_s) == (0, [4, 0, 0])
+    assert (looks.look().silent_s, looks.longest_s) == (0, [4, 0, 0])
 
 
 def test_the_wait_for_a_replacement_teaches_nothing() -> None:
@@ -76,11 +86,30 @@ def test_the_wait_for_a_replacement_teaches_nothing() -> None:
     looks.look(after_s=60)  # its first batch
     worker.progress = (35, 0)
     looks.look()
-    assert looks.signs.longest_s == [1, 0, 0]
+    assert looks.longest_s == [1, 0, 0]
     looks.look(after_s=2)
     worker.progress = (36, 0)
     looks.look()
-    assert looks.signs.longest_s == [3, 0, 0], "it learns again"
+    assert looks.longest_s == [3, 0, 0], "it learns again"
+
+
+def test_one_that_takes_another_s_place_is_watched_from_its_start_on() -> None:
+    first, second = FakeWorker(0), FakeWorker(1)
+    looks = Looks(first, second)
+    first.progress = (STEPS, 0)
+    assert looks.look(after_s=30).longest_s[START] == 30
+    second.takes_over = True
+    looks.look()
+    first.progress = (STEPS + 1, 0)
+    looks.look()
+    assert (looks.look().silent_s, looks.signs.silent_in) == (3, START)
+    second.progress = (STEPS - 1, 0)
+    assert looks.look().silent_in == STEP
+    assert looks.signs.of(cast(Worker, second), looks.now) == (0, START, STEPS - 1)
+    second.progress = (STEPS, 0)
+    looks.look(after_s=7)
+    assert looks.signs.of(cast(Worker, second), looks.now) == (0, STEP, STEPS)
+    assert looks.signs.longest_s[START] == 30 + 4 + 7
 
 
 def test_output_is_no_sign_of_life_once_there_was_a_step() -> None:
@@ -90,7 +119,7 @@ def test_output_is_no_sign_of_life_once_there_was_a_step() -> None:
     looks.look()
     for lines in range(1, 16):  # a thread that logs
         worker.output_lines = lines
-        assert (looks.look().silent_s, looks.signs.longest_s) == (lines, [0, 0, 0])
+        assert (looks.look().silent_s, looks.longest_s) == (lines, [0, 0, 0])
 
 
 def test_without_ddp_steps_and_output_are_signs_of_life() -> None:
@@ -102,10 +131,10 @@ def test_without_ddp_steps_and_output_are_signs_of_life() -> None:
     looks.look()
     assert looks.look(after_s=2).silent_s == 2
     worker.output_lines = 1
-    assert (looks.look().silent_s, looks.signs.longest_s) == (0, [3, 0, 0])
+    assert (looks.look().silent_s, looks.longest_s) == (0, [3, 0, 0])
     assert looks.look(after_s=3).silent_s == 3
     worker.progress = (6, 0)
-    assert (looks.look().silent_s, looks.signs.longest_s) == (0, [4, 0, 0])
+    assert (looks.look().silent_s, looks.longest_s) == (0, [4, 0, 0])
 
 
 def test_each_phase_has_its_longest_silence() -> None:
@@ -120,7 +149,7 @@ def test_each_phase_has_its_longest_silence() -> None:
     assert (looks.signs.silent_s, looks.signs.silent_in) == (6, 1)
     worker.phase = 6 + 0
     looks.look()
-    assert (looks.signs.silent_s, looks.signs.silent_in, looks.signs.longest_s) == (0, 0, [1, 7, 0])
+    assert (looks.signs.silent_s, looks.signs.silent_in, looks.longest_s) == (0, 0, [1, 7, 0])
 
 
 def test_without_steps_it_is_the_output_that_counts_once_there_was_some() -> None:

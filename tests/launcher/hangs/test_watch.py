@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 
 import pytest
@@ -11,7 +12,7 @@ from testbed.seeds import Seeds
 from launcher.agent.signs_of_life import PHASES
 from launcher.hangs.watch import BUSY, FACTOR, QUIET_S, Blame, HangPolicy, HangWatch
 from launcher.protocol.reports import Evidence
-from launcher.protocol.two_way import Heartbeat
+from launcher.protocol.two_way import START, Heartbeat
 
 RUNS, CHUNKS = 1000, 10
 KEPT = (2079230491,)  # seeds that have once shown an error
@@ -41,7 +42,7 @@ class Rank:
     waits: bool = True  # in a collective
     at_disk: bool = False
     traced: bool = False
-    longest_s: list[float] = field(default_factory=lambda: [0.0] * PHASES)
+    longest_s: list[float] = field(default_factory=lambda: [0.0] * (START + 1))
 
     def signs(self, now: float, steps: int = 1) -> None:
         if self.steps:
@@ -88,13 +89,13 @@ class World:
             self.beat()
 
     def beat(self) -> None:
-        watched = [rank for rank in self.ranks if rank.steps]
+        watched = [rank for rank in self.ranks if rank.steps or rank.phase == START]
         if not watched:
             return
         oldest = min(watched, key=lambda rank: rank.since)
         beat = Heartbeat(
             time=self.now, silent_s=self.now - oldest.since, silent_in=oldest.phase,
-            longest_s=[max(rank.longest_s[phase] for rank in self.ranks) for phase in range(PHASES)],
+            longest_s=[max(rank.longest_s[phase] for rank in self.ranks) for phase in range(START + 1)],
             stopped=[rank.rank for rank in watched if rank.state == "T" and not rank.traced],
         )  # fmt: skip
         self._watch.heard("a", beat)
@@ -249,6 +250,21 @@ def test_a_rank_that_was_stopped_before_its_first_steps_is_left_alone() -> None:
     world.ranks[2].state = "T"
     world.pause(100)
     assert (world.blame, world.looks) == (None, 0)
+
+
+def test_a_replaced_rank_is_blamed_where_it_is_stopped_or_does_nothing_for_ten_starts(world: World) -> None:
+    other = deepcopy(world)
+    for each in (world, other):
+        each.ranks[2] = Rank(2, since=each.now, phase=START)
+        each.ranks[0].longest_s[START] = 30.0
+    world.ranks[2].state = "T"
+    world.pause(2)
+    assert world.hung() == [2]
+    other.ranks[2].waits = False
+    other.pause(FACTOR * 30 - 10)
+    assert other.hung() is None
+    other.pause(20 + QUIET_S)
+    assert other.hung() == [2]
 
 
 def test_a_rank_that_goes_on_before_the_look_is_left_alone(world: World) -> None:

@@ -298,6 +298,10 @@ ODD = {
         (3,),
     ),
     "most meet again": ([stack((str(DDP / "generation/meeting.py"), 9, "meet"), STEP)] * 2 + [LOADING], (2,)),
+    "most meet again, and one waits in a collective of the script's from before": (
+        [IN_ALL_REDUCE] + [stack((str(DDP / "generation/meeting.py"), 9, "meet"), STEP)] * 2,
+        (0,),
+    ),
     "one takes what a commit has sent": (
         [IN_ALL_REDUCE] * 2
         + [

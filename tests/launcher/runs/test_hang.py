@@ -228,10 +228,15 @@ net = torch.nn.Linear(6, 3)
 model = ddp.DistributedDataParallel(net)
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 state = ddp.State(model=model, optimizer=optimizer, step=0)
+if sys.argv[1] == "start" and world.rank == 1 and os.path.exists("hung") and not os.path.exists("again"):
+    open("again", "w").close()
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 def load():
     if state.step == 40 and world.rank == 1 and not os.path.exists("hung") and sys.argv[1] != "well":
         open("hung", "w").write(str(time.monotonic()))
+        if sys.argv[1] == "start":
+            os.kill(os.getpid(), signal.SIGKILL)
         if sys.argv[1] == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         draw_bar()
@@ -263,20 +268,23 @@ def results(stdout: str) -> set[str]:
     return set(found)
 
 
-@pytest.mark.parametrize("how", ["stop", "sleep"])
+@pytest.mark.parametrize("how", ["stop", "sleep", "start"])
 def test_a_resilient_rank_that_hangs_is_named_and_replaced_alone_and_no_bit_differs(tmp_path: Path, how: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(RESILIENT)
-    options = ("--nproc-per-node", "3", "--max-restarts", "1")
+    restarts = 2 if how == "start" else 1
+    options = ("--nproc-per-node", "3", "--max-restarts", str(restarts))
     well = run_dtrain("run", *options, script, "well", cwd=tmp_path)
-    hang = "auto" if how == "stop" else "2s"
+    hang = "2s" if how == "sleep" else "auto"
     result = run_dtrain("run", *options, "--hang", hang, script, how, cwd=tmp_path, timeout=LONG_S)
     assert (well.returncode, result.returncode) == (0, 0), result.stderr
-    if how == "stop":
+    if how != "sleep":
         assert "a signal has stopped it, and nobody lets it go on, while 2 other ranks run" in result.stderr
     else:
         assert f"at {script}:{SLEEP} in load, while 2 other ranks wait for it; taken as failed" in result.stderr
-    assert re.search(r"rank 1 on \S+ hung after .*only this worker restarts \(restart 1 of 1\)", result.stderr)
+    assert re.search(
+        rf"rank 1 on \S+ hung after .*only this worker restarts \(restart {restarts} of {restarts}\)", result.stderr
+    )
     assert results(result.stdout) == results(well.stdout)
     assert len(results(well.stdout)) == 1
 
