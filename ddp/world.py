@@ -249,8 +249,12 @@ def current_generation() -> int | None:
     """
     if _membership is None or not can_replace() or not dist.is_initialized():
         return None
-    is_on_host = words_of(_membership.backend) <= {"cpu", "gloo", SHM}
-    return _membership.generation if is_on_host or _membership.can_be_ended else None
+    return _membership.generation if is_on_host() or _membership.can_be_ended else None
+
+
+def is_on_host() -> bool:
+    """Whether the group that `init` has made moves tensors in host memory only."""
+    return _membership is not None and words_of(_membership.backend) <= {"cpu", "gloo", SHM}
 
 
 def lacks_error_handling() -> bool:

@@ -52,6 +52,7 @@ __all__ = [
     "Pending",
     "StallReport",
     "at_files",
+    "ended_with_connections",
     "finish",
     "report_of",
     "waiting_for_peers",
@@ -401,6 +402,36 @@ def without_questions() -> Iterator[None]:
         yield
     finally:
         _asks_after_failures = before
+
+
+@contextlib.contextmanager
+def ended_with_connections() -> Iterator[None]:
+    """In the block, end waits for the script's own collectives in host memory once their connections are broken.
+
+    gloo may go on waiting then until the timeout of the group (see `broken_for_s`). So `wait()` of torch's collectives
+    looks every second.
+    """
+    wait: Callable[..., bool] = dist.Work.wait
+
+    def wait_within_bounds(work: dist.Work, *timeout: timedelta, **named: timedelta) -> bool:
+        while not (timeout or named or work.is_completed()):
+            start = monotonic()
+            try:
+                return wait(work, timedelta(seconds=_POLL_S))
+            except RuntimeError as error:
+                if is_interrupt(error) or work.is_completed() or monotonic() < start + _POLL_S / 2:
+                    raise
+                if broken_for_s() > _BROKEN_S:
+                    leave_pending(work)
+                    raise RuntimeError("Connection closed: another rank has failed") from error
+        return wait(work, *timeout, **named)
+
+    # A class of C++, whose other users keep its own signature.
+    dist.Work.wait = wait_within_bounds  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        dist.Work.wait = wait  # type: ignore[method-assign]
 
 
 _Noted = tuple[str, Callable[[], str] | None, float, int]  # phase, detail, since when, how it waits

@@ -35,6 +35,7 @@ from ddp.world import (
     break_connections,
     current_generation,
     has_finished,
+    is_on_host,
     lacks_error_handling,
     note_finished,
     own_store,
@@ -162,7 +163,8 @@ class _Loop:
         self.calls += 1
         try:
             checked = checked_saves(commits.check_save)
-            with stall_report.without_questions(), checked, contextlib.ExitStack() as recovery:
+            waits = stall_report.ended_with_connections() if is_on_host() else contextlib.nullcontext()
+            with stall_report.without_questions(), waits, checked, contextlib.ExitStack() as recovery:
                 result = self._run(commits, call, recovery)
         except (ReplacementError, UnsupportedError):
             set_restart_policy(_ORDINARY)  # all have to start again

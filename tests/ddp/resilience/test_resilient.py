@@ -161,6 +161,45 @@ def test_a_checkpoint_loaded_before_the_function_is_no_obstacle(tmp_path: Path) 
     assert "attempt 1 begins" not in result.stderr
 
 
+FORGOTTEN = """\
+from ddp.generation import connections
+
+
+def receive():
+    # gloo sometimes forgets a collective when its connections end. Here they do not.
+    if world.rank == 0 and not Path("forgotten").exists():
+        Path("forgotten").touch()
+        connections._break = lambda *_: None
+        dist.broadcast(torch.ones(1), src=1)
+    elif world.rank == 1 and not Path("forgotten").exists():
+        kept.append(dist.group.WORLD)
+        connections._break = lambda *_: None
+    elif world.rank == 2 and not Path("killed").exists():
+        Path("killed").touch()
+        while not Path("forgotten").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+kept = []
+"""
+
+
+def test_a_collective_of_the_script_that_gloo_has_forgotten_ends_with_the_others(
+    tmp_path: Path, undisturbed: Callable[[int, str], Results]
+) -> None:
+    """Else rank 0 would wait for rank 1, which meets the others, until the timeout of the group: half an hour."""
+    script = changed(
+        tmp_path,
+        ("entered = 0\n", FORGOTTEN + "entered = 0\n"),
+        ('            fail("load")\n', '            fail("load")\n            receive()\n'),
+    )
+    result = run(tmp_path, 3, restarts=1, backend="gloo", script=script)
+    assert result.returncode == 0, result
+    assert result.stderr.count("only this worker restarts") == 1, result.stderr
+    assert said(result, "result") == undisturbed(3, "gloo")
+
+
 DIES_WHILE_IT_MEETS_THE_OTHERS = """\
 from ddp import world as ddp_world
 from ddp.resilience import loop
