@@ -18,6 +18,7 @@ from ddp.comm.objects import gather_values
 from ddp.data_parallel.checksum import drift_among
 from ddp.data_parallel.replicas import replica_of, weights_of
 from ddp.errors import CheckpointError, DdpError
+from ddp.monitoring.interrupts import is_interrupt
 from ddp.monitoring.stall_report import waiting_for_peers
 from ddp.torch_internals import torchs_comm_hooks
 
@@ -53,9 +54,14 @@ def exchange(mine: T, what: str) -> list[T]:
 
 
 def reason_of(problem: Exception | None, what: str = "") -> str | None:
-    """Return why this rank could not do `what`; without that, the exception says so by itself."""
+    """Return why this rank could not do `what`; without that, the exception says so by itself.
+
+    Raises what a signal's handler has raised: that is this rank's own, and no problem of what it interrupted.
+    """
     if problem is None:
         return None
+    if is_interrupt(problem):
+        raise problem
     text = str(problem) if isinstance(problem, DdpError | OSError) else f"{type(problem).__name__}: {problem}"
     return f"could not {what}: {text}" if what else text
 

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable
 
 from ddp.checkpoint import failed_saves
+from ddp.monitoring.interrupts import is_interrupt
 from ddp.monitoring.process_end import end_process
 
 __all__ = ["finish", "run", "start"]
@@ -40,11 +41,13 @@ def start(write: Callable[[], None]) -> None:
 
 
 def run(write: Callable[[], None]) -> None:
-    """Call `write` here and now, and keep what it raises for `finish`."""
+    """Call `write` here and now, and keep what it raises for `finish`, but for what a signal's handler raises."""
     global _failure
     try:
         write()
     except Exception as error:
+        if is_interrupt(error):
+            raise
         _failure = error
 
 

@@ -48,6 +48,7 @@ from ddp.checkpoint.preemption import Warned
 from ddp.checkpoint.state import Stateful, check_plain, given_parts, wrapper_of
 from ddp.errors import ArgumentError, CheckpointError
 from ddp.generation.pending_group import is_pending
+from ddp.monitoring.interrupts import is_interrupt
 from ddp.monitoring.progress import SAVE, count_checkpoint, phase
 from ddp.monitoring.stall_report import at_files
 
@@ -348,7 +349,9 @@ class Checkpoint:
         if memory is not None and not is_copied:
             try:
                 note = memory.keep(step, path, content)
-            except Exception:  # no memory after all, or what torch.save refuses, which `write` meets again
+            except Exception as error:  # no memory after all, or what torch.save refuses, which `write` meets again
+                if is_interrupt(error):
+                    raise
                 memory = None
                 content = copies.of(content)
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from ddp.data_parallel.wrapper import DistributedDataParallel
 from ddp.errors import ArgumentError, CheckpointError
+from ddp.monitoring.interrupts import is_interrupt
 from ddp.torch_internals import compiled_module, unwrapped
 
 __all__ = ["PARTS", "Stateful", "check_plain", "given_parts", "restore_parts", "wrapper_of"]
@@ -96,6 +97,8 @@ def restore_parts(state: Mapping[str, Any], parts: Mapping[str, Stateful]) -> No
         try:
             part.load_state_dict(state[name])
         except Exception as error:  # of another package; which object it was is all that can be added
+            if is_interrupt(error):
+                raise
             raise CheckpointError(f"{name}: {error}") from error
 
 

@@ -15,6 +15,7 @@ from ddp.comm.codec import PLAIN, decode, encode
 from ddp.comm.objects import device_of, member_group
 from ddp.errors import ArgumentError
 from ddp.generation.pending_group import is_pending, left_out
+from ddp.monitoring.interrupts import is_interrupt
 from ddp.monitoring.stall_report import waiting_for_peers
 
 __all__ = ["READABLE", "broadcast_all", "broadcast_object", "broadcast_optimizer_state", "written"]
@@ -90,6 +91,8 @@ def written(obj: Any) -> tuple[bytes, str]:
     try:
         return encode(obj).numpy().tobytes(), ""
     except Exception as error:  # whatever an unknown object raises, the other ranks must not wait for this one
+        if is_interrupt(error):
+            raise
         return b"", str(error) or type(error).__name__
 
 

@@ -9,6 +9,7 @@ import torch
 
 from ddp.comm.channel import Channel
 from ddp.errors import CollectiveError, PeerFailedError
+from ddp.monitoring.interrupts import is_interrupt
 from ddp.monitoring.stall_report import StallReport, finish
 from ddp.monitoring.user_code import line_of_traceback
 
@@ -40,7 +41,8 @@ def failing_together(channel: Channel, what: str, then: str = _NEXT) -> Iterator
     """Let an exception of one rank in this block be an error on all: PeerFailedError on those that have none.
 
     For what ranks do alone between two collectives, where the others would wait for one that has raised. Every rank
-    must enter it; its end blocks. After Ctrl-C or a failed collective, it does not wait for them.
+    must enter it; its end blocks. After a failed collective, or what a signal's handler raises, it does not wait for
+    them.
     """
     own: Exception | None = None
     try:
@@ -48,7 +50,7 @@ def failing_together(channel: Channel, what: str, then: str = _NEXT) -> Iterator
     except CollectiveError:
         raise
     except Exception as error:
-        if not channel.report.is_in_step:
+        if not channel.report.is_in_step or is_interrupt(error):
             raise
         own = error
         channel.report.tell_failure(channel.report.step, describe_failure(what, error))

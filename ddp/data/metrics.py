@@ -19,6 +19,7 @@ from torch import Tensor
 from ddp.comm.objects import device_of, gather_values
 from ddp.data.sampler import rank_and_size
 from ddp.errors import ArgumentError
+from ddp.monitoring.interrupts import is_interrupt
 from ddp.monitoring.stall_report import finish, waiting_for_peers
 
 Amount: TypeAlias = int | float | Tensor
@@ -117,6 +118,8 @@ def _tell(what: str, read: Callable[[], Any], group: dist.ProcessGroup | None) -
     try:
         mine = read()
     except Exception as error:  # whatever reading a tensor raises, the other ranks must not wait for this one
+        if is_interrupt(error):
+            raise
         problem = error
         reason = str(error) if isinstance(error, ArgumentError) else f"{type(error).__name__}: {error}"
     told = [(mine, reason)]

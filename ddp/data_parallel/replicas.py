@@ -14,6 +14,7 @@ from ddp.comm.fingerprint import Digest, fingerprints
 from ddp.comm.objects import gather_values
 from ddp.data_parallel.checksum import drift_among
 from ddp.errors import ArgumentError
+from ddp.monitoring.interrupts import is_interrupt
 from ddp.monitoring.stall_report import waiting_for_peers
 from ddp.torch_internals import compiled_module
 
@@ -44,6 +45,8 @@ def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
         tensors = dict(_tensors_of(model, optimizer, buffers=buffers))
         mine = Digest(tensors.values()).start()()
     except Exception as error:  # the other ranks must not wait for this one
+        if is_interrupt(error):
+            raise
         problem, reason = error, f"{type(error).__name__}: {error}"
     with waiting_for_peers("comparison of the replicas", group):
         told = gather_values((mine, len(tensors), reason), group=group)

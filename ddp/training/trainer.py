@@ -28,6 +28,7 @@ from ddp.data.metrics import gather_samples
 from ddp.data.replica_loader import ReplicaLoader
 from ddp.errors import ArgumentError, DdpError
 from ddp.monitoring import timeline
+from ddp.monitoring.interrupts import is_interrupt
 from ddp.monitoring.progress import EVALUATION, SAVE, phase
 from ddp.resilience.loop import is_replacement, resilient
 from ddp.resilience.state import State
@@ -458,6 +459,8 @@ class Trainer(Training):
             try:
                 action()
             except Exception as error:  # whatever torch raises, the other replicas must not wait
+                if is_interrupt(error):
+                    raise
                 problem = error
         failed = problem is not None
         if self.strategy.collective:

@@ -497,6 +497,36 @@ def test_who_waits_for_the_newest_checkpoint_or_loads_hears_that_it_failed(
     assert messages[1:] == [messages[0]] * 2
 
 
+class Interrupted:
+    """Its state is asked for when a signal comes, as when a worker of a DataLoader has died."""
+
+    def state_dict(self) -> dict[str, Any]:
+        signal.raise_signal(signal.SIGUSR2)
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        signal.raise_signal(signal.SIGUSR2)
+
+
+def test_what_a_signal_s_handler_raises_in_a_save_is_no_error_of_the_checkpoint(tmp_path: Path) -> None:
+    def died(*_: object) -> None:
+        raise RuntimeError("DataLoader worker is killed")
+
+    checkpoint = ddp.Checkpoint(tmp_path)
+    before = signal.signal(signal.SIGUSR2, died)
+    try:
+        with pytest.raises(RuntimeError, match=r"^DataLoader worker is killed"):
+            checkpoint.save(1, scheduler=Interrupted())
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        checkpoint.save(1, scheduler=Interrupted())
+        checkpoint.wait()
+        signal.signal(signal.SIGUSR2, died)
+        with pytest.raises(RuntimeError, match=r"^DataLoader worker is killed"):
+            checkpoint.load(scheduler=Interrupted())
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
 def test_a_folder_that_cannot_be_made_is_an_error_at_once(nursery: Nursery, tmp_path: Path) -> None:
     case = f"{CASE}:a_folder_that_cannot_be_made_is_an_error_at_once"
     messages = nursery.run(2, case, folder=str(tmp_path / "folder"))
