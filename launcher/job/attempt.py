@@ -1,17 +1,17 @@
-"""One attempt as the job sees it: who takes part, how far its workers have come, what failed. Pure; owned by job.py."""
+"""One attempt as the job sees it: its hosts and ranks, how far its workers have come, what failed. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 
 from launcher.job.failure import Failure, FailureKind, looks_like_consequence
+from launcher.job.ranks import Rank, Ranks, RankState
 from launcher.job.timers import NEVER, Timer, Timers
 from launcher.placement.placement import Placement
 from launcher.protocol.reports import Evidence, Exited, PortsReserved, Started, StoreOpened
 from launcher.protocol.two_way import START, Heartbeat
-
-__all__ = ["AttemptState", "choose_members", "lost_steps"]
 
 HUNG_S = 10.0  # without a sign of life; and then HUNG_FACTOR times the longest silence that has ended
 HUNG_FACTOR = 5.0
@@ -30,41 +30,36 @@ class AttemptState:
     ) -> None:  # fmt: skip
         self.number = number
         self.members = members
-        self._take_placement(placement)
-        self.store_host = members[0]
+        self.placement = placement
+        self.ranks = Ranks(placement.workers)
         self.fresh: set[str] = set()  # hosts that have come while it went on, with resilient workers
+        self.generation = 0  # the newest; see recovery/generations.py
+        self.generation_told_at = -NEVER
         self.began = began
         self.stopped_at: float | None = None  # when the order to end its workers was given
         self.grown_for = ""  # the other host that the next one can use, if it ends for that
-        self.started: set[int] = set()
         self.forked = 0
         self.by_exec: dict[str, float] = {}  # why workers were not forked, and how much longer that takes
-        self.stopped: set[int] = set()  # ranks that ended because they were stopped
         self.failures: list[Failure] = []  # before it was stopped, in the order of their news
         self.secondary_failures: list[Failure] = []  # after that
         self.left_out: list[Failure] = []  # of processes that the others went on without
+        self.last_failures: list[Failure] = []  # those after which there is no restart; why, if that is news
+        self.no_restart_reason = ""
+        self.first_root_at: float | None = None  # of the first failure that is no mere consequence
         self.evidence: tuple[Evidence, ...] = ()
         self.saved = 0  # checkpoints
         self.store: StoreOpened | None = None
+        self.store_host = members[0]
+        self.store_asked = ("", 0)  # the host that opens another store, and its link
+        self.stores_unanswered: Counter[tuple[str, int]] = Counter()  # such orders, by host and link
         self.ports: dict[str, PortsReserved] = {}
         self.ports_wanted: set[str] = set()  # hosts that have not reserved theirs yet
-        self.provoked_at: dict[str, float] = {}  # when the first of a host's workers ended because its agent made it
-        self.ended: set[int] = set()
-        self.finished_at: dict[int, float] = {}  # by rank, of those that ended with 0 by themselves
-        self.failing: dict[int, Failure] = {}  # by rank, of workers whose process had not ended yet
         self._timers = timers
         self._stall_s = NEVER if stall_s is None else stall_s
         self._start_s = start_s
         self._starts_until = began
         self._has_stepped = False
         self._progress_at = began
-        self.first_root_at: float | None = None  # of the first failure that is no mere consequence
-        # Those that have not finished successfully, and are not left out.
-        self._needed = {worker.rank for worker in placement.workers if worker.needed}
-        self._unfinished = dict(zip(members, placement.per_host, strict=True))
-        self._succeeded = False  # one of those that the run waits for
-        self._restarts: dict[int, int] = {}  # of single ranks
-        self._exits: dict[int, Exited] = {}  # the newest of each rank
         self._heartbeats: dict[str, Heartbeat] = {}  # the newest of each host
 
     @property
@@ -73,21 +68,37 @@ class AttemptState:
 
     @property
     def all_started(self) -> bool:
-        return len(self.started) == self.world_size
-
-    def host_of(self, rank: int) -> str:
-        return self._workers[rank].host
-
-    def role_of(self, rank: int) -> str:
-        return self._workers[rank].role
+        return self.ranks.count(RankState.STARTING) == 0
 
     @property
-    def ranks(self) -> Collection[int]:
-        """Those of the present composition; a worker keeps its rank here when RANK changes for it."""
-        return self._workers.keys()
+    def finished(self) -> bool:
+        return self.ranks.finished
+
+    @property
+    def lacks_workers(self) -> bool:
+        """Whether a worker or host has failed for which the others wait, or its place is taken."""
+        return self.restarts_one or bool(self.ranks.awaited) or self.ranks.count(RankState.LOST) > 0
+
+    @property
+    def restarts_one(self) -> bool:
+        """Whether a process is about to be started again, for which the others may wait."""
+        return self.ranks.count(RankState.WAITING, RankState.RESTARTING) > 0
+
+    def runs_at(self, at: float) -> bool:
+        """Whether its workers had not been ordered to end by then."""
+        return self.stopped_at is None or at < self.stopped_at
+
+    def needs(self, host: str) -> bool:
+        """Whether the loss of a host is one: its workers have not finished successfully, or it holds the store."""
+        return bool(self.ranks.on(host)) and (host == self.store_host or self.ranks.unfinished_on(host))
+
+    def host_of(self, rank: int) -> str:
+        row = self.ranks.get(rank)
+        assert row is not None
+        return row.host
 
     def is_resilient(self, host: str) -> bool:
-        """Whether the workers there can meet others in another composition, as far as it is known."""
+        """Whether the workers there can meet others in another generation, as far as it is known."""
         beat = self._heartbeats.get(host)
         return host in self.fresh or (beat is not None and beat.resilient)
 
@@ -95,48 +106,6 @@ class AttemptState:
         """How many training steps its workers said they made."""
         beat = self._heartbeats.get(host)
         return 0 if beat is None else beat.steps
-
-    def forget_heartbeat(self, host: str) -> None:
-        """Note that other workers run there now than those of which it has spoken."""
-        self._heartbeats.pop(host, None)
-
-    def lose(self, host: str) -> None:
-        """Go on without the workers of a lost host, for which the run still waits."""
-        gone = {worker.rank for worker in self.placement.workers if worker.host == host}
-        for ranks in (self.started, self.ended, self.stopped):
-            ranks -= gone
-        for rank in gone:
-            self.failing.pop(rank, None)
-        self._unfinished.pop(host, None)
-        self._heartbeats.pop(host, None)
-        self.provoked_at.pop(host, None)
-        workers = tuple(worker for worker in self.placement.workers if worker.host != host)
-        self._take_placement(replace(self.placement, workers=workers))
-
-    def compose(self, members: tuple[str, ...], placement: Placement, fresh: Collection[str]) -> None:
-        """Go on with these hosts; those that are `fresh` run no workers yet, or none that are known here."""
-        stay = {worker.rank for worker in self.placement.workers}
-        self._take_placement(placement)
-        self.members = members
-        self.fresh |= {*fresh}
-        self._needed = {
-            w.rank for w in placement.workers if w.needed and (w.rank in self._needed or w.rank not in stay)
-        }
-        for worker in placement.workers:
-            if worker.host in fresh:
-                self._unfinished[worker.host] = self._unfinished.get(worker.host, 0) + 1
-
-    def _take_placement(self, placement: Placement) -> None:
-        self.placement = placement
-        self._workers = {worker.rank: worker for worker in placement.workers}
-
-    @property
-    def finished(self) -> bool:
-        """Whether every worker that the run waits for has ended by itself and well, or is left out.
-
-        One that was stopped has not finished successfully.
-        """
-        return not self._needed
 
     @property
     def steps(self) -> int:
@@ -147,19 +116,36 @@ class AttemptState:
 
     @property
     def lost_steps(self) -> int | None:
-        """How many steps of it another attempt makes again, as far as it is over; None where nobody counts them."""
-        return lost_steps(self._exits)
+        """How many steps of it another attempt makes again, as far as it is over; None where that is not known."""
+        return lost_steps(self.ranks.exits())
 
-    def restarts_of(self, rank: int) -> int:
-        """How often a rank alone was started again."""
-        return self._restarts.get(rank, 0)
+    # ---- the hosts that make it up ----
 
-    def needs(self, host: str) -> bool:
-        """Whether the loss of a host is one: its workers have not finished successfully, or it holds the store."""
-        return host in self._unfinished and (host == self.store_host or self._unfinished[host] > 0)
+    def lose(self, host: str, failure: Failure) -> None:
+        """Go on without the workers of a lost host, for which the run still waits."""
+        for row in self.ranks.on(host):
+            self._timers.cancel((Timer.RESTART, row.number))
+            self.ranks.move(row, RankState.LOST, failure)
+        self.fresh.discard(host)
+        self.forget_heartbeat(host)
+        workers = tuple(worker for worker in self.placement.workers if worker.host != host)
+        self.placement = replace(self.placement, workers=workers)
 
-    def take_start(self, started: Started, now: float) -> None:
-        self.started.add(started.rank)
+    def compose(self, members: tuple[str, ...], placement: Placement, failure: Failure | None) -> list[Rank]:
+        """Go on with these hosts; return the ranks that are to start, which the others wait to meet since `failure`."""
+        self.fresh |= {name for name in members if not self.ranks.on(name)}
+        self.members, self.placement = members, placement
+        return self.ranks.compose(placement.workers, failure)
+
+    def forget_heartbeat(self, host: str) -> None:
+        """Note that other workers run there now than those of which it has spoken."""
+        self._heartbeats.pop(host, None)
+
+    # ---- what its workers say ----
+
+    def take_start(self, row: Rank, started: Started, now: float) -> None:
+        if row.state in (RankState.STARTING, RankState.RESTARTING):
+            self.ranks.move(row, RankState.RUNNING)
         self._starts_until = now + self._start_s
         self._has_stepped = False
         if started.by_exec:
@@ -168,45 +154,22 @@ class AttemptState:
             self.forked += 1
         self.made_progress(now)
 
-    def take_exit(self, host: str, exited: Exited, at: float, now: float) -> None:
+    def take_exit(self, row: Rank, exited: Exited, at: float, now: float) -> None:
         """Note the end of a worker; `at` is its time on the controller's clock."""
-        self._exits[exited.rank] = exited
-        if exited.rank in self.ended:
-            return
-        self.started.add(exited.rank)
-        self.ended.add(exited.rank)
+        state = RankState.DONE if exited.status == 0 else RankState.FAILED
+        self.ranks.move(row, RankState.STOPPED if exited.provoked else state, exited=exited, at=at)
         self.made_progress(now)
-        if exited.provoked:
-            self.stopped.add(exited.rank)
-            self.provoked_at.setdefault(host, at)
-        elif exited.status == 0:
-            self.finished_at[exited.rank] = at
-            self._succeeded |= exited.rank in self._needed
-            self._needed.discard(exited.rank)
-            self._unfinished[host] -= 1
 
-    def can_go_on_without(self, rank: int) -> bool:
-        """Whether another one that the run waits for is alive, comes back, or has finished successfully."""
-        return self._succeeded or bool(self._needed - {rank})
-
-    def leave_out(self, failure: Failure) -> None:
+    def leave_out(self, row: Rank, failure: Failure) -> None:
         """Go on without a worker that has failed."""
-        assert failure.rank is not None
         self.left_out.append(failure)
-        self._needed.discard(failure.rank)
-        self._unfinished[failure.host] -= 1
+        self.ranks.move(row, RankState.LEFT_OUT)
 
-    def start_again(self, rank: int, now: float) -> int:
+    def start_again(self, row: Rank, now: float) -> int:
         """Note that a worker that has ended is started again; return its TORCHELASTIC_RESTART_COUNT."""
-        self.ended.discard(rank)
-        self.finished_at.pop(rank, None)
+        self.ranks.move(row, RankState.RESTARTING, row.failure)
         self.made_progress(now)
-        self._restarts[rank] = self._restarts.get(rank, 0) + 1
-        return self.number + self._restarts[rank]
-
-    def is_successor(self, rank: int | None) -> bool:
-        """Whether a worker takes the place of an earlier one, or its host that of another, in this attempt."""
-        return rank in self._restarts
+        return self.number + row.restarts
 
     def made_progress(self, now: float) -> None:
         self._progress_at = now
@@ -216,7 +179,7 @@ class AttemptState:
     def seems_hung(self, now: float) -> bool:
         """Whether it is worth a look where the ranks stand before they are ended.
 
-        So it is where nobody has shown progress for HUNG_S, or somebody is silent for far longer than anybody ever was.
+        It is if no rank has shown progress for HUNG_S, or one is silent for far longer than any ever was.
         """
         beats = self._heartbeats.values()
         longest_s = max((each for beat in beats for each in beat.longest_s[:START]), default=0.0)
@@ -232,6 +195,8 @@ class AttemptState:
             self.made_progress(now)
         return heartbeat.saved > (before.saved if before is not None else 0)
 
+    # ---- what has failed ----
+
     def failure(
         self, kind: FailureKind, host: str, message: str, at: float, *, noticed: float | None = None
     ) -> Failure:
@@ -246,7 +211,9 @@ class AttemptState:
     def take_failure(self, failure: Failure) -> None:
         """Note what failed by itself before the attempt was stopped."""
         self.failures.append(failure)
-        self.stopped.discard(-1 if failure.rank is None else failure.rank)
+        row = None if failure.rank is None else self.ranks.get(failure.rank)
+        if row is not None and row.state is RankState.STOPPED:  # on its way to the end by itself
+            self.ranks.move(row, RankState.FAILED)
         if not looks_like_consequence(failure):
             known = self.first_root_at
             self.first_root_at = failure.at if known is None else min(known, failure.at)
@@ -267,20 +234,3 @@ def lost_steps(exits: Mapping[int, Exited]) -> int | None:
         return None
     saved = (each.unsaved for each in ends if each.saved)
     return next(saved, max(each.steps for each in ends))
-
-
-def choose_members(previous: Sequence[str], ready: Sequence[str], most: int) -> tuple[str, ...]:
-    """Return the hosts of the next attempt, of those that are ready, in the order of their node ranks.
-
-    Who took part before stays, in the same order. A newcomer takes the place of a host that is missing, so that the
-    others keep theirs; more newcomers follow behind.
-
-    >>> choose_members(["a", "b", "c"], ["b", "c", "d"], 3)
-    ('d', 'b', 'c')
-    """
-    stays = set(ready) & set(previous)
-    newcomers = [name for name in ready if name not in stays][: max(0, most - len(stays))]
-    waiting = iter(newcomers)
-    places = (name if name in stays else next(waiting, None) for name in previous)
-    members = [name for name in places if name is not None]
-    return (*members, *waiting)[:most]

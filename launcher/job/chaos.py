@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from launcher.job.attempt import AttemptState, lost_steps
 from launcher.job.events import Command, Notice, Send
 from launcher.job.failure import Failure, FailureKind
+from launcher.job.ranks import ENDED
 from launcher.job.timers import Timer, Timers
 from launcher.placement.chaos_plan import ChaosPlan, Fault
 from launcher.protocol.commands import KillWorker, LoseHost
@@ -67,7 +68,7 @@ class Chaos:
 
     def due(self, attempt: AttemptState, now: float) -> list[Command]:
         """Make the faults that are due; to be called while all workers of an attempt run and none is to be started."""
-        if self._plan is None or self._under_way is not None or attempt.ended:
+        if self._plan is None or self._under_way is not None or attempt.ranks.count(*ENDED):
             return []
         commands: list[Command] = []
         if not self._is_announced:
@@ -122,7 +123,7 @@ class Chaos:
         return replace(failure, injected=True, killer="--chaos")
 
     def others_take_over(self, ranks: Collection[int], now: float) -> None:
-        """Take a composition without the lost host: these ranks are new in it, and no step is lost."""
+        """Take a generation without the lost host: these ranks are new in it, and no step is lost."""
         fault = self._under_way
         self._training -= {*ranks}
         if fault is None or not fault.is_detected or fault.rank is not None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from launcher.job.attempt import AttemptState
 from launcher.job.events import Answer, CloseAsker, Command, SaveEvidence, Send, StacksQuestion
+from launcher.job.ranks import ENDED
 from launcher.job.timers import Timer, Timers
 from launcher.protocol.commands import Collect
 from launcher.protocol.reports import Collected, Evidence
@@ -121,14 +122,15 @@ class EvidenceRounds:
 def _answer(current: _Round, question: StacksQuestion, attempt: AttemptState) -> list[Command]:
     """Give those who have asked what was found, and whose answer is missing."""
     missing: dict[str, list[int]] = {}
-    for rank in sorted(question.ranks or attempt.ranks):
-        if rank not in current.found and rank in attempt.ranks and rank not in attempt.ended:
-            missing.setdefault(attempt.host_of(rank), []).append(rank)
+    rows = {row.number: row for row in attempt.ranks}
+    for rank in sorted(question.ranks or rows):
+        if rank not in current.found and rank in rows and rows[rank].state not in ENDED:
+            missing.setdefault(rows[rank].host, []).append(rank)
     value = {
         "attempt": attempt.number,
         "limit_s": current.limit_s,
         "evidence": [evidence for _, evidence in sorted(current.found.items())],
-        "hosts": {str(rank): attempt.host_of(rank) for rank in current.found if rank in attempt.ranks},
+        "hosts": {str(rank): rows[rank].host for rank in current.found if rank in rows},
         "missing": missing,
     }
     return [command for asker in current.askers for command in (Answer(asker, value), CloseAsker(asker))]

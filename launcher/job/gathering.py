@@ -40,6 +40,7 @@ class Readiness(Enum):
     WAIT = auto()
     BEGIN = auto()
     TOO_FEW = auto()  # and there will not be more in time
+    IMPOSSIBLE = auto()  # in this attempt
 
 
 class Gathering:

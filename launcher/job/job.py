@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 
-from launcher.errors import HostError, StoreError
+from launcher.errors import HostError
 from launcher.job.attempt import AttemptState
 from launcher.job.events import (
     AgentMessage,
@@ -29,38 +29,23 @@ from launcher.job.events import (
     SuspendSelf,
     Tick,
 )
-from launcher.job.failure import FailureKind, failure_of, what_happened
+from launcher.job.failure import FailureKind
 from launcher.job.host_state import HostPhase, HostState
 from launcher.job.inspection.stacks import refuse
-from launcher.job.lifecycle import ROOT_WAIT_S, Lifecycle
-from launcher.job.outcome import Outcome, fails_by_itself
+from launcher.job.lifecycle import advance, fail, grow_with, hurry, look_then_stop, lose, stop
+from launcher.job.outcome import Outcome
 from launcher.job.progress_messages import Phase, progress, some
-from launcher.job.recovery.generations import with_early_end
+from launcher.job.ranks import JOINS, RankState
+from launcher.job.recovery import members
+from launcher.job.run import Run
 from launcher.job.timers import NEVER, Timer
+from launcher.job.workers import take_report
 from launcher.placement.job_spec import JobSpec
 from launcher.protocol.commands import SignalWorkers
 from launcher.protocol.message import Report
-from launcher.protocol.reports import (
-    Bye,
-    Collected,
-    DebuggerClosed,
-    DebuggerOpened,
-    Evidence,
-    Exited,
-    Facts,
-    Failing,
-    Hello,
-    PortsReserved,
-    Returned,
-    Started,
-    Stepped,
-    StoreFailed,
-    StoreOpened,
-    Swept,
-)
-from launcher.protocol.two_way import ChannelData, ChannelTaken, Heartbeat
+from launcher.protocol.reports import Bye, Facts, Hello
 
-__all__ = ["ROOT_WAIT_S", "Job", "Phase"]
+__all__ = ["Job", "Phase"]
 
 
 class Job:
@@ -68,31 +53,31 @@ class Job:
 
     def __init__(self, spec: JobSpec, now: float, *, run_key: str = "") -> None:
         self.spec = spec
-        self._run = Lifecycle(spec, now, run_key)
-        self.fleet = self._run.fleet
-        self._timers = self._run.timers
+        self.run = Run(spec, now, run_key)
+        self.fleet = self.run.fleet
+        self._timers = self.run.timers
         self._suspended = False
 
     @property
     def phase(self) -> Phase:
-        return self._run.phase
+        return self.run.phase
 
     @property
     def attempt(self) -> AttemptState | None:
-        return self._run.attempt
+        return self.run.attempt
 
     @property
     def began(self) -> float:
-        return self._run.began
+        return self.run.began
 
     @property
     def fails(self) -> bool:
         """Whether something has failed, and the attempt is not whole again."""
-        return self._run.lacks_workers or (self.attempt is not None and bool(self.attempt.failures))
+        return self.attempt is not None and (self.attempt.lacks_workers or bool(self.attempt.failures))
 
     @property
     def outcome(self) -> Outcome | None:
-        return self._run.outcome
+        return self.run.outcome
 
     @property
     def progress(self) -> str:
@@ -109,8 +94,8 @@ class Job:
         """Take one event; return what is to be done, in order."""
         if self.phase is Phase.ENDED:
             return []
-        commands = [*self._take(event, now), *self._run.advance(now)]
-        if self._run.stopping is None:
+        commands = [*self._take(event, now), *advance(self.run, now)]
+        if self.run.stopping is None:
             commands += self.fleet.open_untried()
         if self._timers.over(Timer.BEAT, now):  # where event follows event, there is no Tick between them
             commands += self.fleet.heartbeats(now)
@@ -130,7 +115,7 @@ class Job:
                 if state.phase is HostPhase.CONNECTING:
                     self.fleet.connected(state, event.our_address, now)
             case Discovered():
-                return self._run.gathering.discovered(event.hosts, now)
+                return self.run.gathering.discovered(event.hosts, now)
             case ReaderBlocked():
                 self.fleet.hear(self.fleet.states[event.host], None, now)
                 if self.attempt is not None:
@@ -145,78 +130,31 @@ class Job:
             case Asked():
                 return self._asked(event)
             case AskerSent() | AskerTook():
-                return self._run.debuggers.take(event)
+                return self.run.debuggers.take(event)
             case AskerLeft():
-                self._run.stacks.leave(event.asker)
-                return self._run.debuggers.leave(event.asker)
+                self.run.stacks.leave(event.asker)
+                return self.run.debuggers.leave(event.asker)
         return []
 
     def _asked(self, asked: Asked) -> list[Command]:
         if isinstance(asked.question, StacksQuestion):
-            self._run.stacks.ask(asked)  # `advance` begins the round
+            self.run.stacks.ask(asked)  # `advance` begins the round
             return []
         if self.attempt is None or self.phase is not Phase.RUNNING:
             return refuse(asked.asker, f"no rank can be debugged now: {self.progress}")
-        return self._run.debuggers.ask(asked, self.attempt, self.fleet)
+        return self.run.debuggers.ask(asked, self.attempt, self.fleet)
 
     def _said(self, state: HostState, message: Report, now: float) -> list[Command]:
         """Take what a host says of itself, and of the attempt if it takes part."""
         match message:
             case Hello():
-                return self._run.gathering.greeted(state, message)
+                return self.run.gathering.greeted(state, message)
             case Facts():
-                commands = self._run.gathering.checked(state, message)
-                return [*commands, *self._run.grow_with(state, now)] if state.phase is HostPhase.READY else commands
+                commands = self.run.gathering.checked(state, message)
+                return [*commands, *grow_with(self.run, state, now)] if state.phase is HostPhase.READY else commands
             case Bye():
                 return self._bye(state, message, now)
-        attempt = self.attempt
-        if attempt is None or state.name not in self.fleet.busy or state.phase is HostPhase.CHECKING:
-            return []
-        match message:
-            case Heartbeat():
-                return self._beat(attempt, state, message, now)
-            case Collected() | Evidence():
-                self._run.evidence.take(state.name, message)
-                return []
-            case DebuggerOpened() | DebuggerClosed() | ChannelData() | ChannelTaken():
-                return self._run.debuggers.said(state.name, message)
-        if getattr(message, "attempt", None) != attempt.number:
-            return []
-        match message:
-            case StoreOpened() | PortsReserved():
-                return self._run.opened(state.name, message, now)
-            case StoreFailed():
-                return self._store_failed(attempt, state, message, now)
-            case Started() | Failing() | Exited() if state.name not in attempt.members:
-                return self._of_newcomer(attempt, state, message)
-            case Started():
-                attempt.take_start(message, now)
-                self._run.started(message.rank, now)
-                return self._run.grow_with(None, now) if attempt.all_started else []
-            case Returned():
-                attempt.made_progress(now)
-            case Stepped():
-                self._run.chaos.goes_on(message.rank, now, has_stepped=True)
-            case Failing():
-                return self._failing(attempt, state, message, now)
-            case Exited():
-                told = self._run.debuggers.exited(message.rank, _how_ended(state.name, message))
-                return [*told, *self._exited(attempt, state, message, now)]
-            case Swept():
-                return self._swept(attempt, state, message)
-        return []
-
-    def _of_newcomer(
-        self, attempt: AttemptState, state: HostState, message: Started | Failing | Exited
-    ) -> list[Command]:
-        """Take what happens to a worker that the others do not know: of a host that is to join, or was to."""
-        if not self._run.compositions.joins(state.name):
-            return []
-        if isinstance(message, Started):
-            self._run.compositions.started(attempt, state.name, message.rank)
-            return []
-        why = what_happened(failure_of(state.name, message, 0.0, attempt=attempt.number))
-        return self._run.compositions.leave(attempt, state.name, why)
+        return take_report(self.run, state, message, now)
 
     def _lost(self, state: HostState, reason: str, now: float) -> list[Command]:
         """Give a host up. If it was quiet before, it went at some time after it was heard last."""
@@ -226,7 +164,7 @@ class Job:
             reason = state.reason
         commands = self.fleet.lost(state, reason, now)
         self._after_link(state, now)
-        commands += self._run.debuggers.lost(state.name, reason)
+        commands += self.run.debuggers.lost(state.name, reason)
         had_workers = state.name in self.fleet.busy
         at = state.heard if silent else now
         return commands + self._gone(state, had_workers, reason, at, now, silent=silent, was_coming=was_coming)
@@ -237,19 +175,19 @@ class Job:
         had_workers = state.name in self.fleet.busy
         commands = self.fleet.said_bye(state, bye, reason)
         self._after_link(state, now)
-        commands += self._run.debuggers.lost(state.name, reason)
+        commands += self.run.debuggers.lost(state.name, reason)
         if expected:
             return commands
-        provoked_at = self.attempt.provoked_at.get(state.name) if self.attempt is not None else None
-        at = now if provoked_at is None else min(now, provoked_at)
-        return commands + self._gone(state, had_workers, reason, at, now)
+        stopped = [] if self.attempt is None else self.attempt.ranks.by_host(RankState.STOPPED).get(state.name, [])
+        at = min((row.ended_at for row in stopped), default=now)
+        return commands + self._gone(state, had_workers, reason, min(now, at), now)
 
     def _after_link(self, state: HostState, now: float) -> None:
         """Decide whether a host whose link has ended is tried again."""
-        self._run.evidence.forget(state.name)
+        self.run.evidence.forget(state.name)
         needed = self.fleet.wanted(state) or self.fleet.dirty(state)
-        if self._run.stopping is not None:
-            self._run.stopping.left(state, now)
+        if self.run.stopping is not None:
+            self.run.stopping.left(state, now)
         elif needed and (self.spec.elastic or self.attempt is not None):
             self.fleet.try_again(state, now)
         else:
@@ -262,14 +200,14 @@ class Job:
         """Draw the consequences of a host that has gone without an order to."""
         attempt = self.attempt
         if attempt is None or self.phase is Phase.GATHERING:
-            self._run.gathering.problems.setdefault(state.name, reason)
-            return self._run.gathering.say_unusable(state, reason) if was_coming and attempt is None else []
-        if had_workers and self._run.compositions.joins(state.name):
-            return self._run.compositions.leave(attempt, state.name, reason)
+            self.run.gathering.problems.setdefault(state.name, reason)
+            return self.run.gathering.say_unusable(state, reason) if was_coming and attempt is None else []
+        if had_workers and state.name in attempt.ranks.by_host(*JOINS):
+            return members.leave(self.run, state.name, reason)
         if not had_workers or attempt.finished or not attempt.needs(state.name):
             return []
         failure = attempt.failure(FailureKind.HOST_LOST, state.name, reason, at, noticed=now)
-        failure = self._run.chaos.name(failure, now)
+        failure = self.run.chaos.name(failure, now)
         if self.phase is Phase.STOPPING and not silent:
             return []
         if silent:
@@ -279,71 +217,14 @@ class Job:
             if known <= at + self.fleet.quiet_s:
                 attempt.secondary_failures += [failure] if attempt.first_root_at is not None else []
                 return []
-        return self._run.lose(failure, now)
-
-    def _beat(self, attempt: AttemptState, state: HostState, beat: Heartbeat, now: float) -> list[Command]:
-        saved = attempt.take_heartbeat(state.name, beat, now)
-        if state.name in attempt.members:  # others are about to join, and not looked at
-            self._run.hangs.heard(state.name, beat)
-        if saved and self._run.preempted and self._run.stopping is None:
-            return self._run.stop(now)
-        return self._run.look_for_hangs(now)
-
-    def _failing(self, attempt: AttemptState, state: HostState, failing: Failing, now: float) -> list[Command]:
-        at = state.clock.corrected(failing.time)
-        if failing.rank in attempt.ended or (attempt.stopped_at is not None and at >= attempt.stopped_at):
-            return []  # if it is news, its end brings it
-        failure = failure_of(state.name, failing, at, attempt=attempt.number)
-        attempt.failing[failing.rank] = failure
-        return self._run.fail(failure, now)
-
-    def _exited(self, attempt: AttemptState, state: HostState, exited: Exited, now: float) -> list[Command]:
-        exited = with_early_end(exited)
-        known = attempt.failing.pop(exited.rank, None)
-        at = state.clock.corrected(exited.time) if known is None else known.at
-        attempt.take_exit(state.name, exited, at, now)
-        commands = self._run.chaos.exited(exited, now)
-        if exited.status == 0:
-            self._run.hangs.ended(exited.rank)
-        if known is not None and exited.status != 0:
-            attempt.take_end(known, failure_of(state.name, exited, at, attempt=attempt.number))
-        elif exited.status != 0:
-            failed_before = exited.error is not None and attempt.stopped_at is not None and at < attempt.stopped_at
-            if failed_before or not exited.provoked:
-                failure = self._run.hangs.name(failure_of(state.name, exited, at, attempt=attempt.number))
-                failure = self._run.chaos.name(failure, now)
-                made_room = self._run.preempted and not fails_by_itself(failure)
-                if exited.restart_policy and self.phase is Phase.RUNNING and not exited.provoked and not made_room:
-                    return self._run.fail_alone(failure, exited, now)
-                return self._run.fail(failure, now)
-        if self.phase is not Phase.RUNNING:
-            return commands
-        if attempt.finished:
-            return [*commands, *self._run.stop(now)]
-        return [*commands, *(self._run.finished(exited.rank, now) if exited.status == 0 else [])]
-
-    def _store_failed(self, attempt: AttemptState, state: HostState, message: StoreFailed, now: float) -> list[Command]:
-        if self.phase is Phase.OPENING_STORE and attempt.number == self.spec.first_attempt:
-            return self._run.stop(now, error=StoreError(f"{state.name}: {message.reason}"))
-        at = state.clock.corrected(message.time)
-        before_our_stop = attempt.stopped_at is None or at < attempt.stopped_at
-        if attempt.finished or not before_our_stop:
-            return []
-        return self._run.fail(attempt.failure(FailureKind.STORE_LOST, state.name, message.reason, at), now)
-
-    def _swept(self, attempt: AttemptState, state: HostState, swept: Swept) -> list[Command]:
-        attempt.saved += swept.saved
-        self.fleet.said_swept(state, swept)
-        if not swept.left:
-            return []
-        return self._run.gathering.unusable(state, f"processes cannot be ended there: {', '.join(swept.left)}")
+        return lose(self.run, failure, now)
 
     def _signalled(self, signum: int, now: float) -> list[Command]:
         match signum:
             case signal.SIGUSR1 | signal.SIGUSR2:
                 return self._warned(signum, now)
             case signal.SIGQUIT:
-                self._run.shows_stacks |= not self._run.evidence.shows  # `advance` begins the round
+                self.run.shows_stacks |= not self.run.evidence.shows  # `advance` begins the round
                 return []
             case signal.SIGTSTP:
                 self._suspended = True
@@ -351,38 +232,38 @@ class Job:
             case signal.SIGCONT:
                 was_suspended, self._suspended = self._suspended, False
                 return self.fleet.suspend(False, now) if was_suspended else []
-        if self._run.stopping is None:
-            is_second = self._run.stops_with is not None  # while it is looked where the ranks stand
+        if self.run.stopping is None:
+            is_second = self.run.stops_with is not None  # while it is looked where the ranks stand
             commands = self._told_to_stop(signum, now)
-            return [*commands, *(self._run.hurry(now) if is_second and signum == signal.SIGINT else [])]
-        return self._run.hurry(now) if signum == signal.SIGINT else []
+            return [*commands, *(hurry(self.run, now) if is_second and signum == signal.SIGINT else [])]
+        return hurry(self.run, now) if signum == signal.SIGINT else []
 
     def _warned(self, signum: int, now: float) -> list[Command]:
         """Pass a signal on to the workers; one of both may say that the time of the run is nearly up."""
-        run = self._run
+        run = self.run
         run.preempted |= signum == signal.SIGUSR1 and self.spec.requeue
         if run.preempted and self.phase in (Phase.GATHERING, Phase.OPENING_STORE):  # nothing is there to be saved
-            return run.stop(now)
+            return stop(run, now)
         if self.phase is not Phase.RUNNING:
             return []
         return [Send(name, SignalWorkers(signum=signum)) for name in self.fleet.workers_of(run.current.members)]
 
     def _told_to_stop(self, signum: int, now: float) -> list[Command]:
         attempt = self.attempt
-        self._run.preempted &= signum == signal.SIGTERM  # which SLURM sends at the end; the others are somebody's will
+        self.run.preempted &= signum == signal.SIGTERM  # which SLURM sends at the end; the others are somebody's will
         if attempt is not None and self.phase is Phase.GATHERING:
             # History; it is the signal that ends the run.
             attempt.failures, attempt.secondary_failures, attempt.evidence = [], [], ()
         if attempt is None or not attempt.failures:
-            self._run.signum = signum
+            self.run.signum = signum
         if self.phase is Phase.RUNNING and attempt is not None:
             if attempt.seems_hung(now):
-                return self._run.look_then_stop(now, signum)
+                return look_then_stop(self.run, now, signum)
             attempt.evidence = ()  # of a hang that is over
-        return self._run.stop(now, signum)
+        return stop(self.run, now, signum)
 
     def _ticked(self, now: float) -> list[Command]:
-        run, due = self._run, self._timers.due(now)
+        run, due = self.run, self._timers.due(now)
         commands: list[Command] = []
         if Timer.LOOK in due:
             for state in self.fleet.silent(now):
@@ -402,26 +283,26 @@ class Job:
         return commands + self.fleet.retries(now)
 
     def _stalled(self, now: float) -> list[Command]:
-        attempt = self._run.current
+        attempt = self.run.current
         if (
-            self._run.compositions.lost
-            or self._run.debuggers.any_open
+            attempt.ranks.count(RankState.LOST)
+            or self.run.debuggers.any_open
             or not attempt.all_started
-            or self._run.restarts.under_way
+            or attempt.restarts_one
             or not self._timers.over(Timer.STALL, now)
         ):
             return []
         message = f"no rank has made progress for {self.spec.stall_timeout_s:g} s"
-        return self._run.fail(attempt.failure(FailureKind.STALLED, "", message, now), now)
+        return fail(self.run, attempt.failure(FailureKind.STALLED, "", message, now), now)
 
     def _too_slow(self, now: float) -> list[Command]:
         """Act on the end of this phase's time."""
-        attempt = self._run.current
+        attempt = self.run.current
         limit = f"{self.spec.start_timeout_s:g} s (--start-timeout-s)"
         if self.phase is Phase.ENDING:
             if never := self.fleet.never_fenced():
                 reason = f"no further attempt: workers of the last one may still live on {some(never)}"
-                return self._run.stop(now, no_restart_reason=reason)
+                return stop(self.run, now, no_restart_reason=reason)
             self._timers.set(Timer.PHASE, now + self.fleet.timeout_s)
             late = self.fleet.workers_of(sorted(self.fleet.busy))
             reason = "it did not say that its workers are gone"
@@ -429,18 +310,12 @@ class Job:
             late, reason = [attempt.members[0]], f"the rendezvous store was not opened within {limit}"
         else:
             self._timers.cancel(Timer.PHASE)
-            ranks = {w.host: w.rank for w in reversed(attempt.placement.workers) if w.rank not in attempt.started}
+            starting = {row.number for row in attempt.ranks.of(RankState.STARTING)}
+            ranks = {w.host: w.rank for w in reversed(attempt.placement.workers) if w.rank in starting}
             late = [name for name in attempt.members if name in ranks]
             reason = f"rank {min(ranks.values(), default=0)} was not started within {limit}"
         is_first = attempt.number == self.spec.first_attempt and not attempt.fresh
         if late and is_first and self.phase is not Phase.ENDING:
-            return self._run.stop(now, error=HostError(some(late), reason))
+            return stop(self.run, now, error=HostError(some(late), reason))
         states = [self.fleet.states[name] for name in late]
         return [command for state in states if state.connected for command in self._lost(state, reason, now)]
-
-
-def _how_ended(host: str, exited: Exited) -> str:
-    """Say of a rank that was debugged how it ended."""
-    if exited.status == 0:
-        return f"rank {exited.rank} has ended, with exit code 0"
-    return what_happened(failure_of(host, exited, 0.0, attempt=exited.attempt))

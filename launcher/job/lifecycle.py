@@ -1,12 +1,12 @@
-"""The way of a run from phase to phase. Pure; job.py owns it, and says what has happened.
+"""The way of a run from phase to phase. Pure; job.py and workers.py say what has happened.
 
     gathering hosts -> opening the store -> running -> (a round of evidence) -> ending the attempt -> gathering ...
                                                                              -> stopping -> ended
 
-Who can take part is known in gathering.py, where workers may live in fleet.py, what an attempt has come to in
-attempt.py, what the cause was in failure.py, how the run ends in stopping.py and outcome.py. In recovery/ stands
-whether there is another attempt and which processes fail without ending it (restarts.py), whom the others meet again
-then (generations.py), and on which hosts (compositions.py).
+Who can take part is known in gathering.py, where workers may live in fleet.py, what has become of each rank in
+ranks.py, what the cause was in failure.py, how the run ends in stopping.py and outcome.py. In recovery/ stands whether
+there is another attempt (judgement.py), which processes fail without ending it (restarts.py), and on which hosts it
+goes on (members.py).
 """
 
 from __future__ import annotations
@@ -15,432 +15,394 @@ import signal
 
 from launcher.errors import DtrainError, PlacementError
 from launcher.hosts.folding import StartError
-from launcher.job.attempt import AttemptState, choose_members
-from launcher.job.chaos import Chaos
+from launcher.job.attempt import AttemptState
 from launcher.job.events import Command, Notice, Send
-from launcher.job.evidence_round import EvidenceRounds
 from launcher.job.failure import Failure, FailureKind, first_cause
-from launcher.job.fleet import Fleet
-from launcher.job.gathering import Gathering, Readiness, misfits
+from launcher.job.gathering import Readiness, misfits
 from launcher.job.host_state import HostPhase, HostState
-from launcher.job.inspection.debuggers import Debuggers
-from launcher.job.inspection.stacks import StackQuestions
 from launcher.job.orders import open_store, reserve_ports, start_workers
-from launcher.job.outcome import Outcome, build_outcome, fails_by_itself
+from launcher.job.outcome import build_outcome, fails_by_itself
 from launcher.job.progress_messages import Phase, attempt_begins, attempt_ended, progress
-from launcher.job.recovery import compositions
-from launcher.job.recovery.generations import Generations
-from launcher.job.recovery.hangs import Hangs
-from launcher.job.recovery.restarts import Restarts
+from launcher.job.ranks import ENDED, Rank, RankState
+from launcher.job.recovery import members, restarts
+from launcher.job.recovery.judgement import RestartDecision, failed_attempt, judge, judge_early
+from launcher.job.run import Run
 from launcher.job.stopping import ANSWER_S, Stopping
-from launcher.job.timers import Timer, Timers
-from launcher.placement.job_spec import JobSpec
+from launcher.job.timers import Timer
 from launcher.placement.placement import place_job
 from launcher.protocol.commands import EndAttempt
-from launcher.protocol.message import MEETS_SUCCESSOR
 from launcher.protocol.reports import Exited, PortsReserved, StoreOpened
-
-__all__ = ["ROOT_WAIT_S", "Lifecycle"]
 
 ROOT_WAIT_S = 1.0  # so long for what a lost connection is the consequence of
 
 
-class Lifecycle:
-    """`attempt` is the newest; `stopping` is set once the run ends."""
+def advance(run: Run, now: float) -> list[Command]:
+    """Leave the phase if its work is done."""
+    commands: list[Command] = []
+    if run.phase is Phase.GATHERING:
+        commands = _gather(run, now)
+    elif run.phase is Phase.EVIDENCE_ROUND:
+        commands = _end_attempt_when_known(run, now)
+    elif run.phase is Phase.ENDING and not run.fleet.busy:
+        commands = _attempt_over(run, now)
+    elif run.stopping is None and run.evidence.over(now):
+        commands = _looked(run, now) if run.evidence.looks else run.evidence.end(run.attempt)
+    if run.phase is Phase.RUNNING:
+        commands += _go_on(run, now)
+    commands += _inspect(run, now)
+    if run.stopping is not None:  # perhaps since just now, and with nobody to wait for
+        commands += run.stopping.advance(now)
+        if run.stopping.done and run.phase is Phase.STOPPING:
+            _end(run, now)
+    return commands
 
-    def __init__(self, spec: JobSpec, now: float, run_key: str) -> None:
-        self.spec = spec
-        self._run_key = run_key  # for the workers' eyes only
-        self.phase = Phase.GATHERING
-        self.timers = timers = Timers()
-        self.fleet = Fleet(spec.hosts, timers, timeout_s=spec.heartbeat_timeout_s, join_s=spec.start_timeout_s, now=now)
-        self.gathering = Gathering(spec, self.fleet, timers, now)
-        self.evidence = EvidenceRounds(timers)
-        self.stacks = StackQuestions(self.evidence)
-        self.debuggers = Debuggers()
-        self.hangs = Hangs(spec.hang, meets=not spec.roles.others)
-        self.chaos = Chaos(spec.chaos, timers, now)
-        self.restarts = Restarts(spec, timers)
-        self.generations = Generations(spec, timers)
-        self.compositions = compositions.Compositions(
-            spec, self.fleet, timers, self.gathering, self.generations, self.restarts, run_key
-        )
-        self.stopping: Stopping | None = None
-        self.attempt: AttemptState | None = None
-        self.outcome: Outcome | None = None
-        self.preempted = False  # USR1 said that its time is nearly up, and to make room once it has saved
-        self.signum: int | None = None  # the signal that ends the run
-        self.stops_with: int | None = None  # what the workers get once it is known where they stand
-        self.shows_stacks = False  # the user wants to see where the ranks stand, once no other round is under way
-        self._error: DtrainError | None = None  # why no worker was started
-        self._no_restart_reason = ""
-        self.began = now
 
-    @property
-    def lacks_workers(self) -> bool:
-        """Whether a worker or host has failed for which the others wait, or its place is taken."""
-        return bool(self.compositions.lost or self.restarts.under_way or self.generations.missing)
+def _inspect(run: Run, now: float) -> list[Command]:
+    """Begin what commands have asked for, or tell them why not."""
+    if run.attempt is None or run.phase is not Phase.RUNNING:
+        doing = progress(run.phase, run.fleet, run.attempt)
+        commands = run.stacks.refuse_all(f"no worker can be looked at now: {doing}")
+        run.shows_stacks = False
+    elif run.shows_stacks and not run.evidence.under_way:
+        commands = ask_for_evidence(run, now, asked=True)
+        run.shows_stacks = False
+    else:
+        commands = run.stacks.due(run.attempt, run.fleet, now)
+    return commands if run.attempt is None else [*commands, *run.debuggers.due(run.attempt, run.fleet, now)]
 
-    @property
-    def current(self) -> AttemptState:
-        """The attempt, in phases that have one."""
-        assert self.attempt is not None
-        return self.attempt
 
-    def advance(self, now: float) -> list[Command]:
-        """Leave the phase if its work is done."""
-        commands: list[Command] = []
-        if self.phase is Phase.GATHERING:
-            commands = self._gather(now)
-        elif self.phase is Phase.EVIDENCE_ROUND:
-            commands = self._end_attempt_when_known(now)
-        elif self.phase is Phase.ENDING and not self.fleet.busy:
-            commands = self._attempt_over(now)
-        elif self.stopping is None and self.evidence.over(now):
-            commands = self._looked(now) if self.evidence.looks else self.evidence.end(self.attempt)
-        if self.phase is Phase.RUNNING:
-            commands += self._go_on(now)
-        commands += self._inspect(now)
-        if self.stopping is not None:  # perhaps since just now, and with nobody to wait for
-            commands += self.stopping.advance(now)
-            if self.stopping.done and self.phase is Phase.STOPPING:
-                self._end(now)
+def _go_on(run: Run, now: float) -> list[Command]:
+    """Begin the generations that are due, start workers again, and those of hosts that have come."""
+    attempt, ranks = run.current, run.current.ranks
+    commands = _go_on_without(run, now) if ranks.count(RankState.LOST) else []
+    if ranks.count(RankState.LOST) or run.phase is not Phase.RUNNING:
         return commands
+    commands += restarts.due(run, now)
+    if attempt.all_started and not attempt.restarts_one:
+        commands += run.chaos.due(attempt, now)
+    return [*commands, *members.join(run, now)]
 
-    def _inspect(self, now: float) -> list[Command]:
-        """Begin what commands have asked for, or tell them why not."""
-        if self.attempt is None or self.phase is not Phase.RUNNING:
-            doing = progress(self.phase, self.fleet, self.attempt)
-            commands = self.stacks.refuse_all(f"no worker can be looked at now: {doing}")
-            self.shows_stacks = False
-        elif self.shows_stacks and not self.evidence.under_way:
-            commands = self.ask_for_evidence(now, asked=True)
-            self.shows_stacks = False
-        else:
-            commands = self.stacks.due(self.attempt, self.fleet, now)
-        return commands if self.attempt is None else [*commands, *self.debuggers.due(self.attempt, self.fleet, now)]
 
-    def _go_on(self, now: float) -> list[Command]:
-        """Begin the generations that are due, and start workers again."""
-        attempt = self.current
-        commands = self._go_on_without(now) if self.compositions.lost else []
-        if self.compositions.lost or self.phase is not Phase.RUNNING:
-            return commands
-        if news := self.generations.due(attempt, now):
-            commands += [Send(name, news) for name in self.fleet.workers_of(attempt.members)]
-        if not self.generations.untold:
-            commands += self.restarts.due(attempt, now)
-        if attempt.all_started and not self.restarts.under_way:
-            commands += self.chaos.due(attempt, now)
-        return [*commands, *self.compositions.join(attempt, now)]
-
-    def _go_on_without(self, now: float) -> list[Command]:
-        """Have other hosts take the places of lost ones, or end the attempt where that cannot be."""
-        attempt, failure = self.current, next(iter(self.compositions.lost.values()))
-        readiness = self.compositions.decide(attempt, now)
-        if readiness is compositions.Readiness.WAIT:
-            return []
-        commands = None
-        if readiness is compositions.Readiness.COMPOSE:
-            commands = self.compositions.go_on(attempt, now)
-        if commands is not None and not self.compositions.lost:
-            self.chaos.others_take_over({*attempt.ranks} - attempt.started, now)
-        if commands is None:
-            commands = self.fail(failure, now)
-            if readiness is compositions.Readiness.TOO_FEW:
-                commands += self.stop(now, no_restart_reason=self.gathering.why_not_again())
+def _go_on_without(run: Run, now: float) -> list[Command]:
+    """Have other hosts take the places of lost ones, or end the attempt where that cannot be."""
+    ranks = run.current.ranks
+    failure = next(iter(ranks.lost_hosts.values()))
+    readiness = members.decide(run, now)
+    if readiness is Readiness.WAIT:
+        return []
+    commands = members.go_on(run, now) if readiness is Readiness.BEGIN else None
+    if commands is not None:
+        if not ranks.count(RankState.LOST):
+            run.chaos.others_take_over([row.number for row in ranks.of(RankState.STARTING)], now)
         return commands
+    commands = fail(run, failure, now)
+    if readiness is Readiness.TOO_FEW:
+        commands += stop(run, now, no_restart_reason=run.gathering.why_not_again())
+    return commands
 
-    def _enter(self, phase: Phase) -> None:
-        self.phase = phase
-        self.timers.cancel(Timer.PHASE, Timer.ROOT)
 
-    def _gather(self, now: float) -> list[Command]:
-        """Begin an attempt if the hosts for it are ready, or find out that they will not be."""
-        readiness = self.gathering.decide(now)
-        if readiness is Readiness.WAIT:
-            return self.gathering.show_how_far(progress(self.phase, self.fleet, self.attempt), now)
-        said = self.gathering.say_after_killed_runs()
-        if readiness is Readiness.TOO_FEW:
-            return [*said, *self._cannot_begin(now)]
-        return [*said, *self.gathering.show_how_far("", now), *self._begin(now)]
+def _enter(run: Run, phase: Phase) -> None:
+    run.phase = phase
+    run.timers.cancel(Timer.PHASE, Timer.ROOT)
 
-    def _cannot_begin(self, now: float) -> list[Command]:
-        """End, since too few hosts are ready in time."""
-        attempt = self.attempt
-        if attempt is None:
-            return self.stop(now, error=StartError(self.gathering.why_not_ready(), len(self.fleet)))
-        if not attempt.failures:  # it had ended to grow
-            missing = next(s for s in map(self.fleet.states.__getitem__, attempt.members) if s.phase != HostPhase.READY)
-            why = missing.reason or "it did not answer"
-            attempt.take_failure(attempt.failure(FailureKind.HOST_LOST, missing.name, why, now))
-        return self.stop(now, no_restart_reason=self.gathering.why_not_again())
 
-    def _begin(self, now: float) -> list[Command]:
-        """Make the next attempt of the hosts that are ready."""
-        spec, last = self.spec, self.attempt
-        previous = self.gathering.previous
-        members = choose_members(previous, [state.name for state in self.fleet.ready()], spec.max_hosts)
-        states = [self.fleet.states[name] for name in members]
-        try:
-            placement = place_job(spec, [state.offer() for state in states])
-        except PlacementError as error:
-            if commands := self.gathering.leave_out_misfits(states):
-                return [*commands, *self._gather(now)]
-            if last is None or not last.failures:
-                return self.stop(now, error=error)
-            return self.stop(now, no_restart_reason=f"no further attempt: {error}")
-        number = spec.first_attempt if last is None else last.number + 1
-        commands = []
-        if last is not None:
-            commands.append(Notice(attempt_begins(number, members, previous)))
-            commands += self.gathering.count_absence(last.grown_for, members)
-        self.attempt = AttemptState(
-            number, members, placement, self.timers,
-            began=now, stall_s=spec.stall_timeout_s, start_s=spec.start_timeout_s,
-        )  # fmt: skip
-        self.restarts.begin()
-        self.generations.begin()
-        self.hangs.begin()
-        self.chaos.attempt_begins(self.attempt, now)
-        self.compositions.begin()
-        self._enter(Phase.OPENING_STORE)
-        # A run of fixed size has what is left of its time. Any other may have used it up waiting for more hosts.
-        fixed = last is None and not spec.elastic
-        self.timers.set(Timer.PHASE, self.timers.at(Timer.GATHER) if fixed else now + spec.start_timeout_s)
-        for state in states:
-            self.fleet.occupy(state)
-        ports = reserve_ports(spec, states, placement, number)
-        self.attempt.ports_wanted = set(ports)
-        store = Send(states[0].name, open_store(spec, states, number))
-        return [*commands, store, *(Send(name, order) for name, order in ports.items())]
+def _gather(run: Run, now: float) -> list[Command]:
+    """Begin an attempt if the hosts for it are ready, or find out that they will not be."""
+    readiness = run.gathering.decide(now)
+    if readiness is Readiness.WAIT:
+        return run.gathering.show_how_far(progress(run.phase, run.fleet, run.attempt), now)
+    said = run.gathering.say_after_killed_runs()
+    if readiness is Readiness.TOO_FEW:
+        return [*said, *_cannot_begin(run, now)]
+    return [*said, *run.gathering.show_how_far("", now), *_begin(run, now)]
 
-    def opened(self, host: str, message: StoreOpened | PortsReserved, now: float) -> list[Command]:
-        """Start the workers, once the store is open and all ports are known by which they reach each other."""
-        attempt = self.current
-        if self.phase is Phase.RUNNING and isinstance(message, StoreOpened):
-            self.compositions.opened(attempt, host, message)
-        if self.phase is not Phase.OPENING_STORE:
-            return []
-        if isinstance(message, StoreOpened):
-            attempt.store = message
-        else:
-            attempt.ports[host] = message
-            attempt.ports_wanted.discard(host)
-        if attempt.store is None or attempt.ports_wanted:
-            return []
-        wait_s = 0.5 * max(0.0, self.timers.at(Timer.PHASE) - now)  # the other half is for imports of their own
-        known = (self.spec, attempt.placement, attempt.store, attempt.ports)
-        try:
-            starts = [*start_workers(*known, run_key=self._run_key, wait_s=wait_s)]
-        except PlacementError as error:
-            return self.stop(now, error=error)
-        self.phase = Phase.RUNNING  # the time for the start goes on
-        return [*starts]
 
-    def grow_with(self, state: HostState | None, now: float) -> list[Command]:
-        """End the attempt if there is room in the next one for a host that has come, and it cannot join this one."""
-        attempt = self.attempt
-        if self.phase is not Phase.RUNNING or attempt is None or not self.spec.grow:
-            return []
-        if not attempt.all_started or attempt.ended or len(attempt.members) >= self.spec.max_hosts:
-            return []
-        if self.compositions.lost or self.compositions.suits(attempt):
-            return []
-        if state is None:
-            members = set(attempt.members)
-            state = next((s for s in self.fleet if s.phase is HostPhase.READY and s.name not in members), None)
-        if state is None or state.name in attempt.members or misfits(self.spec, [state]):
-            return []
-        if state.name in self.fleet.busy:  # it joins
-            return []
-        attempt.grown_for = state.name
-        notice = Notice(f"{state.name} has come; attempt {attempt.number} ends so that the next one can use it")
-        return [notice, *self._end_attempt(now)]
+def _cannot_begin(run: Run, now: float) -> list[Command]:
+    """End, since too few hosts are ready in time."""
+    attempt = run.attempt
+    if attempt is None:
+        return stop(run, now, error=StartError(run.gathering.why_not_ready(), len(run.fleet)))
+    if not attempt.failures:  # it had ended to grow
+        missing = next(s for s in map(run.fleet.states.__getitem__, attempt.members) if s.phase != HostPhase.READY)
+        why = missing.reason or "it did not answer"
+        attempt.take_failure(attempt.failure(FailureKind.HOST_LOST, missing.name, why, now))
+    return stop(run, now, no_restart_reason=run.gathering.why_not_again())
 
-    def fail(self, failure: Failure, now: float) -> list[Command]:
-        """Note a failure; the first one ends the attempt, after a look at where the others stand."""
-        attempt = self.current
-        if attempt.stopped_at is not None and failure.at >= attempt.stopped_at:
-            # Told to stop by the user, or for growing, it may end as it likes; else it followed from another.
-            if self.signum is None and not attempt.grown_for:
-                attempt.secondary_failures.append(failure)
-            return []
-        attempt.take_failure(failure)
-        self.restarts.overtaken(attempt, failure)
-        self.compositions.begin()
-        if self.phase is Phase.OPENING_STORE:
-            return self._end_attempt(now)
-        if self.phase is not Phase.RUNNING:
-            return []
-        commands = self.evidence.end(attempt)
-        self._enter(Phase.EVIDENCE_ROUND)
-        self.timers.set(Timer.ROOT, now + ROOT_WAIT_S)
-        if failure.kind is FailureKind.HUNG:  # all ranks were looked at before
+
+def _begin(run: Run, now: float) -> list[Command]:
+    """Make the next attempt of the hosts that are ready."""
+    spec, last = run.spec, run.attempt
+    previous = run.gathering.previous
+    names = members.choose_members(previous, [state.name for state in run.fleet.ready()], spec.max_hosts)
+    states = [run.fleet.states[name] for name in names]
+    try:
+        placement = place_job(spec, [state.offer() for state in states])
+    except PlacementError as error:
+        if commands := run.gathering.leave_out_misfits(states):
+            return [*commands, *_gather(run, now)]
+        if last is None or not last.failures:
+            return stop(run, now, error=error)
+        return stop(run, now, no_restart_reason=f"no further attempt: {error}")
+    number = spec.first_attempt if last is None else last.number + 1
+    commands = []
+    if last is not None:
+        commands.append(Notice(attempt_begins(number, names, previous)))
+        commands += run.gathering.count_absence(last.grown_for, names)
+    run.attempt = AttemptState(
+        number, names, placement, run.timers,
+        began=now, stall_s=spec.stall_timeout_s, start_s=spec.start_timeout_s,
+    )  # fmt: skip
+    run.timers.cancel(Timer.GENERATION, Timer.COMPOSE, Timer.JOIN)
+    run.hangs.begin()
+    run.chaos.attempt_begins(run.attempt, now)
+    _enter(run, Phase.OPENING_STORE)
+    # A run of fixed size has what is left of its time. Any other may have used it up waiting for more hosts.
+    fixed = last is None and not spec.elastic
+    run.timers.set(Timer.PHASE, run.timers.at(Timer.GATHER) if fixed else now + spec.start_timeout_s)
+    for state in states:
+        run.fleet.occupy(state)
+    ports = reserve_ports(spec, states, placement, number)
+    run.attempt.ports_wanted = set(ports)
+    store = Send(states[0].name, open_store(spec, states, number))
+    return [*commands, store, *(Send(name, order) for name, order in ports.items())]
+
+
+def opened(run: Run, host: str, message: StoreOpened | PortsReserved, now: float) -> list[Command]:
+    """Start the workers, once the store is open and all ports are known by which they reach each other."""
+    attempt = run.current
+    if run.phase is Phase.RUNNING and isinstance(message, StoreOpened):
+        members.store_opened(run, host, message)
+    if run.phase is not Phase.OPENING_STORE:
+        return []
+    if isinstance(message, StoreOpened):
+        attempt.store = message
+    else:
+        attempt.ports[host] = message
+        attempt.ports_wanted.discard(host)
+    if attempt.store is None or attempt.ports_wanted:
+        return []
+    wait_s = 0.5 * max(0.0, run.timers.at(Timer.PHASE) - now)  # the other half is for imports of their own
+    known = (run.spec, attempt.placement, attempt.store, attempt.ports)
+    try:
+        starts = [*start_workers(*known, run_key=run.run_key, wait_s=wait_s)]
+    except PlacementError as error:
+        return stop(run, now, error=error)
+    run.phase = Phase.RUNNING  # the time for the start goes on
+    return [*starts]
+
+
+def grow_with(run: Run, state: HostState | None, now: float) -> list[Command]:
+    """End the attempt if there is room in the next one for a host that has come, and it cannot join this one."""
+    attempt = run.attempt
+    if run.phase is not Phase.RUNNING or attempt is None or not run.spec.grow:
+        return []
+    if not attempt.all_started or attempt.ranks.count(*ENDED) or len(attempt.members) >= run.spec.max_hosts:
+        return []
+    if attempt.ranks.count(RankState.LOST) or members.suits(run):
+        return []
+    if state is None:
+        known = set(attempt.members)
+        state = next((s for s in run.fleet if s.phase is HostPhase.READY and s.name not in known), None)
+    if state is None or state.name in attempt.members or misfits(run.spec, [state]):
+        return []
+    if state.name in run.fleet.busy:  # it joins
+        return []
+    attempt.grown_for = state.name
+    notice = Notice(f"{state.name} has come; attempt {attempt.number} ends so that the next one can use it")
+    return [notice, *_end_attempt(run, now)]
+
+
+def fail(run: Run, failure: Failure, now: float) -> list[Command]:
+    """Note a failure; the first one ends the attempt, after a look at where the others stand."""
+    attempt = run.current
+    if attempt.stopped_at is not None and failure.at >= attempt.stopped_at:
+        # Told to stop by the user, or for growing, it may end as it likes; else it followed from another.
+        if run.signum is None and not attempt.grown_for:
+            attempt.secondary_failures.append(failure)
+        return []
+    attempt.take_failure(failure)
+    restarts.overtake(run, failure)
+    members.give_up(run)
+    if run.phase is Phase.OPENING_STORE:
+        return _end_attempt(run, now)
+    if run.phase is not Phase.RUNNING:
+        return []
+    commands = run.evidence.end(attempt)
+    _enter(run, Phase.EVIDENCE_ROUND)
+    run.timers.set(Timer.ROOT, now + ROOT_WAIT_S)
+    if failure.kind is FailureKind.HUNG:  # all ranks were looked at before
+        return commands
+    return [*commands, *ask_for_evidence(run, now, asked=False)]
+
+
+def lose(run: Run, failure: Failure, now: float) -> list[Command]:
+    """Take the loss of a host: the attempt goes on, if the others can meet again without it."""
+    if run.phase is Phase.RUNNING and not run.preempted:
+        gone = [row.number for row in run.current.ranks.on(failure.host)]
+        commands = members.lose_host(run, failure, now)
+        if commands is not None:
+            run.hangs.lose(failure.host, gone)
             return commands
-        return [*commands, *self.ask_for_evidence(now, asked=False)]
+    return fail(run, failure, now)
 
-    def lose(self, failure: Failure, now: float) -> list[Command]:
-        """Take the loss of a host: the attempt goes on, if the others can meet again without it."""
-        if self.phase is Phase.RUNNING and not self.preempted:
-            gone = [worker.rank for worker in self.current.placement.workers if worker.host == failure.host]
-            commands = self.compositions.lose(self.current, failure, now)
-            if commands is not None:
-                self.hangs.lose(failure.host, gone)
-                return commands
-        return self.fail(failure, now)
 
-    def fail_alone(self, failure: Failure, exited: Exited, now: float) -> list[Command]:
-        """Start a process again whose failure does not end the attempt, or go on without it, if that can be."""
-        attempt, is_resilient = self.current, exited.restart_policy in MEETS_SUCCESSOR
-        if is_resilient and not self.generations.can_meet(attempt, exited.rank, self.restarts.waiting):
-            return self.fail(failure, now)
-        commands = self.restarts.failed(attempt, failure, exited, now)
-        if commands is None:
-            return self.fail(failure, now)
-        if is_resilient:
-            self.generations.begin_next(failure, now)
-        return [*commands, *(self.stop(now) if attempt.finished else [])]
+def fail_alone(run: Run, row: Rank, failure: Failure, exited: Exited, now: float) -> list[Command]:
+    """Take a failure that does not end the attempt, if that can be."""
+    commands = restarts.fail_alone(run, row, failure, exited, now)
+    if commands is None:
+        return fail(run, failure, now)
+    return [*commands, *(stop(run, now) if run.current.finished else [])]
 
-    def started(self, rank: int, now: float) -> None:
-        """Take the start of a worker, perhaps again."""
-        self.chaos.goes_on(rank, now, has_stepped=False)
-        self.restarts.started(rank)
-        self.generations.started(rank)
 
-    def finished(self, rank: int, now: float) -> list[Command]:
-        """Take the successful end of a worker: the attempt ends if it was to meet one that is being replaced."""
-        lost = next(iter(self.compositions.lost.values()), None)
-        failure = self.generations.missed_by(self.current, rank) or lost
-        if failure is None:
-            return []
-        return self.fail(failure, now)
+def finished(run: Run, row: Rank, now: float) -> list[Command]:
+    """Take the successful end of a worker: the attempt ends if it was to meet one that is being replaced."""
+    failure = restarts.missed_by(run, row)
+    return [] if failure is None else fail(run, failure, now)
 
-    def ask_for_evidence(self, now: float, *, asked: bool) -> list[Command]:
-        """Ask where the ranks stand; `asked`: the user wants to see it."""
-        return self.evidence.begin(self.fleet.workers_of(self.current.members), now, asked=asked)
 
-    def look_for_hangs(self, now: float) -> list[Command]:
-        """Look where all ranks are, if some may hang; not while others may wait for one that is to be started."""
-        attempt = self.attempt
-        if self.phase is not Phase.RUNNING or attempt is None or not attempt.all_started:
-            return []
-        looks = self.evidence.under_way or self.evidence.looks
-        is_busy = self.lacks_workers or looks or self.debuggers.any_open
-        if is_busy or not self.hangs.wants_look(now):
-            return []
-        return self.evidence.begin(self.fleet.workers_of(attempt.members), now, is_look=True)
+def ask_for_evidence(run: Run, now: float, *, asked: bool) -> list[Command]:
+    """Ask where the ranks stand; `asked`: the user wants to see it."""
+    return run.evidence.begin(run.fleet.workers_of(run.current.members), now, asked=asked)
 
-    def _looked(self, now: float) -> list[Command]:
-        """Act on ranks that hang, if the look that is over shows any."""
-        number, found = self.evidence.end_look()
-        if self.phase is Phase.RUNNING and (waiting := self.hangs.waiting(self.current, found, now)):
-            return self.hangs.tell(self.current, waiting, number)
-        blame = self.hangs.blame(found, now)
-        if self.phase is not Phase.RUNNING or blame is None or self.debuggers.any_open:
-            return []
-        if blame.hung:
-            return self.hangs.take(self.current, blame, number)
-        if not self.hangs.policy.acts:
-            return []
-        message = f"no rank has shown a sign of life for {blame.silent_s:.0f} s, and all of them wait"
-        return self.fail(self.current.failure(FailureKind.STALLED, "", message, now), now)
 
-    def _end_attempt_when_known(self, now: float) -> list[Command]:
-        """End the attempt once its evidence is there, and something that is no mere consequence of something else."""
-        attempt = self.current
-        if self.evidence.under_way and not self.evidence.over(now):
-            return []
-        if self.stops_with is not None:
-            return self.stop(now, self.stops_with)
-        commands = self.evidence.end(attempt)
-        if attempt.first_root_at is None:
-            if not self.timers.over(Timer.ROOT, now):
-                return commands
-            # The root may be a host of which nothing is heard since: before long it speaks, or is lost.
-            quiet = (self.fleet.states[name] for name in self.fleet.workers_of(self.evidence.unanswered))
-            if any(state.heard + ROOT_WAIT_S <= self.timers.at(Timer.ROOT) for state in quiet):
-                return commands
-        return [*commands, *self._end_attempt(now)]
+def look_for_hangs(run: Run, now: float) -> list[Command]:
+    """Look where all ranks are, if some may hang; not while others may wait for one that is to be started."""
+    attempt = run.attempt
+    if run.phase is not Phase.RUNNING or attempt is None or not attempt.all_started:
+        return []
+    looks = run.evidence.under_way or run.evidence.looks
+    is_busy = attempt.lacks_workers or looks or run.debuggers.any_open
+    if is_busy or not run.hangs.wants_look(now):
+        return []
+    return run.evidence.begin(run.fleet.workers_of(attempt.members), now, is_look=True)
 
-    def _end_attempt(self, now: float) -> list[Command]:
-        """Have all workers ended; for good, if there can be no other attempt."""
-        attempt = self.current
-        cause = first_cause(attempt.failures)
-        if self.preempted and not (cause is not None and fails_by_itself(cause)):
-            return self.stop(now)
-        self.preempted = False  # whatever it was warned of
-        if cause is not None:
-            decision = self.restarts.judge_early(cause, succeeds=attempt.is_successor(cause.rank))
-            if decision.again_after_s is None:
-                return self.stop(now, no_restart_reason=decision.reason)
-        attempt.stopped_at = now
-        commands = self.evidence.end(attempt)
-        self._enter(Phase.ENDING)
-        self.timers.set(Timer.PHASE, now + self.spec.grace_s + ANSWER_S)
-        end = EndAttempt(attempt=attempt.number, signum=signal.SIGTERM)
-        hosts = [*attempt.members, *sorted(self.fleet.busy - {*attempt.members})]  # some were about to join
-        return [*commands, *(Send(name, end) for name in self.fleet.workers_of(hosts))]
 
-    def _attempt_over(self, now: float) -> list[Command]:
-        """Decide what comes after an attempt whose workers are gone everywhere."""
-        attempt = self.current
-        cause = first_cause(attempt.failures)
-        if cause is None and attempt.finished:  # while we were about to grow
-            return self.stop(now)
-        delay_s, notices = 0.0, []
-        if cause is not None:
-            decision = self.restarts.attempt_failed(attempt, cause)
-            if decision.again_after_s is None:
-                return self.stop(now, no_restart_reason=decision.reason)
-            delay_s = decision.again_after_s
-            notices = [Notice(attempt_ended(attempt.number, cause, delay_s))]
-        commands = self.gathering.leave_out(attempt, cause)
-        self._enter(Phase.GATHERING)
-        self.gathering.again(attempt.members, now, delay_s)
-        return [*notices, *commands, *self._gather(now)]
+def _looked(run: Run, now: float) -> list[Command]:
+    """Act on ranks that hang, if the look that is over shows any."""
+    number, found = run.evidence.end_look()
+    if run.phase is Phase.RUNNING and (waiting := run.hangs.waiting(run.current, found, now)):
+        return run.hangs.tell(run.current, waiting, number)
+    blame = run.hangs.blame(found, now)
+    if run.phase is not Phase.RUNNING or blame is None or run.debuggers.any_open:
+        return []
+    if blame.hung:
+        return run.hangs.take(run.current, blame, number)
+    if not run.hangs.policy.acts:
+        return []
+    message = f"no rank has shown a sign of life for {blame.silent_s:.0f} s, and all of them wait"
+    return fail(run, run.current.failure(FailureKind.STALLED, "", message, now), now)
 
-    def look_then_stop(self, now: float, signum: int) -> list[Command]:
-        """Stop, for which somebody has grown tired of waiting, once it is known where the ranks stand."""
-        attempt = self.current
-        attempt.stopped_at = now
-        self.stops_with = signum
-        commands = self.evidence.end(attempt)
-        self._enter(Phase.EVIDENCE_ROUND)
-        return [*commands, *self.ask_for_evidence(now, asked=False)]
 
-    def stop(
-        self, now: float, signum: int = signal.SIGTERM, *,
-        error: DtrainError | None = None, no_restart_reason: str | None = None,
-    ) -> list[Command]:  # fmt: skip
-        """Have every host ended; `error`: no worker was started."""
-        self._error = error or self._error
-        if no_restart_reason is not None:
-            self._no_restart_reason = no_restart_reason
-        if self.attempt is not None and self.attempt.stopped_at is None:
-            self.attempt.stopped_at = now
-        commands = self.evidence.end(self.attempt)
-        self._enter(Phase.STOPPING)
-        self.gathering.closed = True
-        self.stopping = Stopping(self.fleet, self.timers, grace_s=self.spec.grace_s, now=now)
-        return [*commands, *self.stopping.begin(signum, now)]
+def _end_attempt_when_known(run: Run, now: float) -> list[Command]:
+    """End the attempt once its evidence is there, and something that is no mere consequence of something else."""
+    attempt = run.current
+    if run.evidence.under_way and not run.evidence.over(now):
+        return []
+    if run.stops_with is not None:
+        return stop(run, now, run.stops_with)
+    commands = run.evidence.end(attempt)
+    if attempt.first_root_at is None:
+        if not run.timers.over(Timer.ROOT, now):
+            return commands
+        # The root may be a host of which nothing is heard since: before long it speaks, or is lost.
+        quiet = (run.fleet.states[name] for name in run.fleet.workers_of(run.evidence.unanswered))
+        if any(state.heard + ROOT_WAIT_S <= run.timers.at(Timer.ROOT) for state in quiet):
+            return commands
+    return [*commands, *_end_attempt(run, now)]
 
-    def hurry(self, now: float) -> list[Command]:
-        """Have everything killed that is being stopped."""
-        return [] if self.stopping is None else self.stopping.hurry(now)
 
-    def _end(self, now: float) -> None:
-        self.phase = Phase.ENDED
-        self.outcome = build_outcome(
-            self.spec,
-            self.fleet,
-            self.attempt,
-            error=self._error,
-            signum=self.signum,
-            no_restart_reason=self._no_restart_reason,
-            worker_restarts=self.restarts.count,
-            faults=self.chaos.costs,
-            preempted=self.preempted,
-            began=self.began,
-            now=now,
-        )
+def _end_attempt(run: Run, now: float) -> list[Command]:
+    """Have all workers ended; for good, if there can be no other attempt."""
+    attempt = run.current
+    cause = first_cause(attempt.failures)
+    if run.preempted and not (cause is not None and fails_by_itself(cause)):
+        return stop(run, now)
+    run.preempted = False  # whatever it was warned of
+    if cause is not None:
+        decision = _judge_early(run, cause)
+        if decision.again_after_s is None:
+            return stop(run, now, no_restart_reason=decision.reason)
+    attempt.stopped_at = now
+    commands = run.evidence.end(attempt)
+    _enter(run, Phase.ENDING)
+    run.timers.set(Timer.PHASE, now + run.spec.grace_s + ANSWER_S)
+    end = EndAttempt(attempt=attempt.number, signum=signal.SIGTERM)
+    hosts = [*attempt.members, *sorted(run.fleet.busy - {*attempt.members})]  # some were about to join
+    return [*commands, *(Send(name, end) for name in run.fleet.workers_of(hosts))]
+
+
+def _judge_early(run: Run, cause: Failure) -> RestartDecision:
+    """Decide about another attempt while this one is about to end."""
+    attempt = run.current
+    if any(failure is cause for failure in attempt.last_failures):
+        return RestartDecision(None, attempt.no_restart_reason)
+    return judge_early(run.spec, run.past, cause, succeeds=attempt.ranks.restarts_of(cause.rank) > 0)
+
+
+def _attempt_over(run: Run, now: float) -> list[Command]:
+    """Decide what comes after an attempt whose workers are gone everywhere."""
+    attempt = run.current
+    cause = first_cause(attempt.failures)
+    if cause is None and attempt.finished:  # while we were about to grow
+        return stop(run, now)
+    delay_s, notices = 0.0, []
+    if cause is not None:
+        ran_s, succeeds = max(0.0, cause.at - attempt.began), attempt.ranks.restarts_of(cause.rank) > 0
+        run.past.append(failed_attempt(run.spec, cause, ran_s=ran_s, saved=attempt.saved, succeeds=succeeds))
+        decision = judge(run.spec, run.past)
+        if decision.again_after_s is None:
+            return stop(run, now, no_restart_reason=decision.reason)
+        delay_s = decision.again_after_s
+        notices = [Notice(attempt_ended(attempt.number, cause, delay_s))]
+    commands = run.gathering.leave_out(attempt, cause)
+    _enter(run, Phase.GATHERING)
+    run.gathering.again(attempt.members, now, delay_s)
+    return [*notices, *commands, *_gather(run, now)]
+
+
+def look_then_stop(run: Run, now: float, signum: int) -> list[Command]:
+    """Stop, for which somebody has grown tired of waiting, once it is known where the ranks stand."""
+    attempt = run.current
+    attempt.stopped_at = now
+    run.stops_with = signum
+    commands = run.evidence.end(attempt)
+    _enter(run, Phase.EVIDENCE_ROUND)
+    return [*commands, *ask_for_evidence(run, now, asked=False)]
+
+
+def stop(run: Run, now: float, signum: int = signal.SIGTERM, *,
+    error: DtrainError | None = None, no_restart_reason: str | None = None,
+) -> list[Command]:  # fmt: skip
+    """Have every host ended; `error`: no worker was started."""
+    run.error = error or run.error
+    if no_restart_reason is not None:
+        run.no_restart_reason = no_restart_reason
+    if run.attempt is not None and run.attempt.stopped_at is None:
+        run.attempt.stopped_at = now
+    commands = run.evidence.end(run.attempt)
+    _enter(run, Phase.STOPPING)
+    run.gathering.closed = True
+    run.stopping = Stopping(run.fleet, run.timers, grace_s=run.spec.grace_s, now=now)
+    return [*commands, *run.stopping.begin(signum, now)]
+
+
+def hurry(run: Run, now: float) -> list[Command]:
+    """Have everything killed that is being stopped."""
+    return [] if run.stopping is None else run.stopping.hurry(now)
+
+
+def _end(run: Run, now: float) -> None:
+    run.phase = Phase.ENDED
+    run.outcome = build_outcome(
+        run.spec,
+        run.fleet,
+        run.attempt,
+        error=run.error,
+        signum=run.signum,
+        no_restart_reason=run.no_restart_reason,
+        worker_restarts=sum(one.rank is not None for one in run.past),
+        faults=run.chaos.costs,
+        preempted=run.preempted,
+        began=run.began,
+        now=now,
+    )

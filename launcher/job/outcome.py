@@ -15,6 +15,7 @@ from launcher.job.chaos import FaultCost
 from launcher.job.failure import SLACK_S, Failure, FailureKind, first_cause, looks_like_consequence
 from launcher.job.fleet import Fleet
 from launcher.job.host_state import HostState
+from launcher.job.ranks import RankState
 from launcher.placement.job_spec import JobSpec
 from launcher.protocol.reports import Bye, Evidence
 
@@ -97,7 +98,7 @@ def build_outcome(
         cause=cause,
         secondary_failures=_secondary_failures(secondary_failures, cause),
         finished_ranks=() if attempt is None or cause is None else _finished_ranks(attempt, cause),
-        stopped=0 if attempt is None else len(attempt.stopped),
+        stopped=0 if attempt is None else attempt.ranks.count(RankState.STOPPED),
         world_size=0 if attempt is None else attempt.world_size,
         hosts=len(fleet.used),
         attempts=0 if attempt is None else attempt.number + 1 - spec.first_attempt,
@@ -121,7 +122,8 @@ def build_outcome(
 def _finished_ranks(attempt: AttemptState, cause: Failure) -> tuple[int, ...]:
     if not looks_like_consequence(cause):
         return ()
-    return tuple(sorted(rank for rank, at in attempt.finished_at.items() if at <= cause.at + SLACK_S))
+    done = attempt.ranks.of(RankState.DONE)
+    return tuple(sorted(row.number for row in done if row.ended_at <= cause.at + SLACK_S))
 
 
 def _secondary_failures(failures: Sequence[Failure], cause: Failure | None) -> tuple[Failure, ...]:

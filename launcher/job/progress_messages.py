@@ -10,6 +10,7 @@ from launcher.job.attempt import AttemptState
 from launcher.job.failure import Failure, what_happened
 from launcher.job.fleet import Fleet
 from launcher.job.host_state import HostPhase
+from launcher.job.ranks import RankState
 from launcher.protocol.reports import Facts
 
 __all__ = [
@@ -48,7 +49,8 @@ def progress(phase: Phase, fleet: Fleet, attempt: AttemptState | None) -> str:
     if phase is Phase.OPENING_STORE:
         return "opening the rendezvous store"
     if phase is Phase.RUNNING and attempt is not None:
-        started, world = len(attempt.started), attempt.world_size
+        world = attempt.world_size
+        started = world - attempt.ranks.count(RankState.STARTING)
         return "" if started == world else f"{started} of {world} workers started"
     if phase is Phase.EVIDENCE_ROUND:
         return "looking where the ranks stand"
@@ -89,7 +91,7 @@ def goes_on_without(failure: Failure, restart: str) -> str:
 
 
 def composed(number: int, members: Sequence[str], previous: Sequence[str], fresh: Sequence[str], size: int) -> str:
-    """Say who goes on with an attempt, as which of its compositions; `fresh` have been started for that."""
+    """Say who goes on with an attempt, as which of its generations; `fresh` have been started for that."""
     gone = [name for name in previous if name not in members]
     without = f", without {some(gone)}" if gone else ""
     come = f", with {some(fresh)}" if fresh else ""

@@ -174,7 +174,7 @@ class Overview:
             "gpu_percent": None if gpu is None else gpu[0],
             "gpu_memory_bytes": None if gpu is None else gpu[1],
             "gpu_memory_limit_bytes": None if gpu is None else gpu[2],
-            "restarts": attempt.number + attempt.restarts_of(rank),
+            "restarts": attempt.number + attempt.ranks.restarts_of(rank),
             "faults": self._faults[rank],
         }
 

@@ -9,6 +9,7 @@ from launcher.job.attempt import AttemptState
 from launcher.job.events import Answer, Asked, CloseAsker, Command, StacksQuestion
 from launcher.job.evidence_round import EvidenceRounds
 from launcher.job.fleet import Fleet
+from launcher.job.ranks import ENDED, RankState
 
 __all__ = ["StackQuestions", "refuse", "why_not_rank"]
 
@@ -48,11 +49,13 @@ class StackQuestions:
 
 def why_not_rank(attempt: AttemptState, rank: int) -> str:
     """Return why a rank cannot be looked into; empty if it can."""
-    if rank not in attempt.ranks:
-        return f"there is no rank {rank}; the run has ranks {min(attempt.ranks)} to {max(attempt.ranks)}"
-    if rank in attempt.ended:
+    row = attempt.ranks.get(rank)
+    if row is None:
+        numbers = [row.number for row in attempt.ranks]
+        return f"there is no rank {rank}; the run has ranks {min(numbers)} to {max(numbers)}"
+    if row.state in ENDED:
         return f"rank {rank} has ended"
-    return "" if rank in attempt.started else f"rank {rank} has not started yet; try again in a moment"
+    return f"rank {rank} has not started yet; try again in a moment" if row.state is RankState.STARTING else ""
 
 
 def refuse(asker: int, reason: str) -> list[Command]:

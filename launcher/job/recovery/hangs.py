@@ -71,7 +71,7 @@ class Hangs:
         """Return which ranks wait in init_process_group for others, if the look is for that."""
         if not self._is_for_meeting or self._meeting is None:
             return None
-        return self._meeting.looked(evidence, attempt.ranks, now)
+        return self._meeting.looked(evidence, [row.number for row in attempt.ranks], now)
 
     def tell(self, attempt: AttemptState, waiting: WaitingRanks, number: int) -> list[Command]:
         """Tell the user of ranks that wait in init_process_group; torch's own time limit ends them."""

@@ -3,8 +3,11 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from testbed.present import present
 
-from launcher.job.attempt import AttemptState, choose_members
+from launcher.job.attempt import AttemptState
+from launcher.job.ranks import RankState
+from launcher.job.recovery.members import choose_members
 from launcher.job.timers import Timer, Timers
 from launcher.placement.placement import HostOffer, place
 from launcher.protocol.reports import Exited, Started
@@ -51,30 +54,33 @@ def exited(rank: int, status: int = 0, *, provoked: bool = False, pid: int = 1) 
     return Exited(0, rank, pid, status, 1.0, provoked, "", None, None, 0.0)
 
 
+def ends(state: AttemptState, end: Exited) -> None:
+    state.take_exit(present(state.ranks.get(end.rank)), end, 11.0, 11.0)
+
+
 def test_an_attempt_has_ended_well_when_every_worker_has_by_itself() -> None:
     for provoked in (False, True):
         state = attempt()
         for rank in range(4):
             assert not state.finished
-            state.take_exit("ab"[rank // 2], exited(rank, provoked=provoked and rank == 3), 11.0, 11.0)
+            ends(state, exited(rank, provoked=provoked and rank == 3))
         assert state.all_started
         assert state.finished is not provoked
-        assert state.stopped == ({3} if provoked else set())
+        assert [row.number for row in state.ranks.of(RankState.STOPPED)] == ([3] if provoked else [])
 
 
 def test_a_host_is_needed_until_its_workers_have_ended_well_and_for_the_store() -> None:
     state = attempt()
     for rank in (0, 1, 2):
-        state.take_exit("ab"[rank // 2], exited(rank), 11.0, 11.0)
+        ends(state, exited(rank))
     assert (state.needs("a"), state.needs("b"), state.needs("c")) == (True, True, False)
-    state.take_exit("b", exited(3), 11.0, 11.0)
-    state.take_exit("b", exited(3), 11.0, 11.0)  # twice
+    ends(state, exited(3))
     assert not state.needs("b")
 
 
 def test_progress_is_a_number_that_changes() -> None:
     state = attempt()
-    state.take_start(Started(0, 0, 1, 0.0), 11.0)
+    state.take_start(present(state.ranks.get(0)), Started(0, 0, 1, 0.0), 11.0)
     state.take_heartbeat("a", Heartbeat(0.0, 5), 12.0)
     state.take_heartbeat("a", Heartbeat(0.0, 5), 13.0)
     assert state._timers.at(Timer.STALL) == 17.0

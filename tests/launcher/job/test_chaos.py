@@ -104,7 +104,7 @@ def test_where_all_start_again_steps_are_lost_since_the_newest_checkpoint(
 
 
 def test_a_simulated_host_is_lost_with_all_that_is_on_it() -> None:
-    hosts = tuple(Host(name, HostKind.SIMULATED, part=part, parts=2) for part, name in enumerate("ab"))
+    hosts = tuple(Host(name, HostKind.SIMULATED, slots=2, part=part, parts=2) for part, name in enumerate("ab"))
     drive = running("kill host every 10s, seed 4", hosts=hosts)
     commands = drive.wait(10, heard="ab")
     (host,) = told(commands, LoseHost)

@@ -17,6 +17,7 @@ from launcher.job import fleet as fleet_module
 from launcher.job.events import Open, Send
 from launcher.job.fleet import LOCAL_FENCE_S, RETRIES_S, STEADY_S, TOLERANCE, Fleet
 from launcher.job.host_state import LONG_AGO, HostClock, HostPhase, HostState
+from launcher.job.ranks import Rank
 from launcher.job.timers import NEVER, Timer, Timers
 from launcher.protocol.commands import Suspend
 from launcher.protocol.reports import Bye, Facts, Hello
@@ -301,12 +302,12 @@ def test_a_clock_is_known_by_its_quickest_message_of_late() -> None:
 CHANGING = {"append", "clear", "extend", "hear", "insert", "pop", "remove"}  # what a field of a host has
 
 
-def changes_of_hosts(source: str) -> list[str]:
-    """Return the places where a program changes what is known of a host."""
-    names = {field.name for field in fields(HostState)}
+def changes_of(kind: type, source: str) -> list[str]:
+    """Return the places where a program changes what is known of a host, or of a rank; `run` has a phase too."""
+    names = {field.name for field in fields(kind)}
 
     def is_field(node: ast.AST) -> bool:
-        return isinstance(node, ast.Attribute) and node.attr in names and ast.unparse(node.value) != "self"
+        return isinstance(node, ast.Attribute) and node.attr in names and ast.unparse(node.value) not in ("self", "run")
 
     found = []
     for node in ast.walk(ast.parse(source)):
@@ -320,11 +321,12 @@ def changes_of_hosts(source: str) -> list[str]:
     return found
 
 
-def test_what_is_known_of_a_host_changes_in_the_fleet_only() -> None:
+@pytest.mark.parametrize(("kind", "owner"), [(HostState, "fleet.py"), (Rank, "ranks.py")])
+def test_what_is_known_of_a_host_or_a_rank_changes_in_one_module_only(kind: type, owner: str) -> None:
     folder = Path(fleet_module.__file__).parent
-    files = [*folder.glob("*.py"), *folder.with_name("controller").glob("*.py")]
-    found = {file.name: changes_of_hosts(file.read_text()) for file in files}
-    assert len(found.pop("fleet.py")) > 20
+    files = [*folder.rglob("*.py"), *folder.with_name("controller").glob("*.py")]
+    found = {file.name: changes_of(kind, file.read_text()) for file in files}
+    assert len(found.pop(owner)) > 5
     assert {name: places for name, places in found.items() if places} == {}
 
 
@@ -343,5 +345,5 @@ def test_what_is_known_of_a_host_changes_in_the_fleet_only() -> None:
 )
 @pytest.mark.control
 def test_a_change_of_a_host_elsewhere_would_be_seen(change: str) -> None:
-    assert len(changes_of_hosts(f"def f(self, state, name):\n    {change}")) == 1
-    assert changes_of_hosts("if state.reason == 'gone' and state.clock.theirs(1.0): self.link = state.link") == []
+    assert len(changes_of(HostState, f"def f(self, state, name):\n    {change}")) == 1
+    assert changes_of(HostState, "if state.reason == 'gone' and state.clock.theirs(1.0): self.link = state.link") == []

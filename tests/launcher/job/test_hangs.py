@@ -59,14 +59,14 @@ def beats(drive: Drive, hosts: str, *, stopped: tuple[int, ...] = (), silent_s: 
 
 
 def look(drive: Drive, *, stopped: tuple[int, ...] = (), pids: dict[int, int] | None = None) -> list[Command]:
-    """Let the hosts of the present composition answer the newest look."""
+    """Let the hosts that make up the attempt now answer the newest look."""
     number, attempt, commands = messages(drive.commands, Collect)[-1].number, drive.job.attempt, []
     assert attempt is not None
-    for rank in attempt.ranks:
+    for rank in (row.number for row in attempt.ranks):
         state, pid = "T" if rank in stopped else "S", (pids or {}).get(rank, 100 + rank)
         found = Evidence(number, drive.number, rank, pid, state, "", 1, 0.0, "", silent_s=1.5, steps=25)
         commands += drive.say(attempt.host_of(rank), found)
-    hosts = dict.fromkeys(attempt.host_of(rank) for rank in attempt.ranks)
+    hosts = dict.fromkeys(attempt.host_of(rank) for rank in (row.number for row in attempt.ranks))
     return commands + [c for host in hosts for c in drive.say(host, Collected(number))]
 
 

@@ -29,7 +29,8 @@ from launcher.job.events import (
 )
 from launcher.job.evidence_round import COLLECT_S
 from launcher.job.failure import FailureKind
-from launcher.job.job import ROOT_WAIT_S, Phase
+from launcher.job.job import Phase
+from launcher.job.lifecycle import ROOT_WAIT_S
 from launcher.job.stopping import ANSWER_S, CHECK_S
 from launcher.placement.job_spec import CommandKind
 from launcher.placement.job_spec import WorkerCommand as Program
@@ -1614,7 +1615,7 @@ def test_a_lost_host_ends_the_attempt_whatever_its_processes_said() -> None:
 
 def test_the_run_s_key_is_in_no_text() -> None:
     drive = Drive("a")
-    drive.job._run._run_key = "canary"
+    drive.job.run.run_key = "canary"
     drive.run()
     starts = messages(drive.commands, StartWorker)
     assert {start.env["DTRAIN_RUN_KEY"] for start in starts} == {"canary"}

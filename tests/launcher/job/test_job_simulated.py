@@ -49,7 +49,7 @@ from launcher.job.fleet import BEAT
 from launcher.job.host_state import HostPhase
 from launcher.job.job import Job, Phase
 from launcher.job.outcome import Outcome
-from launcher.job.recovery.restarts import is_free
+from launcher.job.recovery.judgement import is_free
 from launcher.placement.job_spec import CommandKind, JobSpec
 from launcher.placement.job_spec import WorkerCommand as Program
 from launcher.protocol.commands import (
@@ -362,15 +362,15 @@ class World:
     def handle(self, event: Event) -> None:
         if self.trace and not (isinstance(event, Tick) or _is_beat(event)):
             self.say(f"<- {event}")
-        past, attempt = len(self.job._run.restarts.past), self.job.attempt
+        past, attempt = len(self.job.run.past), self.job.attempt
         self.phase = self.job.phase
         commands = self.job.handle(event, self.now)
-        newest = self.job._run.restarts.past[-1] if len(self.job._run.restarts.past) > past else None
+        newest = self.job.run.past[-1] if len(self.job.run.past) > past else None
         if newest is not None and newest.lost_host:
             self.check_lost(newest.cause)
         elif newest is not None and newest.rank is None:
             assert attempt is not None
-            self.check_cause(attempt, self.job._run.restarts.past[-1].cause)
+            self.check_cause(attempt, self.job.run.past[-1].cause)
             self.check_failed_attempts()
         self.obey(commands)
 
@@ -1237,7 +1237,7 @@ class World:
         assert len({(env["MASTER_ADDR"], env["MASTER_PORT"], env["WORLD_SIZE"]) for env in envs}) == 1
         if number < self.generation:
             return  # they have not heard yet of the one that makes this one void
-        assert {*present} == {*self.hosts}, "they are those of the composition"
+        assert {*present} == {*self.hosts}, "they are those of the generation"
         for node in self.nodes.values():
             for worker in node.workers:
                 if worker.alive and self.is_living(worker) and worker.rank not in present:
@@ -1255,7 +1255,7 @@ class World:
         self.ordered[order.attempt, order.rank, order.restart] = self.generation
         assert order.restart == order.attempt + self.lives[key] + self.moved.get(key, 0)
         again = sum(lives for (attempt, _), lives in self.lives.items() if attempt == self.attempt)
-        past = self.job._run.restarts.past
+        past = self.job.run.past
         free = sum(is_free(one, past) for one in past if one.cause.attempt == self.attempt and one.rank is not None)
         assert again - free <= self.spec.max_restarts
         self.disturbed(0.0)
@@ -1372,7 +1372,7 @@ class World:
 
     def check_free(self) -> None:
         """A restart that is not counted is of a resilient worker that may have lost a peer then, or a host of peers."""
-        past = self.job._run.restarts.past
+        past = self.job.run.past
         slack = 2.0 + self.clock_error + 0.1
         noticed_s = self.spec.heartbeat_timeout_s + 3  # after a host was lost
         for one in past:
@@ -1394,7 +1394,7 @@ class World:
         return any(word in cause.message for word in ("did not say", "was not started", "was not opened"))
 
     def check_failed_attempts(self) -> None:
-        past = [one for one in self.job._run.restarts.past if one.rank is None and not one.lost_host]
+        past = [one for one in self.job.run.past if one.rank is None and not one.lost_host]
         if len(past) < 2 or self.job.phase is Phase.STOPPING:
             return
         first, second = (attempt.cause for attempt in past[-2:])
@@ -1417,7 +1417,7 @@ class World:
         for name, node in self.nodes.items():
             living = [worker for worker in node.workers if self.is_living(worker)]
             assert not living or name in unchecked, f"{living} live on {name}"
-        past = job._run.restarts.past
+        past = job.run.past
         free = sum(is_free(attempt, past) for attempt in past)
         losses = sum(bool(one.lost_host) for one in past)
         assert outcome.attempts - 1 - self.grown - free + losses + outcome.worker_restarts <= spec.max_restarts
@@ -1489,7 +1489,7 @@ def test_the_worlds_are_of_every_kind() -> None:
     few = (342, 384, 106, 47, 488, 1, 2, 3, 11, 22, 50, 198, 565, 912)  # that have had them all; the others, if not now
     for seed in (*few, *range(1200)):
         world = simulate(seed)
-        outcome, past = present(world.job.outcome), world.job._run.restarts.past
+        outcome, past = present(world.job.outcome), world.job.run.past
         cause = "" if outcome.cause is None else outcome.cause.kind.name
         wanted.discard(f"{outcome.attempts} attempts")
         wanted.discard(
@@ -1601,7 +1601,7 @@ def test_ten_thousand_ranks_from_the_start_through_a_failure_and_a_restart_to_th
         large.say(name, Bye(0, [], ""))
     outcome = present(large.job.outcome)
     assert (outcome.exit_code, outcome.attempts, outcome.world_size, outcome.hosts) == (0, 2, 10_000, 1250)
-    assert [attempt.cause.rank for attempt in large.job._run.restarts.past] == [0]
+    assert [attempt.cause.rank for attempt in large.job.run.past] == [0]
     print(f"{large.steps} events in {time.process_time() - began:.1f} s")
 
 

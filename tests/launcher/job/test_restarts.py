@@ -1,104 +1,197 @@
-"""Whether another attempt is worth while, and when."""
+"""Resilient processes: one that fails is replaced alone, and all others are told to meet its successor."""
 
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
+from testbed.job_drive import Drive, messages, notices, tells, told
 
-from launcher.hosts.host import Host, HostKind
-from launcher.job.failure import Failure, FailureKind
-from launcher.job.recovery.restarts import LOOP, FailedAttempt, Restarts, failed_attempt, judge
-from launcher.job.timers import Timers
-from launcher.placement.job_spec import CommandKind, JobSpec, WorkerCommand
+from launcher.job.events import Command, Send, Signalled
+from launcher.job.job import Phase
+from launcher.placement.roles import Role, Roles
+from launcher.protocol.commands import Collect, NextGeneration, OpenStore, RestartWorker
+from launcher.protocol.reports import Started
 
-CRASH = Failure(kind=FailureKind.EXITED, host="a", at=5.0, ran_s=5.0, attempt=1, rank=0, status=7)
-LOST = Failure(kind=FailureKind.HOST_LOST, host="b", at=5.0, ran_s=5.0, attempt=1)
-
-
-def spec(**changes: Any) -> JobSpec:
-    hosts = (Host("a", HostKind.SSH), Host("b", HostKind.SSH))
-    base = JobSpec(WorkerCommand(CommandKind.SCRIPT, "t.py"), hosts, run_id="r", workdir=Path("/w"), max_restarts=3)
-    return replace(base, **changes)
+PEER_LOST = {"type": "RuntimeError", "message": "Connection closed by peer", "where": "t.py:3", "inside": ""}
 
 
-def crashed(cause: Failure = CRASH, *, ran_s: float = 5.0, saved: int = 0) -> FailedAttempt:
-    return failed_attempt(spec(), cause, ran_s=ran_s, saved=saved)
+def running(*names: str, **changes: Any) -> Drive:
+    drive = Drive(*names, **changes)
+    drive.run()
+    return drive
 
 
-def test_as_many_restarts_as_asked_for() -> None:
-    assert judge(spec(), 3 * [crashed()]).again_after_s is not None
-    restart = judge(spec(), 4 * [crashed()])
-    assert (restart.again_after_s, restart.reason) == (None, "all 3 restarts (--max-restarts) were used")
-    assert judge(spec(max_restarts=1), 2 * [crashed()]).reason == "the one restart (--max-restarts) was used"
+def fails(drive: Drive, rank: int, status: int = -9, *, after_s: float = 0.0, **changes: Any) -> list[Command]:
+    drive.now += after_s
+    changes = {"restart_policy": 3} | changes
+    host = drive.host_of(rank)
+    return drive.say(host, drive.exited(host, rank, status, **changes))
 
 
-def test_a_run_without_restarts_has_nothing_to_say_about_them() -> None:
-    restart = judge(spec(max_restarts=0), [crashed()])
-    assert (restart.again_after_s, restart.reason) == (None, "")
+def starts(drive: Drive, rank: int) -> list[Command]:
+    host = drive.host_of(rank)
+    return drive.say(host, Started(drive.number, rank, 200 + rank, drive.time(host)), after_s=0.1)
 
 
-def test_a_lost_host_is_free_where_a_run_can_do_without_it_only() -> None:
-    elastic = spec(nnodes=(1, 2), max_restarts=0)
-    lost = failed_attempt(elastic, LOST, ran_s=5.0, saved=0)
-    assert judge(elastic, 10 * [lost]).again_after_s is not None
-    assert judge(elastic, [lost, crashed()]).again_after_s is None
-    assert not failed_attempt(spec(), LOST, ran_s=5.0, saved=0).free
+def exits(drive: Drive, rank: int, **changes: Any) -> list[Command]:
+    return drive.say(drive.host_of(rank), drive.exited(drive.host_of(rank), rank, **changes))
 
 
-def test_pauses_grow_with_attempts_that_made_no_progress() -> None:
-    patient = spec(max_restarts=100)
-    others = [crashed(replace(CRASH, status=status)) for status in range(10, 20)]  # no loop: each fails in its own way
-    pauses = [judge(patient, others[:count]).again_after_s for count in range(1, 11)]
-    assert pauses == [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
-    assert judge(patient, [*others, crashed(saved=1)]).again_after_s == 0.0
-    assert judge(patient, [*others, crashed(ran_s=100.0), crashed()]).again_after_s == 0.0
+@pytest.mark.parametrize("policy", [3, 4])
+def test_every_host_is_told_before_the_worker_starts_again(policy: int) -> None:
+    drive = running("a", "b", "c", max_restarts=3)
+    commands = fails(drive, 3, restart_policy=policy)
+    assert tells(commands) == [
+        *(Send(host, NextGeneration(attempt=0, number=1)) for host in "abc"),
+        Send("b", RestartWorker(3, 0, restart=1)),
+    ]
+    assert notices(commands) == [
+        "rank 3 on b was killed by SIGKILL after 1.0 s; only this worker restarts (restart 1 of 3)"
+    ]
+    starts(drive, 3)
+    drive.end_well()
+    assert (drive.outcome.exit_code, drive.outcome.attempts, drive.outcome.worker_restarts) == (0, 1, 1)
 
 
-def test_the_same_failure_again_and_again_without_progress_ends_the_run() -> None:
-    patient = spec(max_restarts=100)
-    assert judge(patient, (LOOP - 1) * [crashed()]).again_after_s is not None
-    restart = judge(patient, LOOP * [crashed()])
-    assert (restart.again_after_s, "without any progress" in restart.reason) == (None, True)
-    assert judge(patient, [*(LOOP * [crashed(saved=1)]), crashed()]).again_after_s is not None
-    other = crashed(replace(CRASH, status=8))
-    assert judge(patient, [*((LOOP - 1) * [crashed()]), other]).again_after_s is not None
+def test_the_number_goes_out_at_once_though_the_restart_waits() -> None:
+    drive = running("a", "b", max_restarts=9)
+    fails(drive, 3)
+    starts(drive, 3)
+    commands = fails(drive, 3)  # 0.1 s later
+    assert [(send.host, send.message) for send in tells(commands)] == [
+        (host, NextGeneration(attempt=0, number=2)) for host in "ab"
+    ]
+    assert messages(drive.wait(0.6, heard="ab"), RestartWorker) == [RestartWorker(3, 0, restart=2)]
 
 
-def test_a_process_alone_shares_the_restarts_but_is_judged_by_its_own_lives() -> None:
-    def died(rank: int, saved: int = 0) -> FailedAttempt:
-        return FailedAttempt(CRASH, ran_s=1.0, saved=saved, free=False, rank=rank)
-
-    assert judge(spec(), [crashed(), died(1), died(2)]).again_after_s == 0.0
-    assert judge(spec(), [crashed(), died(1), died(2), died(3)]).reason.startswith("all 3 restarts")
-    patient = spec(max_restarts=100)
-    lives = [died(1), died(2), died(1), crashed(), died(1)]
-    assert judge(patient, lives).again_after_s == 1.0, "the third of rank 1 in a row"
-    assert judge(patient, [*lives, crashed()]).again_after_s == 0.5, "the second attempt"
-    assert judge(patient, [*lives, died(1), died(2), died(1)]).reason.startswith("not tried again: the same failure")
-    assert judge(patient, [*lives, died(1), died(1, saved=1)]).again_after_s == 0.0
+def test_each_of_several_failures_has_a_number_of_its_own() -> None:
+    drive = running("a", "b", max_restarts=9)
+    numbers = [messages(fails(drive, rank, after_s=0.1), NextGeneration)[0].number for rank in (1, 2, 3)]
+    assert numbers == [1, 2, 3]
+    assert drive.job.phase is Phase.RUNNING
 
 
-def test_before_an_attempt_is_over_it_may_have_made_progress() -> None:
-    patient = spec(max_restarts=100)
-    for of, before, again in ((patient, LOOP - 1, True), (spec(), 3, False)):
-        restarts = Restarts(of, Timers())
-        restarts.past += before * [crashed()]
-        assert (restarts.judge_early(CRASH).again_after_s is not None) is again
+def test_of_failures_one_right_after_the_other_the_newest_number_is_told_before_their_successors_start() -> None:
+    drive = running("a", "b", max_restarts=9)
+    assert len(tells(fails(drive, 1))) == 3
+    assert tells(fails(drive, 2, after_s=0.001) + fails(drive, 3, after_s=0.001)) == []
+    commands = drive.wait(0.02)
+    assert [send.message for send in tells(commands)] == [
+        NextGeneration(attempt=0, number=3),
+        NextGeneration(attempt=0, number=3),
+        RestartWorker(2, 0, restart=1),
+        RestartWorker(3, 0, restart=1),
+    ]
 
 
-@pytest.mark.parametrize(
-    ("changes", "futile"),
-    [
-        ({"kind": FailureKind.RAISED, "error_type": "SyntaxError"}, True),
-        ({"kind": FailureKind.RAISED, "error_type": "ImportError"}, True),
-        ({"kind": FailureKind.RAISED, "error_type": "KeyError"}, False),
-        ({"kind": FailureKind.NEVER_STARTED, "status": 127}, True),
-        ({"status": 2}, True),
-        ({"status": 2, "ran_s": 31.0}, False),
-        ({"status": 2, "attempt": 1}, False),
-    ],
-)
-def test_what_is_wrong_with_the_program_itself(changes: dict[str, Any], futile: bool) -> None:
-    cause = replace(CRASH, **{"attempt": 0, **changes})
-    assert (judge(spec(), [crashed(cause)]).again_after_s is None) is futile
+def test_an_attempt_begins_with_generation_0() -> None:
+    drive = running("a", "b", max_restarts=9)
+    fails(drive, 3)
+    drive.fail(0, 7, at=drive.now + 10)
+    drive.swept()
+    drive.begin()
+    assert messages(fails(drive, 1), NextGeneration)[0] == NextGeneration(attempt=1, number=1)
+
+
+def test_without_restarts_left_the_attempt_ends_and_nobody_is_told_of_another_generation() -> None:
+    drive = running("a", "b", max_restarts=1)
+    fails(drive, 3)
+    starts(drive, 3)
+    commands = fails(drive, 3, after_s=40.0)
+    assert messages(commands, NextGeneration) == []
+    assert told(commands, Collect) == ["a", "b"]
+
+
+def test_once_a_rank_has_finished_a_failure_ends_the_attempt() -> None:
+    drive = running("a", "b", max_restarts=1)
+    exits(drive, 0)
+    assert messages(fails(drive, 3), NextGeneration) == []
+    drive.collected()
+    assert drive.job.phase is Phase.ENDING
+    drive.swept()
+    assert told(drive.commands, OpenStore) == ["a", "a"], "the restart is there for the attempt"
+
+
+def test_a_rank_that_finishes_before_the_successor_starts_ends_the_attempt_too() -> None:
+    for after_order in (False, True):
+        drive = running("a", "b", max_restarts=2)
+        fails(drive, 3)
+        if not after_order:  # it waits for its time
+            starts(drive, 3)
+            fails(drive, 3)
+        assert told(exits(drive, 0), Collect) == ["a", "b"]
+        drive.collected()
+        assert messages(drive.wait(5.0, heard="ab"), RestartWorker) == []
+        drive.swept()
+        assert notices(drive.commands)[-2].startswith("attempt 0 failed: rank 3 on b was killed by SIGKILL")
+        drive.begin()
+        drive.end_well()
+        outcome = drive.outcome
+        assert (outcome.exit_code, outcome.attempts, outcome.worker_restarts) == (0, 2, 0 if after_order else 1)
+
+
+def test_a_rank_that_was_left_out_is_gone_for_good() -> None:
+    drive = running("a", "b", max_restarts=0)
+    host = drive.host_of(1)
+    drive.say(host, drive.exited(host, 1, -9, restart_policy=1))
+    assert told(fails(drive, 3), Collect) == ["a", "b"]
+
+
+def test_with_no_survivor_the_attempt_ends() -> None:
+    drive = running("a", max_restarts=9)
+    assert messages(fails(drive, 0), NextGeneration) == [NextGeneration(attempt=0, number=1)]
+    assert told(fails(drive, 1, after_s=0.1), Collect) == ["a"], "the other one is not back yet"
+
+
+def test_a_role_with_a_command_of_its_own_is_in_no_generation_of_the_others() -> None:
+    class WithEvaluator(Drive):
+        def host_of(self, rank: int) -> str:
+            return "a" if rank == 4 else super().host_of(rank)
+
+    roles = Roles(others=(Role("evaluator", 1, ("eval.py",)),))
+    drive = WithEvaluator("a", "b", max_restarts=9, roles=roles)
+    drive.run()
+    drive.say("a", drive.exited("a", 4))
+    assert messages(fails(drive, 3), NextGeneration) != []
+
+
+def test_a_consequence_uses_no_restart_whichever_comes_first() -> None:
+    for root_first in (True, False):
+        drive = running("a", "b", max_restarts=1)
+        root, consequence = {"rank": 3}, {"rank": 0, "status": 1, "error": PEER_LOST}
+        for failure in (root, consequence) if root_first else (consequence, root):
+            commands = fails(drive, after_s=0.1, **failure)
+            assert messages(commands, NextGeneration) != []
+        commands = drive.wait(1.1, heard="ab")
+        assert len(messages(drive.commands, RestartWorker)) == 2
+        drive.say("a", Started(0, 0, 300, drive.time("a")))
+        starts(drive, 3)
+        assert messages(fails(drive, 1, after_s=30.0), NextGeneration) == [], "the one restart was used"
+        drive.collected()
+        drive.stop_all()
+        assert drive.outcome.no_restart_reason == "the one restart (--max-restarts) was used"
+
+
+def test_a_consequence_of_a_failure_that_is_known_starts_again_at_once() -> None:
+    drive = running("a", "b", max_restarts=1)
+    fails(drive, 3)
+    commands = fails(drive, 0, 1, error=PEER_LOST, after_s=0.1)
+    assert messages(commands, RestartWorker) == [RestartWorker(0, 0, restart=1)]
+    assert notices(commands)[0].endswith("; only this worker restarts (it follows from another failure)")
+
+
+def test_consequences_alone_each_use_a_restart() -> None:
+    drive = running("a", "b", max_restarts=1)
+    fails(drive, 3, 1, error=PEER_LOST)
+    assert messages(fails(drive, 0, 1, error=PEER_LOST, after_s=0.1), NextGeneration) == []
+
+
+def test_what_ends_the_attempt_otherwise_cancels_the_restart() -> None:
+    drive = running("a", "b", max_restarts=9)
+    fails(drive, 3)
+    starts(drive, 3)
+    fails(drive, 3)
+    drive.lose("a")
+    assert messages(drive.wait(5.0, heard="b"), RestartWorker) == []
+    drive = running("a", "b", max_restarts=9)
+    drive.event(Signalled(15))
+    assert messages(fails(drive, 3), NextGeneration) == []

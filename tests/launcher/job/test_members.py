@@ -7,7 +7,7 @@ from testbed.job_drive import Drive, messages, notices, tells, told
 
 from launcher.errors import PlacementError
 from launcher.job.job import Phase
-from launcher.job.recovery.compositions import numbered
+from launcher.job.recovery.members import numbered
 from launcher.placement.placement import HostOffer, Placement, place
 from launcher.protocol.commands import EndAttempt, NextGeneration, OpenStore, StartWorker
 from launcher.protocol.reports import Started, StoreOpened, Swept
@@ -121,7 +121,7 @@ def test_the_store_is_opened_on_another_host_first() -> None:
     }
 
 
-def test_a_second_loss_before_the_first_is_fenced_is_one_composition() -> None:
+def test_a_second_loss_before_the_first_is_fenced_is_one_generation() -> None:
     drive = running("a", "b", "c", nnodes=(1, 3))
     drive.lose("c")
     drive.wait(5.0, heard="ab")
@@ -168,7 +168,7 @@ def test_a_rank_that_finishes_meanwhile_lets_all_start_again() -> None:
     assert drive.job.phase is Phase.EVIDENCE_ROUND
 
 
-def test_a_failed_rank_starts_again_only_with_the_next_composition() -> None:
+def test_a_failed_rank_starts_again_only_with_the_next_generation() -> None:
     drive = running("a", "b", "c", nnodes=(1, 3), max_restarts=3)
     drive.lose("c")
     commands = drive.say("b", drive.exited("b", 2, -9, restart_policy=3))
