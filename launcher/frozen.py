@@ -1,9 +1,9 @@
 """Frozen dataclasses for what an agent and `dtrain run` import: those of `dataclasses` in use and for type checkers.
 
 An agent starts on every host, and of the processor time until it greets nearly half would go into `dataclasses`: it
-imports `inspect`, and compiles six methods for each class (0.8 ms). Here all classes share theirs. The functions of
-`dataclasses` (fields, replace, asdict) know these classes too, without their types. No base class may be a dataclass
-itself.
+imports `inspect`, and compiles six methods for each class (0.8 ms). `dtrain run` of an empty script would take 0.60 s
+of processor time in place of 0.50 s. Here all classes share theirs. The functions of `dataclasses` (fields, replace,
+asdict) know these classes too, without their types. No base class may be a dataclass itself.
 """
 
 from __future__ import annotations

@@ -17,8 +17,6 @@ from launcher.check.finding import Examined
 from launcher.placement.job_spec import CommandKind, JobSpec, WorkerCommand, new_run_id
 from launcher.placement.roles import Roles
 
-__all__ = ["Measured", "allreduce_spec", "measure_allreduce"]
-
 STALL_S = 120.0  # torch may come from a slow network folder
 LINES = 12  # of a failure's report
 

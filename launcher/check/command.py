@@ -35,8 +35,6 @@ from launcher.output.text import size
 from launcher.placement.job_spec import DEFAULT_PORT, CommandKind, JobSpec
 from launcher.transport.connect import Connector
 
-__all__ = ["run_check"]
-
 FACTS_S = 20.0  # a driver without persistence mode takes seconds for each card
 PROBE_S = 3.0
 LOGS_BYTES = 100 << 20

@@ -27,8 +27,6 @@ from launcher.protocol.message import PREAMBLE, PROTOCOL
 from launcher.protocol.reports import Hello
 from launcher.protocol.two_way import Answer, Question
 
-__all__ = ["main"]
-
 LIFE_S = 600  # a question's own limits are far below
 # Read before the user's own exports can change it: "client address, port, server address, port".
 _REACHED_AT = ([*os.environ.get("SSH_CONNECTION", "").split(" "), "", ""])[2] or None

@@ -20,8 +20,6 @@ from launcher.machine.gpus.card import Card
 from launcher.machine.gpus.vendors import VENDORS, by_torch
 from launcher.machine.system_files import SYSFS, read_text
 
-__all__ = ["find_cards"]
-
 T = TypeVar("T")
 
 

@@ -31,11 +31,6 @@ from launcher.machine.packages import assigned, folder_of, torch_file, version_o
 from launcher.machine.system_files import read_text
 from launcher.protocol.commands import Prepare
 
-__all__ = [
-    "code_digest", "disks", "file_digest", "find_host_facts", "find_packages", "interfaces", "limits", "memory",
-    "system_name",
-]  # fmt: skip
-
 SHA_DIGITS = 12
 _LIMITS = {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC, "memlock": resource.RLIMIT_MEMLOCK,
            "core": resource.RLIMIT_CORE}  # fmt: skip

@@ -21,8 +21,6 @@ from typing import TypeVar
 from launcher.check.facts import Listening, Probe, Target
 from launcher.machine.network import interface_of
 
-__all__ = ["AT_ONCE", "all_at_once", "listen", "probe", "probe_all"]
-
 AT_ONCE = 8  # probes
 ROUND_TRIPS = 5
 PING = b"dtrain check...\n"

@@ -6,10 +6,6 @@ from dataclasses import dataclass
 
 from launcher.protocol.reports import Facts
 
-__all__ = [
-    "Disk", "Driver", "Gpu", "HostFacts", "Interface", "Limit", "Listening", "Packages", "Probe", "Target",
-]  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Gpu:

@@ -17,8 +17,6 @@ from launcher.hosts.host import Host, HostKind
 from launcher.placement.placement import HostOffer
 from launcher.protocol.reports import Hello
 
-__all__ = ["Examined", "Finding", "Severity", "fix_in", "grouped", "merged", "most_common"]
-
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 

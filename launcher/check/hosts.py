@@ -19,8 +19,6 @@ from launcher.output.text import size
 from launcher.placement.job_spec import JobSpec
 from launcher.placement.placement import is_part, place_job
 
-__all__ = ["host_findings"]
-
 CLOCK_S = 1.0
 LEAST = 4096  # open files, and processes
 SHM_BYTES = 64 << 20  # what a container has by default, with which DataLoader's workers die

@@ -12,8 +12,6 @@ from launcher.hosts.folding import fold
 from launcher.machine.network import is_loopback
 from launcher.placement.job_spec import DEFAULT_PORT, JobSpec
 
-__all__ = ["Summary", "pair_findings", "store_findings", "summary", "targets"]
-
 SLOW_S = 0.010
 PAIRS = 6  # that are named one by one
 MOST = 64  # others that a host tries: at 1,000 hosts 64,000 ways of 999,000, which would carry 200 GB

@@ -18,8 +18,6 @@ from launcher.check.pairs import MOST, summary
 from launcher.hosts.folding import fold
 from launcher.output.text import count, printable, size, table
 
-__all__ = ["Report", "report_as_json", "report_as_text"]
-
 FORMAT = 1  # of `dtrain check --json`
 FIXES = 2  # of one finding
 SAME = 5  # findings of one kind

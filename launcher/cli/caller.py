@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from launcher.protocol.reports import Exited, Returned
     from launcher.runs.detach import Detachment
 
-__all__ = ["Caller", "Verbosity", "error_file", "write_all"]
-
 
 @dataclass(frozen=True)
 class Verbosity:

@@ -15,12 +15,9 @@ from typing import Any
 import click
 
 from launcher.cli import torchrun
-from launcher.cli.help import Command, Option
-from launcher.cli.options import CONFIG_SOURCE, Listed
+from launcher.cli.options import CONFIG_SOURCE, Command, Listed, Option
 from launcher.errors import UsageError
 from launcher.frozen import dataclass
-
-__all__ = ["ConfigFile", "Group", "current_folder", "nearest", "read_config_file"]
 
 
 @dataclass(frozen=True)

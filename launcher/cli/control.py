@@ -21,8 +21,6 @@ from launcher.frozen import replace
 from launcher.runs.housekeeping import Limits
 from launcher.transport.connect import start_agents
 
-__all__ = ["control"]
-
 _SWITCH_S = 0.0005  # what threads that connect wait for at each of their steps, while this one imports
 
 

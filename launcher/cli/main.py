@@ -12,8 +12,7 @@ import click
 
 from launcher import __version__
 from launcher.cli.config_file import Group
-from launcher.cli.help import Option
-from launcher.cli.options import Options, takes_options
+from launcher.cli.options import Option, Options, takes_options
 from launcher.cli.request import check_here, read_request
 from launcher.errors import DtrainError, UsageError
 

@@ -21,8 +21,6 @@ from launcher.protocol.message import AGENT_MACHINE, AGENT_SLOTS
 if TYPE_CHECKING:
     from launcher.hosts.slurm_allocation import Step
 
-__all__ = ["NodeRole", "find_node_role"]
-
 _LOOPBACK = "127.0.0.1"
 
 

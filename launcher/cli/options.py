@@ -19,17 +19,36 @@ import click
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
-from launcher.cli.help import Option
 from launcher.errors import UsageError
 from launcher.machine.numa import MODES
 from launcher.placement.job_spec import INTERNAL_VARIABLES, START_METHODS, TORCHRUN_START_METHODS, JobSpec, parse_nnodes
 
-__all__ = ["CONFIG_SOURCE", "Listed", "Options", "launch_options", "takes_options", "unknown_variables"]
-
+_OTHERS = "Options"  # the heading of options without a group
 CONFIG_SOURCE = "launcher.config_source"  # in click's context: which file defaults are from
 
 # Variables that users set, and that are no option's.
 _NO_OPTION = frozenset(f"DTRAIN_{name}" for name in ("BACKEND", "STRATEGY", "TOKEN", "TORCH_INDEX"))
+
+
+class Option(click.Option):
+    """An option that the config file may set; `group` is the heading under which help lists it."""
+
+    def __init__(self, *args: Any, group: str = _OTHERS, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.group = group
+
+
+class Command(click.Command):
+    """A command of which the help lists the options by their groups."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            if isinstance(param, click.Option) and (record := param.get_help_record(ctx)) is not None:
+                groups.setdefault(getattr(param, "group", _OTHERS), []).append(record)
+        for group, records in groups.items():
+            with formatter.section(group):
+                formatter.write_dl(records)
 
 
 class Listed(Option):

@@ -14,8 +14,6 @@ from launcher.placement.placement import HostOffer, place_job
 from launcher.placement.roles import DEFAULT_ROLE
 from launcher.protocol.reports import Facts
 
-__all__ = ["show_plan"]
-
 
 def show_plan(spec: JobSpec, *, as_json: bool) -> str:
     """Return the workers of a run by what is known here. Raises UsageError, PlacementError."""

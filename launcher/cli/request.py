@@ -39,17 +39,6 @@ from launcher.placement.job_spec import (
 )
 from launcher.placement.roles import Roles, roles_of
 
-__all__ = [
-    "Request",
-    "check_here",
-    "check_script",
-    "check_values",
-    "listed_hosts",
-    "parse_command",
-    "read_request",
-    "workdir_of",
-]
-
 _SOURCES = ("hosts", "hostfile", "hosts_script", "simulate")
 # Options that the job takes over as they are, under the same name; _spec makes the other fields of the job.
 _TAKEN_OVER = (

@@ -24,8 +24,6 @@ from launcher.runs.housekeeping import Limits, hold
 if TYPE_CHECKING:
     from launcher.runs.detach import Detachment
 
-__all__ = ["run_job"]
-
 
 def run_job(options: Options, say: Callable[[str], None]) -> int:
     """Run what is asked for to its end, with --detach to its start, and return the exit code.
@@ -56,9 +54,9 @@ def _run(options: Options, say: Callable[[str], None], detachment: Detachment | 
     verbosity = Verbosity(options.quiet, options.verbose, as_json, say, error_file(options.error_json))
     try:
         if options.print_commands:
-            from launcher.cli.print_commands import commands
+            from launcher.cli.run_node import commands_of_nodes
 
-            print(commands(options))
+            print(commands_of_nodes(options))
             return 0
         limits = Limits(options.keep_runs, options.log_max_size)
         request = read_request(options, wait=True)
@@ -90,7 +88,8 @@ def _run(options: Options, say: Callable[[str], None], detachment: Detachment | 
         except NodeZeroTakenError as error:  # another command on this machine was first
             taken = f"; this command is not node 0, since {error}"
         assert node_role is not None
-    from launcher.cli.run_node import JoinError, join_run
+    from launcher.cli.run_node import join_run
+    from launcher.transport.tcp.dial import JoinError
 
     # Under srun all tasks share one terminal, where node 0 says everything.
     tell = say if node_role.by_hand and not verbosity.quiet else lambda _: None

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from launcher.timeline.goodput import Parts
     from launcher.timeline.stragglers import Straggler
 
-__all__ = ["Ended", "Ending", "requeue", "run_at_end"]
-
 TOLD_S = 0.1  # a start that takes so much longer is worth a line
 GOODPUT_FROM_S = 60.0  # of a shorter run, most of the time is the start, whatever it does
 

@@ -21,8 +21,6 @@ import click
 from launcher import __version__
 from launcher.errors import DtrainError, UsageError
 
-__all__ = ["USAGE", "batch_script", "run_sbatch"]
-
 USAGE = """\
 Usage: dtrain sbatch [OPTIONS OF sbatch] [--print] -- [OPTIONS OF dtrain run] SCRIPT [ARGS]...
 

@@ -15,8 +15,6 @@ from launcher.cli.options import Options
 from launcher.errors import UsageError
 from launcher.placement.job_spec import TORCHRUN_START_METHODS, JobSpec
 
-__all__ = ["defaults", "translate"]
-
 _BACKENDS = ("static", "c10d")
 _SECONDS = ("join_timeout", "timeout")  # of --rdzv-conf: how long nodes are waited for
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")

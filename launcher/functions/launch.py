@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 
 from launcher.cli.caller import Caller, Verbosity, error_file, write_all
 from launcher.cli.control import control
-from launcher.cli.keywords import options_of, words_of
 from launcher.cli.options import Options, unknown_variables
 from launcher.cli.request import Request, read_request
 from launcher.cli.run_end import Ended, run_at_end
 from launcher.errors import LaunchError, UsageError, WorkerError
+from launcher.functions.keywords import options_of, words_of
 from launcher.functions.packing import Packed, Returns, pack
 from launcher.functions.streams import program_streams
 from launcher.job.failure import what_happened

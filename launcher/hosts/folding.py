@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 
 from launcher.errors import DtrainError, HostError
 
-__all__ = ["StartError", "fold", "lines_by_reason"]
-
 MOST = 4  # items in one line
 RANGES = 12  # of one of them
 _LEAST = 3  # names that become a range

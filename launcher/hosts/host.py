@@ -15,19 +15,6 @@ from launcher.errors import UsageError
 from launcher.frozen import dataclass
 from launcher.hosts.ranges import MAX_HOSTS, HostListError, expand_item, quoted, split
 
-__all__ = [
-    "Host",
-    "HostEntry",
-    "HostKind",
-    "address_of",
-    "clash",
-    "is_user",
-    "own_name",
-    "own_names",
-    "parse_entry",
-    "parse_hosts",
-]
-
 _LEAST_PORT = 1024  # where one number follows a name: from here on it is sshd's port, below it is slots
 _FORMS = (
     "write NAME, NAME:SLOTS, USER@NAME:PORT, NAME:PORT:SLOTS or [IPV6]:SLOTS "

@@ -30,8 +30,6 @@ from launcher.errors import UsageError
 from launcher.hosts.host import Host, HostEntry, clash, is_user, parse_entry
 from launcher.hosts.ranges import MAX_HOSTS, HostListError, quoted
 
-__all__ = ["parse_discovered", "read_hostfile"]
-
 _MAX_BYTES = 8 * 2**20
 _MAX_NAMED = 2**20  # names, the repeated ones counted: a PBS file of 8192 hosts with 128 processors each
 _SHOWN = 5  # bad lines in an error

@@ -15,8 +15,6 @@ from launcher.errors import UsageError
 from launcher.hosts.host import Host, HostKind, address_of, own_names
 from launcher.hosts.ranges import MAX_HOSTS, HostListError, expand_item, quoted, split
 
-__all__ = ["filter_hosts"]
-
 _FORM = "write NAME or NAME:SLOT,SLOT, and '@' between hosts, as in worker-0@worker-1:0,2"
 _SHOWN = 8  # hosts in an error
 

@@ -12,8 +12,6 @@ from collections.abc import Iterator
 
 from launcher.errors import UsageError
 
-__all__ = ["MAX_HOSTS", "HostListError", "expand", "expand_item", "quoted", "split"]
-
 MAX_HOSTS = 65536  # of one list, as in SLURM: far beyond any run, and small enough for the memory
 _MAX_NAME = 255  # characters; DNS ends at 253
 _MAX_DIGITS = 18

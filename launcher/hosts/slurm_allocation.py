@@ -16,21 +16,6 @@ from launcher.errors import UsageError
 from launcher.hosts.host import Host, HostKind
 from launcher.hosts.ranges import MAX_HOSTS, expand
 
-__all__ = [
-    "Allocation",
-    "Node",
-    "Step",
-    "cpu_limit",
-    "find_allocation",
-    "find_step",
-    "hosts_of",
-    "is_cancelled",
-    "requeue",
-    "restart_count",
-    "slurm_run_id",
-    "step_title",
-]
-
 _BATCH, _EXTERN, _INTERACTIVE = 0xFFFFFFFB, 0xFFFFFFFC, 0xFFFFFFFA  # numbers of steps that are none of srun's
 _SCONTROL_S = 30.0
 _INSTEAD = "pass SLURM's own variables on as they are, or name the hosts with --hosts"

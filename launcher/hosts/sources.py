@@ -17,8 +17,6 @@ from launcher.errors import DtrainError, UsageError
 from launcher.frozen import dataclass
 from launcher.hosts.host import Host, HostKind, own_name, parse_hosts
 
-__all__ = ["DISCOVERY_S", "Sources", "choose_hosts", "discover", "in_slurm", "wait_for_discovery"]
-
 _SOURCES = (
     "--hosts a,b (or DTRAIN_HOSTS, or `hosts` in dtrain.toml), --hostfile FILE, --hosts-script CMD, "
     "a SLURM allocation, --node-rank K --master-addr A typed on each node, or --simulate to divide this machine"

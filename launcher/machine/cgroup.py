@@ -12,8 +12,6 @@ from pathlib import Path
 
 from launcher.machine.system_files import read_text
 
-__all__ = ["Cgroup", "folder_in", "folders_of", "own_folders"]
-
 _NAME = re.compile(r"dtrain-[0-9a-f]{16}")
 
 

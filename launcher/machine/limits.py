@@ -11,8 +11,6 @@ from pathlib import Path
 
 from launcher.machine.cgroup import folders_of
 
-__all__ = ["room_for_workers"]
-
 FILES_EACH = 6  # that the agent holds for a worker: its two streams, progress, generation pipe, state and timeline file
 FILES_SPARE = 64  # the agent's own, and while it starts or looks at a worker
 PROCESSES_SPARE = 8  # agent, guard, store, and what looks where a worker stands

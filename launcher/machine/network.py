@@ -13,11 +13,6 @@ from collections.abc import Iterator, Sequence
 
 from launcher.errors import DtrainError, UsageError
 
-__all__ = [
-    "address_of_interface", "address_towards", "addresses", "choose_address", "interface_of", "is_loopback", "is_own",
-    "socket_interfaces",
-]  # fmt: skip
-
 _FAR_AWAY = "192.0.2.1"  # of no network (RFC 5737): the way to it is the default route; nothing is sent there
 _VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _IFF_UP = 1

@@ -16,8 +16,6 @@ from launcher.machine.gpus.visible import Gpus
 from launcher.machine.processors import share
 from launcher.machine.system_files import SYSFS
 
-__all__ = ["MODES", "Topology", "choose_cores", "nodes_of_gpus", "read_topology"]
-
 MODES = ("node", "socket", "exclusive", "core-complex")
 
 

@@ -16,8 +16,6 @@ from launcher.frozen import dataclass
 from launcher.machine.cgroup import own_folders
 from launcher.machine.system_files import read_text
 
-__all__ = ["OomWatch", "memory_in_use", "memory_size"]
-
 RECENT_S = 10.0  # a kill that was noticed longer ago was not of this worker
 LOG_RECORDS = 20_000  # at most so many are read at a time, which takes 50 ms
 UNLIMITED_BYTES = 1 << 60

@@ -12,18 +12,6 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "TESTED_TORCH",
-    "assigned",
-    "folder_of",
-    "how_tested",
-    "install_command",
-    "installed",
-    "torch_build",
-    "torch_file",
-    "version_of",
-]
-
 TESTED_TORCH = ("2.9.1", "2.11.0", "2.13.0", "2.15.0")  # with which the tests have passed, ascending
 
 

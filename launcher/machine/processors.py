@@ -9,8 +9,6 @@ from typing import TypeVar
 
 from launcher.machine.cgroup import folders_of
 
-__all__ = ["cores", "cpu_limit", "divide", "share"]
-
 T = TypeVar("T")
 
 

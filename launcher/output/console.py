@@ -19,8 +19,6 @@ from launcher.output.json_lines import message, output_head, output_lines
 from launcher.output.merging import LineMerger, label
 from launcher.output.text import size
 
-__all__ = ["Console", "takes_colour"]
-
 MAX_LINE_BYTES = 1 << 16  # a longer line is cut into several
 TERMINAL_LINE_BYTES = 1 << 12  # of a longer line a terminal shows the beginning
 REDRAW_S = 0.1

@@ -63,8 +63,6 @@ from launcher.output.text import printable
 from launcher.timeline.goodput import Parts
 from launcher.timeline.stragglers import Straggler
 
-__all__ = ["as_json", "brief_cause", "write_error_json", "write_usage_error_json"]
-
 VERSION = 2
 BRIEF_CHARACTERS = 44
 

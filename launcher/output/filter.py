@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from launcher.errors import UsageError
 from launcher.frozen import dataclass, field
 
-__all__ = ["OutputFilter", "parse_ranks", "parse_std"]
-
 _ALL = -1  # the key of a choice that is for every local rank
 
 

@@ -6,8 +6,6 @@ from launcher.output.text import count, ranges, size
 from launcher.timeline.goodput import PARTS, Parts
 from launcher.timeline.stragglers import Crowded, Straggler
 
-__all__ = ["goodput_line", "status_line", "straggler_line"]
-
 WORTH_S = 0.05  # a part that is less is not named
 _NAMES = dict(
     zip(PARTS, ("start", "training", "waiting for stragglers", "checkpoints", "failures", "rest"), strict=True)

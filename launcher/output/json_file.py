@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["write_json"]
-
 
 def write_json(path: Path, content: Mapping[str, Any], *, mode: int = 0o666) -> None:
     """Put a file in the place of the one before. Raises OSError; whoever reads it sees all of it or that.

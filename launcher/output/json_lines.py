@@ -18,8 +18,6 @@ from typing import Any
 
 from launcher.output.logfiles import STREAM_NAMES
 
-__all__ = ["message", "output_head", "output_lines", "report_line"]
-
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 

@@ -18,8 +18,6 @@ from typing import Any, BinaryIO
 
 from launcher.output.json_file import write_json
 
-__all__ = ["STREAM_NAMES", "LogFiles", "attempts_in", "log_folder", "set_aside", "times_file"]
-
 STREAM_NAMES = {1: "stdout", 2: "stderr"}
 
 

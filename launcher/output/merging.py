@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 
 from launcher.output.text import ranges
 
-__all__ = ["HeldLine", "LineMerger", "label"]
-
 PAUSE_S = 0.1
 LONGEST_S = 0.2
 # So many different lines in LONGEST_S are compared, of so many bytes. A flood passes as it comes, until one such time

@@ -26,8 +26,6 @@ from launcher.output.logfiles import STREAM_NAMES, log_folder
 from launcher.output.stacks import odd_one_out, one_line
 from launcher.output.text import count, printable, ranges, table
 
-__all__ = ["report"]
-
 _NO_CUDA = re.compile(
     "Torch not compiled with CUDA|no attribute '_cuda_|doesn't have NCCL built in|Tried to instantiate dummy base class"
 )

@@ -9,8 +9,6 @@ from launcher.machine.oom import memory_size
 from launcher.output.text import ranges
 from launcher.protocol.reports import Evidence
 
-__all__ = ["odd_one_out", "one_line", "one_line_of", "write_groups", "write_out"]
-
 
 def one_line(group: Group) -> str:
     """Say where a group is: `ranks 0-2,5 are at train.py:40 in step, inside all_reduce`.

@@ -6,8 +6,6 @@ import io
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-__all__ = ["TABLE_CHARACTERS", "count", "printable", "ranges", "size", "table"]
-
 LINE_CHARACTERS = 300  # of a line that is quoted
 TABLE_CHARACTERS = 110
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")

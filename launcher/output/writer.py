@@ -22,8 +22,6 @@ from launcher.output.stacks import one_line, write_out
 from launcher.output.text import printable
 from launcher.protocol.reports import Evidence
 
-__all__ = ["OutputThread"]
-
 QUEUE_BYTES = 4 << 20
 ENTRY_BYTES = 256  # of an entry of the queue, whatever it holds: many short lines must not take more than few long ones
 MESSAGES = 1000  # of dtrain's own that wait for the terminal

@@ -8,8 +8,6 @@ import re
 from launcher.errors import UsageError
 from launcher.frozen import dataclass
 
-__all__ = ["ChaosPlan", "Fault", "parse_chaos"]
-
 GRAMMAR = (
     "write `kill worker every 30s`, `stop worker every 5m` or `kill host every 10m`, several of them with commas, "
     "and perhaps `seed 7`"

@@ -12,8 +12,6 @@ from launcher.errors import PlacementError, UsageError
 from launcher.placement.placement import Placement, WorkerPlace
 from launcher.placement.roles import Roles
 
-__all__ = ["ECOSYSTEMS", "ecosystem_environments", "parse_ecosystems", "serving_ranks", "shared_prefixes"]
-
 ECOSYSTEMS = ("tf", "mpi", "deepspeed", "horovod")
 VARIABLE_BYTES = (128 << 10) - 1  # MAX_ARG_STRLEN, without the zero at the end
 _EVALUATOR = "evaluator"

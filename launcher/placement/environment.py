@@ -9,8 +9,6 @@ from launcher.placement.job_spec import JobSpec
 from launcher.placement.placement import Placement, WorkerPlace
 from launcher.protocol.reports import StoreOpened
 
-__all__ = ["roles_in_order", "worker_defaults", "worker_environment"]
-
 
 def worker_environment(
     spec: JobSpec, placement: Placement, worker: WorkerPlace, store: StoreOpened, *, roles: str, run_key: str

@@ -16,21 +16,6 @@ from launcher.hosts.host import Host, HostKind
 from launcher.placement.chaos_plan import ChaosPlan
 from launcher.placement.roles import Roles
 
-__all__ = [
-    "START_METHODS",
-    "TORCHRUN_START_METHODS",
-    "CommandKind",
-    "JobSpec",
-    "SshOptions",
-    "WorkerCommand",
-    "new_run_id",
-    "parse_duration",
-    "parse_exports",
-    "parse_hang",
-    "parse_nnodes",
-    "parse_nproc",
-]
-
 DEFAULT_PORT = 29500  # as torchrun's; another one is taken where it is in use
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # as torchrun's
 MAX_WAIT_S = 30 * 86400.0  # far beyond it, the system's own waits overflow

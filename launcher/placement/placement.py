@@ -14,8 +14,6 @@ from launcher.placement.job_spec import JobSpec
 from launcher.placement.roles import DEFAULT_ROLE, Roles
 from launcher.protocol.reports import Facts
 
-__all__ = ["HostOffer", "Placement", "WorkerPlace", "is_part", "place", "place_job"]
-
 NO_ROLES = Roles()
 
 

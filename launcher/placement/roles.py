@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from launcher.errors import UsageError
 
-__all__ = ["DEFAULT_ROLE", "Role", "Roles", "parse_role", "roles_of"]
-
 DEFAULT_ROLE = "default"  # of the ordinary workers, as torchrun has it
 MAX_COUNT = 100_000
 _NAME = r"[A-Za-z][A-Za-z0-9_.-]*"

@@ -21,8 +21,6 @@ from launcher.errors import DtrainError, RunError
 from launcher.machine.socket_folder import peer
 from launcher.runs.registry import Entry, Registration, connect
 
-__all__ = ["Control", "ask", "wait_for_end"]
-
 LONG = ("stacks", "debug")
 
 ANSWER_S = 5.0

@@ -13,8 +13,6 @@ from typing import Any
 
 from launcher.frozen import dataclass
 
-__all__ = ["Git", "GitState", "write_diff"]
-
 MOST_BYTES = 16 << 20  # of a diff
 UNTRACKED = 100  # names
 ASK_S = 60.0

@@ -19,8 +19,6 @@ from typing import Any
 
 from launcher.errors import UsageError
 
-__all__ = ["MANIFEST", "Limits", "hold", "parse_size", "remove_oldest"]
-
 MANIFEST = "run.json"
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.ENOLCK)  # of file systems that have none

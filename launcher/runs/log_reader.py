@@ -10,8 +10,6 @@ from pathlib import Path
 
 from launcher.output.logfiles import STREAM_NAMES, attempts_in, log_folder, times_file
 
-__all__ = ["LogReader", "Piece"]
-
 PIECE_BYTES = 1 << 16
 
 

@@ -25,8 +25,6 @@ from launcher.job.outcome import Outcome
 from launcher.output.text import printable
 from launcher.runs.secrets import without_secrets
 
-__all__ = ["IN_ON_END", "run_on_end"]
-
 IN_ON_END = "DTRAIN_IN_ON_END"  # set for the command, whose own runs take no on_end from the config file
 
 LIMIT_S = 60.0  # for the command

@@ -22,8 +22,6 @@ from launcher.timeline.stragglers import Straggler, Stragglers
 from launcher.timeline.timeline import Timeline
 from launcher.timeline.windows import Windows
 
-__all__ = ["Overview"]
-
 RECENT = 10  # records of a rank that its times are the means of: of a second, if its steps are short
 _WAIT = PHASES.index("wait")
 

@@ -14,8 +14,6 @@ from launcher.errors import RunError
 from launcher.runs.control import ANSWER_S
 from launcher.runs.registry import Entry, connect
 
-__all__ = ["Question", "question"]
-
 PACKET_BYTES = 64 << 10
 
 

@@ -46,8 +46,6 @@ from launcher.runs.registry import Entry
 if TYPE_CHECKING:
     from launcher.runs.git import Git
 
-__all__ = ["RunRecord", "read_manifest"]
-
 VERSION = 1
 SAMPLE_S = 1.0  # between looks at the steps
 RATE_S = 30.0  # over which steps are counted

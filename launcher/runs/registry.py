@@ -22,8 +22,6 @@ from launcher.frozen import dataclass, names_of, replace
 from launcher.machine.processes import find
 from launcher.machine.socket_folder import SocketFolder, prefix_of_boot, this_boot, this_host
 
-__all__ = ["LOST", "Entry", "Registration", "choose", "connect", "entries", "registered"]
-
 LOST = "lost"
 KEPT = 1000  # entries
 _PREFIX = "run-"

@@ -6,8 +6,6 @@ import itertools
 import re
 from collections.abc import Sequence
 
-__all__ = ["WITHHELD", "without_secrets"]
-
 WITHHELD = "***"
 _SECRETS = ("token", "secret", "password", "passwd", "passphrase", "pwd", "apikey", "accesskey", "privatekey",
             "secretkey", "accountkey", "credential", "credentials")  # fmt: skip  # at the end of a word

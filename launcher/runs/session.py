@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from launcher.controller.controller import Controller
     from launcher.runs.detach import Detachment
 
-__all__ = ["CONSOLE_LOG", "Session"]
-
 CONSOLE_LOG = "console.log"  # what a detached run would show on its terminal
 
 

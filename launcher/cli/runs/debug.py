@@ -18,8 +18,6 @@ from launcher.output.stacks import one_line_of
 from launcher.runs.questions import Question, question
 from launcher.runs.registry import Entry, choose, entries
 
-__all__ = ["debug_rank"]
-
 OPENS_S = 3.0  # after that it is said where the rank is
 ANSWER_S = 10.0
 LOOK_S = 0.1

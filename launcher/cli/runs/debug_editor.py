@@ -14,8 +14,6 @@ from collections.abc import Callable
 
 from launcher.errors import RunError
 
-__all__ = ["forward"]
-
 PIECE_BYTES = 64 << 10
 LOOK_S = 0.2  # between looks whether the rank is still there, while no editor has come
 

@@ -20,8 +20,6 @@ from launcher.runs.record import read_manifest
 from launcher.runs.registry import Entry, choose, entries
 from launcher.runs.session import CONSOLE_LOG
 
-__all__ = ["attach", "show_logs"]
-
 LOOK_S = 0.2  # between looks at the files
 CONTEXT_BYTES = 4096  # of what was written before, for who comes back
 

@@ -14,8 +14,6 @@ from launcher.runs.record import read_manifest
 from launcher.runs.registry import choose, entries
 from launcher.runs.secrets import WITHHELD
 
-__all__ = ["Again", "prepare_rerun"]
-
 
 @dataclass(frozen=True)
 class Again:

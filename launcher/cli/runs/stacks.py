@@ -16,8 +16,6 @@ from launcher.protocol.reports import Evidence
 from launcher.runs.questions import question
 from launcher.runs.registry import Entry, choose, entries
 
-__all__ = ["Found", "ask_stacks", "show_stacks"]
-
 LIMIT_S = 70.0  # for an answer: two rounds with native frames, one of them another command's, and some more
 
 

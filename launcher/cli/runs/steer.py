@@ -9,8 +9,6 @@ from launcher.errors import RunError
 from launcher.runs.control import ask, wait_for_end
 from launcher.runs.registry import Entry, choose, entries
 
-__all__ = ["end_of", "say_end", "show_report", "stop_run", "wait_for_run"]
-
 LOST_EXIT_CODE = 1
 NOTED_S = 5.0  # from the end of the socket to the end of the process
 

@@ -20,8 +20,6 @@ from launcher.runs.control import ask
 from launcher.runs.record import read_manifest
 from launcher.runs.registry import LOST, Entry, entries
 
-__all__ = ["number", "percent", "show_history", "show_runs", "span", "state_of"]
-
 COMMAND_CHARACTERS = 60
 _ONE_LINE = 1000  # more than any row has
 ASKED_AT_ONCE = 16

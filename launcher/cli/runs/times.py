@@ -14,8 +14,6 @@ from launcher.runs.registry import Entry, choose, entries
 from launcher.timeline.file import read_lines
 from launcher.timeline.trace import trace_events
 
-__all__ = ["plot_run", "trace_run"]
-
 
 def trace_run(word: str, out: str | None, *, say: Callable[[str], None]) -> int:
     """Write the trace of a run to `out`, or `RUN.trace.json` here; `-` is stdout. Return 0."""

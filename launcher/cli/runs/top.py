@@ -18,8 +18,6 @@ from launcher.runs.registry import Entry, choose, entries
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["screen_of", "show_top"]
-
 REFRESH_S = 1.0
 AGO_S = 5.0  # a step that ended so long ago is not the one that runs
 FRAME = 6  # lines that are no row: the run (two), a blank one, the heads, what is cut, the cursor

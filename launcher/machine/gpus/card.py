@@ -12,8 +12,6 @@ from launcher.errors import UsageError
 from launcher.frozen import dataclass
 from launcher.machine.system_files import SYSFS
 
-__all__ = ["DEV", "Card", "listed", "pci_folder", "select"]
-
 DEV = Path("/dev")
 HIDDEN = ((), ("-1",), ("NoDevFiles",))  # the last by SLURM, for a job without GPUs
 

@@ -9,8 +9,6 @@ from collections.abc import Collection, Mapping, Sequence
 from launcher.frozen import replace
 from launcher.machine.gpus.card import Card
 
-__all__ = ["as_written", "list_cards", "numbers_are_certain", "usage"]
-
 
 def list_cards(_: Mapping[str, str]) -> list[Card] | None:
     """Return every card or MIG slice, or None where there is no driver."""

@@ -9,8 +9,6 @@ from launcher.machine.gpus import amd, nvidia
 from launcher.machine.gpus.card import Card
 from launcher.machine.packages import torch_build
 
-__all__ = ["VENDORS", "Vendor", "by_torch", "value_for", "vendor_named"]
-
 
 @dataclass(frozen=True)
 class Commands:

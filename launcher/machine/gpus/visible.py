@@ -12,8 +12,6 @@ from launcher.frozen import dataclass
 from launcher.machine.gpus.card import Card, listed, select
 from launcher.machine.gpus.vendors import VENDORS, Vendor, by_torch
 
-__all__ = ["Gpus", "find_gpus"]
-
 
 @dataclass(frozen=True)
 class Gpus:

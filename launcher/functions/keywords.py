@@ -13,8 +13,6 @@ from launcher.cli.main import cli
 from launcher.cli.options import Options, takes_options
 from launcher.errors import UsageError
 
-__all__ = ["options_of", "words_of"]
-
 _WAITS = "launch() waits for the end of the run and returns what the workers return"
 _CALLS = "launch() calls a function"
 # Options that have no meaning there: why.
