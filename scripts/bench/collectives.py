@@ -110,11 +110,9 @@ def worker(arguments: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     import ddp
-    from ddp.comm.shm.backend import register
 
     torch.set_num_threads(1)
     world = ddp.init("gloo")
-    register()
     groups = {name: dist.new_group(backend=name) for name in BACKENDS}
     rate = rate_of(arguments.rate) if arguments.hosts > 1 else None
     for operation in arguments.operations.split(","):

@@ -40,7 +40,6 @@ import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 
 import ddp  # noqa: E402
-from ddp.comm.shm.backend import register  # noqa: E402
 
 _DEADLINE_S = 1800.0
 
@@ -184,7 +183,6 @@ def wrap(name: str, subject: Subject) -> nn.Module:
 
 @functools.cache
 def _shm_group() -> dist.ProcessGroup:
-    register()
     return dist.new_group(backend="shm")
 
 

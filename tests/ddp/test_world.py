@@ -112,6 +112,20 @@ def test_a_backend_that_is_named_is_known_to_torch(nursery: Nursery, tmp_path: P
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.parametrize("backend", ["shm", "cpu:shm", "gloo"])
+def test_a_script_that_imports_it_may_ask_torch_for_shm(nursery: Nursery, tmp_path: Path, backend: str) -> None:
+    script = f"""
+        import ddp, torch, torch.distributed as dist
+        dist.init_process_group("{backend}", store=dist.HashStore(), rank=0, world_size=1)
+        group = dist.group.WORLD if "shm" in "{backend}" else dist.new_group(backend="shm")
+        dist.all_reduce(torch.ones(1), group=group)
+        assert "Shm" in type(group._get_backend(torch.device("cpu"))).__name__
+        dist.destroy_process_group()
+    """
+    result = nursery.program(textwrap.dedent(script), tmp_path)
+    assert result.returncode == 0, result.stderr
+
+
 def test_under_torchrun(script: Path, tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     result = run([*torchrun, script], TMPDIR=str(tmp_path))  # it leaves a folder there

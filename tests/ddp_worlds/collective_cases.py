@@ -24,8 +24,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ddp.comm.shm import backend
 
-backend.register()
-
 Group = dist.ProcessGroup
 Case = Callable[[Group], None]
 

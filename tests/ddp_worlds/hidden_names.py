@@ -309,9 +309,8 @@ def _other_devices_beside_shm() -> None:
     import torch
     import torch.distributed as dist
 
-    from ddp.comm.shm.backend import register
+    import ddp.comm.shm.backend  # noqa: F401
 
-    register()
     try:
         group: Any = dist.new_group(backend="cpu:shm,cuda:gloo")
         group._get_backend(torch.device("cuda"))

@@ -41,9 +41,7 @@ _NO_FAULT = (  # what some versions say, and nobody can mend
     "Sparse invariant checks are implicitly disabled",
     "Validating sparse tensor invariants because weights_only=True",
 )
-_ONLY_IN_RANKS = {  # they register backends and the like, which are for their own worlds alone
-    f"ddp_worlds.{name}" for name in ("collective_cases", "device_cases", "shm_cases", "shm_failures", "shm_torch")
-}
+_ONLY_IN_RANKS = {"ddp_worlds.device_cases"}  # it registers a backend, which is for its own worlds alone
 _GRACE_S = 3.0  # what the other ranks may still say after one has failed
 
 

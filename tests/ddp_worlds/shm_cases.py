@@ -11,10 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp.comm.shm.backend import register
+import ddp.comm.shm.backend  # noqa: F401
 from ddp.errors import CollectiveError
-
-register()
 
 # Around where chunks, slices and small ones end.
 SIZES = (0, 1, 5, 1000, 4096, 4097, 65_535, 131_073, 300_001)

@@ -18,14 +18,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore
 
-from ddp.comm.shm.backend import register
 from ddp.comm.shm.group import ShmGroup
 from ddp.comm.shm.hosts_group import HostsGroup
 from ddp.comm.shm.process_end import close_all
 from ddp.comm.shm.rounds import Lost
 from ddp.errors import CollectiveError
-
-register()
 
 LIMIT_S = 60.0
 _LARGE = 3_000_000  # elements: several chunks

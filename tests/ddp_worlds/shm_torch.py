@@ -22,13 +22,11 @@ from torch.distributed import FileStore, TCPStore
 import ddp
 from ddp.comm.objects import device_of
 from ddp.comm.shared_memory import SharedSegment
-from ddp.comm.shm.backend import connect, register, sharing
+from ddp.comm.shm.backend import connect, sharing
 from ddp.comm.shm.other_devices import OtherDevices
 from ddp.device_choice import agree_on_backend
 from ddp.environment import Placement
 from ddp.errors import ArgumentError, LaunchEnvironmentError, RendezvousError
-
-register()
 
 
 @contextmanager

@@ -1,11 +1,11 @@
 """`shm`: a backend of torch.distributed for tensors in host memory, for ranks that share one host's memory.
 
-    from ddp.comm.shm.backend import register
-    register()                                         # torch knows it from here on
+    import ddp
     dist.init_process_group("shm")                     # or "cpu:shm,cuda:nccl"
     group = dist.new_group(ranks, backend="shm")
 
-`import ddp` does not make it known to torch; `ddp.init()` does where it takes shm, which it does on the CPU if it can.
+Torch learns of it when it looks the name up, so `import ddp` changes nothing for other groups (backend.py).
+`ddp.init()` takes it on the CPU if it can.
 
 `backend.sharing(store, rank, size, timeout)` says for all ranks which of them share memory. Where not all ranks of a
 group do, it goes by memory within hosts and by gloo between them (`across_hosts`, `peers`, `hosts_group`).

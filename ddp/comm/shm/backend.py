@@ -1,4 +1,7 @@
-"""Makes the backend `shm` known to torch.distributed; what it consists of is imported when a group is made."""
+"""Makes the backend `shm` known to torch.distributed; what it consists of is imported when a group is made.
+
+Importing this module, as `import ddp` does, leaves the registration to the moment when torch looks the name up.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,20 @@ def register() -> None:
     group then has the name "undefined", and no numbers of its calls. So this is done only where shm is wanted.
     """
     if NAME not in dist.Backend.backend_list:
+        setattr(dist.Backend, NAME.upper(), NAME)  # in place of what would call this function again
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+
+
+class _RegisteredWhenUsed:
+    """Stands for `dist.Backend.SHM`, which torch reads when a group is asked for by this name."""
+
+    def __get__(self, _: object, __: object) -> str:
+        register()
+        return NAME
+
+
+if not hasattr(dist.Backend, NAME.upper()):
+    setattr(dist.Backend, NAME.upper(), _RegisteredWhenUsed())
 
 
 def sharing(store: Any, rank: int, size: int, timeout: timedelta) -> list[tuple[int, ...]]:
