@@ -21,13 +21,20 @@ def _model(by: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, hvd.DistributedOptimizer(optimizer) if by == "horovod" else optimizer
 
 
-def _backward(model: torch.nn.Module, spoilt: float | None) -> None:
-    loss = model(torch.ones(3, 4)).square().mean()
-    (loss if spoilt is None else loss * spoilt).backward()
+def _backward(model: torch.nn.Module, spoilt: float | None, *, in_the_middle: bool) -> None:
+    """Spoil the loss, or with `in_the_middle` the gradients that come after those of the last layer."""
+
+    def spoil(_module: object, _inputs: object, out: torch.Tensor) -> None:
+        out.register_hook(lambda grad: grad if spoilt is None else grad * spoilt)
+
+    (middle,) = (module for module in model.modules() if isinstance(module, torch.nn.ReLU))
+    handle = (middle if in_the_middle else model).register_forward_hook(spoil)
+    model(torch.ones(3, 4)).square().mean().backward()
+    handle.remove()
 
 
 def steps(
-    by: str, on_nonfinite: str, value: float, skipped: bool = False
+    by: str, on_nonfinite: str, value: float, skipped: bool = False, in_the_middle: bool = False
 ) -> tuple[list[str], tuple[object, ...], bool, int]:
     """The last rank's loss is spoilt in steps 3 and 5 of 6.
 
@@ -42,7 +49,7 @@ def steps(
         warnings.simplefilter("always")
         patched.setenv("DTRAIN_ON_NONFINITE", on_nonfinite)
         for step in range(1, 7):
-            _backward(model, value if spoils and step in (3, 5) else None)
+            _backward(model, value if spoils and step in (3, 5) else None, in_the_middle=in_the_middle)
             try:
                 if not (skipped and step in (3, 5)):
                     optimizer.step()

@@ -32,6 +32,7 @@ from ddp.errors import CheckpointError
 from ddp.monitoring import timeline
 
 _PROBED_NUMEL = 1 << 16
+_SMALL_NUMEL = 1 << 12  # summed in 2 us
 
 
 class BucketSchedule:
@@ -89,9 +90,12 @@ class BucketSchedule:
             for member in transfer.members:
                 self.transfer_of[member.index] = transfer
             transfer.hold_back(self.repeated)
-        # A loss that is not finite leaves no gradient finite: the smallest shows it. The host waits for no device.
-        on_host = (self._members[index] for index in order if self._members[index].parameter.device.type == "cpu")
-        self._probe = min(on_host, key=lambda member: member.parameter.numel(), default=None)
+        # What is not finite, in the loss or in backward, spoils the gradients that follow: a small one near the end
+        # shows it. The host waits for no device.
+        on_host = [self._members[index] for index in order if self._members[index].parameter.device.type == "cpu"]
+        small = [member for member in on_host if member.parameter.numel() <= _SMALL_NUMEL]
+        smallest = min(on_host, key=lambda member: member.parameter.numel(), default=None)
+        self._probe = small[-1] if small else smallest
         names = {
             "order": [self._members[index].name for index in order],
             "sparse": [each.name for each in self._sparse],

@@ -26,6 +26,11 @@ def test_stop_raises_on_every_rank_before_the_weights_change(nursery: Nursery, b
         assert known == [3, (1,), None if rank == 1 else (1,)]
 
 
+def test_gradients_that_are_spoilt_in_backward_are_seen_in_that_step(nursery: Nursery) -> None:
+    results = nursery.run(2, STEPS, by="ddp", on_nonfinite="stop", value=float("nan"), in_the_middle=True)
+    assert [(error[1:3], are_finite, done) for _, error, are_finite, done in results] == [((3, (1,)), True, 2)] * 2
+
+
 @pytest.mark.parametrize("on_nonfinite", ["warn", "stop"])
 def test_a_step_that_is_skipped_as_by_a_grad_scaler_is_no_matter(nursery: Nursery, on_nonfinite: str) -> None:
     result = nursery.run(2, STEPS, by="ddp", on_nonfinite=on_nonfinite, value=float("inf"), skipped=True)
