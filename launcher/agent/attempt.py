@@ -328,6 +328,9 @@ class Attempt:
             if stdin is not None:
                 os.close(stdin)
         self.workers[message.rank] = worker
+        prevents = by_exec == self._fork_server.why_not
+        if by_exec:
+            worker.by_exec = by_exec, self._fork_server.unfit_import if prevents else ""
         self.input.begin(worker)
         if is_first and self._generation > message.generation:  # it takes nobody's place, and joins the others too
             worker.tell_generation(self._generation, self._when, self._composed(worker.rank))
@@ -338,7 +341,7 @@ class Attempt:
                 pid=worker.pid,
                 time=worker.began,
                 by_exec=by_exec,
-                costs_s=self._fork_server.costs_s if by_exec == self._fork_server.why_not else 0.0,
+                costs_s=self._fork_server.costs_s if prevents else 0.0,
             )
         )
         self._unstepped += [worker] if self._reports_steps else []

@@ -148,17 +148,20 @@ class AttemptState:
             self.ranks.move(row, RankState.RUNNING)
         self._starts_until = now + self._start_s
         self._has_stepped = False
-        if started.by_exec:
-            self.by_exec[started.by_exec] = max(started.costs_s, self.by_exec.get(started.by_exec, 0.0))
-        else:
-            self.forked += 1
+        self.forked += not started.by_exec
+        self._note_exec(started)
         self.made_progress(now)
 
     def take_exit(self, row: Rank, exited: Exited, at: float, now: float) -> None:
         """Note the end of a worker; `at` is its time on the controller's clock."""
         state = RankState.DONE if exited.status == 0 else RankState.FAILED
         self.ranks.move(row, RankState.STOPPED if exited.provoked else state, exited=exited, at=at)
+        self._note_exec(exited)
         self.made_progress(now)
+
+    def _note_exec(self, report: Started | Exited) -> None:
+        if report.by_exec:
+            self.by_exec[report.by_exec] = max(report.costs_s, self.by_exec.get(report.by_exec, 0.0))
 
     def leave_out(self, row: Rank, failure: Failure) -> None:
         """Go on without a worker that has failed."""

@@ -134,6 +134,8 @@ class Exited(Report):
     steps: int = 0  # that it said it made
     saved: int = 0  # checkpoints that it said it saved
     unsaved: int | None = 0  # steps since the newest one; None: it trained without ddp, what it saves is not known
+    by_exec: str = ""  # as in Started...
+    costs_s: float = 0.0  # where only now it is known how long the import of that package took
 
 
 @dataclass(frozen=True)

@@ -56,8 +56,10 @@ def main() -> None:
     try:
         _run(kind, target)
     except BaseException as error:
+        imports.ended()
         _end(error)
         raise
+    imports.ended()
     _end(None)
 
 
@@ -547,11 +549,19 @@ class _Imports:
 
     def _stepped(self) -> None:
         """Write what was imported up to the first step; what comes after it is not recorded."""
+        self._write("imports")
+
+    def ended(self) -> None:
+        """Write how long imports took, if no optimizer has made a step."""
+        self._write("took")
+
+    def _write(self, kind: str) -> None:
         recorder, self._recorder = self._recorder, None
         if recorder is None or os.getpid() != _pid:
             return
         try:
-            recorder.write(f"{self._error_file}.imports")
+            write = recorder.write if kind == "imports" else recorder.write_times
+            write(f"{self._error_file}.{kind}")
         except Exception as error:  # a full disk, or the script's folder has a json.py of its own
             print(f"dtrain: the imports of this worker could not be recorded: {error}", file=sys.stderr)
 

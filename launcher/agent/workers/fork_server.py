@@ -69,7 +69,7 @@ _found_by_imports: dict[str, str] = {}  # all variables, but for those
 class _UnfitError(BaseException):
     """This process must not be forked: why. No `except Exception` of a package is to hold it up."""
 
-    late = ""  # which of the late imports has made it so
+    module = ""  # the late import, or the package left to each worker, that has made it so
 
 
 # Other ones in each connection: copies of all variables have them, and who wants one of them asks by its name.
@@ -242,7 +242,7 @@ def main() -> None:
             _import_packages(found, kind, target, printed)
         answer = _describe("")
     except _UnfitError as error:
-        answer = {**_describe(str(error)), "costs_s": max(0.0, time.monotonic() - began), "late": error.late}
+        answer = {**_describe(str(error)), "costs_s": max(0.0, time.monotonic() - began), "module": error.module}
     if packages is not None:
         packages.imported()
     _send(control, answer)
@@ -266,7 +266,7 @@ def main() -> None:
                 _import_late(order, _Printed())
                 answer = _describe("")
             except _UnfitError as error:
-                answer = {**_describe(str(error)), "late": error.late}
+                answer = {**_describe(str(error)), "module": error.module}
             _send(control, answer)
             gc.freeze()
             gc.enable()
@@ -386,7 +386,9 @@ def _find_imports(kind: str, target: str) -> Any:
     found = preload.find_preloads(kind, target, _OWN_ROOT)
     if not found.imports and found.left_out:
         alone = "starts threads, connects to something or reads its rank"
-        raise _UnfitError(f"{found.left_out[0]} is left to each worker: it {alone} when it is imported")
+        error = _UnfitError(f"{found.left_out[0]} is left to each worker: it {alone} when it is imported")
+        error.module = found.left_out[0]
+        raise error
     if not found.imports:
         raise _UnfitError("the script imports no installed package before it does anything")
     return found
@@ -446,7 +448,7 @@ def _import_late(order: dict[str, Any], printed: _Printed) -> None:
                 try:
                     _import_one(name, drawn, record, printed)
                 except _UnfitError as error:
-                    error.late = name
+                    error.module = name
                     raise
         finally:
             printed.end()
@@ -523,11 +525,12 @@ def _check(open_before: set[str]) -> None:
     if opened := sorted(_open_files() - open_before):
         raise _UnfitError(f"the imports left {opened[0]} open")
     # NumPy's OpenBLAS ends its threads before a fork and starts them again when they are needed. So a first fork, of
-    # a process that ends at once, leaves the threads that would not end.
-    pid = os.fork()
-    if pid == 0:
-        os._exit(0)
-    os.waitpid(pid, 0)
+    # a process that ends at once, leaves the threads that would not end. It takes some 20 ms.
+    if _threads():
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0)
+        os.waitpid(pid, 0)
     if threads := _threads():
         raise _UnfitError(f"the imports left {len(threads)} threads running ({', '.join(threads)})")
     try:
@@ -639,8 +642,8 @@ def _fork(control: socket.socket) -> bool:
     os.close(passed_write)
     with os.fdopen(passed_read, "rb") as passed:
         pid = int(passed.read() or b"-11")
+    control.send(json.dumps({"pid": pid}).encode())  # first: the agent has things to do while the other process ends
     os.waitpid(between, 0)
-    control.send(json.dumps({"pid": pid}).encode())
     return False
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import types
 
 TYPE_CHECKING = False
@@ -37,14 +38,16 @@ class Recorder:
         self._began_with = self._variables = _variables()
         self._random = random_states()
         self._imports: list[tuple[str, dict[Any, Any], list[str], list[str]]] = []
-        self._last = ""
+        self._last, self._last_began = "", 0.0
+        self._took: dict[str, float] = {}  # how long the imports of packages took at least, in s
 
     def note(self, name: str) -> None:
         """Note an import that is about to be made, unless the code of an installed package makes it."""
-        last = sys.modules.get(self._last)
+        last, now = sys.modules.get(self._last), time.monotonic()
         if _is_being_imported(last) and not _is_own(origin_of(last)):
+            self._took[self._last.partition(".")[0]] = now - self._last_began
             return
-        self._last = name
+        self._last, self._last_began = name, now
         if _environ() != self._variables:
             self._variables = _variables()
         drawn = [kind for kind, state in random_states().items() if self._random.get(kind) != state]
@@ -75,6 +78,15 @@ class Recorder:
         with open(f"{path}.new", "w", encoding="ascii") as file:
             json.dump(said, file)
         os.rename(f"{path}.new", path)
+
+    def write_times(self, path: str) -> None:
+        """Write how long the imports of packages took, if there were any. Raises OSError."""
+        if not self._took:
+            return
+        import json
+
+        with open(path, "w", encoding="ascii") as file:
+            json.dump(self._took, file)
 
     def _changes(self, variables: Mapping[Any, Any]) -> dict[str, str | None]:
         names = {name for name, _ in variables.items() ^ self._began_with.items()}

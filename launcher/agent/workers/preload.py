@@ -26,6 +26,7 @@ NEVER = {
     "lightning_utilities", "mpi4py", "pycuda", "pyspark", "pytorch_lightning", "ray", "tensorflow", "torch_xla",
     "torchmetrics",
 }  # fmt: skip
+_ON_TORCH = NEVER & {"deepspeed", "lightning", "lightning_fabric", "pytorch_lightning", "torchmetrics"}
 _INSTALLED = ("/site-packages/", "/dist-packages/")  # the user's and Debian's, wherever they are
 NAMES_TORCH = re.compile(
     rb"TORCH(?!ELASTIC_)"
@@ -187,6 +188,8 @@ class _Reader:
         top = module.partition(".")[0]
         if top in NEVER:
             self._found.left_out.append(top)
+        if top in _ON_TORCH and not self.read_module(top):  # which is thus imported once for all
+            self._found.imports.append(("torch", ()))
         if top in sys.stdlib_module_names or top in NEVER:
             return
         if not self.read_module(module):

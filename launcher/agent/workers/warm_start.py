@@ -167,7 +167,7 @@ class ForkServer:
         self._command: tuple[Sequence[str], str, Sequence[int]] = ((), "", ())  # argv, folder and processors
         self._records: list[str] = []  # of the late imports
         self._left_out: list[str] = []  # of them
-        self._unfit_import = ""  # which of its late imports has made this process unfit
+        self.unfit_import = ""  # which import has made this process unfit, where it is a late one or was not tried
 
     def prepare(self, message: Prepare, workers: int) -> None:
         """Start the process for so many workers, if those can be forked from one at all."""
@@ -307,8 +307,8 @@ class ForkServer:
         if (late := self._late) is None:
             return
         late.step(now)
-        if late._unfit_import and len(self._left_out) < _LATE_TRIES:
-            self._left_out.append(late._unfit_import)
+        if late.unfit_import and len(self._left_out) < _LATE_TRIES:
+            self._left_out.append(late.unfit_import)
             self._start_late()
 
     def _read_answer(self) -> None:
@@ -318,13 +318,13 @@ class ForkServer:
         try:
             said = json.loads(self._control.recv(_MESSAGE_BYTES))
         except (OSError, ValueError):  # its end, which is reaped as well
-            said = {"reason": "its process has ended", "costs_s": 0.0, "late": ""}
+            said = {"reason": "its process has ended", "costs_s": 0.0, "module": ""}
         if said["reason"] and self._is_checking:
             self._start_cold(said["reason"])
             return
         if said["reason"]:
             self.costs_s = said["costs_s"]
-            self._unfit_import = said["late"]
+            self.unfit_import = said["module"]
             self.kill(said["reason"])
             return
         self.has_torch = said["has_torch"]

@@ -133,6 +133,7 @@ class Files:
         self.facts = Path(f"{self.error}.facts")
         self.stack = Path(f"{self.error}.stack")
         self.imports = Path(f"{self.error}.imports")  # what it had imported at its first step; see late_imports.py
+        self.took = Path(f"{self.error}.took")  # how long its imports took
         self.progress = Path(f"{self.error}.progress")
         self.generations = Path(f"{self.error}.generations")
         self.generation = Path(f"{self.error}.generation")
@@ -207,6 +208,7 @@ class Worker:
         self.killer = ""
         self.status: int | None = None
         self.reported = False
+        self.by_exec = ("", "")  # why it was not forked, and the import that prevents that, where it was not tried
         self.output_bytes = 0  # that were read of it
         self.output_lines = 0  # that it has ended
         self._begun: dict[int, str] = {}  # by stream, what its last line is if it has no end yet: a bar or a prompt
@@ -363,6 +365,8 @@ class Worker:
         text = _read_text(self.files.error)
         failed_at = _failed_at(facts, self.ended)
         steps, saved = self.progress
+        by_exec, module = self.by_exec
+        took = (_read_json(self.files.took) or {}) if module else {}
         return Exited(
             attempt=attempt,
             rank=self.rank,
@@ -378,6 +382,8 @@ class Worker:
             steps=steps,
             saved=saved,
             unsaved=self.unsaved,
+            by_exec=by_exec,
+            costs_s=float(took.get(module, 0.0)),
         )
 
     def read_returned(self) -> bytes:

@@ -152,6 +152,17 @@ def test_everybody_is_told_which_package_prevents_a_fork_and_what_that_costs(ins
     assert re.search(said + r"each such start takes at least [0-9]\.[0-9] s longer$", line)
 
 
+def test_so_is_a_package_that_each_worker_imports_by_itself(installed: Path, tmp_path: Path) -> None:
+    (installed / "tensorflow").mkdir()
+    (installed / "tensorflow" / "__init__.py").write_text("import time\ntime.sleep(0.3)\nimport tensorflow.core")
+    (installed / "tensorflow" / "core.py").touch()
+    (tmp_path / "script.py").write_text("import tensorflow")
+    result = run_dtrain("run", "--nproc-per-node", "2", "script.py", cwd=tmp_path)
+    (line,) = (line for line in result.stderr.splitlines() if "started by exec" in line)
+    said = r"tensorflow is left to each worker: .*; each such start takes at least [0-9]\.[0-9] s longer$"
+    assert re.search(said, line), result
+
+
 @pytest.fixture
 def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A runtime folder in which nothing is warm, nor anything at the end."""

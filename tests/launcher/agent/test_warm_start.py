@@ -225,7 +225,7 @@ FORKED = "dtrain: 2 workers were forked from processes that had imported their p
         ("import json", [], "the script imports only the standard library"),
         ("import os; os.environ.update(A='b'); import numpy", [], "no installed package before it does anything"),
         ("import mine; import numpy", [], "no installed package before it does anything"),
-        ("import torchmetrics", [], "torchmetrics is left to each worker: it starts threads, connects to something or"),
+        ("import keras", [], "keras is left to each worker: it starts threads, connects to something or"),
         ("import nowhere, numpy", [], "no installed package before it does anything"),
         ("import numpy", ["--numa-binding", "node"], "--numa-binding, for libraries look at their processors"),
         ("import numpy", ["--start-method", "auto", "--no-python", sys.executable], "it is no Python script"),
@@ -583,6 +583,7 @@ def test_own_modules_are_read_but_never_imported_before(installed: Path, tmp_pat
         ("import a\nfor x in y: pass\nimport b", ["a"]),
         ("import a\nif f(): pass\nimport b", ["a"]),
         ("import tensorflow, a", ["a"]),
+        ("import lightning, a", ["torch", "a"]),
         ("import a\nfrom . import c\nimport b", ["a"]),
         ("import a\nimport", []),
     ],
@@ -591,7 +592,7 @@ def test_reading_ends_at_what_may_have_an_effect(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, imports: list[str]
 ) -> None:
     folder = tmp_path / "site-packages"
-    for name in ("a.py", "b/__init__.py", "b/c.py"):
+    for name in ("a.py", "b/__init__.py", "b/c.py", "lightning.py"):
         write(folder, name, "raise AssertionError('it was imported')")
     monkeypatch.syspath_prepend(str(folder))
     script = write(tmp_path, "script.py", text)
