@@ -41,6 +41,7 @@ class _Mode(enum.Enum):
 
     REDUCE = enum.auto()
     SET_ASIDE = enum.auto()  # this rank has further passes in this step, or does not count
+    SETTING_ASIDE = enum.auto()  # and its backward pass runs
     ACCUMULATE = enum.auto()
     IDLE = enum.auto()  # nothing: they were computed without the wrapper's forward
 
@@ -76,7 +77,6 @@ class ForwardPolicy:
         self.reducer = reducer
         self.buffer_hook = buffer_hook
         self.micro_batches = micro_batches
-        self._sets_aside = False  # at the end of the backward pass that runs
         self._buffer_sync = buffer_sync
         self._buffers_are_of = -1  # how many reductions there had been when they were made equal
         self._checksum = checksum
@@ -95,8 +95,8 @@ class ForwardPolicy:
 
         With `steps_alone`, this rank's next steps are its own affair (LocalSGD).
         """
-        if self._sets_aside:
-            self._sets_aside = False
+        if self._mode is _Mode.SETTING_ASIDE:
+            self._mode = _Mode.IDLE
             self.reducer.fail("its backward pass was interrupted")
             self.reducer.settle()
         if self.micro_batches is not None and torch.is_grad_enabled():
@@ -181,21 +181,21 @@ class ForwardPolicy:
     @property
     def is_announced(self) -> bool:
         """Whether the other ranks wait for the next backward pass, or for one of the same step that follows it."""
-        return self._mode in (_Mode.REDUCE, _Mode.SET_ASIDE)
+        return self._mode not in (_Mode.ACCUMULATE, _Mode.IDLE)
 
     def is_inside_backward(self) -> bool:
         """Whether an announced backward pass runs in this thread: a forward now is a checkpoint's."""
-        return self.reducer.is_inside_backward() or (self._sets_aside and current_backward() != -1)
+        return self.reducer.is_inside_backward() or (self._mode is _Mode.SETTING_ASIDE and current_backward() != -1)
 
     def reduce_alone(self) -> None:
         """Take part in the reduction that the last forward announced, without a backward pass of this rank."""
         if self.is_announced and self.reducer.current is None:
             for forward in self._forwards[-1:]:
                 forward.is_open = False
-            if self._mode is _Mode.SET_ASIDE:
+            if self._mode is _Mode.REDUCE:
+                self.reducer.reduce_now()
+            else:
                 self._set_aside()
-                return
-            self.reducer.reduce_now()
 
     def reduce_as_joined(self) -> None:
         """Take part in a reduction of the others with nothing: this rank has no more inputs (Join).
@@ -229,18 +229,18 @@ class ForwardPolicy:
         return False
 
     def begin(self) -> None:
-        if self._mode is not _Mode.SET_ASIDE:
-            self.reducer.begin()
-        elif not self._sets_aside:
+        if self._mode is _Mode.SET_ASIDE:
             self._refuse_other_grads(self._watch.is_kept())
-            self._sets_aside = True
+            self._mode = _Mode.SETTING_ASIDE
             call_after_backward(EndOfBackward(self._set_aside, self._was_dropped))
+        elif self._mode is not _Mode.SETTING_ASIDE:
+            self.reducer.begin()
 
     def _set_aside(self) -> None:
         """The backward pass of a micro-batch has ended that is not the last one in a step, or does not count."""
         steps = self.micro_batches
         assert steps is not None
-        self._sets_aside, self._mode = False, _Mode.IDLE
+        self._mode = _Mode.IDLE
         if steps.is_spare:
             self.reducer.leave_out()
         if steps.is_last:
@@ -251,8 +251,8 @@ class ForwardPolicy:
         self.reducer.report.at("outside forward and backward")
 
     def _was_dropped(self) -> None:
-        if self._sets_aside:
-            self._sets_aside = False
+        if self._mode is _Mode.SETTING_ASIDE:
+            self._mode = _Mode.IDLE
             with self.reducer.lock:
                 self.reducer.fail("its backward pass raised an exception")
 
