@@ -16,15 +16,6 @@ import torch.distributed as dist
 from ddp.errors import CheckpointError
 from ddp.monitoring.stall_report import finish, waiting_for_peers
 
-__all__ = [
-    "Bucket",
-    "Compressor",
-    "completed",
-    "mean_over_ranks",
-    "real",
-    "real_gradients",
-]
-
 _Named = Mapping[str, torch.Tensor]
 
 

@@ -16,8 +16,6 @@ from ddp.compression.compressor import Bucket, completed
 from ddp.compression.row_compressor import RowCompressor
 from ddp.errors import ArgumentError
 
-__all__ = ["Half"]
-
 
 @dataclass(frozen=True)
 class Half:

@@ -19,8 +19,6 @@ from ddp.compression.quantize import add_dequantized, dequantize, quantize, row_
 from ddp.compression.row_compressor import RowCompressor
 from ddp.errors import ArgumentError
 
-__all__ = ["Int8"]
-
 
 @dataclass(frozen=True)
 class Int8:

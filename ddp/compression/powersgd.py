@@ -27,8 +27,6 @@ from ddp.errors import ArgumentError, CheckpointError
 from ddp.monitoring.stall_report import report_of, waiting_for_peers
 from ddp.torch_internals import is_in_stream_order
 
-__all__ = ["PowerSGD", "PowerSGDCompressor"]
-
 _SMALLEST_NORM = torch.finfo(torch.float32).tiny
 
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["add_dequantized", "dequantize", "quantize", "row_bytes"]
-
 _STEPS = 127
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # so that the reciprocal of a scale is finite
 

@@ -16,8 +16,6 @@ from ddp.compression.compressor import Bucket, Compressor
 from ddp.compression.rehearsal import RehearsalGroup
 from ddp.compression.row_exchange import BucketRows, RowExchange, RowMemory, open_exchange
 
-__all__ = ["RowCompressor"]
-
 
 class RowCompressor(Compressor):
     """Fills the rows of a bucket in `reduce`, and hands them to `_start` with what is to be made of those it gets."""

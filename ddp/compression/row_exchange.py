@@ -44,8 +44,6 @@ from ddp.errors import CollectiveError, UnsupportedError
 from ddp.monitoring.stall_report import StallReport, report_of, waiting_for_peers
 from ddp.torch_internals import allgather_flat, backend_of, default_store, is_in_stream_order, timeout_of
 
-__all__ = ["BucketRows", "RowExchange", "RowMemory", "open_exchange"]
-
 _CPU = torch.device("cpu")
 _TORCHS_TIMEOUT = timedelta(minutes=30)
 

@@ -12,8 +12,6 @@ from torch import nn
 from ddp.data_parallel.wrapper import DistributedDataParallel
 from ddp.strategies.strategy import Strategy, Weighting, join
 
-__all__ = ["AllReduce"]
-
 
 class AllReduce(Strategy):
     """`ddp.DistributedDataParallel` around the model; the optimizer stays as it is."""

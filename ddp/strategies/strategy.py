@@ -44,8 +44,6 @@ from ddp.monitoring.stall_report import waiting_for_peers
 from ddp.torch_internals import unwrapped
 from ddp.world import World, init
 
-__all__ = ["Strategy", "Weighting", "strategy"]
-
 Weighting = Literal["in_backward", "by_exchange", "own", "refused"]
 
 _CLASSES = {  # imported when they are asked for: not everybody has what a parameter server needs
