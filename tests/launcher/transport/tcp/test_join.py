@@ -43,7 +43,7 @@ find = Endpoint(host, int(port), token) if host else functools.partial(read_endp
 try:
     code = join(find, greeting=Greeting.ours(1, {"command": "x"}), agent_command=command,
                 deadline=time.monotonic() + float(deadline_s), rejoin_s=float(rejoin_s),
-                tell=lambda text: print(text, flush=True))
+                tell=lambda text: print(text, flush=True), env=os.environ)
 except DtrainError as error:
     print(error, file=sys.stderr)
     code = error.exit_code
