@@ -31,8 +31,8 @@ from launcher.protocol.message import AGENT_WORKDIR
 from launcher.transport.connect import agent_command
 from launcher.transport.tcp.dial import JoinError
 from launcher.transport.tcp.greeting import Greeting
-from launcher.transport.tcp.join import join
 from launcher.transport.tcp.listener import Listener
+from launcher.transport.tcp.relay import join
 from launcher.transport.tcp.rendezvous import Endpoint, find_token, new_token, publish, read_endpoint
 
 _ABOUT_SSH = {"ssh_config", "accept_new_host_keys"}

@@ -32,8 +32,6 @@ from launcher.job.events import (
 )
 from launcher.protocol.message import CHANNEL_BYTES
 
-__all__ = ["Askers"]
-
 PACKET_BYTES = 32 << 10
 END_S = 2.0  # for all of them to have the last words
 _DEBUGGERS = ("pdb", "debugpy")

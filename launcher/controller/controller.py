@@ -57,8 +57,6 @@ from launcher.transport.stream import Stream
 if TYPE_CHECKING:
     from launcher.transport.tcp.listener import Listener
 
-__all__ = ["Controller"]
-
 ASLEEP_S = 5.0  # a wait that took so much longer than asked for; or a quarter of the heartbeat timeout
 LOOK_S = 0.1  # between looks for hosts that are not read
 CONNECT_S = 30.0  # for an attempt to reach a host again

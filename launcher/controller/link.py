@@ -27,8 +27,6 @@ from launcher.protocol.two_way import Heartbeat
 from launcher.transport.connect import why_not_started
 from launcher.transport.stream import Stream
 
-__all__ = ["LET_GO_S", "Link", "close_links"]
-
 LET_GO_S = 10.0  # for the end of an agent whose stream has ended
 END_S = 2.0  # for all agents to end with the run, and again to give up those that do not
 ATTEMPT_S = 1.0  # for attempts to connect that are under way then: they may run ssh, or be starting an agent

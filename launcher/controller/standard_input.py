@@ -21,8 +21,6 @@ from launcher.protocol.commands import Input, StartWorker
 from launcher.protocol.message import INPUT_BYTES
 from launcher.protocol.reports import InputTaken
 
-__all__ = ["StandardInput"]
-
 LOOK_S = 0.2  # between looks whether this process has come to the foreground
 
 

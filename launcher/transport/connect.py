@@ -27,8 +27,6 @@ from launcher.transport.stream import Stream
 if TYPE_CHECKING:
     from launcher.transport.tcp.listener import Listener
 
-__all__ = ["AGENT", "Connector", "agent_command", "start_agents", "warm_key", "why_not_started"]
-
 AGENT = "launcher.agent"
 LISTENER_S = 0.2  # so long before the time is up the listener is asked why nobody has come
 _GIVE_UP_S = 2.0

@@ -13,8 +13,6 @@ from launcher.errors import HostError
 from launcher.machine.processes import file_limit_variables
 from launcher.transport.stream import LastWords, broken_by
 
-__all__ = ["AgentProcess", "LocalStream", "start_process"]
-
 READ_BYTES = 1 << 16
 
 

@@ -19,8 +19,6 @@ from launcher.machine.processes import raise_file_limit
 from launcher.transport.local import LocalStream, start_process
 from launcher.transport.stream import LastWords
 
-__all__ = ["SimulatedAgents", "SimulatedStream"]
-
 END_S = 1.0  # for the end of an agent to be reported that was killed, and for the process behind the last one
 _MESSAGE_BYTES = 64
 

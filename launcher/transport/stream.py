@@ -16,8 +16,6 @@ from typing import IO, Protocol
 
 from launcher.errors import StreamError
 
-__all__ = ["LastWords", "Stream", "broken_by"]
-
 WORDS_BYTES = 1 << 16
 
 

@@ -23,8 +23,6 @@ from launcher.errors import DtrainError, HostError
 from launcher.placement.job_spec import SshOptions
 from launcher.transport.ssh.config import Target, defaults, look_up
 
-__all__ = ["Address", "resolve"]
-
 CONNECT_TIMEOUT_S = 20.0  # where the ssh configuration has no ConnectTimeout
 KEEPALIVE_S = 15  # at most; BatchMode sets ServerAliveInterval to 300, and firewalls forget sooner
 _FAMILIES = {"any": socket.AF_UNSPEC, "inet": socket.AF_INET, "inet6": socket.AF_INET6}

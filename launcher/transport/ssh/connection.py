@@ -26,8 +26,6 @@ from launcher.transport.ssh.reasons import why
 from launcher.transport.ssh.route import Dropped, NotSsh, Resolved, Route, Unreached, look_up, open_proxy, open_tcp
 from launcher.transport.ssh.trust import Trust
 
-__all__ = ["SshConnection", "open_connection"]
-
 CLOSE_S = 1.0  # to close the connection through a jump host, which may hang
 MOST_HOPS = 8
 CONNECT_AT_ONCE = 32

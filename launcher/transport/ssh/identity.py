@@ -13,8 +13,6 @@ from pathlib import Path
 
 import paramiko
 
-__all__ = ["Identity", "key_type", "public_blob", "read_identity"]
-
 _MAGIC = b"openssh-key-v1\0"
 _CLASSES: tuple[tuple[str, type[paramiko.PKey]], ...] = (
     ("ssh-ed25519", paramiko.Ed25519Key),

@@ -15,8 +15,6 @@ from launcher.transport.ssh.address import Address
 from launcher.transport.ssh.route import Dropped, Route, await_greeting
 from launcher.transport.ssh.trust import Trust
 
-__all__ = ["cut_at", "exchange_keys", "make_transport"]
-
 KEY_EXCHANGE_S = 15.0  # at least; ConnectTimeout is for TCP and the greeting
 # paramiko would choose counters with a MAC of their own: two passes in Python instead of one in OpenSSL.
 _FAST = {"ciphers": ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com")}

@@ -25,8 +25,6 @@ from launcher.errors import HostError
 from launcher.transport.ssh.address import Address
 from launcher.transport.ssh.identity import Identity, key_type, public_blob, read_identity
 
-__all__ = ["authenticate"]
-
 _CERTIFICATE = "-cert-v01@openssh.com"
 _AGENT_S = 10.0  # for its list of keys; a signature may need a touch or a click, and waits for the deadline
 

@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-__all__ = ["KnownKey", "add_key", "known_keys"]
-
 _MARKERS = ("", "@revoked", "@cert-authority")
 
 

@@ -9,8 +9,6 @@ import paramiko
 from launcher.transport.ssh.address import Address
 from launcher.transport.ssh.route import Dropped, NotSsh
 
-__all__ = ["why"]
-
 _FAMILY: dict[int, str] = {socket.AF_INET: "inet", socket.AF_INET6: "inet6"}
 
 

@@ -24,10 +24,6 @@ from launcher.transport.stream import LastWords
 if TYPE_CHECKING:
     import paramiko
 
-__all__ = [
-    "Dropped", "NotSsh", "Resolved", "Route", "Unreached", "await_greeting", "look_up", "open_proxy", "open_tcp",
-]  # fmt: skip
-
 _PROXY_WORDS_BYTES = 4096  # what decides about another try is in the last of them
 LET_GO_S = 1.0  # for a ProxyCommand to end by itself, and after SIGTERM
 GREETING_BYTES = 8192

@@ -25,8 +25,6 @@ from launcher.transport.stream import broken_by
 if TYPE_CHECKING:
     from launcher.transport.ssh.connection import SshConnection
 
-__all__ = ["SshStream", "connect_ssh", "import_paramiko"]
-
 READ_BYTES = 1 << 16
 
 

@@ -20,8 +20,6 @@ from launcher.transport.ssh.known_hosts import add_key, known_keys
 if TYPE_CHECKING:
     import paramiko
 
-__all__ = ["Trust"]
-
 _CERTIFICATE = "-cert-v01@openssh.com"
 _RSA = ("rsa-sha2-512", "rsa-sha2-256")  # the ways to sign with a key of type ssh-rsa
 

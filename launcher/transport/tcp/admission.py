@@ -19,8 +19,6 @@ from launcher.protocol.message import PROTOCOL
 from launcher.transport.tcp.greeting import Greeting, differences, printable
 from launcher.transport.tcp.joined_node import NodeConnection
 
-__all__ = ["NodeSlots", "Refused", "RejectedPeers", "Slot"]
-
 SHOWN_OF_A_KIND = 8
 
 

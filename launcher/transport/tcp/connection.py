@@ -20,8 +20,6 @@ from collections.abc import Callable
 from launcher.transport.tcp.encrypted_records import Decryptor, Encryptor, Kind, Record
 from launcher.transport.tcp.handshake import Handshake, Side
 
-__all__ = ["LOOK_S", "SILENCE_S", "Connection", "dead"]
-
 READ_BYTES = 1 << 16
 LOCKED_S = 0.1  # what is in the middle of being written gets so long before something else is to follow
 SILENCE_S = 20.0  # without an answer of the other machine's kernel, a connection is dead

@@ -24,8 +24,6 @@ from launcher.transport.tcp.greeting import Greeting, RunEnd, Welcome, encode, p
 from launcher.transport.tcp.handshake import NotDtrain, OtherVersion, Side, WrongToken
 from launcher.transport.tcp.rendezvous import Endpoint
 
-__all__ = ["JoinError", "Joined", "Signals", "Stopped", "dial"]
-
 FIRST_PAUSE_S, PAUSE_S = 0.05, 1.0  # between attempts
 CONNECT_S = 5.0
 ANSWER_S = 8.0  # for the whole of the handshake: node 0 may look first whether our slot is still taken

@@ -15,8 +15,6 @@ from enum import IntEnum
 
 from launcher.errors import ProtocolError
 
-__all__ = ["MAX_DATA_BYTES", "Decryptor", "Encryptor", "Kind", "Record"]
-
 MAX_DATA_BYTES = 1 << 16
 _HEADER = struct.Struct(">I")
 _NONCE = struct.Struct(">4xQ")

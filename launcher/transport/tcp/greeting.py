@@ -19,10 +19,6 @@ from launcher.errors import ProtocolError
 from launcher.protocol.message import PROTOCOL
 from launcher.transport.tcp.encrypted_records import MAX_DATA_BYTES
 
-__all__ = [
-    "Ended", "Greeting", "RunEnd", "Welcome", "differences", "encode", "printable", "where_at", "without_controls",
-]  # fmt: skip
-
 _VALUE_CHARS = 2000  # of each value; of a longer one only the beginning and a digest travel
 _NAMES = 64
 _SHOWN_CHARS = 160

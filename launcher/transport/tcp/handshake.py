@@ -35,8 +35,6 @@ from enum import Enum
 
 from launcher.errors import ProtocolError
 
-__all__ = ["Handshake", "HandshakeError", "Keys", "NotDtrain", "OtherVersion", "Side", "WrongToken"]
-
 _FAMILY = b"dtrain-join "
 MAGIC = _FAMILY + b"0002"
 GREETING_BYTES = len(MAGIC) + 32 + 32

@@ -19,8 +19,6 @@ from launcher.transport.tcp.encrypted_records import Kind
 from launcher.transport.tcp.greeting import Ended
 from launcher.transport.tcp.handshake import Side
 
-__all__ = ["JoinedStream", "NodeConnection", "Stage"]
-
 HOLD_BYTES = 1 << 20  # so much unread, and no more is taken from the node: it waits, and nothing here grows
 LOOK_S = 0.1  # between looks at a connection that is not read
 

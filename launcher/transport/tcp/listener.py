@@ -26,8 +26,6 @@ from launcher.transport.tcp.greeting import Ended, Greeting, RunEnd, Welcome, en
 from launcher.transport.tcp.handshake import HandshakeError, WrongToken
 from launcher.transport.tcp.joined_node import JoinedStream, NodeConnection, Stage
 
-__all__ = ["Listener"]
-
 JOINING = 128  # connections that have not joined, at once
 JOIN_S = 5.0  # to join
 LEAVING = 64

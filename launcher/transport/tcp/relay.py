@@ -1,4 +1,6 @@
-"""On a node that was started by hand: its agent, and all that passes between it and node 0.
+"""Take part in a run on a node that was started by hand: dial node 0, and carry all that passes to and from the agent.
+
+Used by the command that is typed on the node (cli/run_node.py). It dials again when the connection broke.
 
 The main thread decides, by events and signals; one thread receives from node 0 and writes to the agent, another carries
 the agent's output. Each blocks when its reader is behind, so nothing grows. The agent is at the other end of three
@@ -12,7 +14,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from launcher.errors import HostError, ProtocolError, StreamError
@@ -21,11 +23,10 @@ from launcher.protocol.commands import SignalWorkers
 from launcher.protocol.frames import encode as frame
 from launcher.transport.local import LocalStream, start_process
 from launcher.transport.tcp.connection import Connection
-from launcher.transport.tcp.dial import JoinError, Signals
+from launcher.transport.tcp.dial import JoinError, Signals, Stopped, dial
 from launcher.transport.tcp.encrypted_records import Kind, Record
-from launcher.transport.tcp.greeting import Ended, RunEnd, encode
-
-__all__ = ["Broken", "Relay"]
+from launcher.transport.tcp.greeting import Ended, Greeting, RunEnd, encode
+from launcher.transport.tcp.rendezvous import Endpoint
 
 UNHEARD_S = 5.0  # an agent that ends after so much silence of node 0 has probably lost it: dial again
 END_S = 900.0  # for an agent to end: far more than any that works needs, its grace period included
@@ -35,6 +36,55 @@ LOOK_S = 0.1
 LAST_OUTPUT_S = 1.0  # for the end of the agent's output after its own
 LOCKED_S = 0.1
 WORDS_CHARS = 8 << 10  # of the agent's stderr
+_SECRET = "DTRAIN_TOKEN"
+
+
+def join(
+    find: Endpoint | Callable[[], Endpoint | None],
+    *,
+    greeting: Greeting,
+    agent_command: Sequence[str],
+    deadline: float,
+    rejoin_s: float,
+    tell: Callable[[str], None],
+    env: Mapping[str, str],
+) -> int:
+    """Take part in the run of node 0 to its end and return the exit code, 128+n when signal n told us to end.
+
+    `find` is where node 0 listens, or says so before each attempt to reach it. `deadline` (monotonic) is for
+    the first time; after a break it is dialled again for `rejoin_s`. `tell` gets lines for the terminal. Blocks; must
+    be called from the main thread, for the signals. Raises JoinError.
+    """
+    environment = {name: value for name, value in env.items() if name != _SECRET}
+    broke = ""
+    with Signals() as signals:
+        while True:
+            try:
+                joined = dial(find, greeting, deadline=deadline, signals=signals)
+            except Stopped:
+                return 128 + signals.stops[0]
+            except JoinError as error:
+                if not broke:
+                    raise
+                raise JoinError(f"the connection to node 0 broke ({broke}); {error}") from error
+            if isinstance(joined, RunEnd):
+                return _ended(joined, tell)
+            host, again = joined.welcome.host, " again" if broke else ""
+            tell(f"joined {host} as node rank {joined.welcome.node_rank}{again}; its terminal shows the run")
+            end = Relay(joined.connection, agent_command, env=environment, signals=signals).run()
+            if signals.stops:
+                return 128 + signals.stops[0]
+            if isinstance(end, RunEnd):
+                return _ended(end, tell)
+            broke = end.reason
+            tell(f"the connection to node 0 ({host}) broke: {broke}; dialling again for {rejoin_s:g} s")
+            deadline = time.monotonic() + rejoin_s
+
+
+def _ended(run_end: RunEnd, tell: Callable[[str], None]) -> int:
+    if run_end.text:
+        tell(run_end.text)
+    return run_end.exit_code
 
 
 @dataclass(frozen=True)

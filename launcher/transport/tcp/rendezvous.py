@@ -26,8 +26,6 @@ from pathlib import Path
 from launcher.decode import decode_json
 from launcher.errors import ProtocolError, UsageError
 
-__all__ = ["Endpoint", "find_token", "local_folder", "new_token", "publish", "read_endpoint"]
-
 DEFAULT_FILE = Path("~/.config/dtrain/token")
 MIN_CHARS = 16
 MAX_BYTES = 4096

@@ -33,7 +33,7 @@ import functools, os, sys, time
 from pathlib import Path
 from launcher.errors import DtrainError
 from launcher.transport.tcp.greeting import Greeting
-from launcher.transport.tcp.join import join
+from launcher.transport.tcp.relay import join
 from launcher.transport.tcp.rendezvous import Endpoint, read_endpoint
 
 where, deadline_s, rejoin_s, *command = sys.argv[1:]
