@@ -170,14 +170,6 @@ flatten_tensors: Callable[[Sequence[torch.Tensor]], torch.Tensor] = (
     _find("torch._utils._flatten_dense_tensors") or _flatten_each
 )
 
-# Modules. The bases of all of their kind; without them, verify does not know classes that users derive from them. 1.0.
-AnyBatchNorm: Any = _find("torch.nn.modules.batchnorm._BatchNorm") or (
-    nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
-)
-AnyDropout: Any = _find("torch.nn.modules.dropout._DropoutNd") or (
-    nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d | nn.AlphaDropout | nn.FeatureAlphaDropout
-)
-
 
 def _divide_each(tensors: Sequence[torch.Tensor], by: float) -> None:
     for tensor in tensors:

@@ -17,8 +17,6 @@ from ddp.monitoring import timeline
 from ddp.monitoring.stall_report import finish
 from ddp.torch_internals import buffers_of, foreach_copy
 
-__all__ = ["BufferSync", "broadcast_tensors"]
-
 _CHUNK_BYTES = 250 << 20
 _ALONE_BYTES = 4 << 20  # copying such to staging memory and back takes longer than a collective of their own
 _ALIGN_BYTES = 16

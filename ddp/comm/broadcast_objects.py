@@ -18,8 +18,6 @@ from ddp.generation.pending_group import is_pending, left_out
 from ddp.monitoring.interrupts import is_interrupt
 from ddp.monitoring.stall_report import waiting_for_peers
 
-__all__ = ["READABLE", "broadcast_all", "broadcast_object", "broadcast_optimizer_state", "written"]
-
 READABLE = f"{PLAIN}: send a dict of such values instead, and rebuild the object from it"
 
 

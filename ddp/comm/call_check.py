@@ -17,8 +17,6 @@ from ddp.errors import ArgumentError
 from ddp.monitoring.stall_report import report_of
 from ddp.torch_internals import allgather_flat
 
-__all__ = ["Call", "CallCheck", "check_same_call", "host_side", "no_rank", "title"]
-
 
 @dataclass(frozen=True)
 class Call:

@@ -13,8 +13,6 @@ import torch.distributed as dist
 from ddp.comm.objects import control_group, gather_values
 from ddp.monitoring.stall_report import StallReport
 
-__all__ = ["Channel"]
-
 
 @dataclass(frozen=True)
 class Channel:

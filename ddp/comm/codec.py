@@ -15,8 +15,6 @@ import torch
 
 from ddp.errors import ArgumentError
 
-__all__ = ["PLAIN", "decode", "encode"]
-
 PLAIN = "None, numbers, strings, bytes, tensors, and tuples, lists, sets and dicts of them"
 
 _LENGTH_BYTES = 8

@@ -13,8 +13,6 @@ from ddp.monitoring.interrupts import is_interrupt
 from ddp.monitoring.stall_report import StallReport, finish
 from ddp.monitoring.user_code import line_of_traceback
 
-__all__ = ["changing_together", "describe_failure", "failing_together", "peers_failed"]
-
 _NEXT = "The gradients of this step are dropped (None) on every rank; the next step can go on"
 
 

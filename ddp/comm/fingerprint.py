@@ -1,6 +1,6 @@
 """Numbers for the bits of tensors: replicas compare these instead of their weights. Knows neither ranks nor modules.
 
-A `Digest` is one number for many tensors, quickly; `fingerprints` are one for each, to find which differs.
+A `Digest` is one number for many tensors; `fingerprints` are one for each, to find which differs.
 """
 
 from __future__ import annotations
@@ -14,32 +14,16 @@ import torch
 from ddp.comm.pinned_buffer import PinnedBuffer
 from ddp.torch_internals import flatten_tensors
 
-__all__ = ["Digest", "fingerprints"]
-
 _HASHED_AT_ONCE = 1 << 18
 _SMALL_BYTES = 1 << 16  # up to which tensors are copied together: then their number costs, not their bytes
 _DTYPE, _DEVICE = attrgetter("dtype"), attrgetter("device")
 _HASH_FACTOR = 6364136223846793005  # Knuth's for 64 bits: any odd number would do
-_BITS_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprints(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """One number for the bits of each tensor: a sum with random weights modulo 2**64, so that order counts.
-
-    Waits for the devices of the tensors.
-    """
-    pieces = [(name, part) for name, tensor in tensors.items() for part in torch.split(_bits(tensor), _HASHED_AT_ONCE)]
-    found: dict[torch.device, tuple[list[str], list[torch.Tensor]]] = {}
-    for batch in _batches(pieces):
-        device = batch[0][1].device
-        names, sums = found.setdefault(device, ([], []))
-        names += [name for name, _ in batch]
-        sums.append(_weighted([part for _, part in batch], _weights(device)))
-    total = dict.fromkeys(tensors, 0)
-    for names, sums in found.values():
-        for name, piece in zip(names, torch.cat(sums).tolist(), strict=True):
-            total[name] = (total[name] * _HASH_FACTOR + piece) % (1 << 64)
-    return total
+    """Return a `Digest` of each tensor alone. Waits for their devices."""
+    started = {name: Digest([tensor]).start() for name, tensor in tensors.items()}
+    return {name: read() for name, read in started.items()}
 
 
 class Digest:
@@ -112,36 +96,3 @@ def _fetched(sums: torch.Tensor) -> Callable[[], torch.Tensor]:
 def _weights(device: torch.device) -> torch.Tensor:
     drawn = torch.randint(-(1 << 62), 1 << 62, (_HASHED_AT_ONCE,), generator=torch.Generator().manual_seed(1))
     return drawn.mul_(2).add_(1).to(device)  # odd: no single change is lost
-
-
-def _weighted(parts: Sequence[torch.Tensor], weights: torch.Tensor) -> torch.Tensor:
-    """The weighted sum of each part: (parts,), int64."""
-    bits = torch.cat(list(parts)).to(torch.int64)
-    if len(parts) == 1:
-        return bits.mul_(weights[: len(bits)]).sum(0, keepdim=True)
-    # All in one go, as differences of running sums: integers wrap around, so nothing is lost.
-    running = bits.mul_(torch.cat([weights[: len(part)] for part in parts])).cumsum(0)
-    ends = torch.cat([part[-1:] for part in torch.split(running, [len(part) for part in parts])])
-    return ends.diff(prepend=ends.new_zeros(1))
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """(n,) the elements of a tensor, of complex numbers both parts, as integers of their size."""
-    plain = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
-    return plain.contiguous().view(-1).view(_BITS_OF_SIZE[plain.element_size()])
-
-
-def _batches(pieces: Iterable[tuple[str, torch.Tensor]]) -> list[list[tuple[str, torch.Tensor]]]:
-    """Neighbours of one dtype and device, up to `_HASHED_AT_ONCE` elements together, without empty ones."""
-    batches: list[list[tuple[str, torch.Tensor]]] = []
-    size = 0
-    for name, part in pieces:
-        if not len(part):
-            continue
-        last = batches[-1][0][1] if batches else None
-        if last is None or (last.dtype, last.device) != (part.dtype, part.device) or size + len(part) > _HASHED_AT_ONCE:
-            batches.append([])
-            size = 0
-        batches[-1].append((name, part))
-        size += len(part)
-    return batches

@@ -16,8 +16,6 @@ import torch.distributed as dist
 from ddp.comm.objects import gather_values
 from ddp.errors import LayoutMismatchError
 
-__all__ = ["Entry", "check_same_layout", "describe", "first_difference"]
-
 
 @dataclass(frozen=True)
 class Entry:

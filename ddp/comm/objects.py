@@ -19,8 +19,6 @@ from ddp.monitoring.stall_report import finish
 from ddp.torch_internals import default_store, device_types_of, host_group, timeout_of
 from ddp.world import before_leaving, end_groups
 
-__all__ = ["ControlGroups", "control_group", "device_of", "gather_bytes", "gather_values", "member_group"]
-
 _BLOCK_BYTES = 512  # a payload that fits, as that of a few numbers does, takes one collective
 _LENGTH_BYTES = 8
 _TORCHS_TIMEOUT = timedelta(minutes=30)

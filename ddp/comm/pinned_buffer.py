@@ -13,8 +13,6 @@ import torch
 
 from ddp.torch_internals import foreach_copy
 
-__all__ = ["PinnedBuffer", "device_with_stream", "has_stream", "recorded_event"]
-
 _WITH_STREAMS = frozenset({"cuda", "xpu"})
 
 

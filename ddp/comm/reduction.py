@@ -17,8 +17,6 @@ from ddp.comm.objects import device_of
 from ddp.errors import ArgumentError
 from ddp.monitoring.stall_report import finish, waiting_for_peers
 
-__all__ = ["Operation", "combine", "payload_of", "sum_of_all"]
-
 Operation = Literal["sum", "mean", "max", "min"]
 _LARGE_BYTES = 64 << 10  # from which on a tensor travels apart: gathered, it would be there once for each replica
 _PIECE_NUMEL = 8 << 20  # that are added at once: 64 MB
@@ -131,9 +129,18 @@ def _of_numbers(operation: str, numbers: Sequence[float]) -> float:
         if any(number != number for number in numbers):
             return math.nan
         return max(numbers) if operation == "max" else min(numbers)
-    are_whole = all(isinstance(number, int) for number in numbers)
-    total = sum(numbers) if are_whole else math.fsum(numbers) if all(map(math.isfinite, numbers)) else sum(numbers)
+    total = exact_sum(numbers)
     return total if operation == "sum" else total / len(numbers)
+
+
+def exact_sum(numbers: Sequence[float]) -> float:
+    """Add integers exactly, and other numbers in float64, rounded once: their order does not matter."""
+    if all(isinstance(number, int) for number in numbers):
+        return sum(numbers)
+    try:
+        return math.fsum(numbers)
+    except (ValueError, OverflowError):  # inf and -inf, or beyond float64
+        return sum(numbers)
 
 
 def _of_tensors(operation: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:

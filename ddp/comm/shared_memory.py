@@ -21,8 +21,6 @@ import torch
 
 from ddp.errors import ArgumentError, ParameterServerError
 
-__all__ = ["SharedSegment"]
-
 _NAME = "dtrain"
 _LINK = f"/memfd:{_NAME} (deleted)"
 _MOST_BYTES = 1 << 46

@@ -22,8 +22,6 @@ import torch.distributed as dist
 from ddp.monitoring.stall_report import HostWork, finish
 from ddp.torch_internals import is_gloo_on_host
 
-__all__ = ["SmallAdder", "add_up", "pays", "reduce_options"]
-
 # Measured by scripts/bench/small_sum.py: below, gloo's own all-reduce is as quick, and takes no thread.
 _LEAST_RANKS = 8
 _MOST_BYTES = 1 << 20  # above, a ring moves less

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp.comm.objects import device_of, gather_values
+from ddp.comm.reduction import exact_sum
 from ddp.data.sampler import rank_and_size
 from ddp.errors import ArgumentError
 from ddp.monitoring.interrupts import is_interrupt
@@ -219,17 +220,9 @@ def _total(name: str, amounts: Sequence[_Told]) -> _Told:
             one, other = ("a number" if s is None else f"of shape {tuple(s)}" for s in (each.shape, shape))
             raise ArgumentError(f"gather_metrics: rank {rank} gives {name!r} as {one}, but rank {first} {other}")
     return _Told(
-        shape, [_sum(values) for values in zip(*(each.values for each in amounts if each.shape == shape), strict=True)]
+        shape,
+        [exact_sum(values) for values in zip(*(each.values for each in amounts if each.shape == shape), strict=True)],
     )
-
-
-def _sum(values: Sequence[int] | Sequence[float]) -> int | float:
-    if all(isinstance(value, int) for value in values):
-        return sum(values)
-    try:
-        return math.fsum(values)
-    except (ValueError, OverflowError):  # inf and -inf, or beyond float64
-        return sum(values)
 
 
 def _mean(name: str, total: _Told, count: _Told) -> _Told:

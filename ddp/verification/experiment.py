@@ -1,7 +1,6 @@
-"""Runs copies of a user's model, alone and in a wrapper, and compares the gradients. Used by `verify` and `reasons`.
+"""Runs copies of a user's model, alone and in a wrapper, and compares the gradients. Called by `verify`.
 
-Every rank must make the same calls with the same batch; each collective here is one that all ranks reach, because
-what is decided is decided by rank 0.
+Every rank must make the same calls with the same batch. What is decided is decided by rank 0.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -23,9 +22,7 @@ from ddp.comm.objects import gather_values
 from ddp.data_parallel.wrapper import DistributedDataParallel
 from ddp.errors import ArgumentError
 from ddp.monitoring.stall_report import waiting_for_peers
-from ddp.torch_internals import AnyBatchNorm, AnyDropout, tree_leaves, tree_map_only
-
-__all__ = ["Comparison", "Difference", "Experiment", "LossFunction", "RunResult", "Treatment", "drops", "gather"]
+from ddp.torch_internals import tree_leaves, tree_map_only
 
 T = TypeVar("T")
 LossFunction = Callable[[nn.Module, Any], torch.Tensor]
@@ -53,17 +50,6 @@ class Comparison:
     largest_error: float
     unused_alone: tuple[str, ...]
     unused_distributed: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Treatment:
-    """What is changed in the copies for a run. `weights` are factors of the ranks' losses in the average."""
-
-    without_dropout: bool = False
-    norms_in_eval: bool = False
-    others_in_eval: bool = False
-    weights: tuple[float, ...] | None = None
-    interleaved: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,57 +85,28 @@ class Experiment:
         self._group = group
         self._rank = 0 if group is None else group.rank()
 
-    def alone(self, treatment: Treatment, *, other_seed: bool = False, permuted: bool = False) -> RunResult:
-        """The whole batch in this process."""
-        order = _shuffled(self._rows) if permuted else None
-        seed = _SEED - 1 if other_seed else _SEED
-        return self._run(self._treated(treatment), self._selected(order), seed)
+    def alone(self) -> RunResult:
+        """Run the whole batch in this process."""
+        return self._run(copy.deepcopy(self.model), self._selected(None), _SEED)
 
-    def on_shard(self, treatment: Treatment) -> RunResult:
-        """This rank's shard, without a wrapper."""
-        return self._run(self._treated(treatment), self._selected(self._shard(treatment)), _SEED + 1 + self._rank)
+    def on_shard(self) -> RunResult:
+        """Run this rank's shard, without a wrapper."""
+        return self._run(copy.deepcopy(self.model), self._selected(self._shard()), _SEED + 1 + self._rank)
 
-    def distributed(self, treatment: Treatment) -> RunResult:
-        """This rank's shard in a wrapper. Every rank must call it; blocks."""
-        model = DistributedDataParallel(self._treated(treatment), process_group=self._group)
-        factor = 1.0 if treatment.weights is None else self.world_size * treatment.weights[self._rank]
-        shard = self._selected(self._shard(treatment))
-        mine = self._run(model, shard, _SEED + 1 + self._rank, factor=factor)
-        losses = self.gather(mine.loss)
+    def distributed(self) -> RunResult:
+        """Run this rank's shard in a wrapper. Every rank must call it; blocks."""
+        model = DistributedDataParallel(copy.deepcopy(self.model), process_group=self._group)
+        mine = self._run(model, self._selected(self._shard()), _SEED + 1 + self._rank)
+        losses = gather(mine.loss, self._group)
         return RunResult(sum(losses) / len(losses), mine.gradients)
 
-    def compare(self, treatment: Treatment) -> Comparison:
-        """Rank 0's comparison of both. Every rank must call it; blocks."""
-        mine = self.difference(self.alone(replace(treatment, interleaved=False)), self.distributed(treatment))
-        received = self.gather(asdict(mine))[0]
+    def compare(self) -> Comparison:
+        """Return rank 0's comparison of both. Every rank must call it; blocks."""
+        received = gather(asdict(self.difference(self.alone(), self.distributed())), self._group)[0]
         return Comparison(**{**received, "differences": tuple(Difference(**each) for each in received["differences"])})
 
-    def gather(self, mine: T) -> list[T]:
-        """The values of all ranks. Every rank must call it; blocks."""
-        return gather(mine, self._group)
-
-    def decide(self, mine: Any) -> Any:
-        """Rank 0's value, so that all ranks go on in the same way. Every rank must call it; blocks."""
-        return self.gather(mine)[0]
-
-    def _treated(self, treatment: Treatment) -> nn.Module:
-        model = copy.deepcopy(self.model)
-        for module in model.modules():
-            if isinstance(module, AnyBatchNorm):
-                if treatment.norms_in_eval:
-                    _freeze_statistics(module)
-            elif drops(module):
-                if treatment.without_dropout:
-                    _stop_dropping(module)
-            elif treatment.others_in_eval:
-                module.training = False
-        return model
-
-    def _shard(self, treatment: Treatment) -> torch.Tensor:
-        every = torch.arange(self._rows)
-        if treatment.interleaved:
-            return every[self._rank :: self.world_size]
-        return every.chunk(self.world_size)[self._rank]
+    def _shard(self) -> torch.Tensor:
+        return torch.arange(self._rows).chunk(self.world_size)[self._rank]
 
     def _selected(self, rows: torch.Tensor | None) -> Any:
         """Copies of these rows of the batch: a loss may change its batch in place."""
@@ -161,7 +118,7 @@ class Experiment:
 
         return tree_map_only(torch.Tensor, select, self._batch)
 
-    def _run(self, model: nn.Module, batch: Any, seed: int, *, factor: float = 1.0) -> RunResult:
+    def _run(self, model: nn.Module, batch: Any, seed: int) -> RunResult:
         with _undisturbed(self._devices(), self._dtype), torch.enable_grad():
             _seed_all(seed, self._devices())
             loss = self._loss_fn(model, batch)
@@ -169,8 +126,6 @@ class Experiment:
                 raise ArgumentError(
                     f"loss_fn must return a tensor of one element with a gradient, not {_described(loss)}"
                 )
-            if factor != 1.0:
-                loss = loss * factor
             loss.backward()
         inner = model.module if isinstance(model, DistributedDataParallel) else model
         gradients = {
@@ -213,30 +168,6 @@ class Experiment:
             unused_distributed=tuple(name for name, g in other.gradients.items() if g is None),
         )
 
-    def error_between(self, one: RunResult, other: RunResult) -> float:
-        """The largest relative error of rank 0's two runs, 0 if within tolerance. Every rank must call it; blocks."""
-        found = self.difference(one, other)
-        return float(self.decide(found.largest_error if found.differences else 0.0))
-
-    def fitting_weights(self, treatment: Treatment) -> tuple[float, ...] | None:
-        """The factors of the ranks' gradients whose sum is the gradient alone, or None. Every rank must call it.
-
-        Found by least squares in a random projection (count sketch; Charikar, Chen and Farach-Colton 2002).
-        """
-        size = 8 * self.world_size + 64
-        alone = self.alone(treatment)
-        target = _sketch(alone, size)
-        columns = torch.tensor(self.gather(_sketch(self.on_shard(treatment), size).tolist()), dtype=torch.float64)
-        if not (columns.isfinite().all() and target.isfinite().all()):
-            return self.decide(None)  # type: ignore[no-any-return]
-        # By the pseudoinverse: where shards have the same gradient, it shares the weight equally.
-        found = torch.linalg.pinv(columns.T, rtol=1e-10) @ target
-        is_found = (columns.T @ found - target).norm() <= 100 * self.tolerance * target.norm()
-        elements = sum(g.numel() for g in alone.gradients.values() if g is not None)
-        is_telling = elements > self.world_size or bool((found - found.mean()).abs().max() < self.tolerance)
-        received = self.decide(found.tolist() if is_found and is_telling else None)
-        return None if received is None else tuple(received)
-
 
 def gather(mine: T, group: dist.ProcessGroup | None) -> list[T]:
     """The values of all ranks; without a group, the own. Every rank must call it; blocks."""
@@ -250,32 +181,6 @@ def _described(loss: object) -> str:
     if not isinstance(loss, torch.Tensor):
         return f"a {type(loss).__name__}"
     return f"one of shape {tuple(loss.shape)}" + ("" if loss.requires_grad else " without gradient")
-
-
-def drops(module: nn.Module) -> bool:
-    """Whether a module has a dropout of its own that can be switched off."""
-    if isinstance(module, AnyDropout):
-        return bool(module.p > 0)
-    return isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout > 0
-
-
-def _stop_dropping(module: Any) -> None:
-    if isinstance(module, AnyDropout):
-        module.p = 0.0
-    else:
-        module.dropout = 0.0
-
-
-def _freeze_statistics(module: Any) -> None:
-    """Make a norm use statistics that do not depend on the batch: its running ones, else mean 0 and variance 1."""
-    if module.running_mean is None:
-        like = next((p for p in module.parameters(recurse=False)), None)
-        device = None if like is None else like.device
-        dtype = None if like is None else like.dtype
-        module.running_mean = torch.zeros(module.num_features, device=device, dtype=dtype)
-        module.running_var = torch.ones(module.num_features, device=device, dtype=dtype)
-        module.track_running_stats = True
-    module.eval()
 
 
 @contextmanager
@@ -306,12 +211,6 @@ def _comparable(grad: torch.Tensor) -> torch.Tensor:
     return dense.to("cpu", torch.float64).reshape(-1)
 
 
-def _shuffled(rows: int) -> torch.Tensor:
-    """(rows,) a fixed order in which no sample keeps its place."""
-    order = torch.randperm(rows, generator=torch.Generator().manual_seed(_SEED))
-    return torch.empty_like(order).scatter_(0, order, order.roll(1))
-
-
 def _peak(tensor: torch.Tensor) -> float:
     return float(tensor.abs().max()) if tensor.numel() else 0.0
 
@@ -320,17 +219,3 @@ def _quotient(above: torch.Tensor, below: torch.Tensor) -> float:
     if float(below) == 0:
         return math.inf if float(above) else math.nan
     return float(above / below)
-
-
-def _sketch(result: RunResult, size: int) -> torch.Tensor:
-    """(size,) sums of all gradients' elements, each with a random sign in a random place, the same on every rank."""
-    total = torch.zeros(size, dtype=torch.float64)
-    generator = torch.Generator().manual_seed(_SEED)
-    for name, gradient in result.gradients.items():
-        if gradient is None:
-            continue
-        generator.manual_seed(_SEED + sum(name.encode()))
-        places = torch.randint(size, (gradient.numel(),), generator=generator)
-        signs = torch.randint(2, (gradient.numel(),), generator=generator, dtype=torch.float64) * 2 - 1
-        total.index_add_(0, places, gradient * signs)
-    return total

@@ -1,4 +1,4 @@
-"""Answers whether a model trains distributed as it does alone, before hours are spent on it, and if not, why.
+"""Answers whether a model trains distributed as it does alone, before hours are spent on it.
 
     print(ddp.verify(model, lambda model, batch: criterion(model(batch["x"]), batch["y"]), batch))
 
@@ -17,14 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddp.comm.fingerprint import fingerprints
 from ddp.comm.objects import member_group
 from ddp.data_parallel.wrapper import DistributedDataParallel
 from ddp.errors import ArgumentError
 from ddp.torch_internals import apply_to_tensors, tree_flatten, tree_map_only, unwrapped
-from ddp.verification.experiment import Comparison, Difference, Experiment, LossFunction, Treatment, gather
-from ddp.verification.reasons import find_reasons
-
-__all__ = ["Difference", "Verification", "verify"]
+from ddp.verification.experiment import Comparison, Difference, Experiment, LossFunction, gather
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
 _SHOWN = 6
@@ -35,10 +33,10 @@ _COLUMNS = 118
 class Verification:
     """What `verify` found; print it for a report. It is the same on every rank.
 
-    `differences` are the parameters whose gradients differ, `compared` the number that was compared, and
-    `largest_error` the largest relative error among all. `reasons` say why, with evidence; there are some whenever
-    `ok` is False. `unused` are parameters that got no gradient, neither alone nor distributed. Losses are those of the
-    whole batch alone and the mean over the ranks; `dtype` is what was computed in.
+    `differences` are the parameters whose gradients differ, in the order of the model; `compared` is the number that
+    was compared, and `largest_error` the largest relative error among all. `drifted` names a parameter of a wrapped
+    model that ranks had different weights of. `unused` are parameters that got no gradient, neither alone nor
+    distributed. Losses are those of the whole batch alone and the mean over the ranks; `dtype` is what was computed in.
     """
 
     ok: bool
@@ -48,7 +46,7 @@ class Verification:
     compared: int
     differences: tuple[Difference, ...]
     largest_error: float
-    reasons: tuple[str, ...]
+    drifted: str
     unused: tuple[str, ...]
     dtype: torch.dtype
     tolerance: float
@@ -65,7 +63,10 @@ class Verification:
             f"  loss        {self.loss_alone:.6g} alone, {self.loss_distributed:.6g} distributed",
         ]
         if self.differences:
-            lines.append(f"  gradients   {len(self.differences)} of {self.compared} parameters differ:")
+            first = self.differences[0].name
+            lines.append(
+                f"  gradients   {len(self.differences)} of {self.compared} parameters differ, {first!r} is the first:"
+            )
             lines += self._table()
         else:
             lines.append(
@@ -73,9 +74,8 @@ class Verification:
             )
         if self.unused:
             lines.append(f"  unused      {len(self.unused)} parameters have no gradient, {self.unused[0]!r} first")
-        for position, text in enumerate(self.reasons):
-            first = "  because     " if position == 0 else "  and         "
-            lines.append(textwrap.fill(text, _COLUMNS, initial_indent=first, subsequent_indent=" " * len(first)))
+        if self.drifted:
+            lines.append(textwrap.fill(self.drifted, _COLUMNS, initial_indent="  ", subsequent_indent="  "))
         lines.append(f"  {'the same' if self.ok else 'NOT THE SAME'}")
         return "\n".join(lines)
 
@@ -99,7 +99,7 @@ def verify(
     tolerance: float | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Verification:
-    """Compare the gradients of `model` on `batch`, computed alone and by all ranks together, and say why they differ.
+    """Compare the gradients of `model` on `batch`, computed alone and by all ranks together.
 
     `loss_fn(model, batch)` returns the loss as a tensor of one element. `batch` is a tensor, or dicts, lists and tuples
     of tensors, whose first dimension is the batch; numbers, None and tensors without dimensions go to every rank as
@@ -112,9 +112,8 @@ def verify(
     that cannot run so is compared in its own dtype. `tolerance` is the relative error up to which gradients are equal
     (default 1e-9 in float64, 1e-3 in float32, 5e-2 in 16 bits).
 
-    Reasons are found by experiment: the runs are repeated without dropout, with fixed batch norm, with weighted losses
-    and so on, until the difference is gone. It takes a few runs if all is equal, some 10 to 20 if not, and memory for
-    three more copies of the model and its gradients.
+    Dropout and batch norm differ by their nature: give a model in eval mode, or without them, to see the rest. It takes
+    a few runs, and memory for three more copies of the model and its gradients.
 
     Raises ArgumentError on every rank if the batches differ, cannot be divided, or if `loss_fn` fails or returns no
     such loss; LayoutMismatchError if the ranks' models are different.
@@ -125,17 +124,12 @@ def verify(
     group = _group(process_group)
     inner = _trainable(model)
     rows = _require_same_batch(batch, group)
-    drifted = _drifted(inner, group) if is_wrapped and group is not None else None
+    drifted = _drifted(inner, group) if is_wrapped and group is not None else ""
     base = _equal_copy(inner, group)
     experiment = _experiment(base, loss_fn, batch, rows, group, double=double, tolerance=tolerance)
     if group is None:
-        found = experiment.difference(result := experiment.alone(Treatment()), result)
-        return _verification(experiment, found, ())
-    found = experiment.compare(Treatment())
-    reasons: tuple[str, ...] = ()
-    if found.differences or not found.loss_is_equal:
-        reasons = find_reasons(experiment, found)
-    return _verification(experiment, found, reasons if drifted is None else (drifted, *reasons))
+        return _verification(experiment, experiment.difference(result := experiment.alone(), result), "")
+    return _verification(experiment, experiment.compare(), drifted)
 
 
 def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -217,19 +211,17 @@ def _bytes(tensor: torch.Tensor) -> bytes:
     return bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
 
 
-def _drifted(model: nn.Module, group: dist.ProcessGroup) -> str | None:
+def _drifted(model: nn.Module, group: dist.ProcessGroup) -> str:
     """Say which parameter of replicas that should be equal is not. Every rank must call it; blocks."""
-    names = [name for name, _ in model.named_parameters()]
-    mine = [hashlib.sha256(_bytes(parameter)).hexdigest() for parameter in model.parameters()]
-    every = gather(mine, group)
+    every = gather(fingerprints(dict(model.named_parameters())), group)
     for rank, other in enumerate(every):
-        for name, here, there in zip(names, every[0], other, strict=False):
-            if here != there:
+        for name, here in every[0].items():
+            if here != other.get(name, here):
                 return (
                     f"the replicas of the wrapped model have drifted: {name!r} on rank {rank} is not that of rank 0; "
                     "something changed it on some ranks only (the runs here all start from rank 0's)"
                 )
-    return None
+    return ""
 
 
 def _equal_copy(model: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
@@ -284,8 +276,8 @@ def _experiment(
 def _problem(experiment: Experiment) -> str:
     """Why the loss cannot be computed on this rank, alone or on its shard; empty if it can."""
     try:
-        result = experiment.alone(Treatment())
-        experiment.on_shard(Treatment())
+        result = experiment.alone()
+        experiment.on_shard()
     except Exception as error:  # whatever the user's code raises, the other ranks must not wait
         return f"loss_fn(model, batch) failed: {type(error).__name__}: {error}"
     if all(gradient is None for gradient in result.gradients.values()):
@@ -311,19 +303,19 @@ def _raise_together(problem: str, group: dist.ProcessGroup | None) -> None:
             raise ArgumentError(found if group is None else f"rank {rank}: {found}")
 
 
-def _verification(experiment: Experiment, found: Comparison, reasons: tuple[str, ...]) -> Verification:
+def _verification(experiment: Experiment, found: Comparison, drifted: str) -> Verification:
     trained = [(name, p) for name, p in experiment.model.named_parameters() if p.requires_grad]
     unused = tuple(name for name in found.unused_alone if name in set(found.unused_distributed))
     dtype = next((p.dtype for _, p in trained if p.is_floating_point()), trained[0][1].dtype)
     return Verification(
-        ok=not reasons,
+        ok=found.loss_is_equal and not found.differences and not drifted,
         world_size=experiment.world_size,
         loss_alone=found.loss_alone,
         loss_distributed=found.loss_distributed,
         compared=len(trained) - len(unused),
         differences=found.differences,
         largest_error=found.largest_error,
-        reasons=reasons,
+        drifted=drifted,
         unused=unused,
         dtype=dtype,
         tolerance=experiment.tolerance,

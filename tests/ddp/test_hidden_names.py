@@ -31,8 +31,6 @@ SILENT = {
     "_foreach_copy_": "tensors are copied one by one",
     "_foreach_div_": "tensors are divided one by one",
     "_flatten_dense_tensors": "tensors are put together one by one",
-    "_BatchNorm": "verify asks for torch's own classes",
-    "_DropoutNd": "verify asks for torch's own classes",
     "_device_types": "the limit of a stall is torch's default",
     "_timeout": "limits are torch's defaults",
     "_in_backward_optimizers": "a parameter without any looks the same",

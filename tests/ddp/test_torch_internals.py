@@ -179,8 +179,6 @@ def test_modules_give_their_dicts() -> None:
     assert "running_mean" in internals.buffers_of(module[0])
     internals.apply_to_tensors(module, lambda tensor: tensor.double())
     assert module[0].weight.dtype == module[0].running_mean.dtype == torch.float64
-    assert isinstance(module[0], internals.AnyBatchNorm)
-    assert isinstance(nn.Dropout2d(), internals.AnyDropout)
     TorchDistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["0.weight"])
     assert internals.ignored_names(module) == {"0.weight"}
 

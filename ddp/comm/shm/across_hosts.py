@@ -29,8 +29,6 @@ from ddp.comm.shm.combine import combine
 from ddp.comm.shm.peers import Peers, bytes_of
 from ddp.comm.shm.rounds import Lost
 
-__all__ = ["AcrossHosts"]
-
 _SMALL_BYTES = 1 << 15  # up to here all of a tensor travels between hosts at once: one message instead of two
 _CHUNK_BYTES = 4 << 20  # of a whole tensor
 _AHEAD = 2  # chunks: so early is asked for what comes, and so late gathered what came

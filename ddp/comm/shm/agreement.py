@@ -14,8 +14,6 @@ from typing import Any
 
 from ddp.errors import RendezvousError
 
-__all__ = ["agree"]
-
 
 def agree(
     store: Any, rank: int, size: int, value: Any, decide: Callable[[list[Any]], Sequence[Any]], timeout_s: float

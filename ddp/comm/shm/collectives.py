@@ -21,20 +21,6 @@ from ddp.comm.shm.memory import SLOT_BYTES
 from ddp.comm.shm.rounds import Rounds, header
 from ddp.comm.shm.waiting import memmove
 
-__all__ = [
-    "Algorithms",
-    "Steps",
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "barrier",
-    "broadcast",
-    "gather",
-    "reduce",
-    "reduce_scatter",
-    "scatter",
-]
-
 Steps = Iterator[None]
 
 # Measured: smaller ones cost rounds, in which each rank waits for its turn on a core; larger ones leave the caches.

@@ -14,8 +14,6 @@ import torch
 
 from ddp.errors import ArgumentError
 
-__all__ = ["combine", "reduction_of"]
-
 _STEPS: dict[str, Callable[..., torch.Tensor]] = {
     "SUM": torch.add,
     "AVG": torch.add,

@@ -24,8 +24,6 @@ from ddp.comm.shm.rounds import Lost, Rounds, not_done, refused
 from ddp.monitoring.debuggers import debugged_until
 from ddp.monitoring.interrupts import is_interrupt
 
-__all__ = ["Engine", "Operation"]
-
 _PAUSE_S = 0.0002  # what the thread leaves to a caller that waits at once: then nothing is handed over
 _LOOK_S = 0.05
 

@@ -9,8 +9,6 @@ import torch
 from ddp.comm.shm.collectives import Steps
 from ddp.errors import ArgumentError
 
-__all__ = ["Flats"]
-
 
 class Flats:
     """Makes the tensors of one operation flat, and brings what is written into copies of them back.

@@ -26,8 +26,6 @@ from ddp.comm.shm.work import DoneWork, ShmWork
 from ddp.errors import ArgumentError
 from ddp.torch_internals import backend_of
 
-__all__ = ["ShmGroup", "or_elsewhere"]
-
 NAME = "shm"
 _DONE = DoneWork()
 _REDUCTIONS = {value: name for name, value in dist.ReduceOp.RedOpType.__members__.items()}

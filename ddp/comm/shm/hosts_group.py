@@ -23,8 +23,6 @@ from ddp.comm.shm.group import ShmGroup, or_elsewhere
 from ddp.comm.shm.process_end import end_with_process
 from ddp.comm.shm.rounds import not_done, refused
 
-__all__ = ["HostsGroup"]
-
 _LEAVE_S = 5.0  # how long the end waits for a collective that hangs
 
 

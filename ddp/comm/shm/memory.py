@@ -20,8 +20,6 @@ from ddp.comm.shm import waiting
 from ddp.comm.shm.agreement import agree
 from ddp.errors import ParameterServerError, RendezvousError
 
-__all__ = ["CHANNEL_BYTES", "CHANNEL_HEAD", "SLOT_BYTES", "Peer", "check_able", "open_all", "sharing"]
-
 # Where in a segment, in bytes. Each word that a rank writes and others read has a cache line of its own.
 _TOKEN, POSTED, BELL, STATE, TEXT, HEADS = 0, 64, 128, 192, 256, 1024
 TEXT_BYTES = HEADS - TEXT

@@ -19,8 +19,6 @@ from ddp.comm.shm.memory import CHANNEL_BYTES, CHANNEL_HEAD, Peer
 from ddp.comm.shm.rounds import DTYPES, Rounds
 from ddp.comm.shm.waiting import memmove
 
-__all__ = ["Messages", "Receive", "Send"]
-
 _HEAD = 32
 _PIECE = 1 << 16  # after so many bytes the other side may go on with them
 _WRITTEN, _READ = 0, 8  # words of a channel's head, in a cache line each

@@ -14,8 +14,6 @@ from torch.distributed import PrefixStore
 
 from ddp.torch_internals import destroy_device_group, device_group, host_group
 
-__all__ = ["OtherDevices"]
-
 
 class OtherDevices:
     """Groups of torch's own of the same ranks. `options` and `backend_options` are those that torch makes groups by."""

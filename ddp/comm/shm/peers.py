@@ -18,8 +18,6 @@ import torch.distributed as dist
 
 from ddp.comm.shm.rounds import ranks_text
 
-__all__ = ["Peers", "bytes_of"]
-
 _AT_ONCE = timedelta(milliseconds=1)
 
 

@@ -10,8 +10,6 @@ import time
 import weakref
 from typing import Protocol
 
-__all__ = ["LEAVE_S", "close_all", "end_with_process", "join_at_end"]
-
 LEAVE_S = 5.0  # how long a group's `close` waits for another thread: a callback may hang
 
 

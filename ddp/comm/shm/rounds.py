@@ -21,8 +21,6 @@ from ddp.comm.shm.memory import HEAD_BYTES, HEADS, POSTED, STATE, TEXT, TEXT_BYT
 from ddp.comm.shm.waiting import Fence, futex_wait, futex_wake, spin
 from ddp.errors import CollectiveError
 
-__all__ = ["DTYPES", "KINDS", "REDUCTIONS", "Lost", "Rounds", "header", "not_done", "ranks_text", "refused"]
-
 _OPEN, _FAILED, _CLOSED = 0, 1, 2
 _POSTED, _STATE, _HEADS = POSTED // 8, STATE // 8, HEADS // 8
 _KEPT_PARTS = 64  # views of slots: a training step asks for the same ones again

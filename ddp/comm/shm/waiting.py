@@ -13,8 +13,6 @@ import sys
 import threading
 from collections.abc import Callable
 
-__all__ = ["Fence", "available", "futex_wait", "futex_wake", "memmove", "spin"]
-
 _FUTEX_CALL = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
 _WAIT, _WAKE, _ALL = 0, 1, 0x7FFFFFFF
 

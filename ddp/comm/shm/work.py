@@ -12,8 +12,6 @@ import torch.distributed as dist
 from ddp.comm.shm.engine import Engine, Operation
 from ddp.errors import CollectiveError
 
-__all__ = ["DoneWork", "ShmWork"]
-
 
 def _future_of(results: Sequence[torch.Tensor]) -> torch.futures.Future[Any]:
     future: torch.futures.Future[Any] = torch.futures.Future()
