@@ -91,12 +91,14 @@ class _Environ(os._Environ):  # type: ignore[type-arg]  # in Python 3.10 it take
     unfit: list[str] = []  # noqa: RUF012  # what was done that differs between workers
     open: list[str] = []  # noqa: RUF012  # where somebody has not come to the end of the worker's own
     given: list[tuple[weakref.ref[Any], str]] = []  # noqa: RUF012  # what is of the worker's own, and where it went
+    passed: list[Any] = []  # noqa: RUF012  # names of a login, given to who goes through all: dict() then asks for them
 
     def __getitem__(self, key: Any) -> Any:
         if type(key) is _Name:
             return _give(_Value())
         name = os.fsdecode(key)
-        self.read.add(name)
+        if not any(key is each for each in self.passed):
+            self.read.add(name)
         if name.startswith(self.per_worker):
             _reject(f"reads {name}")
         return super().__getitem__(key)
@@ -109,6 +111,7 @@ class _Environ(os._Environ):  # type: ignore[type-arg]  # in Python 3.10 it take
         for name in (_NO_NAME, *self.names, *own):
             yield _give(_Name(name))
         self.open.remove(where)
+        self.passed += (key for key, name in keys.items() if name in _OF_A_LOGIN)
         yield from (key for key, name in keys.items() if not name.startswith(self.per_worker))
 
     def __len__(self) -> int:
@@ -330,7 +333,7 @@ def _describe(reason: str) -> dict[str, Any]:
         "begins": [*_Environ.begins],
         "names": _Environ.names if _Environ.copied else None,
         "costs_s": 0.0,
-        "late": "",
+        "module": "",
     }
 
 

@@ -193,7 +193,8 @@ def test_what_is_kept_warm_serves_a_run_with_other_variables_unless_a_package_lo
     assert run(API_TOKEN="another", UNRELATED="1") == ("[]", package == "prefix")
     assert run(API_TOKEN="another", UNRELATED="1", SSH_CONNECTION="10.0.0.1 4711 10.0.0.2 22")[0] == "[]"
     assert run(API_TOKEN="another", UNRELATED="1", SSH_CONNECTION="10.0.0.1 4712 10.0.0.2 22") == ("[]", True)
-    seen, was_warm = run(SETTING_A="7", API_TOKEN="another", UNRELATED="1")
+    seen, was_warm = run(SETTING_A="7", API_TOKEN="another", UNRELATED="1", SSH_CONNECTION="10.0.0.1 4713 10.0.0.2 22")
     assert "'7'" in seen
     assert not was_warm
+    assert run(SETTING_A="7", API_TOKEN="another", UNRELATED="1", SSH_CONNECTION="10.0.0.1 4714 10.0.0.2 22")[1]
     assert len(describe()) == 1
