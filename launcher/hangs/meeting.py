@@ -14,8 +14,6 @@ from launcher.hangs.positions import main_thread
 from launcher.hangs.watch import HangPolicy
 from launcher.protocol.reports import Evidence
 
-__all__ = ["MeetingWatch", "WaitingRanks"]
-
 FIRST_SHARE = 0.25  # of the least silence that is too long: 30 s
 LAST_S = 1800.0
 _CONNECTS = "_create_c10d_store"  # of torch.distributed.rendezvous

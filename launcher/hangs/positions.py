@@ -12,17 +12,6 @@ from pathlib import Path
 from launcher.frozen import dataclass
 from launcher.protocol.reports import Evidence
 
-__all__ = [
-    "Group",
-    "RankPosition",
-    "groups",
-    "main_thread",
-    "odd_ranks",
-    "rank_position",
-    "scripts_frames",
-    "state_in_words",
-]
-
 
 @dataclass(frozen=True)
 class RankPosition:

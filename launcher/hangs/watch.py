@@ -29,8 +29,6 @@ from launcher.hangs.positions import main_thread, odd_ranks
 from launcher.protocol.reports import Evidence
 from launcher.protocol.two_way import START, STEPS, Heartbeat
 
-__all__ = ["Blame", "HangPolicy", "HangWatch"]
-
 QUIET_S = 120.0
 FACTOR = 10.0
 BUSY = 15.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import replace
 
 from launcher.job.failure import Failure, FailureKind, looks_like_consequence
@@ -80,6 +79,11 @@ class AttemptState:
         return self.restarts_one or bool(self.ranks.awaited) or self.ranks.count(RankState.LOST) > 0
 
     @property
+    def is_whole(self) -> bool:
+        """Whether all its workers have started, and the others wait for none that has failed."""
+        return self.all_started and not self.lacks_workers
+
+    @property
     def restarts_one(self) -> bool:
         """Whether a process is about to be started again, for which the others may wait."""
         return self.ranks.count(RankState.WAITING, RankState.RESTARTING) > 0
@@ -116,8 +120,16 @@ class AttemptState:
 
     @property
     def lost_steps(self) -> int | None:
-        """How many steps of it another attempt makes again, as far as it is over; None where that is not known."""
-        return lost_steps(self.ranks.exits())
+        """How many steps another attempt makes again: those since the newest checkpoint, as far as its workers ended.
+
+        That is what the first rank knows that has saved one. None where no rank has counted steps, or where what they
+        save is not known.
+        """
+        ends = [each for _, each in sorted(self.ranks.exits().items())]
+        if not any(each.steps for each in ends) or any(each.unsaved is None for each in ends):
+            return None
+        saved = (each.unsaved for each in ends if each.saved)
+        return next(saved, max(each.steps for each in ends))
 
     # ---- the hosts that make it up ----
 
@@ -201,15 +213,17 @@ class AttemptState:
     # ---- what has failed ----
 
     def failure(
-        self, kind: FailureKind, host: str, message: str, at: float, *, noticed: float | None = None
-    ) -> Failure:
+        self, kind: FailureKind, host: str, message: str, at: float, *,
+        noticed: float | None = None, injected: bool = False,
+    ) -> Failure:  # fmt: skip
         """Return what is no worker's failure; of another than a host, `host` may be empty.
 
         `at` is the earliest that it can have been, which orders it among others; `noticed` is what is known for
         certain, where that was later.
         """
         ran_s = max(0.0, (at if noticed is None else noticed) - self.began)
-        return Failure(kind=kind, host=host, attempt=self.number, message=message, at=at, ran_s=ran_s)
+        killer = "--chaos" if injected else ""
+        return Failure(kind, host, at, ran_s, self.number, message=message, injected=injected, killer=killer)
 
     def take_failure(self, failure: Failure) -> None:
         """Note what failed by itself before the attempt was stopped."""
@@ -224,16 +238,3 @@ class AttemptState:
     def take_end(self, known: Failure, ended: Failure) -> None:
         """Note how the process of a worker ended that was known to have failed."""
         self.failures = [ended if failure is known else failure for failure in self.failures]
-
-
-def lost_steps(exits: Mapping[int, Exited]) -> int | None:
-    """Return how many steps were made since the newest checkpoint, as the first rank knows it that saved one.
-
-    `exits` are the ends of processes by rank. None where none of them has counted steps, or where what
-    they save is not known.
-    """
-    ends = [each for _, each in sorted(exits.items())]
-    if not any(each.steps for each in ends) or any(each.unsaved is None for each in ends):
-        return None
-    saved = (each.unsaved for each in ends if each.saved)
-    return next(saved, max(each.steps for each in ends))

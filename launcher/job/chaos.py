@@ -1,8 +1,7 @@
 """Faults on purpose (`--chaos`): when, whom they hit, and what each of them costs. Pure.
 
 One fault is under way at a time, and until training goes on the time to the next ones stands still. It goes on when
-each process that was started for it has made a step, or, in a run in which none has counted steps before, is started;
-where the world has shrunk, when the others are told of that.
+all ranks run again and have made a step, but those that have never counted one.
 What a fault ends costs no restart of --max-restarts. Lost are finished steps that have to be made again: none where the
 others live on, else those since the newest checkpoint.
 """
@@ -11,19 +10,14 @@ from __future__ import annotations
 
 import random
 import signal
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from launcher.job.attempt import AttemptState, lost_steps
+from launcher.job.attempt import AttemptState
 from launcher.job.events import Command, Notice, Send
-from launcher.job.failure import Failure, FailureKind
-from launcher.job.ranks import ENDED
+from launcher.job.ranks import ENDED, Rank, RankState
 from launcher.job.timers import Timer, Timers
 from launcher.placement.chaos_plan import ChaosPlan, Fault
 from launcher.protocol.commands import KillWorker, LoseHost
-from launcher.protocol.reports import Exited
-
-__all__ = ["Chaos", "FaultCost"]
 
 
 @dataclass(frozen=True)
@@ -39,12 +33,17 @@ class FaultCost:
 
 
 @dataclass
-class _UnderWay:
+class _Fault:
+    """The fault under way, in an attempt; `newest` is the newest that was seen since, `changes` those of its table."""
+
+    action: str
     host: str
     rank: int | None
     at: float
+    attempt: AttemptState
+    newest: AttemptState
+    changes: int = -1
     is_detected: bool = False
-    lacking: frozenset[int] = frozenset()  # ranks that have to go on
 
 
 class Chaos:
@@ -52,138 +51,107 @@ class Chaos:
 
     def __init__(self, plan: ChaosPlan | None, timers: Timers, began: float) -> None:
         self.costs: list[FaultCost] = []
-        self._plan = plan
+        self._faults = () if plan is None else plan.faults
+        self._seed = None if plan is None else plan.seed
         self._timers = timers
         self._began = began
-        self._random = random.Random(None if plan is None else plan.seed)
+        self._random = random.Random(self._seed)
         self._is_announced = False
-        self._under_way: _UnderWay | None = None
+        self._under_way: _Fault | None = None
         self._stepping: set[int] = set()  # ranks that have ever counted a step
-        self._training: set[int] = set()  # ranks whose present process has
-        self._exits: dict[int, Exited] = {}  # by rank, since the fault
 
-    @property
-    def seed(self) -> int:
-        return 0 if self._plan is None else self._plan.seed
+    def take_step(self, attempt: AttemptState, row: Rank) -> None:
+        """Take the first step of a process."""
+        self._stepping.add(row.number)
+        attempt.ranks.stepped(row)
 
-    def due(self, attempt: AttemptState, now: float) -> list[Command]:
-        """Make the faults that are due; to be called while all workers of an attempt run and none is to be started."""
-        if self._plan is None or self._under_way is not None or attempt.ranks.count(*ENDED):
-            return []
+    def made(self, host: str, rank: int | None, now: float) -> bool:
+        """Take the news that a host is lost, or that a rank has failed; return whether the fault under way did that."""
+        fault = self._under_way
+        if fault is None or fault.is_detected or (fault.host, fault.rank) != (host, rank):
+            return False
+        fault.is_detected = True
+        self._note(detection_s=now - fault.at)
+        return True
+
+    def advance(self, attempt: AttemptState, now: float, *, runs: bool) -> list[Command]:
+        """See whether training goes on after a fault, and make those that are due; `runs`: the workers do."""
+        fault, ranks = self._under_way, attempt.ranks
+        commands: list[Command] = []
+        if fault is not None and (attempt is not fault.newest or ranks.changes != fault.changes):
+            fault.changes = ranks.changes
+            commands = self._look(fault, attempt, now, runs=runs)
+        if self._faults and self._under_way is None and runs and attempt.is_whole and not ranks.count(*ENDED):
+            commands += self._due(attempt, now)
+        return commands
+
+    def _look(self, fault: _Fault, attempt: AttemptState, now: float, *, runs: bool) -> list[Command]:
+        ranks = attempt.ranks
+        if attempt is not fault.newest:
+            if not fault.is_detected:  # something else was quicker
+                self._end(fault, now)
+                return []
+            self._note(steps_lost=fault.newest.lost_steps)
+            fault.newest = attempt
+        if fault.is_detected:
+            if runs and attempt.is_whole and all(map(self._trains, ranks)):
+                self._end(fault, now)
+                lost = self.costs[-1].steps_lost
+                knows = self._stepping and all(
+                    each.unsaved is not None for each in fault.attempt.ranks.exits().values()
+                )
+                self._note(recovery_s=now - fault.at, steps_lost=0 if lost is None and knows else lost)
+        elif fault.rank is not None and ranks.count(RankState.DONE):
+            row = ranks.get(fault.rank)
+            if row is not None and row.state is RankState.DONE:  # it had ended before
+                self._under_way = None
+            elif fault.action == "stop" and runs:  # the others wait for it no longer, so that it would not be noticed
+                self._end(fault, now)
+                return [Send(fault.host, KillWorker(rank=fault.rank, attempt=attempt.number, signum=signal.SIGCONT))]
+        return []
+
+    def _trains(self, row: Rank) -> bool:
+        return row.has_stepped or row.number not in self._stepping
+
+    def _due(self, attempt: AttemptState, now: float) -> list[Command]:
+        """Make a fault, if one is due."""
         commands: list[Command] = []
         if not self._is_announced:
             self._is_announced = True
-            commands.append(Notice(f"--chaos: the faults begin, with seed {self._plan.seed}"))
-            for number, fault in enumerate(self._plan.faults):
+            commands.append(Notice(f"--chaos: the faults begin, with seed {self._seed}"))
+            for number, fault in enumerate(self._faults):
                 self._timers.set((Timer.CHAOS, number), now + fault.every_s)
-        for number, fault in enumerate(self._plan.faults):
+        for number, fault in enumerate(self._faults):
             if self._timers.over((Timer.CHAOS, number), now):
-                self._timers.set((Timer.CHAOS, number), now + fault.every_s * self._patience)
+                # More time each time, as long as no process makes a step: it may take longer to start than the time
+                # between two faults, and would never come to one.
+                patience = 1 if self._stepping else 2 ** min(len(self.costs), 10)
+                self._timers.set((Timer.CHAOS, number), now + fault.every_s * patience)
                 return [*commands, *self._make(fault, attempt, now)]
         return commands
-
-    @property
-    def _patience(self) -> int:
-        """How many times as long to wait for the next fault: more each time, as long as no process makes a step.
-
-        It may take longer to start than the time between two faults, and would never come to one.
-        """
-        return 1 if self._stepping else 2 ** min(len(self.costs), 10)
 
     def _make(self, fault: Fault, attempt: AttemptState, now: float) -> list[Command]:
         if fault.target == "host":
             host = self._random.choice(attempt.members)
             rank, what, order = None, f"host {host}", Send(host, LoseHost())
         else:
-            workers = attempt.placement.workers
-            if fault.action == "stop":  # of another one, nobody would know that it does not go on (hangs/watch.py)
-                workers = tuple(worker for worker in workers if len(workers) > 1 and worker.rank in self._training)
-            if not workers:
+            rows = [row for worker in attempt.placement.workers if (row := attempt.ranks.get(worker.rank)) is not None]
+            if fault.action == "stop":  # of another one, nothing would show that it does not go on (hangs/watch.py)
+                rows = [row for row in rows if row.has_stepped and len(rows) > 1]
+            if not rows:
                 return [Notice("--chaos: no worker is stopped this time: that takes two, and one that has made a step")]
-            worker = self._random.choice(workers)
-            host, rank, what = worker.host, worker.rank, f"rank {worker.rank} on {worker.host}"
+            row = self._random.choice(rows)
+            host, rank, what = row.host, row.number, f"rank {row.number} on {row.host}"
             signum = signal.SIGKILL if fault.action == "kill" else signal.SIGSTOP
-            order = Send(host, KillWorker(rank=worker.rank, attempt=attempt.number, signum=signum))
-        self._under_way = _UnderWay(host, rank, now)
-        self._exits = {}
+            order = Send(host, KillWorker(rank=rank, attempt=attempt.number, signum=signum))
+        self._under_way = _Fault(fault.action, host, rank, now, attempt, attempt)
         self.costs.append(FaultCost(fault.action, what, now - self._began))
         return [Notice(f"--chaos: {fault.action} {what}"), order]
 
-    def name(self, failure: Failure, now: float) -> Failure:
-        """Return a failure, marked as one that was made if it is that of the fault under way."""
-        fault = self._under_way
-        if fault is None or fault.is_detected:
-            return failure
-        is_host = failure.kind is FailureKind.HOST_LOST and fault.rank is None
-        if failure.host != fault.host or not (is_host or (fault.rank is not None and failure.rank == fault.rank)):
-            return failure
-        fault.is_detected = True
-        fault.lacking = frozenset() if failure.rank is None else frozenset({failure.rank})
-        self._note(detection_s=now - fault.at)
-        return replace(failure, injected=True, killer="--chaos")
-
-    def others_take_over(self, ranks: Collection[int], now: float) -> None:
-        """Take a generation without the lost host: these ranks are new in it, and no step is lost."""
-        fault = self._under_way
-        self._training -= {*ranks}
-        if fault is None or not fault.is_detected or fault.rank is not None:
-            return
-        fault.lacking = frozenset(ranks)
-        self._note(steps_lost=0)
-        if not ranks:
-            self._end(fault, now)
-            self._note(recovery_s=now - fault.at)
-
-    def exited(self, exited: Exited, now: float) -> list[Command]:
-        """Take the end of a worker, whose steps may be lost.
-
-        A stopped one goes on once another has ended well: nobody waits for it any more, so that nobody would notice.
-        """
-        fault = self._under_way
-        self._training.discard(exited.rank)
-        self._exits[exited.rank] = exited
-        if fault is None or fault.rank is None or fault.is_detected or exited.status != 0:
-            return []
-        if exited.rank == fault.rank:
-            self._under_way = None  # it had ended before
-        elif self.costs[-1].action == "stop":
-            self._end(fault, now)
-            return [Send(fault.host, KillWorker(rank=fault.rank, attempt=exited.attempt, signum=signal.SIGCONT))]
-        return []
-
-    def attempt_begins(self, attempt: AttemptState, now: float) -> None:
-        """All processes start again."""
-        self._training.clear()
-        if (fault := self._under_way) is None:
-            return
-        if fault.is_detected:
-            fault.lacking = frozenset(range(attempt.world_size))
-            self._note(steps_lost=lost_steps(self._exits))
-        else:  # something else was quicker
-            self._end(fault, now)
-
-    def goes_on(self, rank: int, now: float, *, has_stepped: bool) -> None:
-        """Take the start of a process, or its first step."""
-        if has_stepped:
-            self._stepping.add(rank)
-            self._training.add(rank)
-        fault = self._under_way
-        if fault is None or not fault.is_detected or (rank in self._stepping and not has_stepped):
-            return
-        if rank not in fault.lacking:
-            return
-        fault.lacking -= {rank}
-        if not fault.lacking:
-            self._end(fault, now)
-            lost = self.costs[-1].steps_lost
-            knows = self._stepping and all(each.unsaved is not None for each in self._exits.values())
-            self._note(recovery_s=now - fault.at, steps_lost=0 if lost is None and knows else lost)
-
-    def _end(self, fault: _UnderWay, now: float) -> None:
+    def _end(self, fault: _Fault, now: float) -> None:
         """Let the time to the next faults go on."""
-        assert self._plan is not None
         self._under_way = None
-        for number in range(len(self._plan.faults)):
+        for number in range(len(self._faults)):
             name = (Timer.CHAOS, number)
             self._timers.set(name, self._timers.at(name) + now - fault.at)
 

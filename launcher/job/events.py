@@ -11,35 +11,6 @@ from launcher.protocol.message import Command as AgentCommand
 from launcher.protocol.message import Report
 from launcher.protocol.reports import Evidence
 
-__all__ = [
-    "AgentMessage",
-    "Answer",
-    "Asked",
-    "AskerLeft",
-    "AskerSent",
-    "AskerTook",
-    "Close",
-    "CloseAsker",
-    "Command",
-    "Connected",
-    "DebuggerQuestion",
-    "Discovered",
-    "Event",
-    "Lost",
-    "Notice",
-    "Open",
-    "PassOn",
-    "ReaderBlocked",
-    "SaveEvidence",
-    "Send",
-    "Signalled",
-    "Slept",
-    "StacksQuestion",
-    "SuspendSelf",
-    "Tick",
-    "TookInput",
-]
-
 
 @dataclass(frozen=True)
 class Connected:

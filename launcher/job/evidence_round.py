@@ -15,8 +15,6 @@ from launcher.job.timers import Timer, Timers
 from launcher.protocol.commands import Collect
 from launcher.protocol.reports import Collected, Evidence
 
-__all__ = ["COLLECT_S", "EvidenceRounds"]
-
 COLLECT_S = 2.0
 NATIVE_S = 30.0  # py-spy reads the symbols of all libraries of each rank, one after another
 

@@ -18,11 +18,6 @@ from enum import Enum
 from launcher.frozen import dataclass
 from launcher.protocol.reports import Exited, Failing
 
-__all__ = [
-    "SLACK_S", "Failure", "FailureKind", "SecondaryFailures", "failure_of", "first_cause", "group_secondary_failures",
-    "how_they_ended", "looks_like_consequence", "plain_message", "signal_name", "what_happened",
-]  # fmt: skip
-
 MESSAGE_CHARACTERS = 120
 LINE_CHARACTERS = 200  # of a message that is no more than a part of a line
 _PREFIX = re.compile(r"^(?:\[[^\]]*\]:?\s*)+")  # of a logger, or the line of gloo's source
@@ -108,10 +103,15 @@ class Failure:
         return 128 - self.status if self.status < 0 else self.status
 
 
-def failure_of(host: str, exited: Exited | Failing, at: float, *, attempt: int) -> Failure:
-    """Return what the bad end of a worker was, or will be."""
+def failure_of(
+    host: str, exited: Exited | Failing, at: float, *, attempt: int, hung: Failure | None = None, injected: bool = False
+) -> Failure:
+    """Return what the bad end of a worker was, or will be; `hung` is why it was killed, if it was for that."""
     said = exited.error or {}
-    if exited.pid == 0:
+    is_hung = hung is not None and (hung.pid, exited.status) == (exited.pid, -signal.SIGKILL)
+    if hung is not None and is_hung:  # else it has ended by itself before
+        kind, said = FailureKind.HUNG, {"message": hung.message, "where": hung.where}
+    elif exited.pid == 0:
         kind = FailureKind.NEVER_STARTED
     elif "type" in said:
         kind = FailureKind.RAISED
@@ -132,9 +132,10 @@ def failure_of(host: str, exited: Exited | Failing, at: float, *, attempt: int) 
         message=said.get("message", ""),
         where=said.get("where", ""),
         inside=said.get("inside", ""),
-        killer=exited.killer if isinstance(exited, Exited) else "",
+        killer="--chaos" if injected else exited.killer if isinstance(exited, Exited) else "",
         provoked=isinstance(exited, Exited) and exited.provoked,
         failed_ranks=None if named is None else tuple(int(rank) for rank in named.split() if rank.isdecimal()),
+        injected=injected,
     )
 
 

@@ -40,8 +40,6 @@ from launcher.protocol.message import HEARTBEATS, Report, heartbeat_pause_s
 from launcher.protocol.reports import Bye, Facts, Hello, Swept
 from launcher.protocol.two_way import Heartbeat
 
-__all__ = ["Fleet"]
-
 BEAT, FENCE = 0.05, 0.1  # parts of the heartbeat timeout
 BEAT_AT_MOST_S = 5.0  # however long that is
 FENCE_AT_LEAST_S, FENCE_AT_MOST_S = 0.3, 2.0

@@ -25,8 +25,6 @@ from launcher.placement.placement import place_job
 from launcher.protocol.message import STEP_TIMES
 from launcher.protocol.reports import Facts, Hello
 
-__all__ = ["Gathering", "Readiness", "misfits"]
-
 LAST_CALL_S = (15.0, 3.0)  # for hosts that are on their way once enough are ready: at first, and after an attempt
 OTHER_REASONS_S = 4.0  # for what else is wrong, once it is certain that the run cannot start; a closed port takes 3 s
 LARGE = 16  # hosts; of fewer, nothing is said as long as they come

@@ -12,8 +12,6 @@ from launcher.hosts.host import Host
 from launcher.placement.placement import HostOffer
 from launcher.protocol.reports import Facts
 
-__all__ = ["HostClock", "HostPhase", "HostState"]
-
 WINDOW_S = 60.0  # clocks drift apart, and stand still while a machine sleeps: old measurements are forgotten
 LONG_AGO = -1e300  # a heartbeat of that time renews no lease; infinity is in no message
 

@@ -206,8 +206,8 @@ class Job:
             return members.leave(self.run, state.name, reason)
         if not had_workers or attempt.finished or not attempt.needs(state.name):
             return []
-        failure = attempt.failure(FailureKind.HOST_LOST, state.name, reason, at, noticed=now)
-        failure = self.run.chaos.name(failure, now)
+        injected = self.run.chaos.made(state.name, None, now)
+        failure = attempt.failure(FailureKind.HOST_LOST, state.name, reason, at, noticed=now, injected=injected)
         if self.phase is Phase.STOPPING and not silent:
             return []
         if silent:

@@ -49,6 +49,8 @@ def advance(run: Run, now: float) -> list[Command]:
         commands = _looked(run, now) if run.evidence.looks else run.evidence.end(run.attempt)
     if run.phase is Phase.RUNNING:
         commands += _go_on(run, now)
+    if run.attempt is not None:
+        commands += run.chaos.advance(run.attempt, now, runs=run.phase is Phase.RUNNING)
     commands += _inspect(run, now)
     if run.stopping is not None:  # perhaps since just now, and with nobody to wait for
         commands += run.stopping.advance(now)
@@ -73,13 +75,11 @@ def _inspect(run: Run, now: float) -> list[Command]:
 
 def _go_on(run: Run, now: float) -> list[Command]:
     """Begin the generations that are due, start workers again, and those of hosts that have come."""
-    attempt, ranks = run.current, run.current.ranks
+    ranks = run.current.ranks
     commands = _go_on_without(run, now) if ranks.count(RankState.LOST) else []
     if ranks.count(RankState.LOST) or run.phase is not Phase.RUNNING:
         return commands
     commands += restarts.due(run, now)
-    if attempt.all_started and not attempt.restarts_one:
-        commands += run.chaos.due(attempt, now)
     return [*commands, *members.join(run, now)]
 
 
@@ -92,8 +92,6 @@ def _go_on_without(run: Run, now: float) -> list[Command]:
         return []
     commands = members.go_on(run, now) if readiness is Readiness.BEGIN else None
     if commands is not None:
-        if not ranks.count(RankState.LOST):
-            run.chaos.others_take_over([row.number for row in ranks.of(RankState.STARTING)], now)
         return commands
     commands = fail(run, failure, now)
     if readiness is Readiness.TOO_FEW:
@@ -154,7 +152,6 @@ def _begin(run: Run, now: float) -> list[Command]:
     )  # fmt: skip
     run.timers.cancel(Timer.GENERATION, Timer.COMPOSE, Timer.JOIN)
     run.hangs.begin()
-    run.chaos.attempt_begins(run.attempt, now)
     _enter(run, Phase.OPENING_STORE)
     # A run of fixed size has what is left of its time. Any other may have used it up waiting for more hosts.
     fixed = last is None and not spec.elastic
@@ -238,10 +235,9 @@ def fail(run: Run, failure: Failure, now: float) -> list[Command]:
 def lose(run: Run, failure: Failure, now: float) -> list[Command]:
     """Take the loss of a host: the attempt goes on, if the others can meet again without it."""
     if run.phase is Phase.RUNNING and not run.preempted:
-        gone = [row.number for row in run.current.ranks.on(failure.host)]
         commands = members.lose_host(run, failure, now)
         if commands is not None:
-            run.hangs.lose(failure.host, gone)
+            run.hangs.forget(failure.host)
             return commands
     return fail(run, failure, now)
 
@@ -268,11 +264,9 @@ def ask_for_evidence(run: Run, now: float, *, asked: bool) -> list[Command]:
 def look_for_hangs(run: Run, now: float) -> list[Command]:
     """Look where all ranks are, if some may hang; not while others may wait for one that is to be started."""
     attempt = run.attempt
-    if run.phase is not Phase.RUNNING or attempt is None or not attempt.all_started:
+    if run.phase is not Phase.RUNNING or attempt is None or not attempt.is_whole:
         return []
-    looks = run.evidence.under_way or run.evidence.looks
-    is_busy = attempt.lacks_workers or looks or run.debuggers.any_open
-    if is_busy or not run.hangs.wants_look(now):
+    if run.evidence.under_way or run.evidence.looks or run.debuggers.any_open or not run.hangs.wants_look(attempt, now):
         return []
     return run.evidence.begin(run.fleet.workers_of(attempt.members), now, is_look=True)
 
@@ -280,13 +274,14 @@ def look_for_hangs(run: Run, now: float) -> list[Command]:
 def _looked(run: Run, now: float) -> list[Command]:
     """Act on ranks that hang, if the look that is over shows any."""
     number, found = run.evidence.end_look()
+    found = tuple(each for each in found if run.current.ranks.get(each.rank) is not None)  # a host may be lost since
     if run.phase is Phase.RUNNING and (waiting := run.hangs.waiting(run.current, found, now)):
         return run.hangs.tell(run.current, waiting, number)
     blame = run.hangs.blame(found, now)
     if run.phase is not Phase.RUNNING or blame is None or run.debuggers.any_open:
         return []
     if blame.hung:
-        return run.hangs.take(run.current, blame, number)
+        return run.hangs.take(run.current, blame, number, now)
     if not run.hangs.policy.acts:
         return []
     message = f"no rank has shown a sign of life for {blame.silent_s:.0f} s, and all of them wait"

@@ -20,8 +20,6 @@ from launcher.protocol.commands import OpenStore, Prepare, ReservePorts, SharePr
 from launcher.protocol.message import COMPOSED, HEARTBEAT_S, PROTOCOL, STEP_TIMES
 from launcher.protocol.reports import Hello, PortsReserved, StoreOpened
 
-__all__ = ["composed_workers", "mismatch", "open_store", "prepare", "reserve_ports", "start_workers"]
-
 
 def mismatch(spec: JobSpec, hello: Hello) -> str | None:
     """Return why an agent cannot work with this controller, or None."""

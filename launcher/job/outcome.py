@@ -19,8 +19,6 @@ from launcher.job.ranks import RankState
 from launcher.placement.job_spec import JobSpec
 from launcher.protocol.reports import Bye, Evidence
 
-__all__ = ["PREEMPTED", "Outcome", "build_outcome", "fails_by_itself"]
-
 PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: not finished, start it again
 
 

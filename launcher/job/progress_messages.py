@@ -13,19 +13,6 @@ from launcher.job.host_state import HostPhase
 from launcher.job.ranks import RankState
 from launcher.protocol.reports import Facts
 
-__all__ = [
-    "Phase",
-    "after_killed_runs",
-    "attempt_begins",
-    "attempt_ended",
-    "composed",
-    "goes_on_without",
-    "left_out",
-    "progress",
-    "some",
-    "starts_again",
-]
-
 
 class Phase(Enum):
     GATHERING = auto()

@@ -65,7 +65,7 @@ class Rank:
     restarts: int = 0  # processes that were ordered in the place of another
     exited: Exited | None = None  # the end of its newest process that has ended, and when that was
     ended_at: float = 0.0
-    has_stepped: bool = False  # its process, in training; known with --chaos only
+    has_stepped: bool = False  # its newest process, in training; known with --chaos only
 
     @property
     def number(self) -> int:
@@ -209,7 +209,7 @@ class Ranks:
         self._by_state[state][row.number] = row
         row.state, row.failure = state, failure
         row.restarts += state is RankState.RESTARTING
-        row.has_stepped &= row.is_live
+        row.has_stepped &= state is not RankState.RESTARTING
         if exited is not None:
             row.exited, row.ended_at = exited, at
         if row.is_awaited:

@@ -10,8 +10,6 @@ from launcher.job.host_state import HostPhase, HostState
 from launcher.job.progress_messages import some
 from launcher.job.timers import NEVER, Timer, Timers
 
-__all__ = ["ANSWER_S", "CHECK_S", "Stopping"]
-
 ANSWER_S = 15.0  # how long past the grace period a host may take to say that its workers are gone
 SLOW_S = 1.0  # after a Ctrl-C, until whoever typed it is told what is waited for
 CHECK_S = 3.0  # to reach a lost host again at the end and look what is left there

@@ -10,8 +10,6 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import TypeAlias
 
-__all__ = ["NEVER", "Timer", "Timers"]
-
 NEVER = float("inf")
 
 

@@ -109,10 +109,9 @@ def _of_worker(
     match message:
         case Started():
             attempt.take_start(row, message, now)
-            run.chaos.goes_on(row.number, now, has_stepped=False)
             return grow_with(run, None, now) if attempt.all_started else []
         case Stepped():
-            run.chaos.goes_on(row.number, now, has_stepped=True)
+            run.chaos.take_step(attempt, row)
             return []
         case Failing():
             at = state.clock.corrected(message.time)
@@ -130,27 +129,25 @@ def _exited(run: Run, attempt: AttemptState, state: HostState, row: Rank, exited
         return []
     exited = with_early_end(exited)
     known = row.failure if row.state is RankState.FAILING else None
+    hung = row.failure if row.state is RankState.HUNG else None
     at = state.clock.corrected(exited.time) if known is None else known.at
     attempt.take_exit(row, exited, at, now)
-    commands = run.chaos.exited(exited, now)
-    if exited.status == 0:
-        run.hangs.ended(row.number)
     if known is not None and exited.status != 0:
         attempt.take_end(known, failure_of(state.name, exited, at, attempt=attempt.number))
     elif exited.status != 0:
         failed_before = exited.error is not None and attempt.stopped_at is not None and at < attempt.stopped_at
         if failed_before or not exited.provoked:
-            failure = run.hangs.name(failure_of(state.name, exited, at, attempt=attempt.number))
-            failure = run.chaos.name(failure, now)
+            injected = run.chaos.made(state.name, row.number, now)
+            failure = failure_of(state.name, exited, at, attempt=attempt.number, hung=hung, injected=injected)
             made_room = run.preempted and not fails_by_itself(failure)
             if exited.restart_policy and run.phase is Phase.RUNNING and not exited.provoked and not made_room:
                 return fail_alone(run, row, failure, exited, now)
             return fail(run, failure, now)
     if run.phase is not Phase.RUNNING:
-        return commands
+        return []
     if attempt.finished:
-        return [*commands, *stop(run, now)]
-    return [*commands, *(finished(run, row, now) if exited.status == 0 else [])]
+        return stop(run, now)
+    return finished(run, row, now) if exited.status == 0 else []
 
 
 def how_ended(host: str, exited: Exited) -> str:

@@ -26,8 +26,6 @@ from launcher.protocol.commands import CloseDebugger, OpenDebugger, RestClocks
 from launcher.protocol.reports import DebuggerClosed, DebuggerOpened
 from launcher.protocol.two_way import ChannelData, ChannelTaken
 
-__all__ = ["Debuggers"]
-
 
 @dataclass(frozen=True)
 class _Debugger:

@@ -11,8 +11,6 @@ from launcher.job.evidence_round import EvidenceRounds
 from launcher.job.fleet import Fleet
 from launcher.job.ranks import ENDED, RankState
 
-__all__ = ["StackQuestions", "refuse", "why_not_rank"]
-
 
 class StackQuestions:
     """Those that wait for a round of their own."""

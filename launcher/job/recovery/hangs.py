@@ -7,7 +7,7 @@ restart policy says (restarts.py); its failure then has a kind of its own.
 from __future__ import annotations
 
 import signal
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from launcher.frozen import replace
 from launcher.hangs.meeting import MeetingWatch, WaitingRanks
@@ -15,12 +15,11 @@ from launcher.hangs.positions import rank_position
 from launcher.hangs.watch import Blame, HangPolicy, HangWatch
 from launcher.job.attempt import AttemptState
 from launcher.job.events import Command, Notice, SaveEvidence, Send
-from launcher.job.failure import Failure, FailureKind
+from launcher.job.failure import FailureKind
+from launcher.job.ranks import RankState
 from launcher.protocol.commands import KillWorker
 from launcher.protocol.reports import Evidence
 from launcher.protocol.two_way import Heartbeat
-
-__all__ = ["Hangs"]
 
 NAMED = 8  # of the ranks that a message counts, and of their hosts
 
@@ -33,35 +32,27 @@ class Hangs:
         self._watch = HangWatch(policy)
         self._meeting = MeetingWatch(policy) if meets else None
         self._is_for_meeting = False  # the look that is under way
-        self._killed: dict[tuple[int, int], tuple[str, str]] = {}  # by rank and pid: what it did, and where
-        self._told: set[tuple[int, int]] = set()
+        self._told: set[tuple[int, int]] = set()  # the rank and pid of those that the user knows of
 
     def begin(self) -> None:
         """Begin anew, with an attempt."""
         self._watch.begin()
         if self._meeting is not None:
             self._meeting.begin()
-        self._killed, self._told = {}, set()
+        self._told = set()
 
     def heard(self, host: str, beat: Heartbeat) -> None:
         self._watch.heard(host, beat)
         if beat.steps and self._meeting is not None:
             self._meeting.end()
 
-    def lose(self, host: str, ranks: Collection[int]) -> None:
+    def forget(self, host: str) -> None:
         """Go on without the workers of a lost host."""
         self._watch.forget(host)
-        for rank in ranks:
-            self.ended(rank)
 
-    def ended(self, rank: int) -> None:
-        """Wait no longer for the end of a rank that was killed."""
-        self._killed = {name: found for name, found in self._killed.items() if name[0] != rank}
-        self._told = {name for name in self._told if name[0] != rank}
-
-    def wants_look(self, now: float) -> bool:
+    def wants_look(self, attempt: AttemptState, now: float) -> bool:
         """Whether all ranks are to be looked at; not while one that is killed has not ended."""
-        if not self.policy.watches or self._killed:
+        if not self.policy.watches or attempt.ranks.count(RankState.HUNG):
             return False
         is_for_hangs = self._watch.wants_look(now)
         self._is_for_meeting = not is_for_hangs and self._meeting is not None and self._meeting.wants_look(now)
@@ -104,7 +95,7 @@ class Hangs:
             return None
         return self._watch.looked(evidence, now)
 
-    def take(self, attempt: AttemptState, blame: Blame, number: int) -> list[Command]:
+    def take(self, attempt: AttemptState, blame: Blame, number: int, now: float) -> list[Command]:
         """Act on ranks that hang, or tell the user once; `number` is that of the look."""
         if not self.policy.acts:
             news = [each for each in blame.hung if (each.rank, each.pid) not in self._told]
@@ -117,23 +108,18 @@ class Hangs:
         attempt.evidence = blame.looked_at
         commands: list[Command] = [SaveEvidence(attempt.number, number, blame.looked_at, asked=False)]
         for each in blame.hung:
-            self._killed[each.rank, each.pid] = (_what(each, blame), rank_position(each).where)
+            row = attempt.ranks.get(each.rank)
+            if row is None or not row.is_live:  # it has ended since
+                continue
+            what, where = _what(each, blame), rank_position(each).where
+            failure = attempt.failure(FailureKind.HUNG, row.host, what, now)
+            attempt.ranks.move(row, RankState.HUNG, replace(failure, rank=each.rank, pid=each.pid, where=where))
             order = KillWorker(rank=each.rank, attempt=attempt.number, signum=signal.SIGKILL)
             commands += [
-                Notice(f"{_who(attempt, each)} hangs: {_what(each, blame)}; taken as failed"),
-                Send(attempt.host_of(each.rank), order),
+                Notice(f"{_who(attempt, each)} hangs: {what}; taken as failed"),
+                Send(row.host, order),
             ]
         return commands
-
-    def name(self, failure: Failure) -> Failure:
-        """Return the failure of a worker, of another kind if it was killed since it hung."""
-        rank = -1 if failure.rank is None else failure.rank
-        found = self._killed.get((rank, failure.pid))
-        self.ended(rank)
-        if found is None or failure.status != -signal.SIGKILL:  # it has ended by itself before
-            return failure
-        what, where = found
-        return replace(failure, kind=FailureKind.HUNG, message=what, where=where)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

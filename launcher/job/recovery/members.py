@@ -247,9 +247,9 @@ def join(run: Run, now: float) -> list[Command]:
     attempt, ranks, spec = run.current, run.current.ranks, run.spec
     joining, room = ranks.by_host(*JOINS), spec.max_hosts - len(attempt.members)
     has_come = room > 0 and run.fleet.count(HostPhase.READY) > len(attempt.members)
-    if not (joining or has_come) or attempt.lacks_workers or run.timers.at(Timer.GENERATION) < NEVER:
+    if not (joining or has_come) or not attempt.is_whole or run.timers.at(Timer.GENERATION) < NEVER:
         return []
-    if not attempt.all_started or ranks.count(*ENDED) or not suits(run):
+    if ranks.count(*ENDED) or not suits(run):
         return []
     commands: list[Command] = []
     ready = [
