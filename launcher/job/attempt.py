@@ -167,7 +167,8 @@ class AttemptState:
     def take_exit(self, row: Rank, exited: Exited, at: float, now: float) -> None:
         """Note the end of a worker; `at` is its time on the controller's clock."""
         state = RankState.DONE if exited.status == 0 else RankState.FAILED
-        self.ranks.move(row, RankState.STOPPED if exited.provoked else state, exited=exited, at=at)
+        awaited = row.failure if row.is_awaited else None  # it has not started, and the others still wait to meet it
+        self.ranks.move(row, RankState.STOPPED if exited.provoked else state, awaited, exited=exited, at=at)
         self._note_exec(exited)
         self.made_progress(now)
 

@@ -128,33 +128,30 @@ class Gathering:
         failed = {failure.host for failure in ended if not failure.injected}
         commands: list[Command] = []
         for state in map(self._fleet.states.__getitem__, attempt.members):
-            self._fleet.count_failed(state, failed=state.name in failed)
-            wanted = self._fleet.wanted(state)
-            if not wanted and state.phase is HostPhase.READY and state.name not in self._fleet.busy:
+            if not self._fleet.wanted(state) and state.phase is HostPhase.READY and state.name not in self._fleet.busy:
                 commands += self._fleet.stop(state)
-            others = self._fleet.count(HostPhase.READY) - (state.phase is HostPhase.READY)
-            if state.failed_attempts >= MAX_FAILED and wanted and others >= self._spec.min_hosts:
-                commands += self._leave_out(state, f"it ended {MAX_FAILED} attempts in a row")
+            why = f"it ended {MAX_FAILED} attempts in a row"
+            commands += self._count(state, why, failed=state.name in failed)
         return commands
 
     def count_loss(self, name: str, *, failed: bool) -> list[Command]:
         """Count it against a host if an attempt that goes on had to do without it, before it had come to anything."""
-        state = self._fleet.states[name]
-        self._fleet.count_failed(state, failed=failed)
-        others = self._fleet.count(HostPhase.READY) - (state.phase is HostPhase.READY)
-        if state.failed_attempts < MAX_FAILED or not self._fleet.wanted(state) or others < self._spec.min_hosts:
-            return []
-        return self._leave_out(state, f"it was lost {MAX_FAILED} times in a row")
+        return self._count(self._fleet.states[name], f"it was lost {MAX_FAILED} times in a row", failed=failed)
 
     def count_absence(self, name: str, members: Sequence[str]) -> list[Command]:
         """Count it against a host if an attempt was ended for it, and it is not there for the next one."""
         if not name or name in members:
             return []
-        state = self._fleet.states[name]
-        self._fleet.count_failed(state, failed=True)
-        if state.failed_attempts < MAX_FAILED or not self._fleet.wanted(state):
+        why = f"for {MAX_FAILED} attempts that ended for it, it was gone again"
+        return self._count(self._fleet.states[name], why, failed=True)
+
+    def _count(self, state: HostState, why: str, *, failed: bool) -> list[Command]:
+        """Count a failure of a host, or end its row of them; dismiss it after too many, if others are enough."""
+        self._fleet.count_failed(state, failed=failed)
+        others = self._fleet.count(HostPhase.READY) - (state.phase is HostPhase.READY)
+        if state.failed_attempts < MAX_FAILED or not self._fleet.wanted(state) or others < self._spec.min_hosts:
             return []
-        return self._leave_out(state, f"for {MAX_FAILED} attempts that ended for it, it was gone again")
+        return self._leave_out(state, why)
 
     def leave_out_misfits(self, states: Sequence[HostState]) -> list[Command]:
         """Do without the hosts on which the workers do not fit, if others are enough; else return nothing."""

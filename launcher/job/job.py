@@ -32,7 +32,7 @@ from launcher.job.events import (
 from launcher.job.failure import FailureKind
 from launcher.job.host_state import HostPhase, HostState
 from launcher.job.inspection.stacks import refuse
-from launcher.job.lifecycle import advance, fail, grow_with, hurry, look_then_stop, lose, stop
+from launcher.job.lifecycle import advance, fail, grow_with, look_then_stop, stop
 from launcher.job.outcome import Outcome
 from launcher.job.progress_messages import Phase, progress, some
 from launcher.job.ranks import JOINS, RankState
@@ -217,7 +217,10 @@ class Job:
             if known <= at + self.fleet.quiet_s:
                 attempt.secondary_failures += [failure] if attempt.first_root_at is not None else []
                 return []
-        return lose(self.run, failure, now)
+        commands = None
+        if self.phase is Phase.RUNNING and not self.run.preempted:
+            commands = members.lose_host(self.run, failure, now)
+        return fail(self.run, failure, now) if commands is None else commands
 
     def _signalled(self, signum: int, now: float) -> list[Command]:
         match signum:
@@ -232,11 +235,11 @@ class Job:
             case signal.SIGCONT:
                 was_suspended, self._suspended = self._suspended, False
                 return self.fleet.suspend(False, now) if was_suspended else []
-        if self.run.stopping is None:
-            is_second = self.run.stops_with is not None  # while it is looked where the ranks stand
-            commands = self._told_to_stop(signum, now)
-            return [*commands, *(hurry(self.run, now) if is_second and signum == signal.SIGINT else [])]
-        return hurry(self.run, now) if signum == signal.SIGINT else []
+        is_second = self.run.stopping is not None or self.run.stops_with is not None  # while it looks where ranks stand
+        commands = self._told_to_stop(signum, now) if self.run.stopping is None else []
+        if is_second and signum == signal.SIGINT and self.run.stopping is not None:
+            commands += self.run.stopping.hurry(now)
+        return commands
 
     def _warned(self, signum: int, now: float) -> list[Command]:
         """Pass a signal on to the workers; one of both may say that the time of the run is nearly up."""

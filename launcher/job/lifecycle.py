@@ -23,7 +23,7 @@ from launcher.job.host_state import HostPhase, HostState
 from launcher.job.orders import open_store, reserve_ports, start_workers
 from launcher.job.outcome import build_outcome, fails_by_itself
 from launcher.job.progress_messages import Phase, attempt_begins, attempt_ended, progress
-from launcher.job.ranks import ENDED, Rank, RankState
+from launcher.job.ranks import ENDED, RankState
 from launcher.job.recovery import members, restarts
 from launcher.job.recovery.judgement import RestartDecision, failed_attempt, judge, judge_early
 from launcher.job.run import Run
@@ -31,7 +31,7 @@ from launcher.job.stopping import ANSWER_S, Stopping
 from launcher.job.timers import Timer
 from launcher.placement.placement import place_job
 from launcher.protocol.commands import EndAttempt
-from launcher.protocol.reports import Exited, PortsReserved, StoreOpened
+from launcher.protocol.reports import PortsReserved, StoreOpened
 
 ROOT_WAIT_S = 1.0  # so long for what a lost connection is the consequence of
 
@@ -232,30 +232,6 @@ def fail(run: Run, failure: Failure, now: float) -> list[Command]:
     return [*commands, *ask_for_evidence(run, now, asked=False)]
 
 
-def lose(run: Run, failure: Failure, now: float) -> list[Command]:
-    """Take the loss of a host: the attempt goes on, if the others can meet again without it."""
-    if run.phase is Phase.RUNNING and not run.preempted:
-        commands = members.lose_host(run, failure, now)
-        if commands is not None:
-            run.hangs.forget(failure.host)
-            return commands
-    return fail(run, failure, now)
-
-
-def fail_alone(run: Run, row: Rank, failure: Failure, exited: Exited, now: float) -> list[Command]:
-    """Take a failure that does not end the attempt, if that can be."""
-    commands = restarts.fail_alone(run, row, failure, exited, now)
-    if commands is None:
-        return fail(run, failure, now)
-    return [*commands, *(stop(run, now) if run.current.finished else [])]
-
-
-def finished(run: Run, row: Rank, now: float) -> list[Command]:
-    """Take the successful end of a worker: the attempt ends if it was to meet one that is being replaced."""
-    failure = restarts.missed_by(run, row)
-    return [] if failure is None else fail(run, failure, now)
-
-
 def ask_for_evidence(run: Run, now: float, *, asked: bool) -> list[Command]:
     """Ask where the ranks stand; `asked`: the user wants to see it."""
     return run.evidence.begin(run.fleet.workers_of(run.current.members), now, asked=asked)
@@ -379,11 +355,6 @@ def stop(run: Run, now: float, signum: int = signal.SIGTERM, *,
     run.gathering.closed = True
     run.stopping = Stopping(run.fleet, run.timers, grace_s=run.spec.grace_s, now=now)
     return [*commands, *run.stopping.begin(signum, now)]
-
-
-def hurry(run: Run, now: float) -> list[Command]:
-    """Have everything killed that is being stopped."""
-    return [] if run.stopping is None else run.stopping.hurry(now)
 
 
 def _end(run: Run, now: float) -> None:

@@ -7,12 +7,11 @@ from launcher.job.attempt import AttemptState
 from launcher.job.events import Command
 from launcher.job.failure import FailureKind, failure_of, what_happened
 from launcher.job.host_state import HostPhase, HostState
-from launcher.job.lifecycle import fail, fail_alone, finished, grow_with, look_for_hangs, opened, stop
+from launcher.job.lifecycle import fail, grow_with, look_for_hangs, opened, stop
 from launcher.job.outcome import fails_by_itself
 from launcher.job.progress_messages import Phase
 from launcher.job.ranks import ENDED, JOINS, Rank, RankState
-from launcher.job.recovery import members
-from launcher.job.recovery.restarts import with_early_end
+from launcher.job.recovery import members, restarts
 from launcher.job.run import Run
 from launcher.protocol.message import Report
 from launcher.protocol.reports import (
@@ -127,7 +126,7 @@ def _of_worker(
 def _exited(run: Run, attempt: AttemptState, state: HostState, row: Rank, exited: Exited, now: float) -> list[Command]:
     if row.state in ENDED:
         return []
-    exited = with_early_end(exited)
+    exited = restarts.with_early_end(exited)
     known = row.failure if row.state is RankState.FAILING else None
     hung = row.failure if row.state is RankState.HUNG else None
     at = state.clock.corrected(exited.time) if known is None else known.at
@@ -141,13 +140,16 @@ def _exited(run: Run, attempt: AttemptState, state: HostState, row: Rank, exited
             failure = failure_of(state.name, exited, at, attempt=attempt.number, hung=hung, injected=injected)
             made_room = run.preempted and not fails_by_itself(failure)
             if exited.restart_policy and run.phase is Phase.RUNNING and not exited.provoked and not made_room:
-                return fail_alone(run, row, failure, exited, now)
+                commands = restarts.fail_alone(run, row, failure, exited, now)
+                if commands is not None:
+                    return [*commands, *(stop(run, now) if attempt.finished else [])]
             return fail(run, failure, now)
     if run.phase is not Phase.RUNNING:
         return []
     if attempt.finished:
         return stop(run, now)
-    return finished(run, row, now) if exited.status == 0 else []
+    missed = restarts.missed_by(run, row) if exited.status == 0 else None
+    return [] if missed is None else fail(run, missed, now)
 
 
 def how_ended(host: str, exited: Exited) -> str:

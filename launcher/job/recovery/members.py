@@ -76,6 +76,7 @@ def lose_host(run: Run, failure: Failure, now: float) -> list[Command] | None:
     number = "" if free else f" (restart {restarts_used(run.past)} of {run.spec.max_restarts})"
     is_first = not attempt.ranks.count(RankState.LOST)
     attempt.lose(name, failure)
+    run.hangs.forget(name)
     _forget_store(attempt)
     ran_s = now - max(attempt.began, state.ready_at or attempt.began)
     in_vain = steps == 0 and ran_s < PROGRESS_S and not failure.injected

@@ -69,7 +69,7 @@ def fail_alone(run: Run, row: Rank, failure: Failure, exited: Exited, now: float
         follows = is_free(made, run.past)
         wait_s = max(decision.again_after_s, CONSEQUENCE_S if looks_so and not follows else 0.0)
         run.timers.set((Timer.RESTART, row.number), now + wait_s)
-        attempt.ranks.move(row, RankState.WAITING, failure if meets else None)
+        attempt.ranks.move(row, RankState.WAITING, failure if meets else row.failure)
         if meets:
             attempt.generation += 1
             run.timers.set(Timer.GENERATION, max(now, attempt.generation_told_at + PAUSE_S))
@@ -82,7 +82,8 @@ def fail_alone(run: Run, row: Rank, failure: Failure, exited: Exited, now: float
             attempt.leave_out(row, failure)
             return [Notice(left_out(failure, decision.reason))]
         last = [*attempt.left_out, failure]
-        attempt.failures += attempt.left_out  # one after the other they have ended it
+        for each in attempt.left_out:  # one after the other they have ended it
+            attempt.take_failure(each)
         attempt.left_out = []
     attempt.last_failures, attempt.no_restart_reason = last, decision.reason
     return None

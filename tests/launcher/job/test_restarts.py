@@ -195,3 +195,20 @@ def test_what_ends_the_attempt_otherwise_cancels_the_restart() -> None:
     drive = running("a", "b", max_restarts=9)
     drive.event(Signalled(15))
     assert messages(fails(drive, 3), NextGeneration) == []
+
+
+def test_a_rank_that_is_left_out_before_it_has_started_again_is_not_waited_for() -> None:
+    drive = running("a", "b", max_restarts=1)
+    fails(drive, 3)
+    fails(drive, 3, 127, after_s=0.1, pid=0, restart_policy=1, error={"type": "", "message": "could not be started"})
+    assert notices(drive.commands)[-1].startswith("rank 3 on b could not be started; the other workers continue")
+    assert not drive.job.fails
+
+
+def test_failures_that_end_a_run_one_after_the_other_are_named_once() -> None:
+    drive = running("a", max_restarts=0)
+    fails(drive, 0, 1, restart_policy=1, error=PEER_LOST)
+    fails(drive, 1, 3, restart_policy=1, after_s=0.1)
+    drive.collected()
+    drive.stop_all()
+    assert [failure.rank for failure in (drive.cause, *drive.outcome.secondary_failures)] == [1, 0]
