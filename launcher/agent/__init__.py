@@ -1,1 +1,1 @@
-"""On each host: starts, watches and stops its workers, reports, and decides nothing. Start at main.py."""
+"""On each host: starts, watches and stops its workers, and reports; decides nothing. Start reading at main.py."""

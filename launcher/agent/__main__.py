@@ -1,8 +1,8 @@
 """`python -m launcher.agent [KEY SCRIPT]` is the agent of one host; `--simulated` starts the agents of simulated hosts.
 
-KEY and SCRIPT name a process that may be kept warm on the host. Where there is one, an agent forked from it takes this
-one's place: `guard ORDERS` and `agent ORDERS` are then its two processes, and ORDERS the number of an open file
-(workers/keeper.py). Each way imports no more than it needs: these are the milliseconds until a run begins.
+KEY and SCRIPT identify a process that may be kept warm on the host. If there is one, an agent forked from it replaces
+this one: `guard ORDERS` and `agent ORDERS` are then its two processes, and ORDERS is the number of an open file
+(workers/keeper.py). Each way imports no more than it needs: the milliseconds count until a run begins.
 """
 
 import os

@@ -1,7 +1,7 @@
-"""The loop of an agent, between the controller's stream and the processes of its host. It decides nothing.
+"""The agent's event loop, between the controller's stream and the processes of its host. It decides nothing.
 
-Single-threaded, one selector. It lives through all attempts of a run. End of its input means that the controller is
-gone: stop everything; so does a lease that has run out (cleanup/lease.py).
+Single-threaded, with one selector. It lives through all attempts of a run. End of input means that the controller is
+gone: it stops everything. It does the same when its lease has run out (cleanup/lease.py).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ READ_BYTES = 1 << 16
 
 
 class Agent:
-    """Owns the current attempt, what goes on with it, and both directions of the controller's stream."""
+    """Owns the current attempt, the work under way on it, and both directions of the controller's stream."""
 
     def __init__(self, run_tag: RunTag, limits: Limits, warmth: Warmth) -> None:
         self._run_tag = run_tag
@@ -82,26 +82,26 @@ class Agent:
         # Read before the user's own exports can change it: "client address, port, server address, port".
         self._reached_at = ([*os.environ.get("SSH_CONNECTION", "").split(" "), "", ""])[2] or None
         self._folder = ""  # for the workers' files, once it is made
-        self._killed_runs: list[str] = []  # the identities of their agents
+        self._killed_runs: list[str] = []  # identities of their agents
         self._fork_server = ForkServer(run_tag, self._selector, warmth)
         self._store_process = StoreProcess(self._fork_server)
         self._kept_copy = KeptCopy()
         self._attempt: Attempt | None = None
-        self._leftovers: LeftoverSweep | None = None  # what goes on...
+        self._leftovers: LeftoverSweep | None = None  # work under way, from here...
         self._suspension: processes.Suspension | None = None
         self._evidence_round = EvidenceRound(self._writer)
         self._debuggers = DebuggerChannels(self._writer, self._selector)
         self._rest = Rest()
-        self._attempt_end: AttemptEnd | None = None
-        self._ending_attempt: int | None = None  # to be answered with Swept when that is done
-        self._reason: str | None = None  # set once the agent is to exit then: why, if no Stop has come
+        self._attempt_end: AttemptEnd | None = None  # ...to here
+        self._ending_attempt: int | None = None  # answered with Swept once it has ended
+        self._reason: str | None = None  # set once the agent will exit: why; empty after a Stop
         self._left: list[str] = []
         self._done = False
         self._next_heartbeat = time.monotonic() + HEARTBEAT_S
         self._terminated = False
 
     def run(self) -> int:
-        """Serve until stopped and swept; return 0 if nothing is left here."""
+        """Serve until stopped and swept; return 0 if no process is left."""
         wake_read, wake_write = os.pipe()
         for descriptor in (0, 1, wake_read, wake_write):
             os.set_blocking(descriptor, False)
@@ -135,7 +135,7 @@ class Agent:
         finally:
             self._run_tag.remove()
             if os.getppid() == self._guard:
-                os.kill(self._guard, signal.SIGCONT)  # if somebody stopped it, it would stay for ever
+                os.kill(self._guard, signal.SIGCONT)  # a stopped guard would stay for ever
         return 1 if self._left else 0
 
     def _note_sigterm(self, *_: object) -> None:
@@ -153,7 +153,7 @@ class Agent:
         return max(0.0, min(pauses))
 
     def _on_time(self, now: float) -> None:
-        """Do what is due, and go on with whatever goes on."""
+        """Do what is due, and advance all work under way."""
         if now >= self._lease.end:
             self._lease.used_up(now)
             reason = f"it received nothing from dtrain for {self._lease.duration_s:g} s"
@@ -161,7 +161,7 @@ class Agent:
         if self._terminated:
             self._terminated = False
             lost = os.getppid() != self._guard
-            self._exit(signal.SIGTERM, "its guard was killed" if lost else "somebody sent it SIGTERM")
+            self._exit(signal.SIGTERM, "its guard was killed" if lost else "it received SIGTERM")
         if now >= self._next_heartbeat:
             self._beat(now)
         if self._leftovers is not None and self._leftovers.step():
@@ -184,7 +184,7 @@ class Agent:
         self._next_heartbeat = now + (HEARTBEAT_S if self._prepared is None else self._prepared.heartbeat_s)
         if self._attempt is not None:
             self._attempt.look(counts=self._suspension is None and not self._rest.now)
-        if not self._writer:  # otherwise the controller does not read, and what is unsent says that we live
+        if not self._writer:  # else the controller does not read; unsent data will show that we live
             attempt = self._attempt
             self._writer.send(Heartbeat(now) if attempt is None else attempt.heartbeat(now))
             if attempt is not None:
@@ -193,7 +193,7 @@ class Agent:
                     attempt.send_use(now)
 
     def _kill_at(self, signum: int) -> float:
-        """Return when workers that get this signal now are killed."""
+        """Return when to kill workers that get this signal now."""
         grace_s = 0.0 if self._prepared is None or signum == signal.SIGKILL else self._prepared.grace_s
         return time.monotonic() + grace_s
 
@@ -274,7 +274,7 @@ class Agent:
             case CloseDebugger():
                 self._debuggers.close(message)
             case RestClocks():
-                self._rest.take(message.resting)
+                self._rest.update(message.resting)
             case EndAttempt():
                 self._end_attempt(message)
             case Stop():
@@ -286,7 +286,7 @@ class Agent:
             with open(file, "wb") as function:
                 function.seek(message.at)
                 function.write(message.data)
-        except OSError as error:  # the workers will not find all of it
+        except OSError as error:  # the function is incomplete for the workers
             print(f"dtrain agent: the function cannot be written: {error}", file=sys.stderr)
 
     def _vanish(self) -> NoReturn:
@@ -307,14 +307,14 @@ class Agent:
         self._leftovers = LeftoverSweep(message.lost_agents or self._killed_runs)
 
     def _leftovers_swept(self, leftovers: LeftoverSweep) -> None:
-        """Answer Prepare, now that what was left of earlier agents is gone, or is known to stay."""
+        """Answer Prepare once leftovers of earlier agents are gone, or known to stay."""
         assert self._prepared is not None
         self._leftovers = None
         problems = []
         try:
             self._folder = make_folder(self._run_tag.value)
             leave_identity(self._folder, self._identity)
-            self._rest.begin(self._folder)
+            self._rest.set_folder(self._folder)
             self._kept_copy.open(self._folder)
         except OSError as error:
             problems.append(f"cannot make a temporary folder there ({error.strerror}); see TMPDIR")
@@ -323,7 +323,7 @@ class Agent:
         is_counted = self._prepared.workers.isdigit()
         if is_counted:  # as early as can be: what it imports takes seconds
             self._fork_server.prepare(self._prepared, int(self._prepared.workers))
-        self._lease.rest()  # drivers may take seconds to answer, and nothing runs yet that somebody would have to end
+        self._lease.rest()  # drivers may take seconds to answer, and no worker runs yet
         facts = find_facts(self._prepared, problems=problems, left=[] if self._killed_runs else leftovers.left)
         if self._killed_runs:
             runs = len(self._killed_runs)
@@ -332,13 +332,13 @@ class Agent:
             self._fork_server.prepare(self._prepared, likely_workers(self._prepared.workers, facts))
         if self._prepared.parts > 1:
             os.sched_setaffinity(0, facts.cores)
-        self._lease.renew(time.monotonic())  # first, so that it never begins later than the controller knows
+        self._lease.renew(time.monotonic())  # before sending, so that it never starts later than the controller assumes
         self._writer.send(facts)
 
     def _begin(self, message: OpenStore | ReservePorts | SharePrefixes | StartWorker) -> None:
-        """Open an attempt's store, prepare for workers or start one; the first such order begins the attempt."""
+        """Open an attempt's store, prepare for workers or start one; create the attempt at the first such order."""
         assert self._prepared is not None
-        if self._attempt_end is not None or time.monotonic() >= self._lease.end:  # after a thaw, seen later than this
+        if self._attempt_end is not None or time.monotonic() >= self._lease.end:  # frozen meanwhile: the lease is over
             return
         if self._attempt is None:
             self._attempt = Attempt(
@@ -362,7 +362,7 @@ class Agent:
             self._attempt.start(message)
 
     def _address(self, message: OpenStore | ReservePorts) -> str:
-        """Return this host's address for the others, whether or not the order names it."""
+        """Return this host's address for the other hosts: the one in the order, or a chosen one."""
         assert self._prepared is not None
         return message.address or choose_address(self._prepared.interfaces, message.towards, self._reached_at)
 
@@ -396,7 +396,7 @@ class Agent:
         self._end(message.signum)
 
     def _exit(self, signum: int, reason: str) -> None:
-        """Begin to end everything and to exit, or be quicker about it; the first reason counts."""
+        """Start to end everything and exit, or hurry if that was started already; the first reason counts."""
         if self._reason is not None or self._lease.over:
             self._kept_copy.kill()
         if self._reason is None:
@@ -426,10 +426,10 @@ class Agent:
                 kill_at=self._kill_at(signum),
             )
         self._attempt_end.final = self._reason is not None
-        self._go_on()  # after the signal, which is then the first thing that they see
+        self._go_on()  # after the signal, so that workers see it first
 
     def _ended(self, attempt_end: AttemptEnd) -> None:
-        """Answer, once all of it is reported; then wait for the next attempt, or exit."""
+        """Answer once everything is reported; then wait for the next attempt, or exit."""
         if self._attempt is not None and not self._attempt.reported and not self._lease.over:
             return  # the controller reads slowly
         if self._reason is not None and not self._kept_copy.finished(time.monotonic()):
@@ -443,7 +443,7 @@ class Agent:
             self._writer.send(Swept(attempt=self._ending_attempt, swept=swept, saved=saved, left=self._left))
             self._ending_attempt, swept = None, 0
         if self._reason is not None:
-            self._store_process.kill()  # if it was to be kept when the ending began
+            self._store_process.kill()  # it may have been kept when the end began
             not_kept = self._keep_warm()
             self._fork_server.kill()
             bye = Bye(swept=swept, left=self._left, reason=self._reason, not_kept=not_kept)
@@ -451,10 +451,10 @@ class Agent:
             self._done = True
 
     def _keep_warm(self) -> str:
-        """Have the fork server stay if that was asked for; return why it does not."""
+        """Keep the fork server if that was requested; return why it does not stay."""
         prepared = self._prepared
         if prepared is None:
-            return "the run ended before it had begun there"
+            return "the run ended there before it had started"
         if not prepared.keep_warm_s:
             return ""
         if not self._fork_server.stays or self._left:

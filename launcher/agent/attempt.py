@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FUNCTION", "Attempt"]
 
-FUNCTION = "function"  # the file in the agent's folder with what workers call
+FUNCTION = "function"  # file in the agent's folder with the function that workers call
 
 STEP_LOOK_S = 0.01  # between looks for the first step of a worker
 
@@ -73,33 +73,33 @@ class Attempt:
         kept_copy: KeptCopy,
     ) -> None:
         self.number = number
-        self.workers: dict[int, Worker] = {}  # by rank, the newest of each
-        self.prefixes: dict[str, str] = {}  # with which the values of some of the workers' variables begin
+        self.workers: dict[int, Worker] = {}  # by rank, the newest
+        self.prefixes: dict[str, str] = {}  # prepended to the values of these variables of workers
         self.worker_restarts = WorkerRestarts(run_tag, grace_s=prepared.grace_s)
         self.signs = SignsOfLife()
         self.step_times = StepTimesReader(number, writer, folder=folder, at_most=prepared.step_times)
         self._use = HostUseWatch(number)
         self._reports_steps = prepared.reports_steps
-        self._unstepped: list[Worker] = []  # of which the first step is to be reported
+        self._unstepped: list[Worker] = []  # their first step is not reported yet
         self._heartbeat_s = prepared.heartbeat_s
         self._workdir = prepared.workdir
         self._grace_s = prepared.grace_s
         self._orders: dict[int, StartWorker] = {}
-        self._waiting: list[StartWorker] = []  # for the fork server's imports
-        # What is to be started again, and waits for these too: its order, and what could not be ended there.
+        self._waiting: list[StartWorker] = []  # until the fork server has finished its imports
+        # Cleared for a restart, but waiting for those imports too: the order, and processes that could not be ended.
         self._cleared: list[tuple[RestartWorker, str]] = []
         self._fork_server = fork_server
-        self._records = 0  # of the workers' imports that were there at the last look
+        self._records = 0  # files of workers' imports seen at the last look
         self._kept_copy = kept_copy
-        self._lives: dict[int, int] = {}  # how often a rank was started again alone
-        self._generation, self._when = 0, "now"  # the newest that the workers were told of
-        self._states: dict[int, MemoryFile] = {}  # by rank; what its lives in this attempt leave to each other
-        self._before = (0, 0)  # what the workers that others have succeeded had made: steps, checkpoints
+        self._lives: dict[int, int] = {}  # by rank, restarts of it alone
+        self._generation, self._when = 0, "now"  # the newest that was announced to workers
+        self._states: dict[int, MemoryFile] = {}  # by rank; passed from a process of the rank to its replacement
+        self._before = (0, 0)  # steps and checkpoints of workers that were replaced
         self._folder = folder
         self._run_tag = run_tag
         self._writer = writer
         self._interfaces = prepared.interfaces
-        self._sockets: dict[str, str] | None = None  # variables for gloo and NCCL, once they are known
+        self._sockets: dict[str, str] | None = None  # variables for gloo and NCCL, once known
         self._cores = CoreChooser()
         self._memory: OomWatch | None = None
         self.rendezvous = Rendezvous(number, selector, writer, store_process)
@@ -112,12 +112,12 @@ class Attempt:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing of it ever ran: no worker, and no store that anybody connected to."""
+        """Whether nothing ever ran: no worker was started, and no client connected to the store."""
         return not self.workers and not self.rendezvous.is_used
 
     @property
     def progress(self) -> int:
-        """A number that changes whenever a worker writes something, makes a step or saves, or waits for input."""
+        """A number that changes whenever a worker writes output, makes a step, saves, or waits for input."""
         return (
             self._output.read_bytes
             + self.input.waits
@@ -126,10 +126,10 @@ class Attempt:
         )
 
     def look(self, *, counts: bool) -> None:
-        """Look around now and then: for workers that have failed and do not end, that are silent, or stopped, and for
-        what the kernel has killed.
+        """Look for workers that failed but do not end, are silent or stopped, and for the kernel's OOM kills.
 
-        What happened long ago is then not taken for the cause of what happens now. `counts`: the workers are to run.
+        Call it regularly, so that an event long past is not taken for the cause of a later one. `counts` is False while
+        the workers are suspended.
         """
         reader = self.input.waiting_rank()
         self.signs.look(self.running, time.monotonic(), pause_s=self._heartbeat_s, counts=counts, reader=reader)
@@ -137,12 +137,12 @@ class Attempt:
             self._memory.look()
         for worker in self.running:
             failing = worker.look(self.number, grace_s=self._grace_s)
-            if failing is not None and not worker.restart_policy:  # else the others go on: its end is what counts
+            if failing is not None and not worker.restart_policy:  # else the others continue: only its end counts
                 self._writer.send(failing)
         self._learn_imports()
 
     def _learn_imports(self) -> None:
-        """Have the fork server take in what the workers imported late, once no more of them say what that is."""
+        """Have the fork server import what the workers imported late, once the number of their records has settled."""
         records = [
             str(worker.files.imports)
             for worker in self.running
@@ -167,14 +167,14 @@ class Attempt:
         )
 
     def send_use(self, now: float) -> None:
-        """Send what memory and GPUs are used for, if it is time to."""
+        """Send the use of memory and GPUs, if it is due."""
         orders = self._orders.values()
         gpus = {order.rank: order.gpu for order in orders if order.gpu and "CUDA_VISIBLE_DEVICES" in order.env}
         if self.running and (use := self._use.look(self.running, gpus, now)) is not None:
             self._writer.send(use)
 
     def send_times(self, now: float, workers: Iterable[Worker] | None = None) -> None:
-        """Send what is new of the time of all workers, or of some."""
+        """Send new step times of all workers, or of some."""
         looked_at = [*(self.workers.values() if workers is None else workers)]
         for worker in looked_at:
             self.step_times.count(worker.rank, *worker.counted, now)
@@ -182,12 +182,12 @@ class Attempt:
 
     @property
     def pause_s(self) -> float:
-        """How long nothing is to be done."""
+        """Time until something is due."""
         steps_s = STEP_LOOK_S if self._unstepped else float("inf")
         return min(self.worker_restarts.pause_s, self.input.pause_s, steps_s)
 
     def report_steps(self) -> None:
-        """Report the first step of each worker, where that is wanted."""
+        """Report the first step of each worker, if the controller wants it."""
         for worker in [*self._unstepped]:
             if worker.status is not None or worker.progress[0]:
                 self._unstepped.remove(worker)
@@ -196,21 +196,21 @@ class Attempt:
 
     @property
     def saved(self) -> int:
-        """How many checkpoints its workers said they saved."""
+        """Number of checkpoints that the workers reported."""
         return self._before[1] + sum(worker.progress[1] for worker in self.workers.values())
 
     @property
     def is_resilient(self) -> bool:
-        """Whether the workers that run here, if any do, can meet others in another composition."""
+        """Whether the workers that run here, if any, can join a new composition."""
         return bool(self.workers) and all(worker.restart_policy == RESILIENT for worker in self.running)
 
     @property
     def steps(self) -> int:
-        """How many training steps its workers said they made."""
+        """Number of training steps that the workers reported."""
         return self._before[0] + sum(worker.progress[0] for worker in self.workers.values())
 
     def start(self, message: StartWorker) -> None:
-        """Start a worker, and report that; once the fork server has its imports done, if there is one."""
+        """Start a worker and report it; if there is a fork server, wait until its imports are done."""
         self._orders[message.rank] = message
         self.input.expect(message)
         self._generation = max(self._generation, message.generation)
@@ -220,36 +220,36 @@ class Attempt:
             self._start(message, restart_policy=message.restart_policy)
 
     def restart(self, message: RestartWorker) -> None:
-        """Have a worker that has failed started again, once what it left is ended; an order of no sense is ignored."""
+        """Restart a failed worker, once its leftover processes are ended; ignore an order that does not apply."""
         worker = self.workers.get(message.rank)
         if worker is not None and worker.reported and message.attempt == self.number:
-            self.worker_restarts.take(message)
+            self.worker_restarts.add(message)
 
     def announce(self, message: NextGeneration) -> None:
-        """Tell the workers of a new composition of this attempt; numbers only grow, others are ignored."""
+        """Announce a new composition of this attempt to the workers. Numbers only grow; ignore any other."""
         if message.attempt == self.number and message.number > self._generation:
             self._generation, self._when = message.number, message.when
             for rank, variables in message.variables.items():
                 if (order := self._orders.get(int(rank))) is not None:
                     self._orders[int(rank)] = replace(order, env={**order.env, **variables})
             for worker in self.running:
-                worker.tell_generation(self._generation, self._when, self._composed(worker.rank))
+                worker.announce_generation(self._generation, self._when, self._composed(worker.rank))
             if message.when != "at_commit":  # until then they train
-                self.signs.regroup(self.running)  # after they were told: each ends one more step at most
+                self.signs.regroup(self.running)  # after the announcement: each finishes one more step at most
 
     def is_script(self, rank: int) -> bool:
-        """Whether a worker is started through bootstrap.py."""
+        """Return whether a worker is started through bootstrap.py."""
         return bool(self._orders[rank].through)
 
     def _composed(self, rank: int) -> dict[str, str]:
-        """The variables of a worker that change with the composition, as they are now."""
+        """Return a worker's variables that depend on the composition, as they are now."""
         env = self._orders[rank].env
         return {name: env[name] for name in COMPOSED if name in env}
 
     def go_on(self) -> None:
-        """Go on with those that wait to be started, and those that are to be started again."""
+        """Start workers that wait for imports, and restart those that are cleared."""
         while self._waiting and not self._must_wait(self._waiting[0]):
-            waiting = self._orders[self._waiting.pop(0).rank]  # as it is now
+            waiting = self._orders[self._waiting.pop(0).rank]  # with its newest variables
             self._start(waiting, restart_policy=waiting.restart_policy)
         self._cleared += self.worker_restarts.step()
         while self._cleared and not self._must_wait(self._orders[self._cleared[0][0].rank]):
@@ -266,14 +266,14 @@ class Attempt:
                 self._release(old)
 
     def _must_wait(self, message: StartWorker) -> bool:
-        """Whether a worker waits for the imports of the fork server, which is told how long it may."""
+        """Return whether a worker must wait for the fork server's imports; pass on how long it may."""
         if message.through and self._fork_server.is_loading:
             self._fork_server.wait_s(message.wait_s)
             return True
         return False
 
     def _start(self, message: StartWorker, *, restart_policy: int) -> bool:
-        """Start a worker, and report that; return whether it runs."""
+        """Start a worker and report it; return whether it runs."""
         files = Files(self._folder, self.number, message.rank, self._lives.get(message.rank, 0))
         argv = message.argv
         if message.through:
@@ -302,7 +302,7 @@ class Attempt:
         )
         try:
             if self._memory is None:
-                from launcher.machine.oom import OomWatch  # only where workers are started
+                from launcher.machine.oom import OomWatch  # only if workers are started
 
                 self._memory = OomWatch()
             if message.rank not in self._states:
@@ -332,8 +332,8 @@ class Attempt:
         if by_exec:
             worker.by_exec = by_exec, self._fork_server.unfit_import if prevents else ""
         self.input.begin(worker)
-        if is_first and self._generation > message.generation:  # it takes nobody's place, and joins the others too
-            worker.tell_generation(self._generation, self._when, self._composed(worker.rank))
+        if is_first and self._generation > message.generation:  # no predecessor: it must join the others as well
+            worker.announce_generation(self._generation, self._when, self._composed(worker.rank))
         self._writer.send(
             Started(
                 attempt=self.number,
@@ -347,11 +347,11 @@ class Attempt:
         self._unstepped += [worker] if self._reports_steps else []
         self._output.begin(worker)
         if not by_exec and self._fork_server.has_torch:
-            self.rendezvous.serve()  # a forked worker does not import torch, which is what would wake the store
+            self.rendezvous.serve()  # a forked worker does not import torch, so the store has no time to start
         return True
 
     def _environment(self, message: StartWorker, cores: Sequence[int], generation: int) -> dict[str, str]:
-        """The variables of a worker, but for those that name its files."""
+        """Return the environment of a worker, except the variables that name its files."""
         if self._sockets is None:
             self._sockets = socket_interfaces(message.env.get("MASTER_ADDR", "localhost"), self._interfaces)
         sockets = self._sockets if self._interfaces else {}
@@ -382,35 +382,35 @@ class Attempt:
         )
 
     def signal(self, signum: int, *, stop: bool) -> None:
-        """Signal the workers; one that has failed may be writing why, and is stopped by `stop_failed`."""
+        """Signal the workers. A failed one may be writing its error; `stop_failed` stops it later."""
         for worker in self.running:
             if not stop or signum == signal.SIGKILL or not worker.has_failed:
                 worker.signal(signum, stop=stop)
 
     def stop_failed(self) -> None:
-        """Stop the workers that have failed and do not end by themselves."""
+        """Stop workers that have failed but did not end by themselves."""
         for worker in self.running:
             if worker.has_failed:
                 worker.signal(signal.SIGTERM, stop=True)
 
     def kill(self, message: KillWorker) -> None:
-        """Signal one worker as somebody else would; an order of no sense is ignored."""
+        """Signal one worker as another process would; ignore an order that does not apply."""
         worker = self.workers.get(message.rank)
         if worker is not None and message.attempt == self.number:
             worker.signal(message.signum, stop=False)
 
     def ended(self, wait_statuses: Mapping[int, int]) -> None:
-        """Take note of children that were reaped, by pid, and report what was ours."""
+        """Record children that were reaped, by pid, and report the workers among them."""
         for worker in self.running:
             if worker.pid in wait_statuses:
                 worker.ended_with(wait_statuses[worker.pid])
                 if worker.status == -signal.SIGKILL and not worker.provoked and self._memory is not None:
                     worker.killer = self._memory.killed(worker.pid)
-                self._kept_copy.worker_ended(worker.pid)  # before anybody takes its place
+                self._kept_copy.worker_ended(worker.pid)  # before a replacement starts
         self.report()
 
     def report(self) -> None:
-        """Report workers that have ended and whose output up to then has been passed on."""
+        """Report workers that have ended, once their output is passed on."""
         for worker in self.workers.values():
             if worker.status is None or worker.reported:
                 continue
@@ -423,17 +423,17 @@ class Attempt:
                 self.send_times(time.monotonic(), [worker])
                 self._writer.send(worker.exited(self.number))
                 has_failed = worker.status != 0 or worker.restart_policy in MEETS_SUCCESSOR
-                if has_failed and not worker.provoked and worker.restart_policy:  # the others go on beside it
+                if has_failed and not worker.provoked and worker.restart_policy:  # the other workers continue
                     self.worker_restarts.clear(worker)
 
     @property
     def reported(self) -> bool:
-        """Whether there is nothing more to report of it, or nobody to report it to."""
+        """Whether there is nothing more to report, or the controller is gone."""
         ended = (worker for worker in self.workers.values() if worker.status is not None)
         return self._writer.closed or (not self._writer.holding and all(worker.reported for worker in ended))
 
     def close(self) -> None:
-        """Pass on what is still to be read, release everything and remove the workers' files."""
+        """Pass on unread output, release everything and remove the workers' files."""
         self.rendezvous.close_store(keep_process=True)
         self.rendezvous.release_ports()
         for worker in self.workers.values():
@@ -452,14 +452,14 @@ class Attempt:
         worker.close()
 
     def hold(self, hold: bool) -> None:
-        """Stop or go on reading what the workers write."""
+        """Pause or resume reading the workers' output."""
         for worker in self.workers.values():
             self._output.hold(worker, hold)
 
 
 def _hint(number: int | None) -> str:
     if number == errno.E2BIG:
-        return "; one argument or variable may have 128 KiB, see --export"
+        return "; the limit is 128 KiB for one argument or variable, see --export"
     if number in (errno.EMFILE, errno.EAGAIN):
         return "; this user's limits there are too low, see ulimit -n and ulimit -u"
     if number == errno.ENOSPC:

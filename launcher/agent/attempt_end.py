@@ -1,4 +1,4 @@
-"""How an attempt comes to its end on this host: signal its workers, kill them after the grace period, sweep."""
+"""Ends an attempt on this host: signal its workers, kill them after the grace period, sweep."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from launcher.machine.processes import Sweep
 
 __all__ = ["AttemptEnd"]
 
-# A worker that has failed has half of the grace period, and no more than this, to write why and for what it runs at
-# exit, which SIGTERM would cut short. The other half is for what it does on that signal.
+# A failed worker gets half of the grace period, FAILED_S at most, to write its error and run its exit handlers, which
+# SIGTERM would cut short. The other half is for its handling of that signal.
 FAILED_S = 10.0
-KILL_WAIT_S = 5.0  # a process that a KILL does not end in that time (in state D, or another user's) is left
+KILL_WAIT_S = 5.0  # a process that survives SIGKILL for so long (state D, or another user's) is left
 
 
 class AttemptEnd:
-    """From the first signal until nothing of the attempt is left here, or no more can be done about it.
+    """From the first signal until no process of the attempt is left here, or no more can be ended.
 
-    `step` is to be called whenever something happened, and after `pause_s`. It never waits.
+    Call `step` whenever something happened, and after `pause_s`. It never blocks.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class AttemptEnd:
         signum: int,
         kill_at: float,
     ) -> None:
-        # No attempt follows: the store's process is ended as well, and the fork server if it is not to stay.
+        # No attempt follows: end the store's process as well, and the fork server unless it stays.
         self.final = False
         self._attempt = attempt
         self._run_tag = run_tag
@@ -58,7 +58,7 @@ class AttemptEnd:
 
     @property
     def swept(self) -> int:
-        """How many processes outlived their workers and were ended."""
+        """Number of processes that outlived their workers and were ended."""
         return 0 if self._sweep is None else self._sweep.ended
 
     @property
@@ -66,21 +66,21 @@ class AttemptEnd:
         return [] if self._sweep is None else [process.describe() for process in self._sweep.left]
 
     def hurry(self, signum: int, kill_at: float) -> None:
-        """Be quicker about it, if that is meant."""
+        """Shorten the time left, if this deadline or signal is more urgent."""
         self._kill_at = min(self._kill_at, kill_at)
         if self._sweep is not None and signum == signal.SIGKILL:
             self._sweep.hurry()
 
     def pause_s(self, now: float) -> float:
         if self._done:
-            return 3600.0  # only the controller's reading is waited for, and that wakes us
+            return 3600.0  # waits only for the controller to read, which wakes us
         if self._sweep is not None:
             return self._sweep.pause_s
         due = self._kill_at if self._killed_at is None else self._killed_at + KILL_WAIT_S
         return max(0.0, min(due, self._stop_failed_at) - now)
 
     def step(self, now: float) -> bool:
-        """Do what is due; return whether it has come to its end."""
+        """Do what is due; return whether the attempt has ended."""
         if self._done:
             return True
         running = [] if self._attempt is None else self._attempt.running

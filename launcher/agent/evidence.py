@@ -1,9 +1,9 @@
-"""The agent's answer to Collect: where its workers are, by what the kernel says of each, and by their stacks.
+"""The agent's answer to Collect: where its workers are, from the kernel's data and their stacks.
 
-A Python worker writes its stacks itself when it gets STACK_SIGNAL (see bootstrap.py), which disturbs it for about a
-millisecond and needs neither rights nor the interpreter's lock. For one that does not answer (stopped, stuck in the
-kernel, or with no such handler) py-spy is asked where it is installed, then the kernel. Where native frames are wanted,
-py-spy is asked for those of each worker besides.
+A Python worker writes its stacks itself when it gets STACK_SIGNAL (see bootstrap.py), which costs it about a
+millisecond and needs neither rights nor the interpreter's lock. If a worker does not answer (stopped, stuck in the
+kernel, or without the handler), py-spy is tried if installed, then the kernel. If native frames are wanted, py-spy
+reads those of each worker as well.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from launcher.protocol.reports import Collected, Evidence
 
 __all__ = ["STACK_SIGNAL", "Collection", "EvidenceRound", "Subject", "find_py_spy"]
 
-# Real-time signals of others: glibc 32-33, musl 34, .NET 34, PAPI 36, HPCToolkit 37, LTTng 44-48, the JVM 62, valgrind
-# the last. A signal that nobody handles ends a process, so it is never sent where /proc does not show our handler.
+# Real-time signals in use: glibc 32-33, musl 34, .NET 34, PAPI 36, HPCToolkit 37, LTTng 44-48, the JVM 62, valgrind
+# the last. An unhandled signal ends a process, so it is never sent unless /proc shows our handler.
 STACK_SIGNAL = 51
 
-ANSWER_S = 1.0  # an answer to the signal is waited for so long, or half of the limit
-QUIET_S = 0.1  # a stack whose file has not grown for so long is whole; most are known to be by their last line
+ANSWER_S = 1.0  # to wait for an answer to the signal; half of the limit if that is less
+QUIET_S = 0.1  # a stack whose file stops growing for so long is complete; most are recognized by their last line
 MAX_BYTES = 64 << 10
 SPAWNS_PER_STEP = 4  # each takes 2 ms or so
-NATIVE_AT_ONCE = 4  # each takes a core for seconds, and some 100 MB: it reads the symbols of all libraries
+NATIVE_AT_ONCE = 4  # each uses a core for seconds, and about 100 MB: it reads the symbols of all libraries
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _TICKS = os.sysconf("SC_CLK_TCK")
 _NATIVE_THREAD = re.compile(rb"^Thread ", re.MULTILINE)
 _NO_PTRACE = (
     "ptrace is not permitted there: sysctl kernel.yama.ptrace_scope=0 as root, or in a container --cap-add SYS_PTRACE"
 )
-# The last line of a worker's main thread, started by exec or forked.
+# The last line of the main thread of a worker, started by exec or forked.
 _LAST_LINE = re.compile(
     rf'^  File "({re.escape(str(BOOTSTRAP))}|{re.escape(str(PROGRAM))})", line \d+ in <module>\n\Z'.encode(),
     re.MULTILINE,
@@ -53,7 +53,7 @@ _LAST_LINE = re.compile(
 
 @dataclass(frozen=True)
 class Subject:
-    """A worker that is to be looked at. `stack_file` is where it writes its stacks when it is asked."""
+    """A worker to look at. `stack_file` is where it writes its stacks on request."""
 
     attempt: int
     rank: int
@@ -65,7 +65,7 @@ class Subject:
 
 
 class EvidenceRound:
-    """Has at most one look under way: a newer order ends the one before, which is answered with what is not there."""
+    """Runs at most one collection: a newer order ends the one before, which is answered with what is missing."""
 
     def __init__(self, writer: StreamWriter) -> None:
         self._writer = writer
@@ -76,7 +76,7 @@ class EvidenceRound:
         return float("inf") if self._collection is None else self._collection.pause_s
 
     def begin(self, order: Collect, attempt: Attempt | None) -> None:
-        """Look at the workers of an attempt; without one, or without workers, there is nothing to see."""
+        """Collect evidence of the workers of an attempt; without workers, answer at once."""
         self.stop()
         running = [] if attempt is None else attempt.running
         if attempt is None or not running:
@@ -100,24 +100,24 @@ class EvidenceRound:
             self.stop()
 
     def stop(self) -> None:
-        """End what is under way: nothing waits for it any more."""
+        """End the collection under way: no one waits for it any more."""
         if self._collection is not None:
             self._collection.close()
             self._writer.send(Collected(number=self._collection.number))
             self._collection = None
 
     def reaped(self, pids: Iterable[int]) -> None:
-        """Take note of children that were reaped: workers that are looked at, or what looks at them."""
+        """Record children that were reaped: observed workers, or a py-spy."""
         if self._collection is not None:
             for pid in pids:
                 self._collection.reaped(pid)
 
 
 class Collection:
-    """One look at all workers: `step` until it returns what was found, every `pause_s`; never longer than `limit_s`.
+    """One look at all workers: call `step` every `pause_s` until it returns the result, at the latest after `limit_s`.
 
-    The subjects are children of this process that it has not reaped, so that their pids are their own until
-    `reaped` says otherwise.
+    The subjects are children of this process that are not reaped yet, so their pids cannot be reused until `reaped` is
+    called.
     """
 
     def __init__(self, number: int, subjects: Sequence[Subject], limit_s: float, *, native: bool = False) -> None:
@@ -129,11 +129,11 @@ class Collection:
         self._looks = [
             look for look in (_Look.at(number, each, native=native) for each in subjects) if look is not None
         ]
-        for look in self._looks:  # after all are read: the signal would wake them
+        for look in self._looks:  # after reading all of them: the signal would wake them
             look.ask()
 
     def step(self) -> list[Evidence] | None:
-        """Return an Evidence for each worker that was alive, or None if there is something to wait for."""
+        """Return an Evidence for each worker that was alive, or None while there is something to wait for."""
         now = time.monotonic()
         spawns = SPAWNS_PER_STEP
         native = NATIVE_AT_ONCE - sum(look.is_spied_natively for look in self._looks)
@@ -153,18 +153,18 @@ class Collection:
         return [look.result() for look in self._looks]
 
     def reaped(self, pid: int) -> None:
-        """Take note that this child was reaped."""
+        """Record that this child was reaped."""
         for look in self._looks:
             look.reaped(pid)
 
     def close(self) -> None:
-        """End what still runs."""
+        """End what is still running."""
         for look in self._looks:
             look.close()
 
 
 class _Look:
-    """One worker: first it is asked, then py-spy, then the kernel."""
+    """One worker: it is asked first, then py-spy, then the kernel."""
 
     def __init__(self, subject: Subject, found: Evidence, *, answers: bool, native: bool) -> None:
         self._subject = subject
@@ -174,7 +174,7 @@ class _Look:
         self._grew = 0.0
         self._is_gone = False
         self._spy = 0  # the pid of its py-spy, while that runs
-        self._output = -1  # what that writes to
+        self._output = -1  # its output file
         self.asked = False
         self.wants_py_spy = False
         self.wants_native = native  # frames
@@ -185,7 +185,7 @@ class _Look:
 
     @classmethod
     def at(cls, number: int, subject: Subject, *, native: bool) -> _Look | None:
-        """Read what the kernel says; None if the worker has ended."""
+        """Read the kernel's data; return None if the worker has ended."""
         stat = _read(subject.pid, "stat")
         fields = stat.rpartition(b")")[2].split()
         if not fields or fields[0] in (b"Z", b"X"):
@@ -210,7 +210,7 @@ class _Look:
             at_disk=any(each.rpartition(b")")[2].split()[:1] == [b"D"] for each in tree),
             traced=is_traced(subject.pid),
         )
-        # One that is stopped would answer when it goes on again, which is too late.
+        # A stopped worker would answer once it is continued, which is too late.
         return cls(subject, found, answers=state not in ("T", "t") and _handles(subject), native=native)
 
     @property
@@ -223,15 +223,15 @@ class _Look:
 
     def ask(self) -> None:
         if self._answers:
-            with contextlib.suppress(OSError):  # it has become another user's
-                os.truncate(self._subject.stack_file, 0)  # the worker appends; earlier answers were read
+            with contextlib.suppress(OSError):  # the worker changed its user
+                os.truncate(self._subject.stack_file, 0)  # the worker appends, and earlier answers were read
                 self._size = self._began_at = 0
                 os.kill(self._subject.pid, STACK_SIGNAL)
                 self.asked = True
         self.wants_py_spy = not self.asked
 
     def read(self, now: float) -> None:
-        """See how far the answer is."""
+        """Read the part of the answer that is written so far."""
         if not self.asked:
             return
         size = _size(self._subject.stack_file)
@@ -248,7 +248,7 @@ class _Look:
         self.wants_py_spy = not self._stack and not self._is_gone
 
     def spy(self, *, native: bool = False) -> None:
-        """Start py-spy, if it is there."""
+        """Start py-spy, if it is installed."""
         if native:
             self.wants_native = False
         else:
@@ -258,11 +258,11 @@ class _Look:
             self._no_native = "py-spy is not installed there: pip install py-spy" if program is None else ""
             return
         path = f"{self._subject.stack_file}.py-spy"
-        # Not stopping the process: one that is to be looked at is never changed. It has stood there for a while.
-        # Native frames cannot be read so: who asks for those has it stopped for as long as that takes.
+        # Do not stop the process: looking must not change it, and it has been in this place for a while. Native frames
+        # cannot be read that way: they are read only on request, and the process is stopped meanwhile.
         how = "--native" if native else "--nonblocking"
         argv = [program, "dump", "--pid", str(self._subject.pid), how, "--full-filenames"]
-        # Without it, where the disk is full or no process can be started, there is still what the kernel says.
+        # If this fails (disk full, no more processes), the kernel's data remain.
         with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
             if self._output < 0:
                 self._output = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -287,23 +287,23 @@ class _Look:
             said = os.pread(self._output, MAX_BYTES, 0)
             if self.is_spied_natively:
                 self.is_spied_natively = False
-                self._take_native(said)
+                self._add_native(said)
             else:
                 self._stack = said
 
-    def _take_native(self, said: bytes) -> None:
+    def _add_native(self, said: bytes) -> None:
         if _NATIVE_THREAD.search(said):
             self._native, self._no_native = said, ""
         elif b"ermission" in said:
             self._no_native = _NO_PTRACE
         else:
-            words = said.decode("utf-8", "replace").split("\n")
-            self._no_native = f"py-spy cannot read them: {next(filter(None, map(str.strip, words)), 'it said nothing')}"
+            lines = said.decode("utf-8", "replace").split("\n")
+            self._no_native = f"py-spy cannot read them: {next(filter(None, map(str.strip, lines)), 'it said nothing')}"
 
     def result(self) -> Evidence:
         stack = self._stack
         if not stack and not self._is_gone and self._found.state == "D":
-            stack = _read(self._subject.pid, "stack")  # for root only
+            stack = _read(self._subject.pid, "stack")  # readable by root only
         return replace(
             self._found,
             stack=(stack or self._native).decode("utf-8", "replace"),
@@ -314,7 +314,7 @@ class _Look:
     def close(self) -> None:
         self.asked = self.wants_py_spy = self.wants_native = self.is_spied_natively = False
         if self._spy:
-            os.kill(self._spy, signal.SIGKILL)  # reaped by the agent, as any child
+            os.kill(self._spy, signal.SIGKILL)  # the agent reaps it, as any child
             self._spy = 0
         if self._output >= 0:
             os.close(self._output)
@@ -322,13 +322,13 @@ class _Look:
 
 
 def _cpu_s(stat: bytes) -> float:
-    """Return the CPU time that a process has used, with that of children which it has waited for."""
+    """Return the CPU time that a process has used, including children that it has waited for."""
     fields = stat.rpartition(b")")[2].split()
     return sum(map(int, fields[11:15])) / _TICKS
 
 
 def _handles(subject: Subject) -> bool:
-    """Say whether a worker writes its stacks on the signal: it has a handler, and that file open."""
+    """Return whether a worker writes its stacks on the signal: it has a handler, and the stack file open."""
     for line in _read(subject.pid, "status").splitlines():
         if line.startswith(b"SigCgt:") and not int(line.split()[1], 16) >> (STACK_SIGNAL - 1) & 1:
             return False
@@ -350,7 +350,7 @@ def find_py_spy() -> str | None:
     beside = os.path.join(os.path.dirname(sys.executable), "py-spy")
     if os.access(beside, os.X_OK):
         return beside
-    from shutil import which  # slow to import, and seldom needed
+    from shutil import which  # slow to import, rarely needed
 
     return which("py-spy")
 
@@ -359,7 +359,7 @@ def _read(pid: int, name: str) -> bytes:
     try:
         with open(f"/proc/{pid}/{name}", "rb", buffering=0) as file:
             return file.read(MAX_BYTES) or b""
-    except OSError:  # ended meanwhile, or not for this user to read
+    except OSError:  # ended meanwhile, or not readable for this user
         return b""
 
 
@@ -371,7 +371,7 @@ def _size(path: Path) -> int:
 
 
 def _read_end(path: Path, start: int) -> bytes:
-    """Return what a file holds from `start`; of more than MAX_BYTES the end, where the main thread is."""
+    """Return the content of a file from `start`; if that exceeds MAX_BYTES, only its end, where the main thread is."""
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size

@@ -1,4 +1,4 @@
-"""Whether a job can start on this host, and what the host has for it: the answer to Prepare."""
+"""Checks whether a job can start on this host, and what the host has for it: the answer to Prepare."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ __all__ = ["find_cores", "find_facts", "find_resources", "likely_workers"]
 
 
 def find_facts(message: Prepare, *, problems: list[str], left: list[str]) -> Facts:
-    """Return the host's facts; `problems` and `left` are what was found before."""
+    """Return the host's facts; `problems` and `left` were found before."""
     workdir = Path(message.workdir)
-    slots, machine = os.environ.pop(AGENT_SLOTS, ""), os.environ.pop(AGENT_MACHINE, "")  # no worker's business
+    slots, machine = os.environ.pop(AGENT_SLOTS, ""), os.environ.pop(AGENT_MACHINE, "")  # not for workers
     problems = [*problems]
     if not workdir.is_dir():
         problems.append(f"the working directory {workdir} does not exist; name one with --workdir")
@@ -35,7 +35,7 @@ def find_facts(message: Prepare, *, problems: list[str], left: list[str]) -> Fac
         problems += _program_problems(message.program, workdir)
     if message.through == "function" and importlib.machinery.PathFinder.find_spec("cloudpickle") is None:
         problems.append(
-            f"cloudpickle, by which functions travel, is not there: {sys.executable} -m pip install cloudpickle"
+            f"cloudpickle, which functions are sent with, is not installed: {sys.executable} -m pip install cloudpickle"
         )
     if message.interfaces:
         try:
@@ -55,7 +55,7 @@ def find_facts(message: Prepare, *, problems: list[str], left: list[str]) -> Fac
 
 
 def find_resources(part: int, parts: int) -> Facts:
-    """Return what this machine, or with --simulate a part of it, has for workers; nothing else is filled in."""
+    """Return the resources of this machine for workers, or with --simulate of a part of it; fill in nothing else."""
     gpus, problems = Gpus(), []
     try:
         gpus = find_gpus(os.environ)
@@ -66,7 +66,7 @@ def find_resources(part: int, parts: int) -> Facts:
     return Facts(
         gpus=list(processors.share(gpus.ids, part, parts)),
         gpu_variable=gpus.variable,
-        # What SLURM counts as given to us is certain, too.
+        # GPUs that SLURM counts as allocated to us are certain, too.
         gpus_verified=gpus.verified or (bool(gpus.ids) and os.environ.get("SLURM_GPUS_ON_NODE") == str(len(gpus.ids))),
         cores=list(cores),
         cpu_limit=limit,
@@ -78,25 +78,25 @@ def find_resources(part: int, parts: int) -> Facts:
 
 
 def likely_workers(said: str, facts: Facts) -> int:
-    """Return how many workers this host is going to have, by what Prepare says of them."""
+    """Return how many workers this host will have, as Prepare gives it."""
     return _slots(said, len(facts.gpus), facts.cpu_limit) or len(facts.gpus) or 1
 
 
 def find_cores(part: int, parts: int) -> tuple[Sequence[int], int]:
-    """Return the processors of this machine, or with --simulate of a part of it, and how many may be busy at a time."""
+    """Return the processors of this machine, or with --simulate of a part, and how many may be busy at a time."""
     return processors.divide(processors.cores(), _cpu_limit(), part, parts)
 
 
 def _slots(said: str, gpus: int, cpu_limit: int) -> int | None:
-    """Read `4:1`, `gpu:2`: how many workers were asked for on this host, and how many GPUs each is to have."""
-    word, _, gpus_each = said.partition(":")
+    """Parse `4:1` or `gpu:2`: the number of workers on this host, and the GPUs for each."""
+    kind, _, gpus_each = said.partition(":")
     by_gpu = gpus // int(gpus_each or 1)
     counts = {"": None, "gpu": by_gpu, "cpu": cpu_limit, "auto": by_gpu if gpus else cpu_limit}
-    return counts[word] if word in counts else int(word)
+    return counts[kind] if kind in counts else int(kind)
 
 
 def _program_problems(program: str, workdir: Path) -> list[str]:
-    import shutil  # slow to import, and seldom needed
+    import shutil  # slow to import, rarely needed
 
     if os.sep in program:
         problem = f"the program {program} cannot be executed there; is it there, and executable (chmod +x)?"
@@ -105,7 +105,7 @@ def _program_problems(program: str, workdir: Path) -> list[str]:
 
 
 def _cpu_limit() -> int:
-    """Return how many processors may be busy at a time: where SLURM confines nobody, what it gave all the same."""
+    """Return how many processors may be busy at a time, also if SLURM allocated them but does not confine processes."""
     limit = processors.cpu_limit()
     if "SLURM_CPUS_ON_NODE" not in os.environ:
         return limit

@@ -1,8 +1,8 @@
-"""How much memory the workers of this host use, how long they waited for a processor, and how busy their GPUs are.
+"""Measures memory of this host's workers, how long they waited for a processor, and how busy their GPUs are.
 
-Looked at now and then, for who watches.
+Measured every LOOK_S, for displays of the run.
 
-The driver of a broken GPU may not answer for minutes, while the agent must go on: a thread asks it.
+The driver of a broken GPU may not answer for minutes, but the agent must not block: a thread asks it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from launcher.protocol.reports import HostUse
 
 __all__ = ["HostUseWatch"]
 
-LOOK_S = 3.0  # between two looks
-OLD_S = 15.0  # what a driver said so long ago is not shown any more
+LOOK_S = 3.0  # between two measurements
+OLD_S = 15.0  # an answer of the driver as old as this is not shown
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class HostUseWatch:
-    """Of the workers of one attempt."""
+    """Measures the workers of one attempt."""
 
     def __init__(self, attempt: int) -> None:
         self._attempt = attempt
@@ -33,7 +33,7 @@ class HostUseWatch:
         self._gpus: _GpuWatch | None = None
 
     def look(self, workers: Collection[Worker], gpus: Mapping[int, str], now: float) -> HostUse | None:
-        """Return what is used now, if it is time to look; `gpus` are the ids of NVIDIA GPUs by rank."""
+        """Return the present use, or None if it is not due; `gpus` are the ids of NVIDIA GPUs by rank."""
         if now < self._looks_at:
             return None
         self._looks_at = now + LOOK_S
@@ -61,7 +61,7 @@ class HostUseWatch:
 
 
 def _resident_bytes(pid: int) -> int:
-    """Return what a process and its children hold; of what they share, such as the parent's pages, once."""
+    """Return the resident memory of a process and its children; pages shared with the parent count once."""
     resident, _ = _memory(pid)
     for child in descendants(pid):
         all_of_it, shared = _memory(child)
@@ -79,22 +79,22 @@ def _memory(pid: int) -> tuple[int, int]:
 
 
 def _waited_s(pid: int) -> float | None:
-    """Return how long the first thread of a process could have run and had no processor; None where it is not known."""
+    """Return how long the first thread of a process was runnable but had no processor; None if unknown."""
     try:
         with open(f"/proc/{pid}/schedstat", "rb") as file:
             return int(file.read().split()[1]) / 1e9
-    except (OSError, ValueError, IndexError):  # it has ended; a kernel that does not count it
+    except (OSError, ValueError, IndexError):  # ended meanwhile, or the kernel does not count it
         return None
 
 
 class _GpuWatch:
-    """Asks NVML in a thread, which is never waited for."""
+    """Asks NVML in a thread that is never waited for."""
 
     def __init__(self, gpus: Collection[str]) -> None:
         self._gpus = gpus
         self._newest: tuple[float, dict[str, list[int]]] = 0.0, {}
         self._closed = threading.Event()
-        with contextlib.suppress(RuntimeError):  # no more threads can be had
+        with contextlib.suppress(RuntimeError):  # no more threads
             threading.Thread(target=self._work, name="gpus", daemon=True).start()
 
     def newest(self, now: float) -> dict[str, list[int]]:
@@ -110,6 +110,6 @@ class _GpuWatch:
         while not self._closed.is_set():
             found = usage(self._gpus)
             self._newest = time.monotonic(), found
-            if not found:  # there is nothing to be asked
+            if not found:  # there is no GPU to ask about
                 return
             self._closed.wait(LOOK_S)

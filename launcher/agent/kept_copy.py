@@ -1,8 +1,9 @@
-"""Memory of this host for a copy of what a worker saves, and the program that saves it when that worker is gone.
+"""Memory on this host for a copy of a worker's checkpoint, and the program that saves it when the worker is gone.
 
-Owned by agent.py, from the first attempt to the last. The worker that uses the memory leaves a note beside it while its
-copy is whole: a JSON object of which this module knows `pid`, the worker's, and `argv`, the command that saves the copy
-with the memory as its standard input; empty once that is done. A worker that ends before gets it done so.
+Owned by agent.py, from the first attempt to the last. The worker that uses the memory keeps a note beside it while its
+copy is complete: a JSON object in which this module reads `pid`, the worker's, and `argv`, the command that saves the
+copy with the memory as its standard input. The note is empty once that is done; if the worker ends before, the agent
+runs the command.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ _WRITE_S = 10.0  # for the program at the end of the run, within what the contro
 
 
 class KeptCopy:
-    """The memory is gone with this process, whatever ends it. Where it cannot be had, workers are not told of any."""
+    """Memory that is freed when this process ends, however that happens. Without it, workers get no variables."""
 
     def __init__(self) -> None:
         self.variables: dict[str, str] = {}  # for the workers
-        self.pid: int | None = None  # of the program, while it runs
+        self.pid: int | None = None  # pid of the program while it runs
         self._descriptor = -1
         self._note = ""
         self._until: float | None = None
         self._closed = False
 
     def open(self, folder: str) -> None:
-        """Make the memory; the note is to lie in `folder`."""
+        """Make the memory; the note goes into `folder`."""
         if self.variables:
             return
         with contextlib.suppress(OSError):  # forbidden there, as by sysctl vm.memfd_noexec
@@ -45,7 +46,7 @@ class KeptCopy:
             self.variables = {"DTRAIN_COPY_FILE": path, "DTRAIN_COPY_NOTE": self._note}
 
     def worker_ended(self, pid: int) -> None:
-        """Have the copy of a worker that has ended saved, unless it is."""
+        """Start saving the copy of a worker that has ended, unless it was saved."""
         if not self.variables or self.pid is not None or self._closed:
             return
         argv = self._command_of(pid)
@@ -54,35 +55,35 @@ class KeptCopy:
         try:
             memory = os.open(self.variables["DTRAIN_COPY_FILE"], os.O_RDWR | os.O_CLOEXEC)
             try:
-                with contextlib.suppress(OSError):  # a child that it has left holds the lock
+                with contextlib.suppress(OSError):  # a leftover child of the worker holds the lock
                     fcntl.flock(memory, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the next worker waits for it
                 self.pid = spawn(argv, os.environ, cwd="/", stdin=memory, stdout=2, stderr=2)
             finally:
                 os.close(memory)
         except OSError as error:
-            print(f"dtrain agent: what a worker saved cannot be written: {argv[0]}: {error}", file=sys.stderr)
+            print(f"dtrain agent: the checkpoint of a worker cannot be written: {argv[0]}: {error}", file=sys.stderr)
 
     def _command_of(self, pid: int) -> list[str]:
-        """Return the command of the note, if that is of the worker."""
+        """Return the command in the note if it belongs to this worker, else an empty list."""
         try:
             with open(self._note, encoding="utf-8", errors="surrogateescape") as file:
                 note = json.load(file)
-            return [str(word) for word in note["argv"]] if note["pid"] == pid else []
-        except (OSError, ValueError, KeyError, TypeError):  # there is none, or not one of a worker's
+            return [str(each) for each in note["argv"]] if note["pid"] == pid else []
+        except (OSError, ValueError, KeyError, TypeError):  # no note, or not written by a worker
             return []
 
     def ended(self) -> None:
-        """Take note that the program was reaped."""
+        """Record that the program was reaped."""
         self.pid = None
 
     def finished(self, now: float) -> bool:
-        """Say whether nothing is being written, at the end of the run; what takes too long is ended."""
+        """Return whether nothing is being written, at the end of the run; kill a program that takes too long."""
         if self.pid is None:
             return True
         if self._until is None:
             self._until = now + _WRITE_S
         elif now >= self._until:
-            print(f"dtrain agent: what a worker saved was not written within {_WRITE_S:g} s", file=sys.stderr)
+            print(f"dtrain agent: the checkpoint of a worker was not written within {_WRITE_S:g} s", file=sys.stderr)
             self.kill()
             self._until = math.inf  # once: a program that waits for a disk ends later
         return False
@@ -91,7 +92,7 @@ class KeptCopy:
         return max(0.0, self._until - now) if self._until is not None and self.pid is not None else float("inf")
 
     def kill(self) -> None:
-        """End the program, which the caller reaps, and start none any more."""
+        """Kill the program, which the caller reaps, and start no other."""
         self._closed = True
         if self.pid is not None:
             os.kill(self.pid, signal.SIGKILL)

@@ -1,8 +1,8 @@
 """The agent's process: starts, watches and stops the workers of one host, and reports (agent.py).
 
 Started by the controller as `python -m launcher.agent`, on this machine or through SSH, with the protocol's stream on
-its standard input and output. Its parent is a guard: the same program, forked before anything else, which inherits
-every process of the run when the agent dies, whatever killed it, and ends them.
+its standard input and output. Its parent is a guard: the same program, forked before anything else. When the agent
+dies, whatever killed it, the guard inherits every process of the run and ends it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from launcher.machine import processes
 
 
 def main(key: str = "", cold: str = "") -> NoReturn:
-    """Be the agent, and in another process its guard. `key`: what may stay warm after the run (transport/connect.py).
+    """Run the agent, and its guard in another process. `key`: what may stay warm after the run (transport/connect.py).
 
-    `cold` says why something that is warm already cannot be used.
+    `cold` is the reason why a process that is warm already cannot be used.
     """
     surroundings = find_surroundings() if key else {}
     processes.adopt_orphans()
@@ -35,12 +35,12 @@ def main(key: str = "", cold: str = "") -> NoReturn:
     run_tag, limits, parent = RunTag.new(), Limits.shared(), os.getpid()
     guarded = os.fork()
     if guarded:
-        os._exit(guard(guarded, run_tag, limits))  # not sys.exit: its teardown would only take time
+        os._exit(guard(guarded, run_tag, limits))  # not sys.exit: its teardown only takes time
     _serve(parent, run_tag, limits, Warmth(prefix_of(key) if key else "", surroundings, cold=cold))
 
 
 def main_forked(descriptor: int) -> NoReturn:
-    """Be an agent that a process kept warm has forked, with its orders in an open file; its guard is its parent."""
+    """Run an agent forked from a process kept warm, with its orders in an open file. Its parent is its guard."""
     orders = read_orders(descriptor)
     limits, server = Limits.shared(orders["limits"]), socket.socket(fileno=orders["control"])
     os.close(orders["limits"])
@@ -50,7 +50,7 @@ def main_forked(descriptor: int) -> NoReturn:
             os._exit(1)  # it was given up meanwhile
         try:
             asked_by.send(b'{"reason": ""}')
-        except OSError:  # who asked is gone
+        except OSError:  # the other end is gone
             os._exit(1)
     os.close(orders["may_begin"])
     processes.raise_file_limit()
@@ -62,8 +62,8 @@ def main_forked(descriptor: int) -> NoReturn:
 
 def _serve(parent: int, run_tag: RunTag, limits: Limits, warmth: Warmth) -> NoReturn:
     processes.adopt_orphans()
-    processes.die_with_parent(parent, signal.SIGTERM)  # without its guard it stops in good order
-    for secret in ("DTRAIN_TOKEN", "DTRAIN_RUN_KEY"):  # of nodes that join, and of another run: no worker's business
+    processes.die_with_parent(parent, signal.SIGTERM)  # without its guard it stops gracefully
+    for secret in ("DTRAIN_TOKEN", "DTRAIN_RUN_KEY"):  # of joining nodes, and of another run: not for workers
         os.environ.pop(secret, None)
     status = 1
     try:

@@ -1,6 +1,6 @@
-"""Where the workers of one attempt meet: its store, and the ports that other launchers' variables name.
+"""The rendezvous of one attempt's workers: its store, and the ports that other launchers' variables name.
 
-Owned by the attempt. What fails is reported as StoreFailed.
+Owned by the attempt. Failures are reported as StoreFailed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Rendezvous"]
 
 
 class Rendezvous:
-    """Holds the store, if this host has it, until `close_store`; and reserved ports until workers are started."""
+    """Holds the store, if this host has it, until `close_store`; and reserved ports until workers start."""
 
     def __init__(
         self, attempt: int, selector: selectors.BaseSelector, writer: StreamWriter, store_process: StoreProcess
@@ -33,7 +33,7 @@ class Rendezvous:
 
     @property
     def is_used(self) -> bool:
-        """Whether anybody has connected to the store."""
+        """Whether a client has connected to the store."""
         return self._store is not None and self._store.listening is None
 
     def open_store(self, message: OpenStore, address: str) -> None:
@@ -48,22 +48,22 @@ class Rendezvous:
         self._writer.send(StoreOpened(attempt=self._attempt, address=self._store.address, port=self._store.port))
 
     def serve(self) -> None:
-        """Start the store's process now, and not at the first connection."""
+        """Start the store's process now, not at the first connection."""
         if self._store is not None:
             self._store.serve()
 
     def store_ended(self, last_words: str) -> None:
-        """Take note that the store's process was reaped."""
+        """Record that the store's process was reaped."""
         if self.is_used:
             self._failed(f"the store's process ended: {last_words}")
 
     def close_store(self, *, keep_process: bool) -> int | None:
-        """Release the store's port; return the pid of its process if that has to be reaped yet."""
+        """Release the store's port; return the pid of its process if that must still be reaped."""
         store, self._store = self._store, None
         return None if store is None else store.close(keep_process=keep_process)
 
     def reserve_ports(self, message: ReservePorts, address: str) -> None:
-        """Bind as many free ports as are wanted, and hold them until `release_ports`."""
+        """Bind the requested number of free ports, and hold them until `release_ports`."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
             for _ in range(message.count):

@@ -1,12 +1,12 @@
-"""What can be seen of workers from outside, at each heartbeat: how long each has been silent, and who is stopped.
+"""Watches workers from outside, at each heartbeat: how long each has been silent, and which are stopped.
 
-A sign of life is a step, a checkpoint, the begin or end of a phase (ddp/monitoring/progress.py), or, of a worker whose
-steps ddp has not counted, a new line of output: when that evaluates or saves is not known. A line that is drawn again
-is none: progress bars do that while training stands still. Only those workers are watched that have made a step, or
-have written new lines at OUTPUTS looks: before that, a silence is a start. But one that takes another's place is
-watched from its start on, since others wait for it. None is silent that waits for its standard input, for somebody to
-type. What a silence means is for the controller to say (launcher/hangs). Nor does a silence tell how long a step takes
-while a worker meets others again, and waits for one that starts: until its next step none is learned.
+A sign of life is a step, a checkpoint, the begin or end of a phase (ddp/monitoring/progress.py), or a new line of
+output, if ddp has not counted steps of the worker: then it is not known when it evaluates or saves. A line that is
+redrawn does not count: progress bars do that while training stands still. A worker is watched once it has made a step
+or has written new lines at OUTPUTS looks: before that, silence is normal start-up. But one that replaces another is
+watched from its start, since others wait for it. A worker that waits for its standard input, for a user to type, is
+not silent. The controller decides what a silence means (launcher/hangs). While a worker meets others again and waits
+for one that starts, a silence does not tell how long a step takes: nothing is learned until its next step.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ __all__ = ["PHASES", "SignsOfLife", "is_traced"]
 
 OUTPUTS = 10
 PHASES = 3  # see ddp/monitoring/progress.py
-LATE = 3.0  # times the pause between two looks: then this process was held up, and perhaps the workers too
+LATE = 3.0  # times the pause between two looks: this process was delayed then, and perhaps the workers too
 
 
 class _Signs:
-    """Of one worker. `since` is the time of the newest one."""
+    """Signs of one worker. `since` is the time of the newest."""
 
     def __init__(self, now: float) -> None:
         self.seen: object = None
         self.since = now
         self.phase = 0
         self.steps = 0
-        self.outputs = -1  # looks at which there was a new line, or anything; the first one finds what was before
+        self.outputs = -1  # looks with a new line or another sign; the first look always counts
         self.is_stopped = False
         self.regroups_until = -1  # steps
 
@@ -42,7 +42,7 @@ class _Signs:
 
 
 class SignsOfLife:
-    """Of the workers of one attempt. `longest_s` is as in Heartbeat."""
+    """Signs of life of one attempt's workers. `longest_s` is as in Heartbeat."""
 
     def __init__(self) -> None:
         self.longest_s = [0.0] * (START + 1)
@@ -55,9 +55,9 @@ class SignsOfLife:
     def look(
         self, workers: Iterable[Worker], now: float, *, pause_s: float, counts: bool = True, reader: int | None = None
     ) -> None:
-        """Look at the workers that run; the time since the last look does not count if they were to be at rest.
+        """Look at the running workers; the time since the last look does not count if they were suspended.
 
-        `reader` is the rank that waits for its standard input, if one does.
+        `reader` is the rank that waits for its standard input, if there is one.
         """
         since, self._looked_at = self._looked_at or now, now
         rested_s = now - since if not counts else max(0.0, now - since - LATE * pause_s)
@@ -75,7 +75,7 @@ class SignsOfLife:
         self.silent_s, self.silent_in = (0.0, 0) if oldest is None else (now - oldest.since, oldest.phase)
 
     def regroup(self, workers: Iterable[Worker]) -> None:
-        """Note that workers are about to meet others again; one step may still come to its end before."""
+        """Record that workers are about to meet others again; one more step may end before that."""
         for worker in workers:
             if (signs := self._signs.get(worker.number)) is not None:
                 signs.regroups_until = worker.progress[0] + 1
@@ -101,7 +101,7 @@ class SignsOfLife:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a signal has stopped a process, and no debugger has it."""
+    """Return whether a process is stopped by a signal, not by a debugger."""
     process = processes.find(pid)
     return process is not None and process.state == "T" and not is_traced(pid)
 

@@ -1,9 +1,9 @@
-"""Starts the agents of simulated hosts, which are all on this machine: forks them, with all imported that they need.
+"""Starts the agents of simulated hosts, all on this machine: forks them, with their imports already done.
 
 Started by the controller (transport/simulated.py) as `python -m launcher.agent --simulated SCRIPT`. Its standard input
 is a socket: a message with three descriptors, an agent's standard streams, starts an agent; one without kills it. The
-answer is its number and exit status, once it has ended. An agent is what `python -m launcher.agent` is, but for what it
-cost to start. This process ends when nobody is at the other end of the socket any more and no agent is left.
+answer is its number and exit status, once it has ended. Such an agent equals one of `python -m launcher.agent`, except
+that it starts faster. This process ends when the other end of the socket is closed and no agent is left.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MESSAGE_BYTES = 64
 
 
 def serve(script: str) -> None:
-    """Start agents until the other end of the socket is closed, and report their ends. Blocks."""
+    """Start agents until the other end of the socket is closed, and report when they end. Blocks."""
     control = socket.socket(fileno=os.dup(0))
     wake_read, wake_write = os.pipe()
     for descriptor in (wake_read, wake_write):
@@ -52,12 +52,12 @@ def serve(script: str) -> None:
 
 
 def _obey(control: socket.socket, agents: dict[int, int], own: tuple[int, ...], script: str) -> bool:
-    """Take a message; return False at the end of them."""
+    """Handle a message; return False if the socket was closed."""
     data, streams, _, _ = socket.recv_fds(control, MESSAGE_BYTES, 3)
     if not data:
         return False
-    words = data.decode().split()  # its number; what `python -m launcher.agent` has as KEY, if anything
-    number = int(words[0])
+    number_text, *key = data.decode().split()  # KEY of `python -m launcher.agent`, if there is one
+    number = int(number_text)
     if not streams:
         for pid in [pid for pid, its in agents.items() if its == number]:
             os.kill(pid, signal.SIGKILL)  # not reaped yet, so the pid is still its own
@@ -69,7 +69,7 @@ def _obey(control: socket.socket, agents: dict[int, int], own: tuple[int, ...], 
         _answer(control, f"{number} 1")
     else:
         if pid == 0:
-            _become_agent(streams, own, script, *words[1:])
+            _become_agent(streams, own, script, *key)
         agents[pid] = number
     for descriptor in streams:
         os.close(descriptor)
@@ -77,7 +77,7 @@ def _obey(control: socket.socket, agents: dict[int, int], own: tuple[int, ...], 
 
 
 def _become_agent(streams: list[int], own: tuple[int, ...], script: str, key: str = "") -> None:
-    """Be an agent with these standard streams, and nothing of this process; does not return."""
+    """Become an agent with these standard streams and nothing else of this process. Never returns."""
     try:
         os.setsid()
         signal.set_wakeup_fd(-1)
@@ -92,5 +92,5 @@ def _become_agent(streams: list[int], own: tuple[int, ...], script: str, key: st
 
 
 def _answer(control: socket.socket, text: str) -> None:
-    with contextlib.suppress(OSError):  # nobody is there any more
+    with contextlib.suppress(OSError):  # the other end is gone
         control.send(text.encode())

@@ -1,8 +1,8 @@
-"""Reads what workers record of their time, and sends it on, summed up: what goes over the stream has a limit.
+"""Reads the step times that workers record, and sends them summed up: the amount of data on the stream is limited.
 
-ddp/monitoring/timeline.py has the format of the file that a worker writes. Of a worker that trains without ddp only
-the number of its steps is known, and when the newest ended: what it has made since the last look is one record, without
-phases. Whatever workers write, only records that can be true are sent; the rest is dropped. Owned by attempt.py.
+ddp/monitoring/timeline.py has the format of the file that a worker writes. For a worker that trains without ddp, only
+the number of steps is known, and when the newest ended: all since the last look are one record, without phases.
+Workers may write anything: only records that can be true are sent, and others are dropped. Owned by attempt.py.
 """
 
 from __future__ import annotations
@@ -19,43 +19,43 @@ from launcher.timeline.records import PHASES, SPANS, Detail, Record, Span, StepT
 
 __all__ = ["RECORDS", "StepTimesReader"]
 
-RECORDS = 1024  # in the ring of a worker: those of a second
-SPANS_AT_MOST = 32  # of a worker, in one message
-DETAILS = 4  # for each of its StepTimes; of more, the longest
-LOST_AT_MOST = 1 << 31  # what is more is no count
+RECORDS = 1024  # in the ring of a worker: about a second
+SPANS_AT_MOST = 32  # for a worker, in one message
+DETAILS = 4  # for each StepTimes of a worker; the longest are kept
+LOST_AT_MOST = 1 << 31  # a larger number cannot be a count
 RECORDS_AT_MOST = 10_000  # in one message
 _HEADER = struct.Struct("<QQ")
 _RECORD = struct.Struct("<q8d")
 _STEP, _SPAN, _DETAIL = range(3)
 _KINDS = 4
-_LATE_S = 1.0  # what ended so long after now did not
+_LATE_S = 1.0  # an end further in the future cannot be true
 _LARGEST_STEP = 2**53
 
 
 class _Ring:
-    """What one worker records, from `began` on; it numbers its steps from 1, and `before` it the rank made so many."""
+    """Records of one worker, from `began` on. It numbers its steps from 1; its rank made `before` steps before that."""
 
     def __init__(self, rank: int, path: str, began: float, before: int) -> None:
         """Raises OSError."""
         self.rank = rank
         self.file = MemoryFile("timeline", path, _HEADER.size + RECORDS * _RECORD.size)
-        self.steps = before  # that the rank has made, as far as they were taken
+        self.steps = before  # made by the rank, as far as collected
         self._before = before
         self._began = began
-        self._read = 0  # how many records were
-        self._counted = (0, began)  # steps that were counted without ddp, and when the last of them ended
-        self._made: list[StepTimes] = []  # of these, what was not taken yet
+        self._read = 0  # number of records read
+        self._counted = (0, began)  # steps counted without ddp, and when the last of them ended
+        self._made: list[StepTimes] = []  # made of them, not collected yet
 
     def count(self, attempt: int, steps: int, ended: float, now: float) -> None:
-        """Take how many steps were counted without ddp until `ended`. What comes before the first look is no step."""
+        """Add the number of steps counted without ddp until `ended`. Time before the first look is no step."""
         (before, since), self._counted = self._counted, (steps, ended)
         made, length_s = steps - before, ended - since
         if before and 0 < made <= LOST_AT_MOST and length_s > 0.0 and self._may_be(steps, self._began, ended, now):
             phases_s = (*(0.0 for _ in PHASES[1:]), length_s)
             self._made.append(StepTimes(attempt, self.rank, self._before + steps, made, ended, phases_s))
 
-    def take(self, attempt: int, now: float, at_most: int) -> tuple[list[Record], int]:
-        """Return what has come since the last time, in order, and how many records were lost."""
+    def collect(self, attempt: int, now: float, at_most: int) -> tuple[list[Record], int]:
+        """Return the records since the last call, in order, and how many were lost."""
         steps, self._made = self._made, []
         spans: list[Span] = []
         details: list[Detail] = []
@@ -78,8 +78,8 @@ class _Ring:
         return sorted(records, key=lambda record: record.ended), lost
 
     def _new(self) -> tuple[list[tuple[float, ...]], int]:
-        """Return the records that are there and were not read yet."""
-        # Read, not mapped: a file that it cut short would end the agent with SIGBUS.
+        """Return the records that were not read yet, and how many were lost."""
+        # Read, not mapped: a mapped file truncated by its worker would end the agent with SIGBUS.
         header = os.pread(self.file.descriptor, _HEADER.size, 0)
         written = _HEADER.unpack(header)[1] if len(header) == _HEADER.size else 0
         before, self._read = self._read, written
@@ -92,12 +92,12 @@ class _Ring:
             at = number % RECORDS * _RECORD.size
             if at + _RECORD.size <= len(data):
                 values = _RECORD.unpack_from(data, at)
-                if values[0] // _KINDS == number:  # else it was overwritten since
+                if values[0] // _KINDS == number:  # else it was overwritten meanwhile
                     found.append(values)
         return found, min(written - before, LOST_AT_MOST) - len(found)
 
     def _record(self, attempt: int, kind: int, values: list[float], now: float) -> Record | None:
-        """Make a record of numbers; None of those that cannot be true."""
+        """Convert numbers to a record; return None if they cannot be true."""
         if not all(map(math.isfinite, values)):
             return None
         if kind == _STEP:
@@ -124,7 +124,7 @@ class _Ring:
 
 
 def _summed(steps: list[StepTimes], at_most: int) -> Iterable[StepTimes]:
-    """Return at most so many, of neighbours that were summed up."""
+    """Yield at most `at_most` records: neighbours are summed up."""
     size = math.ceil(len(steps) / at_most)
     for first in range(0, len(steps), size or 1):
         group = steps[first : first + size]
@@ -135,9 +135,9 @@ def _summed(steps: list[StepTimes], at_most: int) -> Iterable[StepTimes]:
 
 
 class StepTimesReader:
-    """Of the workers of one attempt. `at_most`: how many StepTimes of a worker go into one message.
+    """Reads the files of an attempt's workers. `at_most`: number of StepTimes of a worker in one message.
 
-    `asked` is when the controller sent the newest heartbeat, and when that arrived here: each by its own clock.
+    `asked` is when the controller sent the newest heartbeat, and when it arrived here, each by its own clock.
     """
 
     def __init__(self, attempt: int, writer: StreamWriter, *, folder: str, at_most: int) -> None:
@@ -149,27 +149,27 @@ class StepTimesReader:
         self._rings: dict[int, _Ring] = {}  # by rank
 
     def open(self, rank: int, now: float) -> str:
-        """Return the file for a worker that is about to start; empty if none can be had."""
+        """Return the file for a worker that is about to start; empty if it cannot be made."""
         before = ring.steps if (ring := self._rings.get(rank)) is not None else 0
         self._close(rank)
         try:
             self._rings[rank] = _Ring(rank, f"{self._folder}/{self._attempt}-{rank}.timeline", now, before)
-        except OSError:  # no memory or no descriptor: the worker does without
+        except OSError:  # no memory or no descriptor: the worker runs without it
             return ""
         return self._rings[rank].file.path
 
     def count(self, rank: int, steps: int, ended: float, now: float) -> None:
-        """Take how many steps a worker has counted without ddp, and when the newest ended."""
+        """Add the number of steps that a worker counted without ddp, and when the newest ended."""
         if (ring := self._rings.get(rank)) is not None:
             ring.count(self._attempt, steps, ended, now)
 
     def send(self, now: float, ranks: Iterable[int] | None = None) -> None:
-        """Send what is new, of all workers or of some."""
+        """Send new records of all workers, or of some."""
         records: list[Record] = []
         lost = 0
         for rank in [*self._rings] if ranks is None else ranks:
             if (ring := self._rings.get(rank)) is not None:
-                new, missed = ring.take(self._attempt, now, self._at_most)
+                new, missed = ring.collect(self._attempt, now, self._at_most)
                 records += new
                 lost += missed
         for first in range(0, len(records), RECORDS_AT_MOST):

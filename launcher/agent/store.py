@@ -1,6 +1,6 @@
 """The agent's side of the rendezvous store: binds its port, starts store_process.py at the first connection, ends it.
 
-Every attempt has a store of its own, with nothing in it and on a new socket; the process behind them is the same.
+Every attempt has an empty store of its own, on a new socket; the process that serves them is the same.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from launcher.errors import StoreError
 
 __all__ = ["RendezvousStore", "StoreProcess", "holder"]
 
-RELEASE_S = 0.3  # to close a store; in that time the agent does nothing else
+RELEASE_S = 0.3  # to close a store; the agent is blocked meanwhile
 
 _BACKLOG = 4096  # every rank's first connection waits here while the store imports torch
 
 
 class StoreProcess:
-    """The process of store_process.py, kept for the stores of later attempts: it has torch's extension imported.
+    """The process of store_process.py, kept for the stores of later attempts since it has torch's extension imported.
 
-    Owned by the agent. `pid` is None while there is none. It is forked from `fork_server` if that has torch imported.
+    Owned by the agent. `pid` is None while there is none. It is forked from `fork_server` if that has imported torch.
     """
 
     def __init__(self, fork_server: ForkServer) -> None:
@@ -38,9 +38,9 @@ class StoreProcess:
         self._complaints: int | None = None  # the read end of its stderr
 
     def serve(self, listening: socket.socket) -> None:
-        """Have it serve a store on this socket, in place of any that it served before; do not wait for it.
+        """Serve a store on this socket, in place of the previous one; do not wait for it.
 
-        Raises StoreError if it cannot be started.
+        Raises StoreError if the process cannot be started.
         """
         if self.pid is None:
             try:
@@ -48,11 +48,11 @@ class StoreProcess:
             except OSError as error:
                 raise StoreError(f"its process cannot be started: {error.strerror}; see ulimit -n and -u") from error
         assert self._control is not None
-        with contextlib.suppress(OSError):  # it has just died, which is reported when it is reaped
+        with contextlib.suppress(OSError):  # it has just died; that is reported when it is reaped
             socket.send_fds(self._control, [b"s"], [listening.fileno()])
 
     def release(self) -> bool:
-        """Have it close the store and its port; return whether it did, for which it gets RELEASE_S."""
+        """Close the store and its port; return whether that was done within RELEASE_S."""
         if self._control is None:
             return False
         try:
@@ -60,12 +60,12 @@ class StoreProcess:
             while answer := self._control.recv(1):
                 if answer == b"r":
                     return True
-        except OSError:  # too slow, for it is still importing, or dead
+        except OSError:  # still importing, or dead
             pass
         return False
 
     def ended(self, wait_status: int) -> str:
-        """Return why it ended by itself, once it was reaped: its last words, if it had any."""
+        """Return why it ended by itself, after it was reaped: its last line of output, if there is one."""
         assert self._complaints is not None
         try:
             text = os.read(self._complaints, 1 << 16).decode("utf-8", "replace").strip()
@@ -77,12 +77,12 @@ class StoreProcess:
         status = os.waitstatus_to_exitcode(wait_status)
         if status >= 0:
             return f"it ended with status {status}"
-        from launcher.job.failure import signal_name  # what it imports is no agent's business but here
+        from launcher.job.failure import signal_name  # slow to import, only needed here
 
         return f"it was killed by {signal_name(-status)}"
 
     def kill(self) -> int | None:
-        """Kill it, a child not reaped yet, and return the pid to be reaped: it may be stuck in the kernel."""
+        """Kill it, a child not reaped yet, and return the pid to reap: it may be stuck in the kernel."""
         killed = self.pid
         if killed is not None:
             os.kill(killed, signal.SIGKILL)
@@ -120,9 +120,9 @@ class StoreProcess:
 
 
 class RendezvousStore:
-    """A bound and listening socket, which the store's process gets at the first connection, seen by `selector`.
+    """A bound and listening socket, passed to the store's process at the first connection, which `selector` reports.
 
-    `listening` is None from then on. `failed` is called if there can be no such process.
+    `listening` is None from then on. Calls `failed` if the process cannot be started.
     """
 
     def __init__(
@@ -137,8 +137,8 @@ class RendezvousStore:
         selector.register(self.listening, selectors.EVENT_READ, self.serve)
 
     def serve(self) -> None:
-        """Hand the socket to the store's process, if that was not done."""
-        if self.listening is not None:  # else it was closed since the selector looked
+        """Pass the socket to the store's process, unless that was done."""
+        if self.listening is not None:  # else it was closed after the selector reported it
             try:
                 self._process.serve(self.listening)
             except StoreError as error:
@@ -151,7 +151,7 @@ class RendezvousStore:
         self.listening = None
 
     def close(self, *, keep_process: bool) -> int | None:
-        """Release the port; return the pid of a process that was killed for it and is to be reaped."""
+        """Release the port; return the pid of a process that was killed for that and must be reaped."""
         if self.listening is not None:
             self._stop_listening(self.listening)
             released = True
@@ -183,7 +183,7 @@ def _why(address: str, port: int, error: OSError) -> str:
 
 
 def holder(port: int) -> str:
-    """Say which process listens on a port, as far as that can be known."""
+    """Describe the process that listens on a port, as far as it can be known."""
     import psutil
 
     try:
@@ -193,8 +193,8 @@ def holder(port: int) -> str:
     for connection in connections:
         if connection.status == psutil.CONN_LISTEN and connection.laddr[1:] == (port,) and connection.pid:
             try:
-                words = " ".join(psutil.Process(connection.pid).cmdline()).split()  # which may have lines of code
-                return f"pid {connection.pid} ({' '.join(words)[:80]})"
+                parts = " ".join(psutil.Process(connection.pid).cmdline()).split()  # may contain lines of code
+                return f"pid {connection.pid} ({' '.join(parts)[:80]})"
             except psutil.Error:  # ended meanwhile, or another user's
                 return f"pid {connection.pid}"
     return "a process of another user"

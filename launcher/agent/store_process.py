@@ -1,9 +1,9 @@
 """The rendezvous store: torch's own TCPStore server, in a process of its own on the first host.
 
 Started by the agent (store.py), which sends it a bound and listening socket for every attempt over its standard
-input, a Unix socket: the port was taken before any worker started, and early clients wait in the socket's queue while
-torch is imported here. A word with a socket is the order to serve a new store on it, one without to close the last;
-each is answered with the same word. Serves until its input ends or the agent kills it.
+input, a Unix socket: the port was bound before any worker started, and early clients wait in the socket's queue while
+torch is imported here. A byte with a socket is the order to serve a new store on it, one without to close the last
+store; each is answered with the same byte. Serves until its input ends or the agent kills it.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ def main() -> None:
     tcp_store = None
     store = None
     while True:
-        word, descriptors, _, _ = socket.recv_fds(control, 1, 1)
-        if not word:
-            os._exit(0)  # torch's teardown has nothing to add
+        order, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if not order:
+            os._exit(0)  # skip torch's teardown
         del store  # closes its port and its connections
         store = None
         if descriptors:
             tcp_store = tcp_store or _tcp_store()
             store = _serve(tcp_store, descriptors[0])
-        control.send(word)
+        control.send(order)
 
 
 def _serve(tcp_store: Callable[..., Any], descriptor: int) -> object:
@@ -50,13 +50,13 @@ def _serve(tcp_store: Callable[..., Any], descriptor: int) -> object:
 
 
 def _tcp_store() -> Callable[..., Any]:
-    """Return torch's TCPStore class, by its extension module alone if that can be loaded so.
+    """Return torch's TCPStore class, from its extension module alone if that can be loaded.
 
-    All of torch takes 1.7 s of a processor to import, at the very moment when the workers do the same; the extension
-    takes a third of that (measured with torch 2.13). Where it needs more than its own libraries, as the CUDA builds
-    from PyPI do, everything is imported.
+    Importing all of torch takes 1.7 s of a processor, at the very moment when the workers do the same; the extension
+    takes a third of that (measured with torch 2.13). If it needs more than its own libraries, as the CUDA builds from
+    PyPI do, everything is imported.
     """
-    if "torch" in sys.modules:  # forked from a process that has it
+    if "torch" in sys.modules:  # forked from a process that has imported it
         from torch._C._distributed_c10d import TCPStore
 
         return TCPStore
@@ -79,7 +79,7 @@ def _from_extension() -> Callable[..., Any]:
     folder = Path(spec.origin).parent
     stub, distributed = types.ModuleType("torch"), types.ModuleType("torch.distributed")
     stub.__path__ = [str(folder)]
-    # The extension adds its classes to these modules; nothing else of them is used.
+    # The extension adds its classes to these modules; nothing else in them is used.
     sys.modules.update({"torch": stub, "torch.distributed": distributed})
     ctypes.CDLL(str(folder / "lib" / "libtorch_global_deps.so"), mode=ctypes.RTLD_GLOBAL)
     extension = importlib.import_module("torch._C")

@@ -1,4 +1,4 @@
-"""The agent's way to its controller: bytes that wait until the stream takes them, and a word when they are too many."""
+"""The agent's stream to its controller: queues data until it can be sent, and reports when too much is queued."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from launcher.protocol.message import Report
 
 __all__ = ["StreamWriter"]
 
-HOLD_BYTES = 1 << 20  # with so much unsent, workers' pipes are left full: they wait, and nothing here grows
+HOLD_BYTES = 1 << 20  # with so much unsent, workers' pipes are not read: workers wait, and memory here stays bounded
 
 
 class StreamWriter:
-    """Owns the writing of one descriptor, which must be non-blocking; `hold(True/False)` is called at the limits."""
+    """Owns writing to one descriptor, which must be non-blocking; calls `hold(True/False)` at the limits."""
 
     def __init__(self, fd: int, selector: selectors.BaseSelector, hold: Callable[[bool], None]) -> None:
         self._fd = fd
@@ -27,8 +27,8 @@ class StreamWriter:
         self._unsent: deque[memoryview] = deque()
         self._unsent_bytes = 0
         self._watched = False
-        self.holding = False  # what was said to `hold` last
-        self.closed = False  # the controller is gone: what is put in is dropped
+        self.holding = False  # the last argument of `hold`
+        self.closed = False  # the controller is gone: new data is dropped
 
     def __bool__(self) -> bool:
         return bool(self._unsent)
@@ -46,7 +46,7 @@ class StreamWriter:
             self._set_holding(True)
 
     def write(self) -> None:
-        """Write as much as the stream takes now."""
+        """Write as much as the stream accepts now."""
         try:
             while self._unsent:
                 written = os.write(self._fd, self._unsent[0])
@@ -56,17 +56,17 @@ class StreamWriter:
                     break
                 self._unsent.popleft()
         except BlockingIOError:
-            pass  # full: the selector says when to go on
+            pass  # full: the selector reports when it is writable
         except OSError as error:
             if error.errno not in (errno.EPIPE, errno.ECONNRESET):
                 raise
-            self.close()  # the end of our input follows, and stops the agent
+            self.close()  # the end of input follows, and stops the agent
         self._watch(bool(self._unsent))
         if self._unsent_bytes < HOLD_BYTES // 2:
             self._set_holding(False)
 
     def close(self) -> None:
-        """Drop what is unsent and all that comes."""
+        """Drop unsent data, and all that follows."""
         self.closed = True
         self._unsent.clear()
         self._unsent_bytes = 0

@@ -48,7 +48,7 @@ class Cgroup:
         except OSError:  # no right to, or too many
             return
 
-    def take(self, pid: int = 0) -> None:
+    def add(self, pid: int = 0) -> None:
         """Move a process into it; by default this one, which calls it between fork and exec."""
         _write(f"{self.path}/cgroup.procs", str(pid))
 

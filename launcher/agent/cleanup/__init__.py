@@ -1,1 +1,1 @@
-"""Leaving nothing behind: which processes and folders are a run's, and who ends them when the agent cannot."""
+"""Cleanup: finds the processes and folders of a run, and ends them even if the agent cannot."""

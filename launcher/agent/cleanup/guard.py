@@ -1,8 +1,8 @@
-"""The guard: the agent's parent, which outlives it and ends what it leaves.
+"""The guard: the agent's parent, which outlives it and ends the processes that it leaves.
 
 It is the same program as the agent, forked before anything else. As a subreaper it becomes the parent of every process
 of the run on this host when the agent dies, whatever killed it. It also ends an agent that hangs or was stopped, once
-the controller cannot want it any more: the lease is over, or the controller's end of the stream is closed.
+the controller no longer needs it: the lease has run out, or the controller's end of the stream is closed.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from launcher.agent.cleanup.lease import Limits
 from launcher.agent.cleanup.run_tag import RunTag, mark_unless_nested
 from launcher.machine import processes
 
-BLIND_S = 5.0  # so long after the controller's end it should have noticed
+BLIND_S = 5.0  # the agent should notice within this time that the controller is gone
 LOOK_S = 1.0
 _ENDED = select.POLLHUP | select.POLLERR | select.POLLRDHUP
 
 
 def main_forked(descriptor: int) -> NoReturn:
-    """Be the guard of an agent that a process kept warm has forked, with its orders in an open file."""
+    """Run the guard of an agent that was forked from a process kept warm. Its orders are in an open file."""
     processes.adopt_orphans()
     orders = read_orders(descriptor)
     mark_unless_nested()
@@ -35,7 +35,7 @@ def main_forked(descriptor: int) -> NoReturn:
 
 
 def read_orders(descriptor: int) -> dict[str, Any]:
-    """Read what a process kept warm (workers/keeper.py) has written for one that it forked, and close the file."""
+    """Read the orders that a process kept warm (workers/keeper.py) wrote for one that it forked; close the file."""
     with os.fdopen(descriptor, encoding="ascii") as file:
         file.seek(0)
         orders: dict[str, Any] = json.load(file)
@@ -43,14 +43,14 @@ def read_orders(descriptor: int) -> dict[str, Any]:
 
 
 def guard(agent: int, run_tag: RunTag, limits: Limits) -> int:
-    """Wait for the agent, then end whatever of the run is still there; return the agent's exit status."""
-    controller = os.dup(0)  # only to see that it has been closed
+    """Wait for the agent, then end every process of the run that is left; return the agent's exit status."""
+    controller = os.dup(0)  # only to see when it is closed
     nothing = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1):  # the controller must see the agent's end, not wait for ours
+    for stream in (0, 1):  # the controller must see the end of the agent, not of the guard
         os.dup2(nothing, stream)
     watch = _Watch(agent, limits, controller)
     status = watch.wait()
-    signal.signal(signal.SIGTERM, lambda *_: None)  # nobody is there to pass it on to
+    signal.signal(signal.SIGTERM, lambda *_: None)  # there is no agent to pass it on to
     os.close(controller)
     if status == 0:
         return 0
@@ -61,13 +61,13 @@ def guard(agent: int, run_tag: RunTag, limits: Limits) -> int:
     reap()
     run_tag.remove()
     if watch.why:
-        with contextlib.suppress(OSError):  # nobody may read it any more
+        with contextlib.suppress(OSError):  # the reader may be gone
             os.write(2, f"the guard ended this host's agent, which had not acted in time ({watch.why})\n".encode())
     return status if status > 0 else 128 - status
 
 
 def reap() -> dict[int, int]:
-    """Collect every child that has ended: pid -> wait status."""
+    """Reap every child that has ended; return wait statuses by pid."""
     wait_statuses: dict[int, int] = {}
     while True:
         try:
@@ -80,7 +80,7 @@ def reap() -> dict[int, int]:
 
 
 class _Watch:
-    """Waits for the agent's end, and sees to it that there is one. Sleeps unless there is a lease to look after."""
+    """Waits for the agent to end, and kills it if it is overdue. Sleeps unless a lease must be watched."""
 
     def __init__(self, agent: int, limits: Limits, controller: int) -> None:
         self._agent = agent
@@ -97,7 +97,7 @@ class _Watch:
         signal.signal(signal.SIGTERM, lambda *_: os.kill(agent, signal.SIGTERM))
 
     def wait(self) -> int:
-        """Return the agent's exit status, or minus the signal that ended it; an agent that will not die counts too."""
+        """Return the agent's exit status, or minus the signal that ended it, also of an agent killed here."""
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
         poll.register(self._controller, select.POLLRDHUP)
@@ -116,7 +116,7 @@ class _Watch:
         return os.waitstatus_to_exitcode(status)
 
     def _must_go(self) -> bool:
-        """Say whether the agent is overdue, which it still must be after a moment: all of us may have been stopped."""
+        """Return whether the agent is overdue, also after a moment: both may have been stopped together."""
         if not self._overdue():
             return False
         time.sleep(min(0.2, 0.5 * self._limits.late_s) if self._closed_at is None else 0.2)
@@ -134,7 +134,7 @@ class _Watch:
         return now > (self._limits.ending_by or self._closed_at + BLIND_S)
 
     def _pause_ms(self) -> int | None:
-        """Return how long to sleep, None for until something happens."""
+        """Return how long to sleep; None: until something happens."""
         end = self._limits.lease_end
         if self._closed_at is None and end == 0:
             return None

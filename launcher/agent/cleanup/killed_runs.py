@@ -1,9 +1,9 @@
-"""What runs of this user have left on this host that were killed whole: dtrain, agent and guard, all at once.
+"""Finds what killed runs of this user have left on this host: dtrain, agent and guard were killed at once.
 
-Nobody is there then to end what their workers have started in sessions of their own. (A control group does not end its
-members by itself, either.) So each agent writes its identity into its folder, and the next run's agent reads those that
-it finds. A run that lives is not touched: where agent or guard live, they end all of it themselves. Pid, start time,
-boot and pid namespace say whether they do; folders of other users, machines and containers are left alone.
+No process is left then to end what their workers started in sessions of their own. (A control group does not end its
+members by itself, either.) So each agent writes its identity into its folder, and the agent of the next run reads the
+identities it finds. A run is not touched while its agent or guard lives: they end all of it themselves. Pid, start
+time, boot and pid namespace show whether they live; folders of other users, machines and containers are left alone.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def leave_identity(folder: str, identity: str) -> None:
 
 
 def find_killed_runs() -> list[str]:
-    """Return the identities of agents that are dead, and their guards too, but whose folders are still there.
+    """Return the identities of agents that are dead together with their guards, but whose folders are still there.
 
-    Without those from which a living run has come, be it this one: to end what they left would end that one.
+    Leaves out a run that started a living run, for example this one: its cleanup would end that run.
     """
     dead = [(identity, tag) for identity, tag in _identities() if not _lives(identity.agent, identity.guard)]
     living = [process for process in processes.everything() if _is_dtrain(process)] if dead else []
@@ -47,16 +47,16 @@ def find_killed_runs() -> list[str]:
 
 
 def _is_dtrain(process: Process) -> bool:
-    """Say whether a process runs dtrain's own program: a command of the user's, or an agent or guard."""
+    """Return whether a process runs dtrain itself: a command of the user, an agent or a guard."""
     try:
         with open(f"/proc/{process.pid}/cmdline", "rb") as file:
-            words = file.read().split(b"\0")
+            argv = file.read().split(b"\0")
     except OSError:  # ended meanwhile
         return False
-    if b"-m" in words:
-        module = words[words.index(b"-m") + 1 :][:1]
+    if b"-m" in argv:
+        module = argv[argv.index(b"-m") + 1 :][:1]
         return module == [b"launcher"] or module == [_AGENT]
-    programs = [words[0], *[word for word in words[1:] if not word.startswith(b"-")][:1]]
+    programs = [argv[0], *[each for each in argv[1:] if not each.startswith(b"-")][:1]]
     return any(os.path.basename(program) in _COMMANDS for program in programs)
 
 
@@ -75,12 +75,12 @@ def _identities() -> Iterator[tuple[AgentIdentity, RunTag]]:
             except (ProtocolError, ValueError, OSError) as error:
                 print(f"dtrain agent: {parent}/{name}/{IDENTITY}: {error}", file=sys.stderr)
                 continue
-            if identity.is_of_here and name == f"dtrain-{tag.value[:16]}":
+            if identity.is_from_here and name == f"dtrain-{tag.value[:16]}":
                 yield identity, tag
 
 
 def _read(folder: str) -> str:
-    """Return what is in the file of a folder that is this user's alone; empty where there is none. Raises OSError."""
+    """Return the identity in a folder that only this user can access; empty if there is none. Raises OSError."""
     try:
         found = os.lstat(folder)
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:

@@ -1,8 +1,8 @@
-"""What an agent leaves for the next one on its host, and how that one ends what is left of it.
+"""An agent's identity for the next agent on its host, and how that one ends what is left of it.
 
-An agent's identity travels with its Hello. If the agent is lost and the host is tried again, the next one is given that
-identity (Prepare.lost_agents) and trusts nothing in it: of every process it checks pid and start time, or the run tag,
-before it signals it, and it finds folders and groups by the run tag.
+An agent's identity travels with its Hello. If the agent is lost and the host is tried again, the next agent gets that
+identity (Prepare.lost_agents) and trusts nothing in it: it checks pid and start time, or the run tag, of every process
+before it signals it, and finds folders and groups by the run tag.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from launcher.machine.processes import Process, Sweep
 
 __all__ = ["AgentIdentity", "LeftoverSweep"]
 
-GUARD_WAIT_S = 5.0  # as long as a guard takes that cannot end something
+GUARD_WAIT_S = 5.0  # as long as a guard takes if it cannot end a process
 
 
 @dataclass(frozen=True)
 class AgentIdentity:
-    """Where to look: in which boot and pid namespace, for which run tag, and pid and start time of agent and guard."""
+    """Where to look: boot and pid namespace, run tag, and pid and start time of agent and guard."""
 
     boot: str
     run_tag: str
@@ -39,21 +39,21 @@ class AgentIdentity:
 
     @classmethod
     def ours(cls, run_tag: RunTag) -> AgentIdentity:
-        """Return this agent's own."""
+        """Return the identity of this agent."""
         cgroup = "" if run_tag.cgroup is None else run_tag.cgroup.path
         return cls(_boot(), run_tag.value, _pid_and_start(os.getpid()), _pid_and_start(os.getppid()), cgroup)
 
     @classmethod
     def read(cls, text: str) -> AgentIdentity:
-        """Return the identity that `text` says. Raises ProtocolError if it is none."""
+        """Parse an identity. Raises ProtocolError if `text` is none."""
         identity = decode_json(cls, text)
         if "\0" in identity.cgroup:
             raise ProtocolError("a path has no NUL")
         return identity
 
     @property
-    def is_of_here(self) -> bool:
-        """Whether its processes can still be there, and are known here by the same pids."""
+    def is_from_here(self) -> bool:
+        """Whether its processes may still be here, under the same pids."""
         return bool(self.boot) and self.boot == _boot()
 
     def __str__(self) -> str:
@@ -61,25 +61,25 @@ class AgentIdentity:
 
 
 class LeftoverSweep:
-    """Ends what is left of lost agents: `step` after each `pause_s` until it is done; then see `left`.
+    """Ends what is left of lost agents: call `step` after each `pause_s` until it is done; then see `left`.
 
-    An agent that still lives is killed, and its guard ends the rest, as the parent of all that are left. If the guard
-    is gone as well, or does not get done, what carries the run tag is swept.
+    An agent that still lives is killed, and its guard, the parent of all that is left, ends the rest. If the guard is
+    gone as well, or takes too long, all processes with the run tag are swept.
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
-        here = {os.getpid(), *processes.ancestors(os.getpid())}  # a run inside of a run: never our own
+        here = {os.getpid(), *processes.ancestors(os.getpid())}  # in a nested run, never our own ancestors
         self._spare = here
         self._run_tags: list[RunTag] = []
         self._waits: list[Process] = []
         self._sweep: Sweep | None = None
         self.pause_s = 0.0
-        self.left: list[str] = []  # what cannot be ended
+        self.left: list[str] = []  # processes that cannot be ended
         for text in texts:
-            self._take(text)
+            self._add(text)
         self._guards_until = time.monotonic() + GUARD_WAIT_S
 
-    def _take(self, text: str) -> None:
+    def _add(self, text: str) -> None:
         try:
             identity = AgentIdentity.read(text)
             cgroup = Cgroup.named(identity.cgroup, f"dtrain-{identity.run_tag[:16]}") if identity.cgroup else None
@@ -87,8 +87,8 @@ class LeftoverSweep:
         except (ProtocolError, ValueError) as error:
             print(f"dtrain agent: not the identity of an agent: {error}", file=sys.stderr)
             return
-        if not identity.is_of_here:
-            return  # the machine was started anew: nothing can be left
+        if not identity.is_from_here:
+            return  # the machine was rebooted: nothing can be left
         self._run_tags.append(run_tag)
         agent, guard = (self._found(pair) for pair in (identity.agent, identity.guard))
         if agent is not None:
@@ -105,16 +105,16 @@ class LeftoverSweep:
 
     @property
     def ended(self) -> int:
-        """How many processes were ended that neither agent nor guard were."""
+        """Number of processes that were ended, without agents and guards."""
         return 0 if self._sweep is None else self._sweep.ended
 
     def hurry(self) -> None:
-        """Do it at once: there is no time to wait for guards."""
+        """Sweep at once: there is no time to wait for guards."""
         self._guards_until = min(self._guards_until, time.monotonic())
         self.pause_s = 0.0
 
     def step(self) -> bool:
-        """Go on; return whether all is done. Never waits."""
+        """Advance; return whether all is done. Never blocks."""
         if not self._run_tags:
             return True
         if self._sweep is None:

@@ -1,11 +1,11 @@
-"""How the processes of a run on this host are known from all others, wherever they went; the folder for their files.
+"""Identifies the processes of a run on this host, wherever they went; owns the folder for their files.
 
-Every agent has a run tag of its own, and each worker gets it in three ways before it starts: a variable of its
-environment, a number among its resource limits, and a control group where one can be had. What it starts inherits all
-of them, in a session of its own, as a daemon, with a cleared environment; the agent and the guard do not have them.
-The number also says which worker: what one has left is thus known from what others have.
+Every agent has a run tag of its own, and marks each worker in three ways before it starts: an environment variable, a
+number among its resource limits, and a control group if one can be created. All that a worker starts inherits them, in
+a session of its own, as a daemon, or with a cleared environment; the agent and the guard do not have them. The number
+also identifies the worker: leftovers of one are thus distinguished from those of others.
 
-The folder is made by the agent; removed by it, by its guard if it was killed, or else by the next agent here, of the
+The agent makes the folder and removes it; if the agent was killed, its guard does, or else the next agent here, of the
 same run (leftovers.py) or of the next one (killed_runs.py).
 """
 
@@ -25,14 +25,14 @@ from launcher.machine.processes import Process
 __all__ = ["NAME", "RunTag", "clear_folder", "folders_for_files", "make_folder", "mark_unless_nested", "remove_folder"]
 
 NAME = "DTRAIN_AGENT"
-_WORKER_BITS = 20  # of the number, for the worker; the other 40 are the agent's
+_WORKER_BITS = 20  # bits of the number for the worker; the other 40 are the agent's
 
 
 class RunTag:
-    """One agent's run tag: 32 hexadecimal digits, and the group that goes with them."""
+    """One agent's run tag: 32 hexadecimal digits, and the control group with that name."""
 
     def __init__(self, value: str, cgroup: Cgroup | None, began: int = 0) -> None:
-        """`began` is when a process can have got it at the earliest, in clock ticks since boot."""
+        """`began` is the earliest time at which a process can have got it, in clock ticks since boot."""
         if not re.fullmatch("[0-9a-f]{32}", value):
             raise ValueError(f"{value[:40]!r} is no run tag")
         self.value = value
@@ -51,28 +51,32 @@ class RunTag:
         return cls(value, Cgroup.below_ours(f"dtrain-{value[:16]}"), 0 if ours is None else ours.start)
 
     def number_worker(self) -> int:
-        """Return a number for a worker that none before it had, or none for long."""
+        """Return a number for a worker that no earlier worker had, or none for a long time."""
         self._workers = (self._workers + 1) % (1 << _WORKER_BITS)
         return self._workers
 
     def put_on(self, worker: int = 0, pid: int = 0) -> None:
-        """Mark a process in the two other ways as the worker of that number: this one, between fork and exec, or a
-        child that waits."""
+        """Mark a process in the two other ways as the worker with that number.
+
+        It is this process, between fork and exec, or a child that waits.
+        """
         processes.set_tag_number(self._tag_number(worker), pid)
         if self.cgroup is not None:
-            self.cgroup.take(pid)
+            self.cgroup.add(pid)
 
     def _tag_number(self, worker: int) -> int:
         return self._number << _WORKER_BITS | worker  # 60 bits are what a resource limit can hold
 
     def members(self, *, ancestor: int | None, spare: Iterable[int] = ()) -> list[Process]:
-        """Return the run's living processes and all descendants of `ancestor`, without those in `spare`."""
+        """Return the run's living processes and all descendants of `ancestor`, except those in `spare`."""
         inside = set() if self.cgroup is None else self.cgroup.pids()
         return processes.related(ancestor=ancestor, ours=self.is_on, spare=spare, also=inside, others=self._has_another)
 
     def left_by(self, worker: int, variable: str) -> list[Process]:
-        """Return the living processes that a worker has left: by its number, by a variable (NAME=value) that it alone
-        had, and all that descend from those."""
+        """Return the living processes that a worker has left, and all their descendants.
+
+        They are found by its number, or by a variable (NAME=value) that only it had.
+        """
         tag_number, encoded = self._tag_number(worker), variable.encode()
 
         def is_its(process: Process) -> bool:
@@ -85,23 +89,23 @@ class RunTag:
             self.cgroup.kill()
 
     def remove(self) -> None:
-        """Remove what the run tag has outside of processes: the group, and the folder for files.
+        """Remove what the run tag has outside of processes: the group and the folder for files.
 
-        The folder is the last: it is how the next run finds what a killed one has left.
+        The folder goes last: the next run finds leftovers of a killed one by it.
         """
         if self.cgroup is not None:
             self.cgroup.remove()
         remove_folder(self.value)
 
     def is_on(self, process: Process) -> bool:
-        """Say whether a process has it, by itself or from who started it."""
+        """Return whether a process has the tag, set directly or inherited."""
         if process.start < self._began:
             return False
         tag_number = processes.tag_number_of(process.pid)
         return tag_number >> _WORKER_BITS == self._number or processes.has_variable(process, self._variable)
 
     def _has_another(self, pid: int) -> bool:
-        """Say whether a process has the number of another run tag, or is dtrain's own: then it has not this one.
+        """Return whether a process has the number of another run tag, or is dtrain itself; it lacks this one then.
 
         A small number is a user's soft limit.
         """
@@ -110,7 +114,7 @@ class RunTag:
 
 
 def make_folder(run_tag: str) -> str:
-    """Make the folder of the agent with this run tag where temporary files belong. Raises OSError where none can be."""
+    """Make the folder for files of the agent with this run tag. Raises OSError if none can be made."""
     problem: OSError = FileNotFoundError("no folder for temporary files")
     for path in _candidates(run_tag):
         try:
@@ -123,23 +127,23 @@ def make_folder(run_tag: str) -> str:
 
 
 def mark_unless_nested() -> None:
-    """Have the looks of other agents pass this process over, unless it is a part of another run."""
+    """Mark this process as dtrain's own for other agents, unless it is part of another run."""
     if NAME not in os.environ:
         processes.mark_as_own()
 
 
 def clear_folder(folder: str, attempt: int) -> None:
-    """Remove what the workers of an attempt have there: files whose names begin with its number."""
+    """Remove the files of an attempt's workers: their names begin with its number."""
     try:
         for name in os.listdir(folder):
             if name.startswith(f"{attempt}-"):
                 os.unlink(os.path.join(folder, name))
-    except OSError as error:  # the disk went away, or a worker put a folder there: the end will see
+    except OSError as error:  # the disk failed, or a worker put a folder there: the end of the run deals with it
         print(f"dtrain agent: {folder}: {error}", file=sys.stderr)
 
 
 def remove_folder(run_tag: str) -> None:
-    """Remove the folder with this run tag, if there is one of ours, and what is in it."""
+    """Remove the folder with this run tag and all files in it, if it is ours."""
     for path in _candidates(run_tag):
         try:
             found = os.lstat(path)
@@ -160,7 +164,7 @@ def remove_folder(run_tag: str) -> None:
 
 def _remove(path: str) -> None:
     if stat.S_ISDIR(os.lstat(path).st_mode):
-        from shutil import rmtree  # slow to import, and only for what workers put there
+        from shutil import rmtree  # slow to import, and only needed for folders that workers made
 
         rmtree(path)
     else:
@@ -172,6 +176,6 @@ def _candidates(run_tag: str) -> list[str]:
 
 
 def folders_for_files() -> list[str]:
-    """Return the folders where temporary files belong, the best first."""
+    """Return the folders for temporary files, the best first."""
     folders = [os.environ.get("TMPDIR", ""), "/tmp", "/var/tmp"]
     return [folder for folder in dict.fromkeys(folders) if os.path.isabs(folder)]

@@ -1,1 +1,1 @@
-"""Debuggers in workers that run: the agent's side, and what runs in the worker."""
+"""Debuggers in running workers: the agent's side, and what runs in the worker."""

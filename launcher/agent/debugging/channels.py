@@ -1,8 +1,8 @@
-"""The agent's side of debuggers: what a worker and a command beyond the controller say to each other passes through.
+"""The agent's side of debuggers: passes on data between a worker and a command beyond the controller.
 
 For each, the agent offers a Unix socket in its own folder and signals the worker, whose handler connects
-(in_worker.py); a Python program that was not prepared for that is asked by sys.remote_exec, from Python 3.14 on. Only
-that process is accepted. When either end goes, or the attempt ends, the worker is let go on.
+(in_worker.py). A Python program that was not prepared for that is reached by sys.remote_exec, from Python 3.14 on. Only
+that process is accepted. When either end closes, or the attempt ends, the worker continues.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from launcher.protocol.two_way import ChannelData, ChannelTaken
 
 __all__ = ["DEBUGGER_SIGNAL", "DebuggerChannels"]
 
-DEBUGGER_SIGNAL = 52  # not one of others: evidence.py names those
-READY_S = 10.0  # for the handler of a process that has just been started
+DEBUGGER_SIGNAL = 52  # used by no other library: evidence.py lists those
+READY_S = 10.0  # for a process that has just started to install its handler
 LOOK_S = 0.05
 _IN_WORKER = Path(__file__).with_name("in_worker.py")
 _READ_BYTES = 64 << 10
-_IS_EXITING = 0x4  # PF_EXITING of the kernel, in /proc/PID/stat
+_IS_EXITING = 0x4  # PF_EXITING in the kernel, in /proc/PID/stat
 
 
 class DebuggerChannels:
-    """Of the workers of this host. `step` is to be called whenever something happened, and after `pause_s`."""
+    """The debuggers of this host's workers. Call `step` whenever something happened, and after `pause_s`."""
 
     def __init__(self, writer: StreamWriter, selector: selectors.BaseSelector) -> None:
         self._writer = writer
@@ -75,12 +75,12 @@ class DebuggerChannels:
         self.step()
 
     def close(self, message: CloseDebugger) -> None:
-        """Let a worker go on without its debugger; nobody waits for an answer."""
+        """Let a worker continue without its debugger; no one waits for an answer."""
         if (channel := self._channels.pop(message.channel, None)) is not None:
             channel.close()
 
     def stop(self, reason: str) -> None:
-        """Let all workers go on without debuggers."""
+        """Let all workers continue without debuggers."""
         for number, channel in self._channels.items():
             channel.close()
             self._refuse(number, reason)
@@ -95,7 +95,7 @@ class DebuggerChannels:
                 self._refuse(number, channel.closed_because)
 
     def reaped(self, pids: Iterable[int]) -> None:
-        """Take note of children that were reaped."""
+        """Record children that were reaped."""
         ended = {*pids}
         for number, channel in [*self._channels.items()]:
             if channel.worker.pid in ended:
@@ -109,7 +109,7 @@ class DebuggerChannels:
 
 
 class _Channel:
-    """One debugger. `closed_because` is set once it is over, empty if the worker has closed it."""
+    """One debugger. `closed_because` is set once it is closed, empty if the worker closed it."""
 
     def __init__(
         self, order: OpenDebugger, worker: Worker, selector: selectors.BaseSelector, writer: StreamWriter, *,
@@ -119,7 +119,7 @@ class _Channel:
         self.worker = worker
         self.closed_because: str | None = None
         self.wants_signal = True
-        self.is_gone = False  # the worker: its pid may be another's
+        self.is_gone = False  # the worker; its pid may have been reused
         self._order = order
         self._selector = selector
         self._writer = writer
@@ -127,8 +127,8 @@ class _Channel:
         self._signal_until = time.monotonic() + READY_S
         self._path = Path(f"{worker.files.error}.debugger")
         self._unsent = bytearray(json.dumps({"debugger": order.debugger}).encode() + b"\n")
-        self._own_bytes = len(self._unsent)  # of those that are sent next, what no command has sent
-        self._on_way = 0  # bytes that the command has not taken
+        self._own_bytes = len(self._unsent)  # bytes at the front that did not come from the command
+        self._on_way = 0  # bytes that the command has not acknowledged
         self._watched = 0  # events
         self._connection: socket.socket | None = None
         self._script: Path | None = None
@@ -148,7 +148,7 @@ class _Channel:
         self._watch()
 
     def close(self) -> None:
-        """Release everything. A worker that runs on to a breakpoint is told that nobody waits there."""
+        """Release everything. Notify a worker that is running to a breakpoint that the debugger is gone."""
         if self._listening is not None:
             self._selector.unregister(self._listening)
             self._listening.close()
@@ -166,7 +166,7 @@ class _Channel:
                 os.kill(self.worker.pid, DEBUGGER_SIGNAL)
 
     def _ask(self) -> None:
-        """Have the worker connect, once it can."""
+        """Ask the worker to connect, once it can."""
         pid, rank = self.worker.pid, self.worker.rank
         if self._is_prepared and _handles(pid):
             self.wants_signal = False
@@ -180,12 +180,12 @@ class _Channel:
             )
 
     def _execute_there(self, pid: int) -> str | None:
-        """Ask a process that was not prepared; return why it cannot be asked."""
+        """Ask a process that was not prepared; return why that is impossible."""
         remote_exec = getattr(sys, "remote_exec", None)
         if remote_exec is None:
             return (
                 f"rank {self.worker.rank} is a program that dtrain did not start as a Python script; "
-                "for such a one a debugger needs Python 3.14. See where it is: dtrain stacks --native"
+                "a debugger needs Python 3.14 for that. See where it is: dtrain stacks --native"
             )
         self._script = Path(f"{self._path}.py")
         try:
@@ -200,7 +200,7 @@ class _Channel:
         assert self._listening is not None
         try:
             connection, _ = self._listening.accept()
-        except OSError:  # it has gone again
+        except OSError:  # it has disconnected already
             return
         if peer(connection) != (self.worker.pid, os.geteuid()):
             connection.close()
@@ -231,7 +231,7 @@ class _Channel:
             self._ended()
 
     def _ended(self) -> None:
-        """Take the end of what the worker says; that of a process which ends is told when it is reaped."""
+        """Handle the end of the worker's data; for a process that is exiting, wait until it is reaped."""
         assert self._connection is not None
         self._selector.unregister(self._connection)
         self._watched = 0
@@ -253,7 +253,7 @@ class _Channel:
                 sent += written - own
         except BlockingIOError:
             pass
-        except OSError:  # its end is read
+        except OSError:  # its end will be read
             self._unsent.clear()
         if sent:
             self._writer.send(ChannelTaken(channel=self._order.channel, count=sent))
@@ -283,7 +283,7 @@ sys.modules["dtrain debugger"].open_debugger({path!r}, sys._getframe(1))
 
 
 def _bind(path: Path) -> socket.socket:
-    """Return a socket that listens at a path, however long that is. Raises OSError."""
+    """Return a socket that listens at a path of any length. Raises OSError."""
     with contextlib.suppress(FileNotFoundError):
         path.unlink()
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -301,7 +301,7 @@ def _bind(path: Path) -> socket.socket:
 
 
 def _handles(pid: int) -> bool:
-    """Say whether a process has a handler for the signal: it would end one that has none."""
+    """Return whether a process has a handler for the signal, which would end it otherwise."""
     for line in _read(pid, "status").splitlines():
         if line.startswith(b"SigCgt:"):
             return bool(int(line.split()[1], 16) >> (DEBUGGER_SIGNAL - 1) & 1)

@@ -1,12 +1,12 @@
-"""What a debugger does in the rank that it looks into: connects to the agent, and speaks with the command beyond it.
+"""The debugger's part in the worker: connects to the agent, and through it to the command.
 
 Loaded from its file, in the script's process: by the handler of bootstrap.py, or by sys.remote_exec. So it imports
-nothing of the launcher, and nothing that goes wrong here may end the process: whatever happens to the debugger, the
-command or the way between them, the script goes on.
+nothing of the launcher, and no error here may end the process: whatever happens to the debugger, the command or the
+connection, the script continues.
 
-The agent first says in a line of JSON which debugger it is to be. Of pdb the answers are lines too: {"text": ...} is
-shown, {"prompt": ...} asks for a line, {"end": ...} says that the script goes on without the debugger. Those of debugpy
-begin with {"ready": true}; from then on its own protocol is spoken.
+The agent first sends a line of JSON that names the debugger. For pdb, the answers are lines too: {"text": ...} is
+shown, {"prompt": ...} asks for a line, {"end": ...} means that the script continues without the debugger. For debugpy,
+the answer is {"ready": true}; from then on its own protocol is spoken.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PEER = struct.Struct("3i")  # pid, uid, gid
 _PIECE = 16 << 10  # characters of a text in one line of JSON
 _LINE_BYTES = 64 << 10
 _CONNECT_S = 10.0
-_DEBUGPY_S = 60.0  # until it connects: it imports much, and the host may be busy
+_DEBUGPY_S = 60.0  # to connect: it imports much, and the host may be busy
 _PAUSE_S = 0.02
 _GOES_ON = "goes on without the debugger"
 _AGENT_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -40,9 +40,9 @@ _serving: threading.Thread | None = None
 
 
 def open_debugger(path: str, frame: types.FrameType | None) -> None:
-    """Open the debugger that the agent offers at a Unix socket, in the main thread, which is interrupted at `frame`.
+    """Open the debugger that the agent offers at a Unix socket, in the main thread, which was interrupted at `frame`.
 
-    If nobody offers one, nothing happens; but one that is open and has lost its connection is closed.
+    Do nothing if no agent offers one, except that an open debugger that lost its connection is closed.
     """
     if _current is not None:
         _current.close_if_lost()
@@ -57,20 +57,20 @@ def open_debugger(path: str, frame: types.FrameType | None) -> None:
             _begin_debugpy(channel)
         elif said:
             _Debugger(channel).begin(frame)
-    except Exception as error:  # of the debugger; what the script's own signal handlers raise is the script's
+    except Exception as error:  # of the debugger; exceptions of the script's own signal handlers are the script's
         with contextlib.suppress(OSError):
             channel.say(end=f"the debugger could not be opened: {type(error).__name__}: {error}")
         channel.close()
 
 
 def _connect(path: str) -> socket.socket | None:
-    """Connect to the agent; None if it offers nothing, or is another user's."""
+    """Connect to the agent; return None if it offers nothing, or belongs to another user."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         folder = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             connection.settimeout(_CONNECT_S)
-            connection.connect(f"/proc/self/fd/{folder}/{os.path.basename(path)}")  # a path may be too long
+            connection.connect(f"/proc/self/fd/{folder}/{os.path.basename(path)}")  # the whole path may be too long
         finally:
             os.close(folder)
         _, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
@@ -84,7 +84,7 @@ def _connect(path: str) -> socket.socket | None:
 
 
 class _Lines:
-    """The way to the command, as a file for pdb. A lost connection is an end of input, never an error."""
+    """The connection to the command, as a file for pdb. A lost connection is an end of input, never an error."""
 
     encoding = "utf-8"
     errors = "backslashreplace"
@@ -105,7 +105,7 @@ class _Lines:
         return len(text)
 
     def flush(self) -> None:
-        """Do nothing: what is no whole line yet is shown as the prompt of the next one that is read."""
+        """Do nothing: an incomplete line is shown as the prompt of the next line that is read."""
 
     def isatty(self) -> bool:
         return False
@@ -134,7 +134,7 @@ class _Lines:
         return (line + newline).decode("utf-8", "replace") if newline else ""
 
     def _uninterrupted(self, call: Any) -> Any:
-        """Call; a SIGINT takes effect when the debugger is left, or else pdb would take it for its own."""
+        """Call it; a SIGINT takes effect when the debugger is left, since pdb would handle it as its own."""
         while True:
             try:
                 return call()
@@ -144,12 +144,12 @@ class _Lines:
     def close(self) -> None:
         self.is_lost = True
         with contextlib.suppress(OSError):
-            self.connection.shutdown(socket.SHUT_RDWR)  # children that were forked meanwhile have it open too
+            self.connection.shutdown(socket.SHUT_RDWR)  # children forked meanwhile have it open too
         self.connection.close()
 
 
 class _Debugger(pdb.Pdb):
-    """pdb, whose end is never that of the script: to quit is to leave, as is `continue` without breakpoints."""
+    """pdb that never ends the script: quit leaves the debugger, as does `continue` without breakpoints."""
 
     def __init__(self, channel: _Lines) -> None:
         super().__init__(stdin=channel, stdout=channel, nosigint=True, readrc=False)  # type: ignore[arg-type]
@@ -161,7 +161,7 @@ class _Debugger(pdb.Pdb):
         self.prompt = f"(Pdb rank {rank}) "
 
     def begin(self, frame: types.FrameType) -> None:
-        """Show the prompt where the script is now; what is typed says whether it is traced from here on."""
+        """Show the prompt where the script is now; the user's commands decide whether it is traced from here on."""
         global _current
         _current = self
         try:
@@ -173,7 +173,7 @@ class _Debugger(pdb.Pdb):
                 self.botframe = each
                 each = each.f_back
             self.interaction(frame, None)
-        except BaseException:  # of a signal handler of the script
+        except BaseException:  # raised by a signal handler of the script
             self._leave("")
             raise
         if not self._is_over:
@@ -191,9 +191,9 @@ class _Debugger(pdb.Pdb):
         return not frame.f_code.co_filename.startswith(_AGENT_FOLDER) and super().stop_here(frame)
 
     def default(self, line: str) -> None:
-        """Execute a statement in the frame that is looked at, whose variables it may set."""
+        """Execute a statement in the current frame, whose variables it may set."""
         super().default(line)
-        if sys.version_info < (3, 13):  # where they are a copy, which only a trace function's own frame gets back
+        if sys.version_info < (3, 13):  # locals are a copy, written back only in a trace function's own frame
             import ctypes
 
             ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(self.curframe), ctypes.c_int(0))
@@ -233,11 +233,11 @@ class _Debugger(pdb.Pdb):
         self.message("it would read the script's standard input; type !STATEMENT instead")
 
     def set_quit(self) -> None:
-        """Leave: BdbQuit would end the script."""
+        """Leave the debugger: BdbQuit would end the script."""
         self.do_quit("")
 
     def close_if_lost(self) -> None:
-        """Leave if the other end has gone: the script may run for long until it comes to a breakpoint."""
+        """Leave if the other end is gone: the script may run for long before it reaches a breakpoint."""
         try:
             is_gone = self._channel.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
         except BlockingIOError:
@@ -266,7 +266,7 @@ class _Debugger(pdb.Pdb):
         self._channel.close()
 
     def set_continue_quietly(self) -> None:
-        """Stop nowhere any more, where this is called while the script is traced."""
+        """Stop nowhere any more, even if this is called while the script is traced."""
         self._set_stopinfo(self.botframe, None, -1)  # type: ignore[attr-defined]  # as bdb.set_continue does
 
 
@@ -283,7 +283,7 @@ def _begin_debugpy(channel: _Lines) -> None:
         while (_serving.is_alive() or pydevd.get_global_debugger() is not None) and time.monotonic() < until:
             time.sleep(_PAUSE_S)
     if pydevd.get_global_debugger() is not None:  # else connect() would return at once, connected to nothing
-        channel.say(end="debugpy is used there already: by the script itself, or it has not left the last editor yet")
+        channel.say(end="debugpy is in use there already: by the script itself, or by the last editor, still connected")
         channel.close()
         return
     # pydevd connects to a TCP port only. It is open for this one connection, which must come from this process.
@@ -292,24 +292,24 @@ def _begin_debugpy(channel: _Lines) -> None:
     has_failed = threading.Event()
     _serving = _start_untraced(_serve_debugpy, channel, listening, pydevd, has_failed)
     try:
-        debugpy.configure(subProcess=False)  # or it changes fork and exec for good, and the script's children fail
-        debugpy.connect(listening.getsockname())  # returns once an editor has come and is ready, or the channel is lost
+        debugpy.configure(subProcess=False)  # else it patches fork and exec for good, and the script's children fail
+        debugpy.connect(listening.getsockname())  # returns once an editor is ready, or the channel is lost
     except BaseException:
         has_failed.set()
         with contextlib.suppress(OSError):
-            listening.shutdown(socket.SHUT_RDWR)  # which the thread closes then
+            listening.shutdown(socket.SHUT_RDWR)  # the thread closes it then
         raise
 
 
 def _import_debugpy() -> tuple[Any, Any]:
-    """Import debugpy, and its pydevd, without warnings of frozen modules among the script's output."""
+    """Import debugpy and its pydevd, without warnings about frozen modules in the script's output."""
     name = "PYDEVD_DISABLE_FILE_VALIDATION"
     before = os.environ.get(name)
     os.environ[name] = "1"
     try:
         import debugpy
         import debugpy.server  # this reads the variable
-        import pydevd  # which debugpy has put into sys.path
+        import pydevd  # debugpy has put it into sys.path
     finally:
         if before is None:
             del os.environ[name]
@@ -319,7 +319,7 @@ def _import_debugpy() -> tuple[Any, Any]:
 
 
 def _start_untraced(target: Any, *args: Any) -> threading.Thread:
-    """Start a thread that pydevd leaves alone: to suspend those that carry its words would be the end of them."""
+    """Start a thread that pydevd does not suspend: a suspended one could not carry its messages."""
     thread = threading.Thread(target=target, args=args, daemon=True)
     thread.pydev_do_not_trace = thread.is_pydev_daemon_thread = True  # type: ignore[attr-defined]
     thread.start()
@@ -327,9 +327,9 @@ def _start_untraced(target: Any, *args: Any) -> threading.Thread:
 
 
 def _serve_debugpy(channel: _Lines, listening: socket.socket, pydevd: Any, has_failed: threading.Event) -> None:
-    """Pass on what debugpy and the editor say; at the end let the script go on without them.
+    """Pass on data between debugpy and the editor; at the end let the script continue without them.
 
-    `has_failed`: debugpy will not connect, which the main thread says.
+    `has_failed` is set if debugpy will not connect; the main thread reports that.
     """
     theirs: socket.socket | None = None
     try:
@@ -342,8 +342,8 @@ def _serve_debugpy(channel: _Lines, listening: socket.socket, pydevd: Any, has_f
             theirs.settimeout(None)  # or it has the script's socket.setdefaulttimeout
     except OSError as error:
         if has_failed.is_set():
-            return  # what pydevd has now may be of the script, or of another editor
-        why = f"no connection from it within {_DEBUGPY_S:g} s" if isinstance(error, TimeoutError) else error
+            return  # pydevd may now serve the script itself, or another editor
+        why = f"it did not connect within {_DEBUGPY_S:g} s" if isinstance(error, TimeoutError) else error
         channel.say(end=f"debugpy could not be opened: {why}")
     else:
         channel.say(ready=True)
@@ -353,14 +353,14 @@ def _serve_debugpy(channel: _Lines, listening: socket.socket, pydevd: Any, has_f
     channel.close()
     if (debugger := pydevd.get_global_debugger()) is not None:
         debugger.ready_to_run = True  # or the main thread would wait for the editor for ever
-    with contextlib.suppress(Exception):  # it may have ended by itself
+    with contextlib.suppress(Exception):  # it may have stopped by itself
         pydevd.stoptrace()
 
 
 def _is_of_this_process(accepted: socket.socket) -> bool:
     """Return whether this process has the other end of a loopback connection; others' connections are refused.
 
-    Touches no descriptor of the script: a socket object of one may change it (`socket.setdefaulttimeout`).
+    Touches no descriptor of the script: making a socket object of one may change it (`socket.setdefaulttimeout`).
     """
     host, port = accepted.getpeername()
     address = f"{int.from_bytes(socket.inet_aton(host), sys.byteorder):08X}:{port:04X}"

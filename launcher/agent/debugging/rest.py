@@ -23,17 +23,17 @@ class Rest:
         self.now = False
         self._file: Path | None = None
 
-    def begin(self, folder: str) -> None:
-        """Take the folder of the workers' files."""
+    def set_folder(self, folder: str) -> None:
+        """Set the folder of the workers' files."""
         self._file = Path(folder, DEBUGGER_FILE)
 
-    def take(self, resting: bool) -> None:
+    def update(self, resting: bool) -> None:
         self.now = resting
         if self._file is None:
             return
         news = Path(f"{self._file}.new")
         try:
             news.write_text("open" if resting else repr(time.monotonic()))
-            os.replace(news, self._file)  # a worker never sees half of it
-        except OSError as error:  # a full disk: then their own waits go on as ever
+            os.replace(news, self._file)  # atomic for the workers
+        except OSError as error:  # a full disk: then the time limits of their waits still apply
             print(f"dtrain agent: {self._file}: {error}", file=sys.stderr)

@@ -1,5 +1,5 @@
-"""Processes that stay warm after a run: where they are found, what must be equal to use one, the way to them.
+"""Processes that stay warm after a run: where they are found, what must match to use one, how it takes over.
 
-The process itself is workers/fork_server.py, kept by workers/keeper.py. There is none unless somebody asked for
-it by --keep-warm or `dtrain warm --start`.
+The process itself is workers/fork_server.py, kept by workers/keeper.py. None exists unless a user requested it by
+--keep-warm or `dtrain warm --start`.
 """

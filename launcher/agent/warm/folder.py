@@ -1,7 +1,7 @@
-"""Where the sockets of the processes that are kept warm are, and their names.
+"""The folder with the sockets of processes kept warm, and their names.
 
-After host and boot, a name says which interpreter, which part of a simulated machine and which script the process is
-for; see machine/socket_folder.py.
+After host and boot, a name gives the interpreter, the part of a simulated machine and the script of the process; see
+machine/socket_folder.py.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ FALLBACK = "/tmp/dtrain-warm-{}"
 
 
 def prefix_of(key: str) -> str:
-    """Return how the names begin of the sockets for a key (transport/connect.py), with this interpreter."""
+    """Return the prefix of the names of sockets for a key (transport/connect.py), with this interpreter."""
     return f"{prefix_of_boot()}{zlib.crc32(os.fsencode(sys.executable)):08x}-{key}-"
 
 
 def open_folder(*, make: bool = False) -> AbstractContextManager[SocketFolder | None]:
-    """Open the folder for a while; see SocketFolder.opened."""
+    """Open the folder in a `with`; see SocketFolder.opened."""
     return SocketFolder.opened(_place(), make=make)
 
 
 def _place() -> str:
-    """Return the path of the folder, whether or not it is there."""
+    """Return the path of the folder, even if it does not exist."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     try:
         found = os.lstat(runtime)

@@ -1,7 +1,7 @@
-"""How a new agent's place is taken by one that is forked from a process kept warm: it hands its streams over.
+"""Replaces a new agent by one forked from a process kept warm, by handing over its streams.
 
-Called before the agent itself is imported. The process that was started for the agent then only waits: it ends with
-the exit status of the other, and its end is the order to that one to stop.
+Called before the agent itself is imported. The process that was started as the agent then only waits: it exits with
+the status of the other, and if it ends first, the other stops.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _MESSAGE_BYTES = 1 << 16
 
 
 def hand_over(key: str, script: str = "") -> str:
-    """Hand over to a process that is kept warm and fits, for this script first; does not return then.
+    """Hand over to a process kept warm that fits, first to one of the same script; do not return then.
 
-    `script` (transport/connect.py) is compared with what others have imported; without it they are left alone.
-    Otherwise return why the newest cannot be used, in words, or an empty string if there is none.
+    `script` (transport/connect.py) is compared with what others have imported; without it only the same script counts.
+    Otherwise return the reason why the newest cannot be used, or an empty string if there is none.
     """
     why_not = ""
     try:
@@ -40,18 +40,18 @@ def hand_over(key: str, script: str = "") -> str:
                         why_not = why_not or reason
                 except (OSError, SocketError) as error:
                     why_not = why_not or str(error)
-    except (OSError, SocketError) as error:  # a file system that is read-only or broken keeps no run from its start
+    except (OSError, SocketError) as error:  # a read-only or broken file system must not prevent a run
         return why_not or str(error)
     return why_not
 
 
 def _in_job() -> bool:
-    """Whether this belongs to a job of SLURM, whose processes must stay in it."""
+    """Return whether this process belongs to a SLURM job, whose processes must stay in it."""
     return "SLURM_JOB_ID" in os.environ
 
 
 def _offer(connection: socket.socket, prefix: str, script: str) -> str:
-    """Hand over if the process says that it fits, else return why not. Its own script is compared by the agent."""
+    """Hand over if the process fits, else return why not. The agent compares its own script."""
     from launcher.agent.warm.surroundings import find_surroundings
 
     with connection:
@@ -63,10 +63,10 @@ def _offer(connection: socket.socket, prefix: str, script: str) -> str:
 
 
 def _hand_over(connection: socket.socket, prefix: str) -> str:
-    """Hand over, and do not return; or return why no agent has been started.
+    """Hand over and do not return; or return why no agent was started.
 
-    A pipe with one byte decides who is the agent: the one that was forked reads it before it begins, or this process
-    does when no answer has come in time. So there is never a second.
+    A pipe with one byte decides which process is the agent: the forked one reads it before it begins, or this process
+    does if no answer came in time. So there are never two.
     """
     before = {}
     for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):  # as a guard does

@@ -1,4 +1,4 @@
-"""The processes that are kept warm on this host, from outside: listed, given more time, stopped; a place for one."""
+"""Lists, extends and stops the processes kept warm on this host, from outside; binds the socket of a new one."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from launcher.agent.warm.folder import NAME_BYTES, open_folder
 from launcher.agent.warm.handover import ANSWER_S, ask
 from launcher.errors import SocketError, WarmError
 
-_TRIES = 3  # the last process in the folder may remove it just then
+_TRIES = 3  # the last process in the folder may remove it meanwhile
 
 T = TypeVar("T")
 
 
 def describe() -> list[dict[str, Any]]:
-    """Return what each says of itself; one that does not answer is left out. Raises SocketError, as all here."""
+    """Return the description of each; leave out one that does not answer. Raises SocketError, as all here."""
     return _of_all("", lambda connection: ask(connection, "describe"))
 
 
 def stop(prefix: str = "", *, before: str = "") -> list[int]:
-    """Stop those whose names begin so, or of them those that were there before one of that name.
+    """Stop those with this prefix, or only those that were there before the one named `before`.
 
-    Returns for each by how many runs it is in use, with which it ends.
+    Return for each the number of runs that use it; it ends with them.
     """
     return _of_all(prefix, lambda connection: int(ask(connection, "stop")["runs"]), before=before)
 
 
 def extend(name: str, keep_s: float) -> bool:
-    """Have one stay for so long from now on; return whether it does."""
+    """Keep one for `keep_s` from now on; return whether it agreed."""
     return any(_of_all(name, lambda connection: bool(ask(connection, "extend", keep_s=keep_s)["kept"])))
 
 
 @contextmanager
 def new_socket(prefix: str) -> Iterator[tuple[str, socket.socket]]:
-    """Listen under a new name for a while, and give its path; it is removed if that fails. Raises OSError too."""
+    """Listen under a new name in a `with`, and yield its path; remove it on failure. Raises OSError too."""
     name = f"{prefix}{os.urandom(NAME_BYTES).hex()}"
     for _ in range(_TRIES):
         with open_folder(make=True) as folder:

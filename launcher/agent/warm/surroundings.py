@@ -1,7 +1,7 @@
-"""What must be the same for a later run as for a process kept warm that it uses: limits, identity, control group, ...
+"""Surroundings that must be the same for a later run that uses a process kept warm: limits, identity, cgroup, ...
 
-Found by an agent at its start, before it changes anything of itself. Its packages and variables are compared
-elsewhere: workers/keeper.py, workers/warm_start.py.
+An agent reads them at its start, before it changes any of its own. Packages and variables are compared elsewhere:
+workers/keeper.py, workers/warm_start.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from launcher import __version__
 from launcher.machine.secret_names import may_be_secret
 from launcher.machine.system_files import read_text
 
-# How the variables begin that an interpreter reads at its start.
+# Prefixes of variables that an interpreter reads at its start.
 _READ_AT_START = ("PYTHON", "LD_", "GLIBC_", "MALLOC_", "LANG", "LC_ALL", "LC_CTYPE")
 _STATUS = {
     "Uid": "user", "Gid": "group", "Groups": "groups", "Umask": "umask",
@@ -27,16 +27,16 @@ _STATUS = {
     "Seccomp": "seccomp filter", "Cpus_allowed_list": "processors that may be used",
     "Mems_allowed_list": "NUMA nodes that may be used",
 }  # fmt: skip
-# Each tab of some terminals has a group of its own, with the limits of the user's. A login's counts: where logind ends
-# what a login has left (KillUserProcesses), it would end another login's run as well.
+# Each tab of some terminals has a group of its own, with the user's limits. But sessions are distinguished: if logind
+# ends leftovers of a session (KillUserProcesses), it would end a run of another session as well.
 _OF_TAB = re.compile(r"/vte-spawn-[^/]*\.scope")
-_IOPRIO_GET = {"x86_64": 252, "aarch64": 31}  # the number of the call, for which the C library has no function
+_IOPRIO_GET = {"x86_64": 252, "aarch64": 31}  # syscall number; the C library has no function for it
 _ROOT = __file__.rpartition("/agent/")[0]
 _DEVICES = re.compile("nvidia[0-9]*|kfd|renderD[0-9]+")
 
 
 def find_surroundings() -> dict[str, str]:
-    """Return them by what a report calls them."""
+    """Return them by their names in reports."""
     found: dict[str, str] = {}
     for line in read_text("/proc/self/status").splitlines():
         name, _, value = line.partition(":")
@@ -70,7 +70,7 @@ def find_surroundings() -> dict[str, str]:
 
 
 def _own_files() -> Iterator[int]:
-    """Yield when the files were changed last that an agent is made of."""
+    """Yield the modification times of the files that an agent consists of."""
     for folder in (_ROOT, f"{_ROOT}/agent", f"{_ROOT}/agent/warm", f"{_ROOT}/agent/workers", f"{_ROOT}/machine"):
         with os.scandir(folder) as entries:
             yield from sorted(entry.stat().st_mtime_ns for entry in entries if entry.name.endswith(".py"))
@@ -89,7 +89,7 @@ def _io_priority() -> str:
 
 
 def _memory_policy() -> str:
-    """Return that of the first of this process's memory; empty where the kernel knows no NUMA nodes."""
+    """Return the policy of this process's first memory area; empty if the kernel has no NUMA nodes."""
     try:
         with open("/proc/self/numa_maps", encoding="ascii", errors="replace") as file:
             return file.readline().split(" ")[1]

@@ -306,7 +306,7 @@ class Worker:
         data = os.pread(self._progress, _PROGRESS.size, 0)
         return _PROGRESS.unpack(data) if len(data) == _PROGRESS.size else (0,) * 8
 
-    def tell_generation(self, number: int, when: str, variables: Mapping[str, str]) -> None:
+    def announce_generation(self, number: int, when: str, variables: Mapping[str, str]) -> None:
         """Tell it of the attempt's newest composition; whether it reads that is its own affair."""
         try:
             self.files.write_generation(number, when, variables)

@@ -51,7 +51,7 @@ class WorkerRestarts:
         sweep = Sweep(listing, grace_s=self._grace_s, adopted=False)
         self._places[worker.rank] = _Place(sweep, time.monotonic())
 
-    def take(self, order: RestartWorker) -> None:
+    def add(self, order: RestartWorker) -> None:
         """Have a dead worker's place cleared for the next one."""
         self._places.setdefault(order.rank, _Place()).order = order
 

@@ -359,7 +359,7 @@ def _hang_up_frozen(agent: AgentProcess) -> None:
 
 def _terminate_guard(agent: AgentProcess) -> None:
     agent.process.terminate()
-    assert agent.expect(Bye).reason == "somebody sent it SIGTERM"
+    assert agent.expect(Bye).reason == "it received SIGTERM"
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_only_a_control_group_of_ours_is_taken_for_one(tmp_path: Path, path: str
 def test_a_group_that_cannot_be_had_does_nothing(tmp_path: Path) -> None:
     group = Cgroup(str(tmp_path / "nowhere" / "dtrain-0"))
     group.make()
-    group.take()
+    group.add()
     group.kill()
     group.remove()
     assert group.pids() == set()

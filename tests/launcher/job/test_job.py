@@ -439,11 +439,11 @@ def test_an_agent_that_somebody_else_ends_is_a_lost_host() -> None:
     drive = running("a", "b")
     drive.say("b", drive.exited("b", 2, 0, provoked=True), drive.exited("b", 3, -15, provoked=True))
     at = drive.now
-    drive.say("b", Bye(0, [], "somebody sent it SIGTERM"), after_s=7)
+    drive.say("b", Bye(0, [], "it received SIGTERM"), after_s=7)
     assert told(drive.collected("a"), Stop) == ["a"]
     drive.goodbye("a")
     cause = drive.cause
-    assert (cause.kind, cause.message) == (FailureKind.HOST_LOST, "somebody sent it SIGTERM")
+    assert (cause.kind, cause.message) == (FailureKind.HOST_LOST, "it received SIGTERM")
     assert cause.at == at, "when the first of its workers was ended, not when it was done"
     assert (drive.outcome.exit_code, drive.outcome.unchecked) == (1, ())
 
@@ -886,7 +886,7 @@ def test_leftovers_that_a_new_agent_cannot_end_are_named() -> None:
 
 def test_an_agent_that_ends_by_itself_and_leaves_something_is_not_used_again() -> None:
     drive = running("a", "b", nnodes=(1, 2))
-    drive.say("b", Bye(0, ["pid 9 (python, state D)"], "somebody sent it SIGTERM"))
+    drive.say("b", Bye(0, ["pid 9 (python, state D)"], "it received SIGTERM"))
     drive.collected("a")
     assert told(drive.swept("a"), OpenStore) == ["a"]
     drive.begin()
@@ -1364,7 +1364,7 @@ def test_an_agent_that_ends_before_it_has_cleaned_up_proves_nothing() -> None:
     drive.swept("a")
     drive.event(Tick())
     drive.join("b")
-    drive.say("b", Bye(0, [], "somebody sent it SIGTERM"))
+    drive.say("b", Bye(0, [], "it received SIGTERM"))
     assert (drive.job.phase, drive.job.fleet.dirty(drive.job.fleet.states["b"])) == (Phase.ENDING, True)
     drive.wait(1, heard="a")
     drive.join("b")

@@ -1046,7 +1046,7 @@ class World:
             return
         self.say(f"!! the agent of {node.host.name} is told to end")
         self.host_fails(node)
-        self.end_workers(agent, self.spec.grace_s, then=Bye(0, [], "somebody sent it SIGTERM"))
+        self.end_workers(agent, self.spec.grace_s, then=Bye(0, [], "it received SIGTERM"))
 
     def all_die(self, node: Node, workers: list[Worker]) -> None:
         for worker in workers:

@@ -191,7 +191,7 @@ def test_nothing_stays_of_a_node_that_is_killed_or_signalled(run: Run, how: str)
         else:
             process.send_signal(signal.SIGINT)
             rest = b"".join(iter(lambda: stream.read(), b""))
-            assert b"somebody sent it SIGTERM" in rest
+            assert b"it received SIGTERM" in rest
             assert stream.finish(60.0) == (0, "")
         assert process.wait(60) == {"killed": -signal.SIGKILL, "signalled": 128 + signal.SIGINT}[how]
         wait_until(lambda: not worker.is_running(), "its worker is gone")
