@@ -1,1 +1,1 @@
-"""What is shown and kept of a run: the terminal, log files, the last screen, JSON."""
+"""Output of a run: the terminal, log files, the final report, JSON."""

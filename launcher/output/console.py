@@ -1,9 +1,9 @@
-"""The terminal: workers' lines with `[host:rank]` before them, progress bars, the status line, dtrain's own words.
+"""The terminal: workers' lines prefixed with `[host:rank]`, progress bars, the status line, dtrain's own messages.
 
-Whole lines only, bytes as they came. A `\\r` redraws a line: on a terminal the newest such line lives at the bottom;
-elsewhere only its last state is written, and now and then one between. On a terminal equal lines of many ranks are
-shown once (merging.py). While a rank asks something of who sits there, its prompt has the terminal alone. Used by the
-output thread alone.
+Lines are written whole, bytes unchanged. A `\\r` redraws a line: on a terminal the newest such line stays at the
+bottom; elsewhere only its last state is written, and an intermediate one from time to time. On a terminal, equal lines
+of many ranks are shown once (merging.py). While a rank prompts the user, all other output waits. Only the output thread
+uses it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from launcher.output.merging import LineMerger, label
 from launcher.output.text import size
 
 MAX_LINE_BYTES = 1 << 16  # a longer line is cut into several
-TERMINAL_LINE_BYTES = 1 << 12  # of a longer line a terminal shows the beginning
+TERMINAL_LINE_BYTES = 1 << 12  # a terminal shows only this much of a longer line
 REDRAW_S = 0.1
-REPEAT_S = 10.0  # how often an unfinished progress bar is written where there is no terminal
-ATOMIC_BYTES: Final = select.PIPE_BUF  # a pipe that is ready takes so much without blocking
-PROMPT_BYTES = 1 << 20  # of other output that waits for an answer; what is more is in the log files only
+REPEAT_S = 10.0  # interval at which an unfinished progress bar is written without a terminal
+ATOMIC_BYTES: Final = select.PIPE_BUF  # a pipe that is ready accepts this much without blocking
+PROMPT_BYTES = 1 << 20  # other output that waits for an answer; the rest is in the log files only
 _COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 _UP = re.compile(rb"\x1b\[[0-9]*[AF]")
-_BELOW = re.compile(rb"\n+(\r[^\n]*?)(?:\x1b\[[0-9]*[AF])+")  # a bar below, with the way there and back
-_OPEN = re.compile(rb"\n+(?:\r[^\n]*)?\Z|\x1b(?:\[[0-9;]*)?\Z")  # what may be the beginning of one, or a part of a code
+_BELOW = re.compile(rb"\n+(\r[^\n]*?)(?:\x1b\[[0-9]*[AF])+")  # a bar below, with the cursor moves there and back
+_OPEN = re.compile(rb"\n+(?:\r[^\n]*)?\Z|\x1b(?:\[[0-9;]*)?\Z")  # possibly the start of one, or part of an escape code
 _ERASE = b"\r\x1b[K"
-_ERASE_BELOW = b"\r\x1b[J"  # the line, and what is below
+_ERASE_BELOW = b"\r\x1b[J"  # the line and everything below
 
 
 @dataclass
@@ -42,19 +42,19 @@ class _Line:
     text: bytes = b""
     shown: bytes = b""  # its state when it was last written as progress
     shown_at: float = 0.0
-    redrawn: bool = False  # a \r has been seen in it
-    length: int = 0  # of what came of it since the last newline or \r, on a terminal
-    nested: bool = False  # cursor-up codes have been seen: bars below each other
-    held: bytes = b""  # the end, which may be the beginning of a bar below
+    redrawn: bool = False  # it contained a \r
+    length: int = 0  # bytes since the last newline or \r, on a terminal
+    nested: bool = False  # it contained cursor-up codes: bars below each other
+    held: bytes = b""  # its end, possibly the start of a bar below
 
 
 class Console:
     """Writes to the descriptors `out` and `err`.
 
-    With `impatient` set, a descriptor that is not ready is not waited for, and no prompt holds other output back.
+    With `impatient` set, it does not wait for a descriptor that is not ready, and no prompt holds other output back.
 
-    `lines`: "merge" equal ones of many ranks, show "all", or None: merge on a terminal. `as_json`: objects, see
-    json_lines.py. `is_typed_at`: a rank reads what is typed, for which there is an empty line above the status.
+    `lines`: "merge" equal lines of many ranks, show "all", or None: merge on a terminal. `as_json`: write objects, see
+    json_lines.py. `is_typed_at`: a rank reads the keyboard; an empty line above the status is kept for the input.
     """
 
     def __init__(
@@ -69,25 +69,25 @@ class Console:
         self._merges = self._find_merges()
         self._merger = LineMerger()
         self._asks: int | None = None  # the rank whose prompt waits for an answer
-        self._prompt = (_Line(b"", 0), b"")  # its line, and what that said then
-        self._waiting: list[tuple[int, bytes]] = []  # by stream, what waits for that too
+        self._prompt = (_Line(b"", 0), b"")  # its line, and the text at that time
+        self._waiting: list[tuple[int, bytes]] = []  # output that waits for the answer, by stream
         self._waiting_bytes = self._unshown_bytes = 0
         self._lines: dict[tuple[int, int], _Line] = {}
         self._prefixes: dict[int, dict[int, bytes]] = {}  # by rank and stream, without colour
         self._status = ""  # what dtrain is doing
-        self._gives_way = False  # the status, to unfinished lines
-        self._status_since: float | None = None  # when it began to do something, not shown yet
-        self._bottom = b""  # what is in the terminal's last line now
+        self._gives_way = False  # the status yields to unfinished lines
+        self._status_since: float | None = None  # when the status was set, if it is not shown yet
+        self._bottom = b""  # the terminal's last line as it is now
         self._is_typed_at = is_typed_at
         self._is_below = False  # that line is below the cursor's
         self._drawn_at = 0.0
-        self._changed: dict[tuple[int, int], _Line] = {}  # those whose unfinished state is not shown yet
+        self._changed: dict[tuple[int, int], _Line] = {}  # lines whose unfinished state is not shown yet
         self._closed: set[int] = set()
         self._dropped = False
         self.impatient = False
 
     def pause_s(self, now: float) -> float | None:
-        """Return how soon `refresh` has something to do; None if there is nothing."""
+        """Return the seconds until `refresh` has something to do; None if there is nothing."""
         held = self._merger.next_due
         soon = REDRAW_S if self._changed or self._status_since is not None or self._is_hidden else None
         if held is None:
@@ -100,7 +100,7 @@ class Console:
         return dict.fromkeys(self._fds, self._choice == "merge")
 
     def leave_terminal(self, fd: int) -> None:
-        """Write to `fd`, a file, from now on."""
+        """Switch all output to `fd`, a file."""
         self._release()
         self._draw(b"")
         self._fds = {1: fd, 2: fd}
@@ -111,7 +111,7 @@ class Console:
             line.prefix = self._prefixes[rank][stream]
 
     def add_worker(self, rank: int, host: str, *, local_rank: int = 0, attempt: int = 0) -> None:
-        """Begin new lines for a rank; `finish` must have written what it left unfinished before."""
+        """Start new lines for a rank; `finish` must have written its previous unfinished ones."""
         self._release(rank)
         self._put_held()
         prefix = f"[{host}:{rank}] ".encode()
@@ -127,14 +127,14 @@ class Console:
         return b"\x1b[%bm%b\x1b[0m " % (colour, prefix[:-1]) if self._coloured[stream] else prefix
 
     def begin_attempt(self) -> None:
-        """Finish, and forget the ranks there were."""
+        """Finish all lines and forget the ranks."""
         self.finish()
         self._lines.clear()
         self._prefixes.clear()
 
     def write(self, rank: int, stream: int, data: bytes) -> None:
-        """Take bytes of a worker; whole lines appear at once."""
-        self._release(rank)  # it was no prompt yet: the agent tells it again behind these bytes
+        """Add bytes of a worker; whole lines appear immediately."""
+        self._release(rank)  # not a prompt yet: the agent reports it again after these bytes
         line = self._lines[rank, stream]
         text = line.text + line.held + (_shortened(line, data) if self._terminal[stream] else data)
         if line.nested or _UP.search(text):
@@ -158,7 +158,7 @@ class Console:
             self._changed.setdefault((rank, stream), line)
 
     def _put_lines(self, rank: int, line: _Line, lines: bytes, *, is_bar: bool) -> None:
-        """Show whole lines of a rank; those of a progress bar as they are."""
+        """Show whole lines of a rank; those of a progress bar are never merged."""
         now = time.monotonic()
         if self._merges[line.stream] and not is_bar and self._merger.takes(lines, now):
             self._merger.add(rank, line.stream, lines, now)
@@ -167,14 +167,14 @@ class Console:
             self._put(line.stream, self._written(line.prefix, lines))
 
     def _written(self, prefix: bytes, lines: bytes) -> bytes:
-        """Return lines, of which the last has no line feed, as they are shown."""
+        """Return lines as they are shown; the last one comes without a line feed."""
         if self._json:
             return output_lines(prefix, lines)
         return prefix + lines.replace(b"\n", b"\n" + prefix) + b"\n"
 
     def _put_held(self, now: float = float("inf")) -> None:
-        """Show the held lines whose time has come; by default all."""
-        last, together = 0, bytearray()  # of one stream, so that many lines are one write
+        """Show the held lines that are due; by default all."""
+        last, together = 0, bytearray()  # lines of one stream are written together
         for held in self._merger.leave(now):
             if held.stream != last and together:
                 self._put_now(last, bytes(together))
@@ -189,7 +189,7 @@ class Console:
             self._put_now(last, bytes(together))
 
     def end_line(self, rank: int) -> None:
-        """Write what a rank left unfinished as it is."""
+        """Write a rank's unfinished lines as they are."""
         self._release(rank)
         for stream in (1, 2):
             self._end(self._lines[rank, stream])
@@ -200,8 +200,8 @@ class Console:
         self._put(2, message(text) if self._json else lines.encode("utf-8", "backslashreplace"))
 
     def ask(self, rank: int) -> None:
-        """Leave the terminal to the unfinished line of a rank that waits for who sits there, until `answer`."""
-        if self.impatient:  # a debugger takes Ctrl-C for itself and asks again
+        """Leave the terminal to the unfinished line of a rank that prompts the user, until `answer`."""
+        if self.impatient:  # a debugger handles Ctrl-C itself and asks again
             return
         line = next((line for key, line in reversed(self._changed.items()) if key[0] == rank and line.text), None)
         line = line or next((self._lines[rank, stream] for stream in (1, 2) if self._lines[rank, stream].text), None)
@@ -213,9 +213,9 @@ class Console:
         self._asks, self._prompt = rank, (line, line.text)
 
     def answer(self, *, is_line: bool) -> None:
-        """Go on after an answer, which the terminal has shown behind the prompt, with its line feed if it `is_line`.
+        """Resume after an answer, which the terminal echoed after the prompt, with its line feed if it `is_line`.
 
-        Where there is no prompt, it was typed above the status.
+        Without a prompt, it was typed above the status.
         """
         if self._asks is None:
             if is_line and self._bottom:
@@ -229,18 +229,18 @@ class Console:
         self._put_waiting()
 
     def _begin_line(self) -> None:
-        """Leave the line that was typed as it is: the cursor is in the one after it."""
+        """Keep the typed line as it is: the cursor is in the next one."""
         was_below, self._bottom, self._is_below = self._is_below, b"", False
         if was_below:
             self._write(2, _ERASE_BELOW)
             self._draw_status()
 
     def withdraw(self, rank: int | None = None) -> None:
-        """Go on without an answer: the rank, by default any, waits for none any more."""
+        """Resume without an answer: the rank, by default any, no longer waits for one."""
         self._release(rank)
 
     def _release(self, rank: int | None = None) -> None:
-        """Go on with all output if this rank asks, by default if any does."""
+        """Resume all output if this rank prompts, by default if any does."""
         if self._asks is not None and rank in (None, self._asks):
             self._asks = None
             self._put_waiting()
@@ -256,9 +256,9 @@ class Console:
             self._draw_status()
 
     def show_status(self, text: str, *, gives_way: bool = False) -> None:
-        """Show what dtrain is doing, once it has taken a moment; empty to remove it.
+        """Show what dtrain is doing, after a short delay; empty to remove it.
 
-        One that `gives_way` is not shown while a worker has an unfinished line, such as a progress bar or a prompt.
+        A status that `gives_way` is hidden while a worker has an unfinished line, such as a progress bar or a prompt.
         """
         self._gives_way = gives_way
         before, self._status = self._status, text
@@ -274,7 +274,7 @@ class Console:
             self._draw_status()
 
     def refresh(self, now: float) -> None:
-        """Show the status when its time has come, and unfinished lines: progress bars, prompts."""
+        """Show the status once it is due, and unfinished lines: progress bars, prompts."""
         if self._status_since is not None and now - self._status_since >= REDRAW_S:
             self._status_since = None
             self._draw_status()
@@ -309,12 +309,12 @@ class Console:
 
     @property
     def _is_hidden(self) -> bool:
-        """Whether a line of a worker has taken the place of the status, which can be there again."""
+        """Whether a worker's line replaced the status, which can now be shown again."""
         is_away = self._gives_way and self._status and self._status_since is None and not self._bottom
         return bool(is_away) and self._terminal[2] and not self._has_unfinished
 
     def finish(self) -> None:
-        """Write unfinished lines as they are and clear the last line: at the end, and between two attempts."""
+        """Write unfinished lines as they are and clear the last line, at the end and between attempts."""
         self._release()
         self._put_held()
         for line in self._lines.values():
@@ -330,7 +330,7 @@ class Console:
         line.text, line.held, line.redrawn, line.length = b"", b"", False, 0
 
     def _put(self, stream: int, data: bytes) -> None:
-        """Show what is no held line, after those that are."""
+        """Show output that is not merged, after the held lines."""
         if self._merger.next_due is not None:
             self._put_held()
         self._put_now(stream, data)
@@ -351,22 +351,22 @@ class Console:
         self._draw(f"dtrain: {self._status}".encode(), below=self._is_typed_at)
 
     def _draw(self, text: bytes, *, below: bool = False) -> None:
-        """Replace the terminal's last line; not while a prompt is in it.
+        """Replace the terminal's last line, unless a prompt is in it.
 
-        With `below`, the cursor stays in the line above, where what is typed does not mix with it.
+        With `below`, the cursor stays in the line above, so that typed text does not mix with it.
         """
         if not self._terminal[2] or (text, below) == (self._bottom, self._is_below) or self._asks is not None:
             return
         shown = self._cut(text)
         if below and self._is_below:
-            self._write(2, b"\x1b7\x1b[B" + _ERASE + shown + b"\x1b8")  # what is being typed stays, and the cursor
+            self._write(2, b"\x1b7\x1b[B" + _ERASE + shown + b"\x1b8")  # keep the typed text and the cursor
         else:
             erase = _ERASE_BELOW if self._is_below else _ERASE if self._bottom else b""
             self._write(2, erase + (b"\n" + shown + b"\x1b[A\r" if below else shown))
         self._bottom, self._is_below = text, below
 
     def _cut(self, text: bytes) -> bytes:
-        """Return as much of a line as the terminal is wide; a longer one could not be redrawn."""
+        """Cut a line to the width of the terminal; a longer one could not be redrawn."""
         try:
             width = os.get_terminal_size(self._fds[2]).columns or 80
         except OSError:  # the terminal has gone
@@ -391,15 +391,15 @@ class Console:
                     self._dropped = True
                     return
                 view = view[os.write(fd, view[:ATOMIC_BYTES]) :]
-        except BlockingIOError:  # somebody made it non-blocking: wait as for a full pipe
+        except BlockingIOError:  # another process made it non-blocking: wait as for a full pipe
             self._write(stream, bytes(view))
         except OSError as error:
             self._closed.add(fd)
             if stream == 1:
-                self.say(f"stdout is closed ({error.strerror}); the run goes on, its output is in the log files")
+                self.say(f"stdout is closed ({error.strerror}); the run continues, its output is in the log files")
 
     def _ready(self, fd: int) -> bool:
-        """Wait until `fd` takes bytes; when impatient, only half a second."""
+        """Wait until `fd` is writable; when impatient, for at most half a second."""
         poll = select.poll()
         poll.register(fd, select.POLLOUT)
         waits = 0
@@ -411,7 +411,7 @@ class Console:
 
 
 def takes_colour(fd: int) -> bool:
-    """Whether a descriptor is to get colours: a terminal that has them, unless NO_COLOR or FORCE_COLOR says otherwise.
+    """Return whether to colour a descriptor's output: a capable terminal's, unless NO_COLOR or FORCE_COLOR is set.
 
     See https://no-color.org and https://force-color.org; the first wins.
     """
@@ -421,7 +421,7 @@ def takes_colour(fd: int) -> bool:
 
 
 def _shortened(line: _Line, data: bytes) -> bytes:
-    """Return the bytes of a line without what is beyond TERMINAL_LINE_BYTES, and in its place how long it was."""
+    """Cut lines to TERMINAL_LINE_BYTES and append their full length to those that were longer."""
     shown = bytearray()
     for match in re.finditer(rb"([^\r\n]*)([\r\n]?)", data):
         text, end = match.groups()
@@ -438,9 +438,9 @@ def _shortened(line: _Line, data: bytes) -> bytes:
 
 
 def _flattened(line: _Line, text: bytes) -> bytes:
-    """Return bars that are drawn below each other, with the cursor moved down and up, as states of one line.
+    """Turn bars below each other, drawn by moving the cursor down and up, into states of one line.
 
-    The cursor would leave the line, and draw over those of others.
+    The cursor would leave the line and draw over other workers' lines.
     """
     line.nested = True
     text = _UP.sub(b"", _BELOW.sub(rb"\1", text))
@@ -450,7 +450,7 @@ def _flattened(line: _Line, text: bytes) -> bytes:
 
 
 def _last_state(text: bytes) -> bytes:
-    """Return what a terminal shows of a line with carriage returns (as far as the last redraw is at least as long)."""
+    """Return what a terminal shows of a line with carriage returns, if the last redraw is at least as long."""
     if b"\r" not in text:
         return text
     parts = text.split(b"\r")

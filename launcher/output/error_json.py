@@ -1,47 +1,48 @@
-"""How a run ended, as JSON for programs: always written, for a run that went well too. cli/main.py names the file.
+"""How a run ended, as JSON for programs; also written for a successful run. cli/main.py names the file.
 
-One object. Every key is always there; what does not apply is null, an empty list or an empty string.
+One object. Every key is always present; it is null, an empty list or an empty string if it does not apply.
 
-    version         2; a new number where a key changes its meaning or goes
-    run_id          null where the command could not be run as it was typed
-    exit_code       what dtrain ends with
+    version         2; incremented when a key changes its meaning or is removed
+    run_id          null if the command line was invalid
+    exit_code       dtrain's exit code
     ended           "finished", "failed" (see cause), "stopped" (see signal), "not started" (see error)
-    signal          the name of the signal that told dtrain to stop
+    signal          name of the signal that stopped dtrain
     error           why no worker was started: {type, message, hosts: {name: reason}}
-    cause           the first failure that was no consequence of another:
+    cause           the first failure that was not a consequence of another:
                     {kind, host, rank, pid, exit_status, signal, killer, error_type, message, where, inside, attempt,
                     after_s, log_folder}. kind: "raised", "exited", "killed", "never started", "host lost",
-                    "store lost", "stalled", "hung". exit_status is null and signal a name for what a signal
-                    killed. where: "file:line in function" of the user's own code; inside: the function that raised
-                    below it; of "exited" where it called sys.exit, else empty
+                    "store lost", "stalled", "hung". If a signal killed the process, exit_status is null and
+                    signal its name. where: "file:line in function" of the user's own code; inside: the function below
+                    it that raised; both for "exited" if the worker called sys.exit, else empty
     secondary_failures
-                    what failed after the cause by itself: {count, groups: [{count, kind, how, ranks}]}
-    preempted       whether it ended to make room (--requeue), to be started again
-    finished_ranks  ranks that had ended with code 0; others, the cause among them, may still have waited for them
-    left_out        failures, as in cause, of processes that the others went on without; the cause may be one of them
-    worker_restarts how often one process alone was started again
-    faults          of --chaos: [{action, target, at_s, detection_s, recovery_s, steps_lost}]; at_s after the begin of
-                    the run, the next two after the fault, null if it did not come to that
+                    independent failures after the cause: {count, groups: [{count, kind, how, ranks}]}
+    preempted       whether the run ended to make room (--requeue) and will be started again
+    finished_ranks  ranks that had ended with code 0; others, including the cause, may still have waited for them
+    left_out        failures, as in cause, of processes without which the others continued; may include the cause
+    worker_restarts restarts of a single process
+    faults          injected by --chaos: [{action, target, at_s, detection_s, recovery_s, steps_lost}]; at_s counts from
+                    the start of the run, the next two from the fault; null if never reached
     stopped         workers that dtrain stopped
-    attempts        how many were made
+    attempts        number of attempts
     no_restart_reason
                     why no further attempt was made
     world_size      workers of the last attempt
-    hosts           how many had workers, in any attempt
+    hosts           number of hosts that had workers in any attempt
     duration_s
-    processes       at the end: {left: {host: [process]}, swept: how many outlived their workers and were ended,
+    processes       at the end: {left: {host: [process]}, swept: number that outlived their workers and were ended,
                     unchecked: {host: reason}}
     standing        where the ranks were when the cause was noticed: [{ranks, where, call, inside, note}]
-    goodput         what the wall time went to, in seconds that add up to duration_s: {goodput: training's part of it,
-                    start_s, training_s, waiting_s: for stragglers, checkpoints_s: with evaluation, failures_s, rest_s,
-                    repeated_s: of failures, steps made twice}; see timeline/goodput.py. goodput and training_s are null
-                    where no worker uses ddp (then rest_s has its work), all of it where no host was asked
-    stragglers      what was slow: [{host, ranks, what, times, attempt, from_step, after_s, to_step, for_s}], the last
-                    two null for what was slow to the end; see timeline/stragglers.py
-    log_folder      of the run; null if it could not be written. Paths are as dtrain was given --log-dir
+    goodput         how the wall time was spent, in seconds that add up to duration_s: {goodput: the fraction spent
+                    training, start_s, training_s, waiting_s: for stragglers, checkpoints_s: with evaluation,
+                    failures_s, rest_s, repeated_s: the part of failures in steps made twice}; see timeline/goodput.py.
+                    goodput and training_s are null if no worker uses ddp (rest_s then includes its work); all of it is
+                    null if no host was asked
+    stragglers      [{host, ranks, what, times, attempt, from_step, after_s, to_step, for_s}]; the last two are null if
+                    it was slow until the end; see timeline/stragglers.py
+    log_folder      of the run; null if it could not be written. Paths are relative if --log-dir was
     evidence_file   the stacks of all ranks when the cause was noticed
 
-Nothing in it is taken from the environment or the arguments of a process.
+It contains nothing from the environment or the arguments of a process.
 """
 
 from __future__ import annotations
@@ -76,12 +77,12 @@ def write_error_json(
     parts: Parts | None = None,
     stragglers: Sequence[Straggler] = (),
 ) -> None:
-    """Write the end of a run. Raises OSError; whoever reads the file sees all of it or the one before."""
+    """Write how a run ended. Raises OSError; readers see the whole new file or the previous one."""
     write_json(path, as_json(outcome, folder, evidence_file, parts=parts, stragglers=stragglers))
 
 
 def write_usage_error_json(path: Path, error: DtrainError) -> None:
-    """Write that the command could not be run as it was typed or configured. Raises OSError as `write_error_json`."""
+    """Write that the command line or the configuration was invalid. Raises OSError like `write_error_json`."""
     never = Outcome(
         run_id="", exit_code=error.exit_code, error=error,
         signum=None, cause=None, secondary_failures=(), stopped=0, world_size=0, hosts=0, attempts=0,
@@ -98,7 +99,7 @@ def as_json(
     parts: Parts | None = None,
     stragglers: Sequence[Straggler] = (),
 ) -> dict[str, Any]:
-    """Return the object that the module describes."""
+    """Return the object described in the module's docstring."""
     error = outcome.error
     hosts = error.reasons if isinstance(error, StartError) else {}
     return {
@@ -141,7 +142,7 @@ def as_json(
 
 
 def brief_cause(content: Mapping[str, Any]) -> str:
-    """Say in a few words what ended a run, given what `as_json` returned; empty where all workers finished."""
+    """Summarize why a run ended, from what `as_json` returned; empty if all workers finished."""
     error, cause = content["error"], content["cause"]
     if error is not None:
         host = next(iter(error["hosts"]), "")
@@ -171,7 +172,7 @@ def _of_fault(fault: FaultCost) -> dict[str, Any]:
 
 
 def _brief(text: str) -> str:
-    """Return the first line of a text, cut to what a column of a table has room for."""
+    """Return the first line of a text, cut to the width of a table column."""
     line = printable(next((line.strip() for line in text.splitlines() if line.strip()), ""))
     return line if len(line) <= BRIEF_CHARACTERS else f"{line[: BRIEF_CHARACTERS - 3].rstrip()}..."
 

@@ -1,4 +1,4 @@
-"""Which of the workers' output is shown on the terminal; all of it is kept in files whatever is shown. Pure."""
+"""Selects the worker output shown on the terminal; the log files always have all of it. Pure."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from launcher.errors import UsageError
 from launcher.frozen import dataclass, field
 
-_ALL = -1  # the key of a choice that is for every local rank
+_ALL = -1  # key of a choice for every local rank
 
 
 @dataclass(frozen=True)
 class OutputFilter:
-    """`ranks` and `local_ranks` to be shown, None for all; streams (1, 2) by local rank that
-    do not go there, and that do all the same."""
+    """The `ranks` and `local_ranks` to show, None for all; the streams (1, 2) by local rank that are `redirected`,
+    and thus not shown, or `teed`, and shown anyway."""
 
     ranks: frozenset[int] | None = None
     local_ranks: frozenset[int] | None = None
@@ -22,7 +22,7 @@ class OutputFilter:
     teed: Mapping[int, frozenset[int]] = field(default_factory=dict)
 
     def shows(self, rank: int, local_rank: int, stream: int) -> bool:
-        """Whether bytes of a worker's stdout (1) or stderr (2) go to the terminal."""
+        """Return whether bytes of a worker's stdout (1) or stderr (2) go to the terminal."""
         if self.ranks is not None and rank not in self.ranks:
             return False
         if self.local_ranks is not None and local_rank not in self.local_ranks:
@@ -35,7 +35,7 @@ def _of(chosen: Mapping[int, frozenset[int]], local_rank: int) -> frozenset[int]
 
 
 def parse_ranks(text: str | None, option: str) -> frozenset[int] | None:
-    """Read a list of ranks such as 0,4."""
+    """Parse a list of ranks such as 0,4."""
     if not text:
         return None
     try:
@@ -48,7 +48,7 @@ def parse_ranks(text: str | None, option: str) -> frozenset[int] | None:
 
 
 def parse_std(text: str | None, option: str) -> Mapping[int, frozenset[int]]:
-    """Read torchrun's choice of streams: 0 none, 1 stdout, 2 stderr, 3 both; for all, or by local rank as in 0:3,1:1.
+    """Parse torchrun's choice of streams: 0 none, 1 stdout, 2 stderr, 3 both; for all, or by local rank (0:3,1:1).
 
     >>> parse_std("0:3,1:1", "--tee")
     {0: frozenset({1, 2}), 1: frozenset({1})}

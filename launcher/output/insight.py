@@ -1,4 +1,4 @@
-"""What a run spends its time on, in words: goodput, stragglers, the status line. Pure."""
+"""Text on how a run spends its time: goodput, stragglers, the status line. Pure."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from launcher.output.text import count, ranges, size
 from launcher.timeline.goodput import PARTS, Parts
 from launcher.timeline.stragglers import Crowded, Straggler
 
-WORTH_S = 0.05  # a part that is less is not named
+WORTH_S = 0.05  # shorter parts are not named
 _NAMES = dict(
     zip(PARTS, ("start", "training", "waiting for stragglers", "checkpoints", "failures", "rest"), strict=True)
 )
 
 
 def goodput_line(parts: Parts) -> str:
-    """Say in one line which part of the time was training, and what the rest went to."""
+    """Format the part of the time spent training, and how the rest was spent, as one line."""
     names = dict(_NAMES) if parts.is_measured else {**_NAMES, "rest": "running"}
     found = {name: seconds for name in PARTS if (seconds := getattr(parts, name)) >= WORTH_S}
     listed = ", ".join(f"{names[name]} {seconds:.1f} s" for name, seconds in found.items())
@@ -25,7 +25,7 @@ def goodput_line(parts: Parts) -> str:
 
 
 def straggler_line(found: Straggler | Crowded) -> str:
-    """Say that something is slow, or is so no longer; or why it cannot be told."""
+    """Format that something became slow or has recovered, or why that cannot be determined."""
     if isinstance(found, Crowded):
         return (
             f"the processors of {found.host} have more threads to run than there are: a rank waited for one for "
@@ -57,10 +57,10 @@ def status_line(
     gpu_percent: float | None,
     workers: int,
 ) -> str:
-    """Say how training goes, the more important first: the terminal may be narrow. Empty if nothing is known.
+    """Format the progress of training, the most important first: the terminal may be narrow. Empty if unknown.
 
-    `slowest` is a slow rank with its host, how many times the others' work it has, and with what; `memory` is that of
-    the fullest host: in use, and of how much.
+    `slowest` is a slow rank, its host, the ratio of its work to the others' and the activity; `memory` is that of the
+    fullest host: bytes in use and in total.
     """
     parts = [f"step {step}"] if step else []
     if per_s:

@@ -1,4 +1,4 @@
-"""Writes JSON files so that whoever reads one sees all of it."""
+"""Writes JSON files atomically: readers never see a part of one."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 
 
 def write_json(path: Path, content: Mapping[str, Any], *, mode: int = 0o666) -> None:
-    """Put a file in the place of the one before. Raises OSError; whoever reads it sees all of it or that.
+    """Replace a file. Raises OSError; readers see the whole new file or the previous one.
 
-    `mode` is the file's, less what the umask takes away.
+    `mode` is the file's, less the umask.
     """
     data = json.dumps(content, indent=2).encode() + b"\n"
     if path.exists() and not path.is_file():  # a pipe or /dev/null: a rename would put a file in its place
@@ -25,7 +25,7 @@ def write_json(path: Path, content: Mapping[str, Any], *, mode: int = 0o666) -> 
         return
     target = Path(os.path.realpath(path))  # a link stays a link
     target.parent.mkdir(parents=True, exist_ok=True)
-    # A name that nobody can guess, for a file that is not there yet: a link put in its place is never followed.
+    # An unpredictable name and O_EXCL: a link that another user puts in its place is never followed.
     temporary = target.with_name(f".{target.name}.{os.urandom(8).hex()}.tmp")
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC

@@ -1,10 +1,10 @@
 """The files of a run: `<log-dir>/<run-id>/attempt_<n>/<rank>/{stdout.log,stderr.log,error.json}` and, beside the ranks,
 `evidence-<number>.txt`: where every rank was at one time.
 
-Also `run.json`, the manifest (runs/record.py), `report.txt`, and in each attempt `times.log`. `timeline.jsonl` has a
-writer of its own (timeline/file.py).
+Also `run.json`, the manifest (runs/record.py), `report.txt`, and in each attempt `times.log`. `timeline.jsonl` has its
+own writer (timeline/file.py).
 
-Bytes are kept as they came. A folder that cannot be written or a full disk costs the files, never the run.
+Bytes are written unchanged. If the folder cannot be written or the disk is full, the run continues without the files.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ class LogFiles:
         self.usable = True
         self._complain = complain
         self._attempt = 0
-        self._files: dict[tuple[int, int], BinaryIO] = {}  # of that attempt
+        self._files: dict[tuple[int, int], BinaryIO] = {}  # of the current attempt
         self._times: BinaryIO | None = None
-        self._noted: dict[tuple[int, int], int] = {}  # the second of each file's last note
+        self._noted: dict[tuple[int, int], int] = {}  # second of each file's last entry in times.log
 
     def evidence_path(self, attempt: int, number: int) -> Path:
         return log_folder(self.folder, attempt) / f"evidence-{number}.txt"
 
     def begin_attempt(self, attempt: int) -> None:
-        """Close the files of the attempt before: over a thousand attempts, open files must not add up."""
+        """Close the previous attempt's files: open files must not accumulate over a thousand attempts."""
         self.close()
         self._attempt = attempt
 
     def add_worker(self, rank: int) -> None:
-        """Open the files of a rank of the attempt that has begun."""
+        """Open the files of a rank of the current attempt."""
 
         def open_both() -> None:
             folder = log_folder(self.folder, self._attempt, rank)
@@ -63,7 +63,7 @@ class LogFiles:
         self._try(lambda: _write_all(file, data))
 
     def _note(self, second: int, rank: int, stream: int, offset: int) -> None:
-        """Note where in a file the bytes of a second begin."""
+        """Record the offset in a file at which the bytes of a second start."""
         if self._times is None:
             self._times = open(times_file(self.folder, self._attempt), "ab", buffering=0)  # noqa: SIM115  # as above
         _write_all(self._times, f"{second} {rank} {stream} {offset}\n".encode())
@@ -78,7 +78,7 @@ class LogFiles:
         self._try(lambda: write_json(self.folder / "run.json", content, mode=0o600))
 
     def write_report(self, text: str) -> None:
-        """Write the run's last screen, unless no worker was started: such a run has no folder."""
+        """Write the run's final report, unless no worker was started: such a run has no folder."""
         if self.folder.is_dir():
             self._write_text(self.folder / "report.txt", f"{text}\n")
 
@@ -107,38 +107,38 @@ class LogFiles:
             self.give_up(error)
 
     def give_up(self, error: OSError) -> None:
-        """Write no more, here and elsewhere in the folder, since a file there cannot be written."""
+        """Stop writing to the folder, since a file there cannot be written."""
         if not self.usable:
             return
         self.usable = False
         self.close()
         self._complain(
-            f"the log files in {self.folder} cannot be written ({error.strerror}); the run goes on without them. "
+            f"the log files in {self.folder} cannot be written ({error.strerror}); the run continues without them. "
             + ("See ulimit -n" if error.errno == errno.EMFILE else "Choose another folder with --log-dir")
         )
 
 
 def log_folder(folder: Path, attempt: int, rank: int | None = None) -> Path:
-    """Return where a run with this folder keeps what belongs to an attempt, or to one rank in it."""
+    """Return the folder of an attempt, or of one rank in it, in a run's folder."""
     return folder / f"attempt_{attempt}" / ("" if rank is None else str(rank))
 
 
 def times_file(folder: Path, attempt: int) -> Path:
-    """Return where it is noted when the bytes of an attempt's log files came.
+    """Return the file that records when the bytes of an attempt's log files were written.
 
-    A line says that a file's bytes from an offset on are of a second or later: SECOND RANK STREAM OFFSET.
+    A line, SECOND RANK STREAM OFFSET, says that the bytes from this offset on were written in this second or later.
     """
     return log_folder(folder, attempt) / "times.log"
 
 
 def attempts_in(folder: Path) -> list[int]:
-    """Return the numbers of the attempts that have a folder in their run's; anything else there is ignored."""
+    """Return the numbers of the attempts in a run's folder; anything else there is ignored."""
     found = ((re.fullmatch("attempt_([0-9]+)", path.name), path) for path in folder.glob("attempt_*"))
     return [int(match[1]) for match, path in found if match is not None and path.is_dir()]
 
 
 def set_aside(folder: Path) -> Path | None:
-    """Rename the folder of an earlier run of the same name, so that two runs never mix; return its new name."""
+    """Rename the folder of an earlier run with the same name, so that two runs never mix; return the new name."""
     if not folder.exists():
         return None
     number = 1
@@ -146,7 +146,7 @@ def set_aside(folder: Path) -> Path | None:
         number += 1
     try:
         folder.rename(aside)
-    except OSError:  # not ours to rename: writing will fail as well, and says so
+    except OSError:  # no permission: writing fails as well, and reports it
         return None
     return aside
 

@@ -1,8 +1,8 @@
-"""Equal lines that many ranks write in the same moment become one. Pure: no clock, no file; used by console.py.
+"""Merges equal lines that many ranks write at the same time. Pure: no clock, no file; used by console.py.
 
-A line waits PAUSE_S after the last rank that wrote it, LONGEST_S at most, and no longer than until all ranks have.
-Lines leave in the order in which they came first, so those of one rank are never reordered: a rank joins a line only if
-that came after its own newest one.
+A line is held for PAUSE_S after the last rank that wrote it, at most for LONGEST_S, or until all ranks have written it.
+Lines leave in the order of their first arrival, so those of one rank are never reordered: a rank joins a line only if
+it came after the rank's own newest one.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from launcher.output.text import ranges
 
 PAUSE_S = 0.1
 LONGEST_S = 0.2
-# So many different lines in LONGEST_S are compared, of so many bytes. A flood passes as it comes, until one such time
-# had less.
+# Limits on the different lines, and their bytes, compared in LONGEST_S. Beyond them lines pass unmerged until a period
+# stays below the limits.
 MOST_LINES = 2000
 MOST_BYTES = 1 << 18
 
@@ -32,7 +32,7 @@ class HeldLine:
 
 
 class LineMerger:
-    """`ranks` is how many there are: what all of them have written waits no longer."""
+    """Holds lines to merge them. `ranks` is the number of ranks: a line that all have written is due immediately."""
 
     def __init__(self) -> None:
         self.ranks = 0
@@ -41,11 +41,11 @@ class LineMerger:
         self._newest: dict[int, int] = {}  # by rank, the number of its newest line
         self._number = 0
         self._period_end = 0.0
-        self._lines = self._bytes = 0  # that came in this period, and were new
-        self._was_flood = False  # in the one before
+        self._lines = self._bytes = 0  # new ones in this period
+        self._was_flood = False  # in the previous period
 
     def takes(self, lines: bytes, now: float) -> bool:
-        """Whether lines are to be handed in; else they are to pass at once, after those that are held."""
+        """Return whether to `add` these lines; otherwise show them immediately, after the held ones."""
         is_flood = self._lines >= MOST_LINES or self._bytes >= MOST_BYTES
         if now >= self._period_end:
             self._was_flood = is_flood and now < self._period_end + LONGEST_S
@@ -57,7 +57,7 @@ class LineMerger:
         return self.ranks > 1
 
     def add(self, rank: int, stream: int, lines: bytes, now: float) -> None:
-        """Take whole lines of a rank, in their order."""
+        """Add whole lines of a rank, in order."""
         newest = self._newest.get(rank, 0)
         for text in lines.split(b"\n"):
             equal = self._equal.get((stream, text))
@@ -79,16 +79,16 @@ class LineMerger:
 
     @property
     def next_due(self) -> float | None:
-        """When the first line is to leave; None if none waits."""
+        """Time at which the first held line is due; None if there is none."""
         return self._held[0].due if self._held else None
 
     def leave(self, now: float) -> list[HeldLine]:
-        """Return the lines whose time has come, in order, and hold them no longer."""
+        """Remove and return the lines that are due, in order."""
         left = []
         while self._held and self._held[0].due <= now:
             line = self._held.popleft()
             equal = self._equal[line.stream, line.text]
-            equal.pop(0)  # a line leaves before those that are equal and came later
+            equal.pop(0)  # of equal lines, the earliest leaves first
             if not equal:
                 del self._equal[line.stream, line.text]
             left.append(line)
@@ -100,5 +100,5 @@ def _number(line: HeldLine) -> int:
 
 
 def label(ranks: list[int], count: int) -> str:
-    """Say who has written a line, of `count` ranks: `all 8`, or `2-7`."""
+    """Format which of `count` ranks wrote a line: `all 8`, or `2-7`."""
     return f"all {count}" if len(ranks) == count else ranges(ranks)

@@ -1,6 +1,6 @@
-"""The last screen of a run: what failed first and where, what followed, what is left, where to look next.
+"""The final report of a run: what failed first and where, what followed, what is left, where to look next.
 
-Pure. At most SCREEN_LINES lines or so; what is cut is counted, and is whole in the files named last.
+Pure. About SCREEN_LINES lines at most; omitted items are counted, and are complete in the files named at the end.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def report(
     tail: Callable[[int, int], list[str]],
     evidence_file: Path | None = None,
 ) -> str:
-    """Return the report, one line where the run went well or was stopped.
+    """Return the report; a single line if the run succeeded or was stopped.
 
     `folder` is the run's log folder, None if it could not be written; `tail` returns the last lines of a rank's
-    stream (1 or 2); `evidence_file` holds the stacks of the last attempt, where it was written.
+    stream (1 or 2); `evidence_file` has the stacks of the last attempt, if any were written.
     """
     text = _text(outcome, folder, tail, evidence_file)
     return "\n".join([text, *_faults(outcome)])
@@ -68,7 +68,7 @@ def _text(
         how = f"ended after {outcome.duration_s:.1f} s to make room (USR1, --requeue)"
         lines = [f"{how}; exit code {outcome.exit_code}"]
         if outcome.cause is not None and outcome.cause.status == -signal.SIGUSR1:
-            lines.append("USR1 killed its workers, which do not handle it: only what they saved before is there")
+            lines.append("USR1 killed its workers, which do not handle it: only what they saved before remains")
             lines.append("see ddp.Checkpoint.due, or end with code 75 once it is saved")
         return "\n".join([lines[0] + _where(folder), *lines[1:], *_scan(outcome)])
     if outcome.cause is not None:
@@ -93,7 +93,7 @@ def _where(folder: Path | None) -> str:
 
 
 def _faults(outcome: Outcome) -> list[str]:
-    """Say what each fault of --chaos has cost."""
+    """Format what each fault of --chaos cost."""
     if not outcome.faults:
         return []
     rows = [
@@ -128,7 +128,7 @@ def _failure(
     tail: Callable[[int, int], list[str]],
     evidence_file: Path | None,
 ) -> list[str]:
-    """Return the screen; the words of the worker get what room the rest leaves."""
+    """Return the report of a failure; the worker's last lines fill the remaining space."""
     before = [_headline(outcome, cause), *_indent(_exception(cause))]
     consequences, positions = _consequences(outcome, cause), _positions(outcome, cause)
     after = positions + consequences if cause.kind is FailureKind.STALLED else consequences + positions
@@ -139,11 +139,11 @@ def _failure(
     after += _scan(outcome)
     after += _no_input(outcome, cause)
     after += _hint(cause)
-    stream, words = _last_words(cause, tail)
+    stream, lines = _last_lines(cause, tail)
     after += _next_step(cause, stream, folder, evidence_file)
     room = max(MESSAGE_LINES, min(TAIL_LINES, SCREEN_LINES - len(before) - len(after)))
     last = (
-        [f"the last lines of its {STREAM_NAMES[stream]}:", *(f"| {line}" for line in words[-room:])] if stream else []
+        [f"the last lines of its {STREAM_NAMES[stream]}:", *(f"| {line}" for line in lines[-room:])] if stream else []
     )
     return [*before, *_indent(last), *_indent(after)]
 
@@ -161,7 +161,7 @@ def _exception(cause: Failure) -> list[str]:
     if cause.kind is not FailureKind.RAISED:
         return []
     shown = [line for line in cause.message.splitlines() if line.strip()]
-    if (more := len(shown) - MESSAGE_LINES) > 1:  # the last one says most where another traceback is quoted
+    if (more := len(shown) - MESSAGE_LINES) > 1:  # the last one says most if it quotes another traceback
         shown[MESSAGE_LINES - 1 : -1] = [f"({more} more lines)"]
     first = ": ".join(filter(None, (cause.error_type, *shown[:1])))
     lines = [printable(line) for line in (first, *shown[1:]) if line]
@@ -177,18 +177,18 @@ def _at(cause: Failure) -> str:
 
 
 def _no_input(outcome: Outcome, cause: Failure) -> list[str]:
-    """Say what to do instead where a rank asked somebody who could not answer."""
+    """Suggest what to do if a rank prompted a user who could not answer."""
     asked = cause.error_type == "BdbQuit" or (cause.error_type == "EOFError" and "reading a line" in cause.message)
     if not asked or cause.rank is None or cause.rank == outcome.stdin_rank:
         return []
     return [
-        f"nobody can answer rank {cause.rank}: its standard input is empty",
-        f"to have it read the terminal in the next run: dtrain run --stdin {cause.rank} ...",
+        f"no one can answer rank {cause.rank}: its standard input is empty",
+        f"to let it read the terminal in the next run: dtrain run --stdin {cause.rank} ...",
     ]
 
 
 def _hint(cause: Failure) -> list[str]:
-    """Say what to do about a cause that does not say it itself."""
+    """Suggest what to do about a cause whose message does not."""
     if "out-of-memory killer" in cause.killer:
         return ["to need less memory: fewer workers on each host (--nproc-per-node), or a smaller batch"]
     if cause.kind is not FailureKind.RAISED or not _NO_CUDA.search(cause.message):
@@ -196,16 +196,16 @@ def _hint(cause: Failure) -> list[str]:
     return [f"the torch on {cause.host} is built without CUDA; dtrain check shows torch and GPUs of each host"]
 
 
-def _last_words(cause: Failure, tail: Callable[[int, int], list[str]]) -> tuple[int, list[str]]:
-    """Return what the worker wrote last, and on which stream: stderr if it wrote anything there, 0 if nowhere.
+def _last_lines(cause: Failure, tail: Callable[[int, int], list[str]]) -> tuple[int, list[str]]:
+    """Return the worker's last lines and their stream: stderr if it wrote there, 0 if it wrote nothing.
 
-    What a crash prints of dtrain's own files and of loaded libraries is in the log file only.
+    Lines about dtrain's own files and loaded libraries, which a crash prints, are in the log file only.
     """
     if cause.rank is None or cause.kind is FailureKind.NEVER_STARTED:
         return 0, []
     for stream in (2, 1):
-        if words := tail(cause.rank, stream):
-            return stream, [line for line in words if not _OF_A_CRASH.match(line)]
+        if lines := tail(cause.rank, stream):
+            return stream, [line for line in lines if not _OF_A_CRASH.match(line)]
     return 0, []
 
 
@@ -240,7 +240,7 @@ def _is_the_same(failure: Failure, cause: Failure) -> bool:
 
 
 def _left_out(outcome: Outcome) -> list[str]:
-    """Say which processes failed while the attempt went on."""
+    """List the processes that failed while the attempt continued."""
     ranks = sorted(failure.rank for failure in outcome.left_out if failure.rank is not None)
     cause = outcome.cause
     lines = []
@@ -262,9 +262,9 @@ def _secondary_failures(group: SecondaryFailures) -> str:
 
 
 def _positions(outcome: Outcome, cause: Failure | None) -> list[str]:
-    """Say where each group of ranks was when the cause was noticed; those that failed were on their way out.
+    """Format where each group of ranks was when the cause was noticed, without the failed ones, which were exiting.
 
-    Without a cause: when somebody stopped a run that seemed to hang.
+    Without a cause: when a user stopped a run that seemed to hang.
     """
     failed = {failure.rank for failure in [*outcome.secondary_failures, *([] if cause is None else [cause])]}
     evidence = [each for each in outcome.evidence if each.rank not in failed]
@@ -283,7 +283,7 @@ def _positions(outcome: Outcome, cause: Failure | None) -> list[str]:
 
 
 def _scan(outcome: Outcome) -> list[str]:
-    """Say what was found on the hosts at the end; nothing where no worker was started and nothing was found."""
+    """Format what was found on the hosts at the end; empty if no worker was started and nothing was found."""
     if not (outcome.hosts or outcome.left or outcome.unchecked or outcome.swept):
         return []
     left = sum(len(processes) for _, processes in outcome.left)
@@ -302,7 +302,7 @@ def _scan(outcome: Outcome) -> list[str]:
 
 
 def _next_step(cause: Failure, stream: int, folder: Path | None, evidence_file: Path | None) -> list[str]:
-    """Return, last of all, where everything is kept and the command that shows it."""
+    """Return the last lines: where all output is kept, and the command that shows it."""
     if folder is None:
         return ["not all output was kept: the log files could not be written"]
     logs = log_folder(folder, cause.attempt, cause.rank)

@@ -1,4 +1,4 @@
-"""What is said of where the ranks are: in one line a group, and in full. Pure."""
+"""Text on where the ranks are: one line per group, and in full. Pure."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from launcher.protocol.reports import Evidence
 
 
 def one_line(group: Group) -> str:
-    """Say where a group is: `ranks 0-2,5 are at train.py:40 in step, inside all_reduce`.
+    """Format where a group is: `ranks 0-2,5 are at train.py:40 in step, inside all_reduce`.
 
-    With the call that leads there: `train.py:17 in <module>, in torch.utils.cpp_extension.load, inside wait`.
+    With the call that led there: `train.py:17 in <module>, in torch.utils.cpp_extension.load, inside wait`.
     """
     many = len(group.ranks) != 1
     who = f"{'ranks' if many else 'rank'} {ranges(group.ranks)}"
@@ -26,13 +26,13 @@ def one_line(group: Group) -> str:
 
 
 def one_line_of(evidence: Evidence) -> str:
-    """Say where one rank is."""
+    """Format where one rank is."""
     (group,) = groups([evidence])
     return one_line(group)
 
 
 def write_out(evidence: Sequence[Evidence]) -> str:
-    """Return everything that is known of all ranks, as it is kept in the run's folder."""
+    """Return everything known about all ranks, as written to the run's folder."""
     summary = [one_line(group) for group in groups(evidence)]
     if odd := odd_one_out(evidence):
         summary.append(odd)
@@ -42,7 +42,7 @@ def write_out(evidence: Sequence[Evidence]) -> str:
 
 
 def write_groups(evidence: Sequence[Evidence], *, whole: bool) -> str:
-    """Return where the ranks are, by groups, each with the main thread of its first rank; `whole`: as `write_out`."""
+    """Return where the ranks are, by group, with the main thread of each first rank; `whole`: as `write_out`."""
     if whole or not evidence:
         return write_out(evidence)
     by_rank = {each.rank: each for each in evidence}
@@ -73,7 +73,7 @@ def _native(each: Evidence) -> str:
 
 
 def odd_one_out(evidence: Sequence[Evidence]) -> str:
-    """Say which ranks to look at first, where most wait for others and a few do something else; else nothing."""
+    """Name the ranks to look at first if most wait for others and a few do not; otherwise empty."""
     odd = odd_ranks(evidence)
     if not odd:
         return ""

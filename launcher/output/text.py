@@ -1,4 +1,4 @@
-"""How values are written for people: counts, sizes, lists of numbers, tables, and texts of others. Pure."""
+"""Formats values for people: counts, sizes, lists of numbers, tables, quoted text. Pure."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import io
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-LINE_CHARACTERS = 300  # of a line that is quoted
+LINE_CHARACTERS = 300  # of a quoted line
 TABLE_CHARACTERS = 110
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
 def count(number: int, noun: str) -> str:
-    """Write `1 host`, `2 hosts`, `3 processes`."""
+    """Format a count: `1 host`, `2 hosts`, `3 processes`."""
     plural = noun if number == 1 else noun + ("es" if noun.endswith("s") else "s")
     return f"{number} {plural}"
 
 
 def size(bytes_: float) -> str:
-    """Write a number of bytes: `1.5 GB`."""
+    """Format a number of bytes: `1.5 GB`."""
     power = 0
     while bytes_ >= 1024 and power < len(_UNITS) - 1:
         bytes_, power = bytes_ / 1024, power + 1
@@ -27,7 +27,7 @@ def size(bytes_: float) -> str:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Write `0-2,5` for 0, 1, 2, 5."""
+    """Format numbers as ranges: `0-2,5` for 0, 1, 2, 5."""
     spans: list[list[int]] = []
     for number in sorted(numbers):
         if spans and number == spans[-1][1] + 1:
@@ -38,7 +38,7 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def printable(line: str) -> str:
-    """Return a line without what could steer the terminal, and not longer than a few lines of a screen."""
+    """Return a line without control sequences, cut to LINE_CHARACTERS."""
     plain = "".join(c if c.isprintable() or c == "\t" else f"\\x{ord(c):02x}" for c in _ESCAPES.sub("", line))
     return plain if len(plain) <= LINE_CHARACTERS else plain[:LINE_CHARACTERS] + "..."
 
@@ -46,9 +46,10 @@ def printable(line: str) -> str:
 def table(
     rows: Sequence[Mapping[str, str]], *, characters: int = TABLE_CHARACTERS, wrapped: Collection[str] | None = None
 ) -> list[str]:
-    """Return the lines of a table of at most so many `characters`; each row, of one at least, has all the columns.
+    """Return the lines of a table, at most `characters` wide; at least one row, and each row has all columns.
 
-    `wrapped` are the columns whose cells may take several lines, by default all, but for ids; then columns are closer.
+    `wrapped` are the columns whose cells may span several lines, by default all except ids; if given, columns are
+    closer together.
     """
     from rich import box
     from rich.console import Console

@@ -1,4 +1,4 @@
-"""What is said of processes that are kept warm: at the end of a run, and by `dtrain warm`."""
+"""Text on processes kept warm: at the end of a run, and for `dtrain warm`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from launcher.placement.job_spec import JobSpec
 
 
 def warm_lines(spec: JobSpec, outcome: Outcome, *, verbose: bool) -> list[str]:
-    """Return what is to be said at the end of a run."""
+    """Return the lines to print at the end of a run."""
     lines = []
     if spec.keep_warm_s:
         kept = [host for host, bye in outcome.warm if not bye.not_kept]
@@ -24,7 +24,7 @@ def warm_lines(spec: JobSpec, outcome: Outcome, *, verbose: bool) -> list[str]:
     if verbose:
         if warm := sum(bye.was_warm for _, bye in outcome.warm):
             lines.append(f"{count(warm, 'host')} had the packages imported since an earlier run")
-        lines += _by_reason("what was warm could not be used", ((host, bye.cold) for host, bye in outcome.warm))
+        lines += _by_reason("warm processes could not be used", ((host, bye.cold) for host, bye in outcome.warm))
     return lines
 
 
@@ -33,7 +33,7 @@ def _by_reason(what: str, reasons: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def local_time(at: float) -> str:
-    """Return a time of the clock as somebody reads it: with the day if that is not today."""
+    """Format a local time, with the date if it is not today."""
     there = time.localtime(at)
     form = "%H:%M" if there[:3] == time.localtime()[:3] else "%Y-%m-%d %H:%M"
     return time.strftime(form, there)

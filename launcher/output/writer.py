@@ -1,8 +1,8 @@
-"""What the workers write, on its way to the terminal and the log files: one thread and one bounded queue.
+"""Writes the workers' output to the terminal and the log files, with one thread and one bounded queue.
 
-Readers of streams hand bytes in and wait while the queue is full; so a slow terminal or disk slows the workers down and
-no process grows. The loop never waits here, nor for what takes long to put into words; what is too much for a stuck
-terminal is dropped and counted.
+Readers of streams put bytes into the queue and wait while it is full, so a slow terminal or disk slows the workers down
+and no process grows. The controller's loop never waits here, nor for text that takes long to format; messages beyond
+what a stuck terminal can take are dropped and counted.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from launcher.output.text import printable
 from launcher.protocol.reports import Evidence
 
 QUEUE_BYTES = 4 << 20
-ENTRY_BYTES = 256  # of an entry of the queue, whatever it holds: many short lines must not take more than few long ones
-MESSAGES = 1000  # of dtrain's own that wait for the terminal
+ENTRY_BYTES = 256  # overhead of a queue entry: many short lines must not use more memory than a few long ones
+MESSAGES = 1000  # dtrain's own messages that may wait for the terminal
 TAIL_BYTES = 8192
 
 
@@ -39,8 +39,8 @@ class OutputThread:
         self._queue: deque[tuple[Callable[[], None], int]] = deque()
         self._bytes = 0
         self._unsaid = 0  # messages that wait
-        self._dropped = 0  # messages that came after too many of those
-        self._status: tuple[str, bool] | None = None  # the newest, if it is not shown yet
+        self._dropped = 0  # messages that came while MESSAGES were waiting
+        self._status: tuple[str, bool] | None = None  # the newest, until it is shown
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)  # there is something to do
         self._room = threading.Condition(self._lock)  # there is room for another reader's bytes
@@ -53,18 +53,18 @@ class OutputThread:
         self._thread.start()
 
     def add_worker(self, rank: int, host: str, attempt: int, local_rank: int = 0) -> None:
-        """Announce a worker before its first bytes: from now on all that this rank writes is of this attempt.
+        """Announce a worker before its first bytes: all later bytes of this rank belong to this attempt.
 
-        The first worker of a new attempt ends the one before: no more bytes of that one may come.
+        The first worker of a new attempt ends the previous attempt, whose workers must not write any more.
         """
         self._put(lambda: self._add_worker(rank, host, attempt, local_rank))
 
     def replace_worker(self, rank: int) -> None:
-        """Announce a process that takes the place of this rank's dead one: what it writes begins a new line."""
+        """Announce a process that replaces this rank's dead one: its output starts on a new line."""
         self._put(lambda: self._replace_worker(rank))
 
     def write(self, rank: int, stream: int, data: bytes) -> None:
-        """Take bytes of a worker's stdout (1) or stderr (2). Blocks while the queue is full."""
+        """Add bytes of a worker's stdout (1) or stderr (2). Blocks while the queue is full."""
         with self._lock:
             while self._bytes > QUEUE_BYTES and not self._closing:
                 self._room.wait()
@@ -72,30 +72,30 @@ class OutputThread:
             self._pass_on_room()
 
     def ask(self, rank: int) -> None:
-        """Leave the terminal to the prompt that a rank has written, and hold all else back, until `answer`."""
+        """Leave the terminal to the prompt of a rank, and hold all other output back, until `answer`."""
         self._put(lambda: self._console.ask(rank))
 
     def answer(self, *, is_line: bool) -> None:
-        """Go on, since somebody has typed an answer; if it is a line, the terminal has begun a new one."""
+        """Resume after the user typed an answer; if it is a line, the terminal is on a new one."""
         self._put(lambda: self._console.answer(is_line=is_line))
 
     def withdraw(self, rank: int) -> None:
-        """Go on, since a rank waits for no answer any more."""
+        """Resume, since a rank no longer waits for an answer."""
         self._put(lambda: self._console.withdraw(rank))
 
     def error_file(self, rank: int, attempt: int, text: str) -> None:
-        """Keep the text of a worker's error file."""
+        """Write the text of a worker's error file."""
         self._put(lambda: self._logs.write_error(rank, attempt, text))
 
     def keep_evidence(self, attempt: int, number: int, evidence: Sequence[Evidence], *, say: bool) -> None:
-        """Keep where the ranks were, in `evidence_path(attempt, number)`; with `say`, print it too.
+        """Write where the ranks were to `evidence_path(attempt, number)`; with `say`, print it too.
 
-        Reading thousands of stacks takes seconds, in which the loop must go on: the thread does it.
+        Parsing thousands of stacks takes seconds, which must not block the loop: the thread does it.
         """
         self._put(lambda: self._keep_evidence(attempt, number, evidence, say=say))
 
     def keep_manifest(self, content: Mapping[str, Any]) -> None:
-        """Write the manifest in the place of the one before; also after `close`, and then at once."""
+        """Replace the manifest; after `close`, immediately."""
         if self._thread.is_alive():
             self._put(lambda: self._logs.write_manifest(content))
         else:
@@ -106,11 +106,11 @@ class OutputThread:
         self._logs.write_report(text)
 
     def cannot_write(self, error: OSError) -> None:
-        """Note that another file in the run's folder cannot be written: there is one message for all."""
+        """Note that another file in the run's folder cannot be written: one message covers all."""
         self._put(lambda: self._logs.give_up(error))
 
     def leave_terminal(self, fd: int, then: Callable[[], None]) -> None:
-        """Write to `fd`, a file, what comes from now on, and call `then` once all before is on the terminal."""
+        """Switch later output to `fd`, a file, and call `then` once all earlier output is on the terminal."""
 
         def leave() -> None:
             self._console.leave_terminal(fd)
@@ -122,7 +122,7 @@ class OutputThread:
         return self._logs.evidence_path(attempt, number)
 
     def say(self, text: str) -> None:
-        """Print a message of dtrain's own, on stderr; not if a stuck terminal has very many to take before it."""
+        """Print a message of dtrain itself on stderr, unless MESSAGES already wait for a stuck terminal."""
 
         def say() -> None:
             self._console.say(text)
@@ -141,24 +141,24 @@ class OutputThread:
                 self._dropped += 1
 
     def show_status(self, text: str, *, gives_way: bool = False) -> None:
-        """Show what is going on in the terminal's last line; empty to remove it. See Console.show_status."""
+        """Show a status in the terminal's last line; empty to remove it. See Console.show_status."""
         with self._lock:
             self._status = text, gives_way
             self._changed.notify()
 
     def tail(self, rank: int, stream: int) -> list[str]:
-        """Return the last lines that a rank's newest worker wrote as a terminal would show them; call after `close`."""
+        """Return the last lines of a rank's newest worker as a terminal would show them; call after `close`."""
         text = self._tails.get((rank, stream), b"").decode("utf-8", "replace")
         lines = (line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
         return [printable(line) for line in lines if line.strip()]
 
     def hurry(self) -> None:
-        """From now on nothing waits for a terminal that takes nothing (a stopped pager, Ctrl-S), nor for an answer."""
+        """Stop waiting for a blocked terminal (a stopped pager, Ctrl-S) and for an answer to a prompt."""
         self._console.impatient = True
         self._put(self._console.withdraw)
 
     def close(self) -> None:
-        """Write what is left, unfinished lines too, and end the thread. Blocks."""
+        """Write what remains, including unfinished lines, and end the thread. Blocks."""
         with self._lock:
             self._closing = True
             self._changed.notify()
@@ -175,7 +175,7 @@ class OutputThread:
         self._changed.notify()
 
     def _pass_on_room(self) -> None:
-        """Wake one reader if there is room, and none of those that could only wait again."""
+        """Wake one reader if there is room; the others could only wait again."""
         if self._bytes <= QUEUE_BYTES:
             self._room.notify()
 
@@ -192,7 +192,7 @@ class OutputThread:
             for action, size in ready:
                 try:
                     action()
-                except Exception as error:  # a defect here must cost some output, not the run
+                except Exception as error:  # a bug here may lose some output, not the run
                     self._console.say(f"output was lost: {type(error).__name__}: {error}")
                 if size:
                     with self._lock:

@@ -153,7 +153,7 @@ def test_input_meets_a_closed_stdin(tmp_path: Path) -> None:
     )
     assert ours.returncode == 1
     assert "EOFError: EOF when reading a line" in ours.stderr
-    assert "nobody can answer rank 0: its standard input is empty" in ours.stderr
+    assert "no one can answer rank 0: its standard input is empty" in ours.stderr
 
 
 def test_script_named_like_our_modules_is_the_users(tmp_path: Path) -> None:

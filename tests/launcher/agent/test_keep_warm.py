@@ -604,7 +604,7 @@ def test_a_process_that_ends_before_it_has_a_run_does_not_harm_it(runtime: Path,
         os.unlink(path)
         os.rmdir(os.path.dirname(path))
     assert asked == ["check", "run"]
-    assert "what was warm could not be used" in result.stderr
+    assert "warm processes could not be used" in result.stderr
     assert importer(result)  # one worker, of one agent
 
 

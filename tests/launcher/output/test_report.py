@@ -102,8 +102,8 @@ def test_a_rank_that_asked_without_input_is_named_with_what_to_do_instead() -> N
         ({"error_type": "EOFError", "message": "Ran out of input"}, False),
     ):
         end = outcome(failure(**changes))
-        assert ("nobody can answer rank 1: its standard input is empty" in lines(end)) == is_said
-        assert not any("nobody can answer" in line for line in lines(dataclasses.replace(end, stdin_rank=1)))
+        assert ("no one can answer rank 1: its standard input is empty" in lines(end)) == is_said
+        assert not any("no one can answer" in line for line in lines(dataclasses.replace(end, stdin_rank=1)))
 
 
 def test_what_to_do_about_too_little_memory_is_said() -> None:
@@ -451,7 +451,7 @@ def test_a_run_that_makes_room_says_so_and_whether_its_workers_handled_the_signa
     killed = dataclasses.replace(end, cause=failure(kind=FailureKind.KILLED, status=-signal.SIGUSR1))
     assert lines(killed) == [
         first,
-        "USR1 killed its workers, which do not handle it: only what they saved before is there",
+        "USR1 killed its workers, which do not handle it: only what they saved before remains",
         "see ddp.Checkpoint.due, or end with code 75 once it is saved",
         "0 processes left on 2 hosts",
     ]

@@ -110,7 +110,7 @@ def test_a_manifest_that_cannot_be_written_is_said_once(folder: Path, fault: str
     assert result.returncode == 0, result
     assert "ran" in result.stdout
     assert result.stderr.count("cannot be written") == 1, result
-    assert "the run goes on without them" in result.stderr
+    assert "the run continues without them" in result.stderr
 
 
 def test_a_lock_keeps_a_second_run_of_one_name_out(folder: Path) -> None:

@@ -95,7 +95,7 @@ def test_a_worker_that_the_signal_kills_has_the_job_queued_again(tmp_path: Path)
         process.send_signal(signal.SIGUSR1)
         _, err = process.communicate(timeout=60)
     assert process.returncode == 75, err
-    assert b"USR1 killed its workers, which do not handle it: only what they saved before is there" in err
+    assert b"USR1 killed its workers, which do not handle it: only what they saved before remains" in err
 
 
 @pytest.mark.parametrize(

@@ -233,8 +233,8 @@ def test_a_breakpoint_on_another_rank_says_what_to_do(tmp_path: Path) -> None:
     result = run_dtrain("run", "--run-id", "r", "--nproc-per-node", "2", path, cwd=tmp_path, stdin="")
     assert result.returncode == 1
     assert "BdbQuit" in result.stderr
-    assert "nobody can answer rank 1: its standard input is empty" in result.stderr
-    assert "to have it read the terminal in the next run: dtrain run --stdin 1 ...\n" in result.stderr
+    assert "no one can answer rank 1: its standard input is empty" in result.stderr
+    assert "to let it read the terminal in the next run: dtrain run --stdin 1 ...\n" in result.stderr
     assert "dtrain debug" not in result.stderr, "the run has ended"
 
 
