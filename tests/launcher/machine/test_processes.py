@@ -220,7 +220,7 @@ def children(pid: int) -> list[int]:
 
 def test_a_run_tag_stays_whatever_its_process_does_to_itself() -> None:
     put_on = """
-import os, sys
+import os, signal, sys
 from launcher.agent.cleanup.run_tag import RunTag
 RunTag(sys.argv[1], None).put_on()
 print(flush=True)
@@ -228,6 +228,7 @@ if os.fork() == 0:
     os.setsid()
     os.execve("/bin/sleep", ["sleep", "60"], {})
 os.wait()
+signal.pause()  # whichever of both is killed first
 """
     run_tag, other = RunTag("a" * 32, None), RunTag("b" * 32, None)
     with started(sys.executable, "-c", put_on, "a" * 32) as process:
