@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 
-__all__ = ["ClockOffset"]
-
 MEASUREMENTS = 32  # newest kept: clocks drift, and stop while a machine sleeps
 
 

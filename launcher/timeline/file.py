@@ -36,8 +36,6 @@ from typing import Any
 
 from launcher.errors import RunError
 
-__all__ = ["TIMELINE", "TimelineFile", "read_lines"]
-
 TIMELINE = "timeline.jsonl"
 VERSION = 1
 LIMIT_BYTES = 16 << 20

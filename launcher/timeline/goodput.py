@@ -26,8 +26,6 @@ from launcher.frozen import dataclass
 from launcher.timeline.records import Span
 from launcher.timeline.windows import Window
 
-__all__ = ["PARTS", "Goodput", "Parts"]
-
 PARTS = ("start", "training", "waiting", "checkpoints", "failures", "rest")
 USUAL_OF = 64  # windows
 LONGER = 1.5  # a window longer than this times the usual was affected by a failure

@@ -17,8 +17,6 @@ from launcher.errors import RunError
 from launcher.timeline.file import Line
 from launcher.timeline.records import PHASES
 
-__all__ = ["StepCurves", "draw", "shown_up_to"]
-
 COLOURED = 10  # ranks; with more, all are grey except the one with the most own work
 USUAL_PART = 0.99  # of all points; longer ones may be cut off
 MOST_TIMES = 2.0  # upper end of the axis, as a multiple of the longest usual point

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 
-__all__ = ["ProcessorWaits"]
-
 KEPT = 100  # readings of a rank
 
 

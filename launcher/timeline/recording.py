@@ -22,8 +22,6 @@ from launcher.timeline.file import TimelineFile
 from launcher.timeline.records import Detail, Record, Span, StepTimes, unpack
 from launcher.timeline.timeline import Timeline
 
-__all__ = ["Recording"]
-
 
 class Recording:
     """Timeline of one run. Only the loop calls it, and only `close` blocks: it waits for the file.

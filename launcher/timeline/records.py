@@ -15,8 +15,6 @@ from typing import Any, TypeAlias
 from launcher.errors import ProtocolError
 from launcher.frozen import dataclass
 
-__all__ = ["PHASES", "SPANS", "Detail", "Record", "Span", "StepTimes", "pack", "unpack"]
-
 PHASES = ("data", "forward", "backward", "wait", "optimizer", "other")
 SPANS = ("evaluation", "save", "load", "recovery")
 MOST_STEPS = 2**53  # a float holds larger integers inexactly

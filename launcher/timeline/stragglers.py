@@ -24,8 +24,6 @@ from statistics import median, median_low
 from launcher.frozen import dataclass, replace
 from launcher.timeline.windows import Share, Window
 
-__all__ = ["Crowded", "Straggler", "Stragglers"]
-
 ALLOWANCE = 1.0  # in units of the spread; smaller deviations do not count
 CLIP = 3.0  # most that one window counts, in units of the spread
 LIMIT = 9.0  # of a sum

@@ -10,8 +10,6 @@ from collections.abc import Callable
 
 from launcher.timeline.records import Record, StepTimes
 
-__all__ = ["Timeline"]
-
 NEWEST = 32  # StepTimes kept of each rank
 
 

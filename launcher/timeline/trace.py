@@ -15,8 +15,6 @@ from typing import Any
 from launcher.timeline.file import Line
 from launcher.timeline.records import PHASES
 
-__all__ = ["LAUNCHER", "trace_events"]
-
 LAUNCHER = 1_000_000  # thread id, above all ranks
 _RUN = 0  # process id
 _Event = dict[str, Any]

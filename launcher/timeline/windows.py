@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from launcher.frozen import dataclass, field
 from launcher.timeline.records import PHASES, Record, Span, StepTimes
 
-__all__ = ["Share", "Window", "Windows"]
-
 LATE_S = 10.0  # stop waiting for a rank when other ranks have records that are newer by this
 COVERS = 0.5  # least part of a window that a rank's records must cover
 KEPT = 1000  # most records of one rank that wait for other ranks
