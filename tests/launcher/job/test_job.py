@@ -1631,3 +1631,17 @@ def test_a_rank_that_finished_while_the_others_waited_for_it_is_known() -> None:
     drive.stop_all()
     assert drive.outcome.cause is not None
     assert (drive.cause.rank, drive.outcome.finished_ranks) == (0, (3,))
+
+
+@pytest.mark.parametrize("by_user", [False, True])
+def test_what_fails_while_all_are_stopped_is_shown_unless_the_user_stopped_them(by_user: bool) -> None:
+    drive = running("a", "b")
+    if by_user:
+        drive.event(Signalled(signal.SIGTERM))
+    else:
+        drive.fail(0, 7)
+    assert drive.phase() is Phase.STOPPING
+    drive.now += 0.1
+    drive.say("b", drive.exited("b", 3, 9))
+    drive.stop_all()
+    assert [failure.rank for failure in drive.outcome.secondary_failures] == ([] if by_user else [3])
