@@ -24,6 +24,8 @@ from launcher.protocol.reports import Exited
 
 
 class RankState(Enum):
+    __hash__ = object.__hash__  # that of Enum is Python code, and states are looked up at every event
+
     STARTING = auto()  # the first process on this host is ordered
     RUNNING = auto()
     FAILING = auto()  # it has failed, and its process goes on
@@ -112,7 +114,10 @@ class Ranks:
         return [row for state in states for row in self._by_state[state].values()]
 
     def count(self, *states: RankState) -> int:
-        return sum(len(self._by_state[state]) for state in states)
+        number = 0
+        for state in states:  # a generator takes twice as long, and this is asked six times an event
+            number += len(self._by_state[state])
+        return number
 
     def on(self, host: str) -> list[Rank]:
         """Return the ranks of a host that make up the attempt now."""
