@@ -258,7 +258,7 @@ class Agent:
             case LoseHost():
                 self._vanish()
             case Input() if attempt is not None and self._attempt_end is None:
-                attempt.input.take(message)
+                attempt.input.add(message)
             case KillWorker() if attempt is not None:
                 attempt.kill(message)
             case SignalWorkers() if attempt is not None:

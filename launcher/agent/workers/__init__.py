@@ -1,1 +1,1 @@
-"""The workers of one host: how they are started, by exec or forked, and started again alone."""
+"""The workers of one host: started by exec or by fork, and restarted alone."""

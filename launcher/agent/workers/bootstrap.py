@@ -2,11 +2,11 @@
 
 Started by the agent as `python -u .../workers/bootstrap.py script|module TARGET ARGS...`, or `function PACKAGES NAME
 FUNCTION_FILE RESULT_FILE`. Imports nothing of the launcher, so that the script finds a clean process: its own
-`__main__`, sys.argv, sys.path and tracebacks. Besides that it writes the error files for an exception that nobody
-caught, has a crash print where it happened, wakes the rendezvous store when torch is about to be imported, counts the
-steps of torch's optimizers, records what the script imports up to the first one, says when pdb waits for a command,
-lets the agent open a debugger, keeps process groups of torch that the script has closed until they are at rest, and
-ends a process that had one.
+`__main__`, sys.argv, sys.path and tracebacks. Besides, it writes the error files for an uncaught exception, makes a
+crash print its stacks, wakes the rendezvous store when torch is about to be imported, counts the steps of torch's
+optimizers, records the script's imports up to the first step, reports when pdb waits for a command, lets the agent
+open a debugger, keeps process groups of torch that the script has closed until they are at rest, and ends a process
+that had one.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ if TYPE_CHECKING:  # typing itself takes 5 ms to import, in every worker
     from collections.abc import Callable, Sequence
     from typing import Any, NoReturn
 
-STACK_SIGNAL = 51  # the same in evidence.py, which says why
+STACK_SIGNAL = 51  # the same in evidence.py, which has the reason
 DEBUGGER_SIGNAL = 52  # the same in debugging/channels.py
-LEAVE_S = 60.0  # for collectives that are under way when the script ends
+LEAVE_S = 60.0  # for collectives under way when the script ends
 _IMPORT_PAUSE_S = 0.02
-_DEBUGPY = ("debugpy", "pydevd", "_pydev")  # how its packages begin
+_DEBUGPY = ("debugpy", "pydevd", "_pydev")  # prefixes of its packages
 _STEP_HOOKS = "register_optimizer_step_post_hook"  # of torch.optim.optimizer
 _GROUPS, _CLOSE = "torch.distributed.distributed_c10d", "destroy_process_group"
 KEPT_S = 1.0
-_OUTPUT_FAILED = 120  # what Python ends with when standard output cannot be written
+_OUTPUT_FAILED = 120  # Python's exit code if standard output cannot be written
 
-_closed_groups: list[tuple[float, object]] = []  # when each was closed
-_pid = 0  # of the worker: a process that the script forks is not it
+_closed_groups: list[tuple[float, object]] = []  # with the time when each was closed
+_pid = 0  # the worker's own; processes forked by the script have others
 
 
 def main() -> None:
@@ -67,7 +67,7 @@ def _run(kind: str, target: str) -> None:
     program = {"script": _script, "module": _module, "function": _function}[kind]
     try:
         run = program(target)
-        _take_debuggers()  # which may import debugpy: from where the script would
+        _accept_debuggers()  # may import debugpy: from where the script would
         run()
     except SystemExit:
         raise
@@ -76,9 +76,9 @@ def _run(kind: str, target: str) -> None:
 
 
 def _print_stacks() -> None:
-    """Have the interpreter print every thread's stack on a crash, and into the agent's file on its signal.
+    """Print every thread's stack on a crash, and into the agent's file on its signal.
 
-    That handler runs at once, whoever holds the interpreter, and system calls go on after it (SA_RESTART).
+    That handler runs at once, whichever thread holds the interpreter, and system calls are resumed (SA_RESTART).
     """
     import faulthandler
 
@@ -87,21 +87,21 @@ def _print_stacks() -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
-    import _signal  # type: ignore[import-not-found]  # built in, no stub; `signal` itself takes 2 ms more
+    import _signal  # type: ignore[import-not-found]  # built in, no stub; importing `signal` takes 2 ms more
 
     try:
         file = os.open(path + ".stack", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)  # closed by exec
-        # What the signal finds when the interpreter has taken its handlers down: it must not end the process then.
+        # In effect once the interpreter has removed its handlers: the signal must not end the process then.
         _signal.signal(STACK_SIGNAL, _signal.SIG_IGN)
         faulthandler.register(STACK_SIGNAL, file=file, all_threads=True, chain=False)
-    except (OSError, ValueError, RuntimeError) as error:  # the script runs as well without
+    except (OSError, ValueError, RuntimeError) as error:  # the script runs without it
         print(f"dtrain: stacks of this worker cannot be requested: {error}", file=sys.stderr)
 
 
-def _take_debuggers() -> None:
-    """Have the agent's signal open a debugger in the main thread: see debugging/in_worker.py.
+def _accept_debuggers() -> None:
+    """Open a debugger in the main thread on the agent's signal: see debugging/in_worker.py.
 
-    Unlike the other signal it interrupts system calls: what waits in Python comes back to it at once.
+    Unlike the other signal it interrupts system calls: a wait in Python returns to the handler at once.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
@@ -142,18 +142,18 @@ def _take_debuggers() -> None:
 
     try:
         _signal.signal(DEBUGGER_SIGNAL, open_debugger)
-    except (OSError, ValueError) as error:  # the script runs as well without
+    except (OSError, ValueError) as error:  # the script runs without it
         print(f"dtrain: no debugger can be opened in this worker: {error}", file=sys.stderr)
 
 
 def _imports_what_debuggers_need(frame: types.FrameType | None) -> bool:
-    """Say whether the main thread was interrupted in the import of a module that a debugger imports too.
+    """Return whether the main thread was interrupted in the import of a module that a debugger imports too.
 
-    The debugger would find half of that module. A script's own module may take the whole training to import: in such
-    a one it opens.
+    The debugger would find that module half imported. But a script's own module may take the whole training to
+    import: the debugger opens in such a one.
     """
     if frame is not None and frame.f_code.co_filename.startswith("<frozen importlib"):
-        return True  # which may hold locks
+        return True  # it may hold locks
     while frame is not None:
         if frame.f_code.co_name == "_find_and_load" and frame.f_code.co_filename == "<frozen importlib._bootstrap>":
             package = frame.f_locals["name"].partition(".")[0]
@@ -164,7 +164,7 @@ def _imports_what_debuggers_need(frame: types.FrameType | None) -> bool:
 
 
 def _script(path: str) -> Callable[[], object]:
-    """Return what runs a file, or a folder or archive with a `__main__.py`."""
+    """Return a function that runs a file, or a folder or archive with a `__main__.py`."""
     main = _new_main()
     if os.path.isdir(path) or _is_archive(path):
         import runpy
@@ -197,12 +197,10 @@ def _module(name: str) -> Callable[[], object]:
 
 
 def _function(_: str) -> Callable[[], object]:
-    """Return what calls a function that came from another process; see call_function.py."""
+    """Return a function that calls a function from another process; see call_function.py."""
     _new_main()
     path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "call_function.py")
-    module = types.ModuleType(
-        "launcher.agent.workers.call_function"
-    )  # not in sys.modules: the script is not to find it
+    module = types.ModuleType("launcher.agent.workers.call_function")  # not in sys.modules: the script must not find it
     importlib.machinery.SourceFileLoader(module.__name__, path).exec_module(module)
     _own_files.add(path)
     _keep.append(module)
@@ -219,8 +217,8 @@ def _new_main() -> types.ModuleType:
     return module
 
 
-_own_files = {__file__}  # whose frames are in no traceback
-_debugging: list[types.ModuleType] = []  # the code of debuggers, once there was one
+_own_files = {__file__}  # their frames are removed from tracebacks
+_debugging: list[types.ModuleType] = []  # the module for debuggers, once it was loaded
 _keep: list[types.ModuleType] = []  # this module must outlive its place in sys.modules
 
 
@@ -233,12 +231,12 @@ def _is_archive(path: str) -> bool:
 
 
 def _fail(error: BaseException) -> NoReturn:
-    """Report an uncaught exception and end as plain python does, without a frame of this file."""
+    """Report an uncaught exception and end like plain python, without a frame of this file."""
     import _signal
 
-    try:  # torch's DataLoader has a handler that raises wherever it finds us, when one of its workers was killed
+    try:  # torch's DataLoader has a handler that raises in any code when one of its workers was killed
         _signal.signal(_signal.SIGCHLD, _signal.SIG_DFL)
-    except RuntimeError as reason:  # it just did: this is why the other failed
+    except RuntimeError as reason:  # it just did: this is the cause of the other exception
         error = reason
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in _own_files:
@@ -246,7 +244,7 @@ def _fail(error: BaseException) -> NoReturn:
     error.__traceback__ = trace
     try:
         _write_error_files(error)
-    except Exception as problem:  # a full disk, or an exception that cannot be shown, must not hide the traceback
+    except Exception as problem:  # a full disk, or an exception without a text, must not hide the traceback
         print(f"dtrain: the error file could not be written: {problem}", file=sys.stderr)
     hook = sys.excepthook
     try:
@@ -256,13 +254,13 @@ def _fail(error: BaseException) -> NoReturn:
     except BaseException as problem:
         print("Error in sys.excepthook:", problem, file=sys.stderr)
         sys.__excepthook__(type(error), error, trace)
-    # Raised again for its way of ending (status 1, or death by SIGINT), but already printed.
+    # Raised again to end like it (status 1, or death by SIGINT), but it is already printed.
     sys.excepthook = lambda *_: None
     raise error
 
 
 def _write_error_files(error: BaseException) -> None:
-    """Write torch elastic's error file (unless its own `record` did) and beside it the facts for the report."""
+    """Write torch elastic's error file (unless its own `record` did), and a file with facts for the report."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or os.getpid() != _pid:
         return
@@ -271,7 +269,7 @@ def _write_error_files(error: BaseException) -> None:
     import traceback
 
     name = type(error).__qualname__
-    # At most so many frames and characters: a recursion error has a thousand times more, and takes seconds to format.
+    # Limited: a recursion error has a thousand times more frames and characters, and takes seconds to format.
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__, limit=-100))[-100_000:]
     message = _text(error)[:10_000]
     where, inside = _position(error)
@@ -286,7 +284,7 @@ def _write_error_files(error: BaseException) -> None:
 
 
 def _write_exit_facts(status: int, error: SystemExit) -> None:
-    """Write the exit code and the line that gave it, unless an exception is known that led to it."""
+    """Write the exit code and the line that set it, unless an exception that led to it is known."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or os.path.exists(path + ".facts"):
         return
@@ -299,7 +297,7 @@ def _write_exit_facts(status: int, error: SystemExit) -> None:
 
 
 def _write_facts(facts: dict[str, str]) -> None:
-    """Write what the agent reads of this worker's failure, with its time."""
+    """Write the facts about this worker's failure for the agent, with the time."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or os.getpid() != _pid:
         return
@@ -323,8 +321,8 @@ def _text(error: BaseException) -> str:
 def _position(error: BaseException) -> tuple[str, str]:
     """Return `file:line in function` of the deepest frame of the user's own code, and the function that raised.
 
-    Not the user's own are installed packages, the standard library and what this file belongs to. Where ddp raised, the
-    function is the one that was called: `backward`, not a part of ddp that nobody knows.
+    Installed packages, the standard library, launcher and ddp are not the user's own. If ddp raised, the function is
+    the one that was called: `backward`, not an internal part of ddp.
     """
     import sysconfig
     import traceback
@@ -334,7 +332,7 @@ def _position(error: BaseException) -> tuple[str, str]:
     ours = os.path.abspath(__file__).rpartition("/launcher/")[0]
     library = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     foreign = ("<", *(folder + os.sep for folder in (*library, f"{ours}/launcher", f"{ours}/ddp")))
-    installed = ("/site-packages/", "/dist-packages/")  # the user's and Debian's, wherever they are
+    installed = ("/site-packages/", "/dist-packages/")  # pip's and Debian's, in any place
 
     def read(error: BaseException) -> tuple[list[traceback.FrameSummary], list[traceback.FrameSummary]]:
         found = [*traceback.extract_tb(error.__traceback__, limit=-1000), *_frames_elsewhere(_text(error))]
@@ -344,7 +342,7 @@ def _position(error: BaseException) -> tuple[str, str]:
 
     frames, own = read(error)
     if error.__cause__ is not None and frames and frames[-1].filename.startswith(f"{ours}/ddp{os.sep}"):
-        cause, own_of_cause = read(error.__cause__)  # ddp raises again what a function of the user's has raised
+        cause, own_of_cause = read(error.__cause__)  # ddp re-raises exceptions of the user's functions
         frames, own = (cause, own_of_cause) if own_of_cause else (frames, own)
     if not frames:
         return "", ""
@@ -359,9 +357,9 @@ def _position(error: BaseException) -> tuple[str, str]:
 
 
 def _frames_elsewhere(message: str) -> list[traceback.FrameSummary]:
-    """Return the frames that a message of torch has where it raises the exception of a DataLoader's worker again.
+    """Return the frames in a message of torch that re-raises the exception of a DataLoader worker.
 
-    They are those of the innermost worker, if another one has passed the exception on.
+    If several workers have passed the exception on, they are those of the innermost.
     """
     import itertools
     import re
@@ -379,13 +377,13 @@ def _is_indented(line: str) -> bool:
 
 
 def _end(error: BaseException | None) -> None:
-    """Tell the agent of a bad exit code, since the end itself may take long; end the process if a group is open."""
+    """Report a non-zero exit code to the agent, since exiting may take long; end the process if a group is open."""
     status = 0 if error is None else 1
     if isinstance(error, SystemExit):
         status = error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)
         if status:
             _write_exit_facts(status, error)
-        error.__traceback__ = error.__context__ = None  # they would keep what the script holds
+        error.__traceback__ = error.__context__ = None  # they would keep the script's objects alive
     if not ends_without_teardown():
         return
     if isinstance(error, SystemExit) and not isinstance(error.code, int | None):
@@ -394,7 +392,7 @@ def _end(error: BaseException | None) -> None:
     import atexit
     import threading
 
-    if error is not None and not isinstance(error, SystemExit):  # callbacks look there for how the process ends
+    if error is not None and not isinstance(error, SystemExit):  # exit handlers look there for the reason
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
         if sys.version_info >= (3, 12):
             sys.last_exc = error
@@ -408,7 +406,7 @@ def _end(error: BaseException | None) -> None:
 
 
 def ends_without_teardown() -> bool:
-    """Whether a process group is open, or was closed and is kept."""
+    """Return whether a process group is open, or was closed and is kept."""
     return bool(_closed_groups) or _has_open_group()
 
 
@@ -418,13 +416,13 @@ def _has_open_group() -> bool:
 
 
 def _end_without_teardown(status: int, *, by_sigint: bool) -> NoReturn:
-    """End the process after all that runs at exit, but without the interpreter's teardown.
+    """End the process after its exit handlers, but without the interpreter's teardown.
 
-    A thread of gloo that has just finished a collective gives its tensors back, for which it needs the interpreter. In
-    the teardown Python ends such a thread, and with it, by std::terminate, the process: SIGABRT after a training that
-    went well (torch 2.13, Python before 3.14). What the teardown would do for the script is done here: the objects that
-    its globals hold are dropped, and what open files have not written yet is written. Objects that imported modules
-    hold are not dropped: a gzip or zip file there stays without its end unless it is closed.
+    A thread of gloo that has just finished a collective needs the interpreter to release its tensors. During the
+    teardown Python ends such a thread, and with it, by std::terminate, the process: SIGABRT after a successful
+    training (torch 2.13, Python before 3.14). The teardown's effects on the script are reproduced here: objects in its
+    globals are dropped, and open files are flushed. Objects in globals of imported modules are not dropped: a gzip or
+    zip file there stays incomplete unless it is closed.
     """
     import _io  # torch has imported all of these
     import ctypes
@@ -432,7 +430,7 @@ def _end_without_teardown(status: int, *, by_sigint: bool) -> NoReturn:
 
     _drop_globals(sys.modules["__main__"].__dict__)
     gc.collect()
-    if status == 0 and os.getpid() == _pid and _has_open_group():  # else a collective of this rank may never end
+    if status == 0 and os.getpid() == _pid and _has_open_group():  # otherwise a collective of this rank may never end
         _close_groups()
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -445,22 +443,22 @@ def _end_without_teardown(status: int, *, by_sigint: bool) -> NoReturn:
         if _io._IOBase in type(each).__mro__:
             try:
                 each.flush()
-            except Exception:  # closed, or it cannot be written: Python does not say so at its end either
+            except Exception:  # closed, or it cannot be written: Python's teardown ignores that as well
                 continue
-    libc = ctypes.PyDLL(None)  # keeps the interpreter's lock: no thread goes on meanwhile
+    libc = ctypes.PyDLL(None)  # keeps the interpreter's lock: no other thread runs meanwhile
     libc.fflush(None)
     if by_sigint:
         import _signal
 
         _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
         os.kill(os.getpid(), _signal.SIGINT)
-    if "LD_PRELOAD" in os.environ:  # a profiler may write at exit what it found
+    if "LD_PRELOAD" in os.environ:  # a profiler may write its results at exit
         libc.exit(status)
     os._exit(status)
 
 
 def _drop_globals(names: dict[str, object]) -> None:
-    """Drop a script's objects, unless a thread still runs there; what their `__del__` may call stays."""
+    """Drop a script's objects, unless a thread still runs in it; keep modules, functions and classes for `__del__`."""
     frames: list[types.FrameType | None] = list(sys._current_frames().values())
     while frames:
         if (frame := frames.pop()) is not None:
@@ -475,7 +473,7 @@ def _drop_globals(names: dict[str, object]) -> None:
 
 
 def _close_groups() -> None:
-    """Close all process groups. Blocks until collectives that are under way have ended, at most LEAVE_S."""
+    """Close all process groups. Blocks until collectives under way have ended, LEAVE_S at most."""
     import threading
 
     def close() -> None:
@@ -490,16 +488,16 @@ def _close_groups() -> None:
 
 
 class _Imports:
-    """Finds no module: notices when torch is imported, and when its optimizers are; and when pdb is.
+    """Finds no module: observes when torch, its optimizers and pdb are imported.
 
-    Records what is imported, for the fork server (late_imports.py), until an optimizer has made a step.
+    Records imports for the fork server (late_imports.py), until an optimizer has made a step.
 
     On the first import of torch, rank 0 connects once to the store's port. The store's process imports torch as well,
-    which takes seconds. It starts at the first connection, so one now lets both imports run side by side, and a script
+    which takes seconds, and starts at the first connection: connecting now runs both imports side by side, and a script
     without torch never costs a store. Once torch has its optimizers, their steps are counted (step_counter.py).
 
-    It stays in `sys.meta_path`: taken out while the import walks that list, the next finder would be skipped, and so
-    the import hooks of tracers and profilers.
+    It stays in `sys.meta_path`: removing it while the import iterates over that list would skip the next finder, and
+    with it the import hooks of tracers and profilers.
     """
 
     def __init__(self, began_with: frozenset[str]) -> None:
@@ -514,7 +512,7 @@ class _Imports:
         if self._recorder is not None and name.partition(".")[0] not in sys.stdlib_module_names:
             try:
                 self._recorder.note(name)
-            except Exception:  # a stand-in for numpy or torch that lacks what it asks for; the import goes on
+            except Exception:  # a substitute for numpy or torch that lacks attributes; the import continues
                 self._recorder = None
         if name == "pdb":
             self._watch_prompts()
@@ -526,7 +524,7 @@ class _Imports:
             _wake_store()
 
     def look(self) -> None:
-        """Keep groups that are closed, and count the steps of torch's optimizers, from now on, if torch has them."""
+        """Keep closed groups, and count the steps of torch's optimizers, from now on, if torch has them."""
         if "pdb" in sys.modules:  # in a forked worker
             self._watch_prompts()
         groups = sys.modules.get(_GROUPS)
@@ -543,16 +541,16 @@ class _Imports:
             return
         self._watches_prompts = True
         try:
-            _tell_of_prompts(f"{self._error_file}.asks")
+            _report_prompts(f"{self._error_file}.asks")
         except Exception as error:  # the script's folder may have a cmd.py of its own
             print(f"dtrain: no prompt of pdb can be seen in this worker: {error}", file=sys.stderr)
 
     def _stepped(self) -> None:
-        """Write what was imported up to the first step; what comes after it is not recorded."""
+        """Write the imports up to the first step; later ones are not recorded."""
         self._write("imports")
 
     def ended(self) -> None:
-        """Write how long imports took, if no optimizer has made a step."""
+        """Write the durations of imports, if no optimizer has made a step."""
         self._write("took")
 
     def _write(self, kind: str) -> None:
@@ -567,16 +565,16 @@ class _Imports:
 
 
 def _load(name: str) -> Any:
-    """Load a module of this folder, but not into sys.modules: the script is not to find it."""
+    """Load a module of this folder, but not into sys.modules: the script must not find it."""
     module = types.ModuleType(f"dtrain {name}")
     path = module.__file__ = os.path.join(os.path.dirname(os.path.abspath(__file__)), f"{name}.py")
     importlib.machinery.SourceFileLoader(module.__name__, path).exec_module(module)
     return module
 
 
-def _tell_of_prompts(path: str) -> None:
-    """Have pdb keep this file while it waits for commands from standard input: see standard_input.py."""
-    import cmd  # which pdb is about to import
+def _report_prompts(path: str) -> None:
+    """Make pdb keep this file while it waits for commands from standard input: see standard_input.py."""
+    import cmd  # pdb is about to import it
     import functools
 
     loop = cmd.Cmd.cmdloop
@@ -584,7 +582,7 @@ def _tell_of_prompts(path: str) -> None:
     @functools.wraps(loop)
     def cmdloop(self: cmd.Cmd, *args: Any, **kwargs: Any) -> None:
         is_ours = os.getpid() == _pid and self.stdin is sys.stdin and hasattr(self, "set_trace")
-        if not is_ours or os.path.exists(path):  # in a loop of the same debugger
+        if not is_ours or os.path.exists(path):  # nested in a loop of the same debugger
             return loop(self, *args, **kwargs)
         try:
             open(path, "wb").close()
@@ -596,10 +594,11 @@ def _tell_of_prompts(path: str) -> None:
 
 
 def _keep_closed_groups(groups: Any) -> None:
-    """Have torch's destroy_process_group keep the groups, unused, for KEPT_S: so long they may still be at work.
+    """Make torch's destroy_process_group keep the groups, unused, for KEPT_S, while they may still be at work.
 
-    A thread of gloo that gives the tensors of the last collective back needs the interpreter for that. Who drops the
-    last reference to a group, often with the model, holds the interpreter and waits for that thread: torch 2.13 hangs.
+    A thread of gloo that releases the tensors of the last collective needs the interpreter for that. But the thread
+    that drops the last reference to a group, often with the model, holds the interpreter and waits for that thread:
+    torch 2.13 hangs.
     """
     import functools
     import time
@@ -625,7 +624,7 @@ def _wake_store() -> None:
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     try:
         socket.create_connection((address, int(port or "")), timeout=1).close()
-    except (OSError, ValueError):  # the script chose another address: init_process_group will tell
+    except (OSError, ValueError):  # the script chose another address: init_process_group will report it
         return
 
 

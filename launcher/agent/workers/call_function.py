@@ -1,9 +1,9 @@
-"""What a worker does for launcher.launch(): load the function, call it, and leave what it returns for the agent.
+"""A worker of launcher.launch(): load the function, call it, and write its result for the agent.
 
 Loaded by bootstrap.py. The function's file, which came over the run's stream from the user's own process, holds two
-pickles: the source lines of the user's files, for tracebacks, and `(function, args)`. The other file gets one: `(True,
-result, RANK, WORLD_SIZE)` or `(False, exception, RANK, WORLD_SIZE)`. It is there whole or not at all; an exception that
-cannot be pickled leaves none, and is told by the error files alone.
+pickles: the source lines of the user's files, for tracebacks, and `(function, args)`. The result file gets one:
+`(True, result, RANK, WORLD_SIZE)` or `(False, exception, RANK, WORLD_SIZE)`. It is complete or does not exist; an
+exception that cannot be pickled leaves none, and is only in the error files.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 __all__ = ["MAX_RESULT_BYTES", "FunctionError", "ResultError", "call_function"]
 
-MAX_RESULT_BYTES = 1 << 30  # of one rank; they are all in the memory of the process that called launch()
+MAX_RESULT_BYTES = 1 << 30  # for one rank; all of them are in the memory of the process that called launch()
 
 
 class FunctionError(Exception):
-    """What is to be called cannot be loaded in this worker."""
+    """The function cannot be loaded in this worker."""
 
 
 class ResultError(Exception):
-    """What a function has returned cannot be passed on."""
+    """The result of a function cannot be passed on."""
 
 
 def call_function(name: str, function_file: str, result_file: str) -> None:
-    """Call the function of that name. Raises what it raises, FunctionError or ResultError."""
+    """Call the function with that name. Raises its exceptions, FunctionError or ResultError."""
     sys.argv = [name]
     pid = os.getpid()
     function, args = _load(name, function_file)
@@ -46,7 +46,7 @@ def call_function(name: str, function_file: str, result_file: str) -> None:
         if os.getpid() == pid:
             _keep_exception(error, result_file)
         raise
-    if os.getpid() != pid:  # a process that the function has forked, and that came back as well
+    if os.getpid() != pid:  # a process forked by the function, which returned as well
         return
     try:
         _keep(True, result, result_file)
@@ -75,7 +75,7 @@ def _keep_exception(error: Exception, result_file: str) -> None:
     try:
         _keep(False, error, result_file)
     except Exception:
-        return  # the error files say what it was
+        return  # the error files have it
 
 
 def _keep(ok: bool, value: object, result_file: str) -> None:
@@ -92,7 +92,7 @@ def _keep(ok: bool, value: object, result_file: str) -> None:
 
 
 class _Bounded(io.FileIO):
-    """A new file that takes MAX_RESULT_BYTES at most."""
+    """A new file of at most MAX_RESULT_BYTES."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path, "w")

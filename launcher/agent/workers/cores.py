@@ -1,4 +1,4 @@
-"""Which processors of this host a worker is bound to."""
+"""Chooses the processors of this host that a worker is bound to."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["CoreChooser"]
 
 
 class CoreChooser:
-    """Looks at the machine once, when the first worker is to be bound: that needs drivers, and takes long."""
+    """Reads the topology once, when the first worker is bound: that asks drivers, and takes long."""
 
     def __init__(self) -> None:
-        # And the ids of the GPUs with their NUMA nodes.
+        # With the ids of the GPUs and their NUMA nodes.
         self._topology: tuple[Topology, tuple[str, ...], list[int]] | None = None
 
     def choose(self, message: StartWorker) -> tuple[int, ...]:
-        """Return the processors that a worker is to be bound to; empty: all that there are. Raises DtrainError."""
+        """Return the processors to bind a worker to; empty: no binding. Raises DtrainError."""
         if not message.numa_binding:
             return ()
         from launcher.machine import numa, processors

@@ -1,18 +1,18 @@
-"""The fork server: a process that has imported what a script needs, and from which the workers of a host are forked.
+"""The fork server: a process that has made a script's imports, and from which the workers of a host are forked.
 
 Started by the agent (warm_start.py) as `python -u .../workers/fork_server.py script|module TARGET NAMES KEEP [LATE]`,
-in the workers' working directory, with the variables that they share. NAMES are a JSON object with two lists of the
-variables that each worker has its own value of: how their names begin, and those that are known. Its standard input is
-a socket to the agent. It says whether workers can be forked from it, and if not, why; then, for every request,
-it forks a process that becomes the agent's child, and answers with its pid. Requests are JSON in a file in memory,
-beside the descriptors of the new process's streams. It ends with its input, or with the agent; but with KEEP `1`, the
-agent may have it stay for later runs (keeper.py).
+in the workers' working directory, with the variables that they share. NAMES is a JSON array of two lists, for variables
+with a value of each worker's own: their prefixes, and known names. Its standard input is a socket to the agent. It
+answers whether workers can be forked from it, and if not, why; then, for every request, it forks a process that
+becomes the agent's child, and answers with its pid. Requests are JSON in a memory file, sent with the descriptors of
+the new process's streams. It ends with its input, or with the agent; but with KEEP `1`, the agent may make it stay for
+later runs (keeper.py).
 
-Once the first workers have trained, the agent has it fork another fork server, which also imports what those have
-imported after their script had begun (late_imports.py). LATE is the same order for a process that imports nothing else.
+Once the first workers have trained, the agent makes it fork another fork server, which also makes the late imports of
+those (late_imports.py). LATE is the same order for a process without other imports.
 
-A process forked here must be what a started one is (bootstrap.py), so this one imports, and does nothing
-else. What importing printed is printed again by each worker.
+A process forked here must equal a started one (bootstrap.py), so this one imports and does nothing else. Output of
+imports is repeated by each worker.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from typing import Any, NoReturn
 
 
 def _load(name: str) -> ModuleType:
-    """Load a module of this folder in such a way that the script can neither find it nor miss one of the same name."""
+    """Load a module of this folder so that the script neither finds it nor misses one of the same name."""
     path = os.path.join(os.path.dirname(os.path.abspath(__file__)), f"{name}.py")
     spec = importlib.util.spec_from_file_location(f"dtrain {name}", path)
     assert spec is not None
@@ -49,7 +49,7 @@ def _load(name: str) -> ModuleType:
     return module
 
 
-bootstrap = _load("bootstrap")  # which takes this folder out of sys.path
+bootstrap = _load("bootstrap")  # removes this folder from sys.path
 preload = _load("preload")
 late_imports = _load("late_imports")
 keeper = _load("keeper")
@@ -57,41 +57,41 @@ keeper = _load("keeper")
 _PR_SET_PDEATHSIG, _PR_SET_MM, _PR_SET_MM_MAP = 1, 35, 14
 _SENT_TO_ALL = (signal.SIGUSR1, signal.SIGUSR2)  # by SLURM, to every process of a step
 _ADOPTED_WITHIN_S = 10.0
-_NO_NAME = "\0"  # stands for variables that are not known yet
+_NO_NAME = "\0"  # stands for variables unknown so far
 
 
 _OWN_ROOT = os.path.abspath(__file__).rpartition("/launcher/")[0]
-_set_by_imports: dict[str, str | None] = {}  # variables; None: taken away
-_set_for_imports: dict[str, str | None] = {}  # variables, as the script sets them before it imports
-_found_by_imports: dict[str, str] = {}  # all variables, but for those
+_set_by_imports: dict[str, str | None] = {}  # variables; None: deleted
+_set_for_imports: dict[str, str | None] = {}  # variables that the script sets before its imports
+_found_by_imports: dict[str, str] = {}  # all variables, except those
 
 
 class _UnfitError(BaseException):
-    """This process must not be forked: why. No `except Exception` of a package is to hold it up."""
+    """The reason why this process must not be forked. Packages must not catch it by `except Exception`."""
 
-    module = ""  # the late import, or the package left to each worker, that has made it so
+    module = ""  # the late import, or the package left to each worker, that caused it
 
 
-# Other ones in each connection: copies of all variables have them, and who wants one of them asks by its name.
+# These differ in each login: copies of all variables contain them, but a package that needs one asks by its name.
 _OF_A_LOGIN = {"SSH_CLIENT", "SSH_CONNECTION", "SSH_TTY", "XDG_SESSION_ID"}
 
 
 class _Environ(os._Environ):  # type: ignore[type-arg]  # in Python 3.10 it takes no arguments when run
-    """os.environ and os.environb while packages are imported: note what is read, and what may differ between workers.
+    """os.environ and os.environb during the imports: record what is read, and may differ between workers.
 
-    Going through all variables yields the shared ones and the worker's own, `_Name`s with `_Value`s. It does no harm as
-    long as these are not used, and not kept: then it gives the same in each worker.
+    Iterating over all variables yields the shared ones and the worker's own, `_Name`s with `_Value`s. That does no harm
+    as long as these are neither used nor kept: the result is then the same in each worker.
     """
 
-    per_worker: tuple[str, ...] = ()  # how the names of the worker's own begin
-    names: tuple[str, ...] = ()  # those of them that are known, and others that this process lacks
-    read: set[str] = set()  # noqa: RUF012  # one set for the two objects there are; so all that follow
-    begins: set[str] = set()  # noqa: RUF012  # how names begin that were looked for among all
-    copied = False  # names were put into a dict or set, where others may have been looked for
-    unfit: list[str] = []  # noqa: RUF012  # what was done that differs between workers
-    open: list[str] = []  # noqa: RUF012  # where somebody has not come to the end of the worker's own
-    given: list[tuple[weakref.ref[Any], str]] = []  # noqa: RUF012  # what is of the worker's own, and where it went
-    passed: list[Any] = []  # noqa: RUF012  # names of a login, given to who goes through all: dict() then asks for them
+    per_worker: tuple[str, ...] = ()  # prefixes of the worker's own
+    names: tuple[str, ...] = ()  # known ones of them, and others that this process lacks
+    read: set[str] = set()  # noqa: RUF012  # shared by the two objects; so are all that follow
+    begins: set[str] = set()  # noqa: RUF012  # prefixes that were looked for among all names
+    copied = False  # names were put into a dict or set, and any name may have been looked up there
+    unfit: list[str] = []  # noqa: RUF012  # uses that differ between workers
+    open: list[str] = []  # noqa: RUF012  # places that have not finished iterating over the worker's own
+    given: list[tuple[weakref.ref[Any], str]] = []  # noqa: RUF012  # the worker's own, and where it was used
+    passed: list[Any] = []  # noqa: RUF012  # names of a login, yielded by iteration: dict() then asks for them
 
     def __getitem__(self, key: Any) -> Any:
         if type(key) is _Name:
@@ -115,7 +115,7 @@ class _Environ(os._Environ):  # type: ignore[type-arg]  # in Python 3.10 it take
         yield from (key for key, name in keys.items() if not name.startswith(self.per_worker))
 
     def __len__(self) -> int:
-        raise TypeError("how many variables a worker has is not known yet")  # list() does without
+        raise TypeError("how many variables a worker has is not known yet")  # list() works without it
 
     def __repr__(self) -> str:
         _reject()
@@ -125,7 +125,7 @@ class _Environ(os._Environ):  # type: ignore[type-arg]  # in Python 3.10 it take
 
     @classmethod
     def why_unfit(cls) -> str:
-        """Return what was done with variables of the worker's own; empty: nothing."""
+        """Return how variables of the worker's own were used; empty: not at all."""
         if any(own() is not None for own, _ in cls.given):
             gc.collect()
         cls.given = [(own, where) for own, where in cls.given if own() is not None]
@@ -138,7 +138,7 @@ class _Environ(os._Environ):  # type: ignore[type-arg]  # in Python 3.10 it take
 
 
 class _Items(ItemsView[Any, Any]):
-    """A value that passes by is not read: what it is used for depends on its name, which is looked at."""
+    """Iterating over a value does not read it: its use depends on its name, which is recorded."""
 
     _mapping: _Environ
 
@@ -148,7 +148,7 @@ class _Items(ItemsView[Any, Any]):
 
 
 class _Name(str):
-    """The name of a variable that a worker may have: it may be compared with others, as long as it is none of them."""
+    """The name of a variable that a worker may have. It may be compared with other names, but not equal one."""
 
     def startswith(self, beginning: Any, *limits: Any) -> bool:
         beginnings = beginning if isinstance(beginning, tuple) else (beginning,)
@@ -171,7 +171,7 @@ class _Name(str):
 class _Value:
     """The value of such a variable.
 
-    It is no string: code in C that takes nothing else raises TypeError. What catches that by itself is not noticed.
+    It is no string: C code that accepts only strings raises TypeError. A package that catches that goes unnoticed.
     """
 
     def __getattribute__(self, name: str) -> NoReturn:
@@ -205,7 +205,7 @@ def _give(own: Any) -> Any:
 
 
 def _reader() -> str:
-    """Return who reads variables: `package file:line`; the standard library does it for the package that calls it."""
+    """Return the code that reads variables, as `package file:line`; for the standard library, its caller."""
     frame: FrameType | None = sys._getframe(1)
     found = ""
     while frame is not None:
@@ -230,10 +230,10 @@ def main() -> None:
     _open_streams()
     kind, target, names, keep, *late = sys.argv[1:]
     _Environ.per_worker, _Environ.names = map(tuple, json.loads(names))
-    atexit.register(_thaw)  # of a process forked here; it is called after all others
+    atexit.register(_thaw)  # for processes forked here; called after all other exit handlers
     printed = _Printed()
     packages = keeper.Packages() if keep == "1" else None
-    gc.disable()  # it would go through all that the imports make, again and again
+    gc.disable()  # it would visit all objects of the imports again and again
     found: Any = None
     began = math.inf
     try:
@@ -251,17 +251,17 @@ def main() -> None:
     _send(control, answer)
     numbers = map(int, os.listdir("/proc/self/fd"))
     open_files = [each for each in numbers if each != control.fileno() and os.path.exists(f"/proc/self/fd/{each}")]
-    gc.freeze()  # what the imports left behind as well: to look for it takes as long as 20 forks
+    gc.freeze()  # garbage of the imports as well: collecting it takes as long as 20 forks
     gc.enable()
     while True:
-        word, descriptors, _, _ = socket.recv_fds(control, 1, 8)
-        if not word:
+        request, descriptors, _, _ = socket.recv_fds(control, 1, 8)
+        if not request:
             os._exit(0)
-        if word == b"f" and _fork(control):
+        if request == b"f" and _fork(control):
             _become(_read_json(descriptors[0]), descriptors[1:-1], descriptors[-1])
             os.close(descriptors[0])
             break
-        if word == b"l" and _fork(control):
+        if request == b"l" and _fork(control):
             order, control = _read_json(descriptors[0]), socket.socket(fileno=os.dup(descriptors[1]))
             _become_child_of(order["agent"])
             gc.disable()
@@ -273,9 +273,9 @@ def main() -> None:
             _send(control, answer)
             gc.freeze()
             gc.enable()
-        elif word == b"c":
+        elif request == b"c":
             _send(control, _fits(_read_json(descriptors[0]), found))
-        elif word == b"k" and packages is not None:
+        elif request == b"k" and packages is not None:
             order, listening = _read_json(descriptors[0]), socket.socket(fileno=os.dup(descriptors[1]))
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -297,9 +297,9 @@ def _send(control: socket.socket, answer: dict[str, Any]) -> None:
 
 
 def _why_not_script(script: dict[str, str], found: Any) -> str:
-    """Return why what is imported is not what a script of a later run imports now. Raises OSError."""
+    """Return why the imports made differ from those of a script of a later run now. Raises OSError."""
     os.chdir(script["cwd"])
-    importlib.invalidate_caches()  # of what the user's folders held then
+    importlib.invalidate_caches()  # the user's folders may have changed
     now = preload.find_preloads(script["kind"], script["target"], _OWN_ROOT)
     if now.steps != found.steps:
         return "the script imports other packages than it has"
@@ -309,7 +309,7 @@ def _why_not_script(script: dict[str, str], found: Any) -> str:
 
 
 def _fits(order: dict[str, Any], found: Any) -> dict[str, Any]:
-    """Say whether what is imported is what a script of a later run imports now, and what that depended on."""
+    """Check whether the imports made equal those of a script of a later run now, with all that they depended on."""
     reason = _why_not_script(order, found)
     env, libraries = order["env"], tuple(order["read_by_libraries"])
     differing = {name for name, _ in env.items() ^ _found_by_imports.items()}
@@ -325,7 +325,7 @@ def _fits(order: dict[str, Any], found: Any) -> dict[str, Any]:
 
 
 def _describe(reason: str) -> dict[str, Any]:
-    """Return what the agent has to know of the imports, with the reason why no worker can be forked."""
+    """Return facts on the imports for the agent, with the reason why no worker can be forked."""
     return {
         "reason": reason,
         "has_torch": "torch" in sys.modules,
@@ -338,12 +338,12 @@ def _describe(reason: str) -> dict[str, Any]:
 
 
 def _thaw() -> None:
-    """Have the interpreter's end free what the imports left, as it does in a process that has imported it itself.
+    """Make the interpreter's end free objects of the imports, as in a process that has imported them itself.
 
-    With finalizers and what extensions count, such as the types of nanobind. Once is enough: the end's first collection
-    is made here, without all that, and the next one, after the modules are cleared, goes through it.
+    This includes finalizers, and objects that extensions count, such as the types of nanobind. Visiting them once is
+    enough: the end's first collection is made here, without them; the next, after the modules are cleared, has them.
     """
-    if bootstrap.ends_without_teardown():  # which ends without that
+    if bootstrap.ends_without_teardown():  # it ends without the teardown
         return
     if gc.isenabled():
         gc.collect()
@@ -352,7 +352,7 @@ def _thaw() -> None:
 
 
 def _open_streams() -> None:
-    """Make sys.stdin, stdout and stderr anew, on what a worker's are: they know whether they can be sought."""
+    """Open sys.stdin, stdout and stderr again, on files like a worker's: they know whether they are seekable."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     pipe = os.pipe()
     streams = (("stdin", 0, nothing), ("stdout", 1, pipe[1]), ("stderr", 2, pipe[1]))
@@ -378,13 +378,13 @@ def _open_stream(name: str, descriptor: int) -> None:
         line_buffering=before.line_buffering,
         write_through=before.write_through,
     )
-    stream.mode = before.mode  # type: ignore[misc]  # as the interpreter does
+    stream.mode = before.mode  # type: ignore[misc]  # as the interpreter sets it
     setattr(sys, name, stream)
     setattr(sys, f"__{name}__", stream)
 
 
 def _find_imports(kind: str, target: str) -> Any:
-    """Return what the script imports. Raises _UnfitError if that is not to be imported here."""
+    """Return the imports of the script. Raises _UnfitError if they must not be made here."""
     _refuse_tracers()
     found = preload.find_preloads(kind, target, _OWN_ROOT)
     if not found.imports and found.left_out:
@@ -403,7 +403,7 @@ def _refuse_tracers() -> None:
 
 
 def _import_packages(found: Any, kind: str, target: str, printed: _Printed) -> None:
-    """Import what the script does, as it would. Raises _UnfitError if workers cannot be forked then."""
+    """Make the script's imports in its way. Raises _UnfitError if workers cannot be forked then."""
     open_before = _open_files()
     _found_by_imports.update(os.environ)
     to_set = [*found.variables]
@@ -416,7 +416,7 @@ def _import_packages(found: Any, kind: str, target: str, printed: _Printed) -> N
                         _set(name, value)
                 _import(module, names)
             if found.imports_dynamo and "torch" in sys.modules:
-                _import("torch._dynamo", ())  # which an optimizer's first step imports, in seconds
+                _import("torch._dynamo", ())  # imported by an optimizer's first step, which takes seconds
         finally:
             printed.end()
     _check(open_before)
@@ -425,16 +425,16 @@ def _import_packages(found: Any, kind: str, target: str, printed: _Printed) -> N
 
 
 def _import_late(order: dict[str, Any], printed: _Printed) -> None:
-    """Import what the first workers have imported late, as far as this process is then as they were.
+    """Make late imports of the first workers, as far as this process is then in their state.
 
-    Raises _UnfitError if workers cannot be forked then, with the import that is to be left out next time.
+    Raises _UnfitError if workers cannot be forked then, with the import to leave out next time.
     """
     _refuse_tracers()
     try:
         record = late_imports.read_records(order["records"])
     except (OSError, ValueError) as error:  # the attempt has ended
         raise _UnfitError(f"the records of the workers cannot be read: {error}") from error
-    importlib.import_module("random")  # so that it is seen which imports draw from it
+    importlib.import_module("random")  # to see which imports draw from it
     _set_for_imports.clear()
     _found_by_imports.update(os.environ)
     libraries = tuple(order["read_by_libraries"])
@@ -458,7 +458,7 @@ def _import_late(order: dict[str, Any], printed: _Printed) -> None:
 
 
 def _take_on(variables: dict[str, str | None], record: Any) -> list[str]:
-    """Set the variables as the script had set them to constants; return those that are still not as in the worker."""
+    """Set variables that the script had set to constants; return those that still differ from the worker's."""
     unlike = []
     wanted = {**_found_by_imports, **variables}
     now = _all_variables()
@@ -475,7 +475,7 @@ def _take_on(variables: dict[str, str | None], record: Any) -> list[str]:
 
 
 def _all_variables() -> dict[str, str]:
-    """Return the variables, without any note of that."""
+    """Return all variables, without recording that."""
     found = os.environ._data  # type: ignore[attr-defined]
     return {os.fsdecode(name): os.fsdecode(value) for name, value in found.items()}
 
@@ -489,7 +489,7 @@ def _set(name: str, value: str | None) -> None:
 
 
 def _import_one(name: str, drawn: Sequence[str], record: Any, printed: _Printed) -> None:
-    """Import a module that workers have imported late. Raises _UnfitError if that may not be done ahead."""
+    """Import a module that workers have imported late. Raises _UnfitError if it cannot be imported early."""
     files, modules, random = _open_files(), {*sys.modules}, late_imports.random_states()
     _import(name, ())
     _check(files)
@@ -509,7 +509,7 @@ def _import(module: str, names: Sequence[str]) -> None:
         for name in names:
             if name != "*" and not hasattr(imported, name):
                 importlib.import_module(f"{module}.{name}")
-    except BaseException as error:  # the script will meet it itself, and say so
+    except BaseException as error:  # the script will raise and report it itself
         failed = type(error).__name__
     if reason := _Environ.why_unfit():
         raise _UnfitError(reason)
@@ -527,8 +527,8 @@ def _check(open_before: set[str]) -> None:
         raise _UnfitError("CUDA is in use after the imports")
     if opened := sorted(_open_files() - open_before):
         raise _UnfitError(f"the imports left {opened[0]} open")
-    # NumPy's OpenBLAS ends its threads before a fork and starts them again when they are needed. So a first fork, of
-    # a process that ends at once, leaves the threads that would not end. It takes some 20 ms.
+    # NumPy's OpenBLAS ends its threads before a fork and starts them again when needed. So after a first fork, of a
+    # process that exits at once, only threads are left that a fork does not end. It takes about 20 ms.
     if _threads():
         pid = os.fork()
         if pid == 0:
@@ -544,9 +544,9 @@ def _check(open_before: set[str]) -> None:
 
 
 def _threads() -> list[str]:
-    """Return the names of the threads beside this one that would be missed in a fork.
+    """Return the names of other threads of this process that would be missing after a fork.
 
-    jemalloc, which pyarrow brings along, takes its own thread down around a fork, and does its work without it then.
+    jemalloc, which comes with pyarrow, stops its own thread around a fork, and works without it after that.
     """
     names = []
     for number in sorted(map(int, os.listdir("/proc/self/task"))):
@@ -558,7 +558,7 @@ def _threads() -> list[str]:
 
 @contextlib.contextmanager
 def _variables_noted() -> Iterator[None]:
-    """Note which variables imports read meanwhile, and then which of them they have set. Others are as before then."""
+    """Record the variables that imports read meanwhile, then those that they have set; then restore the others."""
     before = _all_variables()
     for environ in (os.environ, os.environb):
         environ.__class__ = _Environ
@@ -587,13 +587,13 @@ def _open_files() -> set[str]:
     for name in os.listdir("/proc/self/fd"):
         try:
             found.add(os.readlink(f"/proc/self/fd/{name}"))
-        except FileNotFoundError:  # of the listing itself
+        except FileNotFoundError:  # descriptor of the listing itself
             continue
     return found - {os.devnull, "/dev/urandom", "/dev/random"}
 
 
 class _Printed:
-    """What is written to standard output and error from now on, kept for the workers."""
+    """Captures output and errors from now on, for the workers."""
 
     def __init__(self) -> None:
         self._streams = {descriptor: os.dup(descriptor) for descriptor in (1, 2)}
@@ -623,9 +623,9 @@ class _Printed:
 
 
 def _fork(control: socket.socket) -> bool:
-    """Fork a process that will be the agent's child; return True there.
+    """Fork a process that becomes the agent's child; return True there.
 
-    Between the two stands a process that ends at once: its child is adopted by the agent, which is a subreaper.
+    An intermediate process ends at once: its child is adopted by the agent, which is a subreaper.
     """
     passed_read, passed_write = os.pipe()
     between = os.fork()
@@ -645,7 +645,7 @@ def _fork(control: socket.socket) -> bool:
     os.close(passed_write)
     with os.fdopen(passed_read, "rb") as passed:
         pid = int(passed.read() or b"-11")
-    control.send(json.dumps({"pid": pid}).encode())  # first: the agent has things to do while the other process ends
+    control.send(json.dumps({"pid": pid}).encode())  # first, so that the agent continues while the other process ends
     os.waitpid(between, 0)
     return False
 
@@ -656,7 +656,7 @@ def _read_json(descriptor: int) -> dict[str, Any]:
 
 
 def _become_child_of(agent: int) -> None:
-    """Wait until the agent has adopted this process, which ends with it from then on, and begin a session."""
+    """Wait until the agent has adopted this process; then end together with it, and start a session."""
     limit = time.monotonic() + _ADOPTED_WITHIN_S
     while os.getppid() != agent and time.monotonic() < limit:
         time.sleep(0.0002)
@@ -667,7 +667,7 @@ def _become_child_of(agent: int) -> None:
 
 
 def _become(order: dict[str, Any], streams: Sequence[int], go: int) -> None:
-    """Make a worker of this process, once the agent has said that it may: what its start by exec would give it."""
+    """Turn this process into a worker once the agent allows it, equal to one started by exec."""
     _become_child_of(order["agent"])
     if not os.read(go, 1):
         os._exit(1)
@@ -676,7 +676,7 @@ def _become(order: dict[str, Any], streams: Sequence[int], go: int) -> None:
     for descriptor, stream in enumerate(streams):
         os.dup2(stream, descriptor)
         os.close(stream)
-    if order["has_input"]:  # a pipe, which cannot be sought
+    if order["has_input"]:  # a pipe, which is not seekable
         _open_stream("stdin", 0)
     if (threading := sys.modules.get("threading")) is not None:
         threading.main_thread()._set_native_id()  # a fork keeps the old one until Python 3.13
@@ -692,12 +692,12 @@ def _become(order: dict[str, Any], streams: Sequence[int], go: int) -> None:
     sys.argv = order["argv"][2:]
     sys.orig_argv[:] = order["argv"]
     _renew_secrets()
-    if "LD_PRELOAD" not in os.environ:  # a profiler may write at exit what it found
+    if "LD_PRELOAD" not in os.environ:  # a profiler may write its results at exit
         _skip_destructors()
 
 
 def _renew_secrets() -> None:
-    """Give this process random states of its own, as the start of an interpreter does. `random` does so itself."""
+    """Reseed this process, as the start of an interpreter does. The module `random` does that itself."""
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
         numpy_random.seed()
     if (torch := sys.modules.get("torch")) is not None:
@@ -707,10 +707,10 @@ def _renew_secrets() -> None:
 
 
 def _skip_destructors() -> None:
-    """Have exit() leave out what the libraries loaded so far registered for it, as the destructors of torch's tables.
+    """Make exit() skip the handlers of libraries loaded so far, such as destructors of torch's tables.
 
-    They would copy 40 MB of shared memory in each worker, for half of the time that its end takes (torch 2.13). What is
-    registered later is called, and the streams of C are flushed.
+    They would copy 40 MB of shared memory in each worker, which is half of the time that its end takes (torch 2.13).
+    Handlers that are registered later are called, and the streams of C are flushed.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "on_exit"):  # the GNU C library
@@ -721,7 +721,7 @@ def _skip_destructors() -> None:
 class _MemoryMap(ctypes.Structure):
     """The kernel's struct prctl_mm_map."""
 
-    _fields_ = [  # as ctypes wants it
+    _fields_ = [  # in the form of ctypes
         *((name, ctypes.c_uint64) for name in (
             "start_code", "end_code", "start_data", "end_data", "start_brk", "brk", "start_stack", "arg_start",
             "arg_end", "env_start", "env_end", "auxv",
@@ -731,9 +731,9 @@ class _MemoryMap(ctypes.Structure):
 
 
 def _show_as(argv: Sequence[str], env: dict[str, str]) -> None:
-    """Have ps, and who reads /proc/PID/environ, see this command and these variables.
+    """Show this command and these variables in ps and /proc/PID/environ.
 
-    A kernel that cannot do that leaves it: the process is then seen with the fork server's.
+    If the kernel does not support that, those of the fork server are shown.
     """
     with open("/proc/self/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
@@ -743,18 +743,18 @@ def _show_as(argv: Sequence[str], env: dict[str, str]) -> None:
     )}  # fmt: skip
     libc = ctypes.CDLL(None, use_errno=True)
     libc.sbrk.restype = ctypes.c_void_p
-    words = b"".join(os.fsencode(word) + b"\0" for word in argv)
+    arguments = b"".join(os.fsencode(each) + b"\0" for each in argv)
     variables = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in env.items())
-    memory = ctypes.create_string_buffer(words + variables, len(words) + len(variables))
+    memory = ctypes.create_string_buffer(arguments + variables, len(arguments) + len(variables))
     start = ctypes.addressof(memory)
-    end = start + len(words)
+    end = start + len(arguments)
     described = _MemoryMap(
         **number, brk=libc.sbrk(0), arg_start=start, arg_end=end, env_start=end, env_end=end + len(variables),
         exe_fd=0xFFFFFFFF,
     )  # fmt: skip
     size = ctypes.c_ulong(ctypes.sizeof(described))
     if libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, ctypes.byref(described), size, 0) == 0:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))  # never freed: it is read until the process has gone
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))  # never freed: the kernel reads it until the process ends
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What a fork server does when its run is over and it is to stay warm: it waits for runs, and serves them.
+"""The fork server after its run, if it stays warm: waits for runs, and serves them.
 
 Loaded by fork_server.py alone, into its process. For a later run it forks a new guard, a new agent and a new fork
 server: the first two then execute dtrain's own program, the third is as this process was when its imports were done.
-A later run's processes hold nothing of an earlier one's.
+No process of a later run keeps anything of an earlier one.
 
-Requests are JSON, each with its answer, on connections whose other end must be of the same user.
+Requests are JSON, each with its answer, on connections whose other end must belong to the same user.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from functools import partial
 from typing import Any
 
 _PEER = struct.Struct("3i")  # pid, uid, gid
-_LIMITS = struct.pack("3d", math.nan, 0.0, 0.0)  # as cleanup/lease.py's Limits begin
+_LIMITS = struct.pack("3d", math.nan, 0.0, 0.0)  # initial values of Limits in cleanup/lease.py
 _MESSAGE_BYTES = 1 << 16
-_PROMISE_S = 2.0  # so long this process stays for who was told that it fits
-_LOOK_S = 5.0  # a poll does not count the time that the machine sleeps, and nobody tells us of a socket removed
+_PROMISE_S = 2.0  # how long this process stays for a client after it answered that it fits
+_LOOK_S = 5.0  # a poll does not count the machine's sleep, and does not report a removed socket
 _PR_SET_PDEATHSIG = 1
 _METADATA = (".dist-info", ".egg-info", ".egg-link", ".pth")
 
 
 class Packages:
-    """The state of the installed packages: made before they are imported."""
+    """The state of the installed packages; create it before they are imported."""
 
     def __init__(self) -> None:
         self._metadata = _metadata()
         self._files: dict[str, tuple[int, int]] = {}
 
     def imported(self) -> None:
-        """Take in the files of all that is imported by now."""
+        """Record the files of all modules imported by now."""
         self._files = {path: state for path in _files() if (state := _state(path)) is not None}
 
     def changed(self) -> str:
-        """Return what has changed since, in words; empty: nothing."""
+        """Return what has changed since then; empty: nothing."""
         for path, state in self._files.items():
             if _state(path) != state:
                 return f"changed since then: {path}"
@@ -79,8 +79,8 @@ def _state(path: str) -> tuple[int, int] | None:
 
 
 class Keeper:
-    """One process that stays warm. `open_files` are the descriptors that its imports need; `why_not_script` says why
-    these are not what a script imports."""
+    """One process that stays warm. `open_files` are descriptors that its imports need; `why_not_script` returns why
+    they differ from the imports of a script."""
 
     def __init__(
         self,
@@ -100,12 +100,12 @@ class Keeper:
         self._why_not_script = why_not_script
         self._since = time.time()
         self._until = _now() + order["keep_s"]
-        self._waiting: list[socket.socket] = []  # connections of which no run has come yet
-        self._promised: dict[socket.socket, float] = {}  # until when this process stays for those that may send a run
+        self._waiting: list[socket.socket] = []  # connections that have not sent a run yet
+        self._promised: dict[socket.socket, float] = {}  # until when to stay for connections that may send a run
         self._runs: dict[int, socket.socket] = {}  # by the pid of the guard
 
     def wait(self) -> socket.socket:
-        """Serve until the time is over, and then end this process; return in a new fork server: its control."""
+        """Serve until the time is over, then end this process. Returns only in a new fork server its control."""
         os.chdir("/")
         wake_read, wake_write = os.pipe()
         for descriptor in (wake_read, wake_write):
@@ -137,7 +137,7 @@ class Keeper:
 
     def _end_when_due(self) -> None:
         if self._listening is not None and not os.path.exists(self._path):
-            self._stop()  # whoever removed it does not want us to be found
+            self._stop()  # it was removed so that no run finds this process
         if not self._runs and _now() >= self._due():
             self._stop()
             os._exit(0)
@@ -148,7 +148,7 @@ class Keeper:
         return max([until, *self._promised.values()])
 
     def _stop(self) -> None:
-        """Be found no more; end with the last run."""
+        """Stop listening; end with the last run."""
         if self._listening is not None:
             self._listening.close()
             self._listening = None
@@ -158,7 +158,7 @@ class Keeper:
                 os.rmdir(os.path.dirname(self._path))
 
     def _accept(self) -> None:
-        if self._listening is None:  # since the poll
+        if self._listening is None:  # closed after the poll
             return
         connection, _ = self._listening.accept()
         _, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
@@ -194,11 +194,11 @@ class Keeper:
             return None
         finally:
             for descriptor in descriptors:
-                with contextlib.suppress(OSError):  # a new fork server has closed them
+                with contextlib.suppress(OSError):  # a new fork server has closed them already
                     os.close(descriptor)
 
     def _lost(self, connection: socket.socket) -> None:
-        """The other end is gone: if it had a run here, that is to end, which the death of its guard says."""
+        """Handle the loss of a connection; if it had a run here, end that by killing its guard."""
         for pid, of_run in self._runs.items():
             if of_run is connection:
                 os.kill(pid, signal.SIGKILL)
@@ -232,7 +232,7 @@ class Keeper:
                 self._answer(connection, {"runs": len(self._runs)})
             case "run" if len(descriptors) == 5 and isinstance(order.get("cores"), list):
                 return self._run(connection, order, descriptors)
-            case _:  # of no sense
+            case _:  # an unknown request
                 self._lost(connection)
         return None
 
@@ -242,7 +242,7 @@ class Keeper:
             connection.send(json.dumps(answer).encode())
 
     def _why_not(self, surroundings: dict[str, str]) -> str:
-        """Return why this process is of no use there; if no run can use it any more, it also stops."""
+        """Return why this process cannot be used there; if no run can use it any more, stop as well."""
         mine = self._surroundings
         if names := sorted({name for name, _ in mine.items() ^ surroundings.items()}):
             return f"not the same as then: {names[0]}"
@@ -251,7 +251,7 @@ class Keeper:
         return changed
 
     def _compare(self, connection: socket.socket, script: dict[str, str]) -> None:
-        """Have a fork of this process answer whether it has imported what a script does: it reads the user's files."""
+        """Compare the imports with a script's in a fork, which answers: that reads the user's files."""
         try:
             pid = os.fork()
         except OSError as error:
@@ -262,7 +262,7 @@ class Keeper:
         try:
             try:
                 reason = self._why_not_script(script)
-            except OSError as error:  # its working directory is not there
+            except OSError as error:  # its working directory does not exist
                 reason = f"the script cannot be read: {error}"
             self._answer(connection, {"reason": reason})
         finally:
@@ -271,7 +271,7 @@ class Keeper:
     def _run(
         self, connection: socket.socket, order: dict[str, Any], descriptors: Sequence[int]
     ) -> socket.socket | None:
-        """Fork guard, agent and fork server for a run; return in the last of them: its control."""
+        """Fork guard, agent and fork server for a run. Returns a socket only in the last: its control."""
         try:
             pid = os.fork()
         except OSError as error:
@@ -285,14 +285,14 @@ class Keeper:
             return None
         try:
             return self._begin(connection, order, descriptors)
-        except OSError:  # the keeper reports the end, and who asked starts an agent of its own
+        except OSError:  # the keeper reports the end, and the client starts an agent of its own
             os._exit(1)
 
     def _begin(self, connection: socket.socket, order: dict[str, Any], descriptors: Sequence[int]) -> socket.socket:
-        """Become the guard, and fork the others. Raises OSError in those that cannot fork.
+        """Become the guard, and fork the others. Raises OSError in a process that cannot fork.
 
-        Guard and agent get the variables, standard streams and processors of the process whose place the agent takes,
-        and hold the connection to it: that process ends when nothing holds the connection any more.
+        Guard and agent get the variables, standard streams and processors of the process that the agent replaces, and
+        hold the connection to it: that process ends once no process holds the connection.
         """
         environ, may_begin, *streams = descriptors
         env: dict[str, str] = json.loads(os.pread(environ, os.fstat(environ).st_size, 0))
@@ -320,13 +320,13 @@ class Keeper:
         return theirs
 
     def _forget(self, control: socket.socket, *others: socket.socket) -> None:
-        """Close what is open here and is nothing of a new fork server's."""
+        """Close all descriptors that do not belong to a new fork server."""
         for each in (self._listening, *self._waiting, *self._runs.values(), *others):
             if each is not None:
                 each.detach()
         for name in os.listdir("/proc/self/fd"):
             if int(name) not in (0, 1, 2, control.fileno(), *self._open_files):
-                with contextlib.suppress(OSError):  # of the listing itself
+                with contextlib.suppress(OSError):  # descriptor of the listing itself
                     os.close(int(name))
 
 
@@ -343,7 +343,7 @@ def _become(
     cores: Sequence[int],
     kept: Sequence[int],
 ) -> None:
-    """Execute the agent's program, and do not return."""
+    """Execute the agent's program. Never returns."""
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGUSR1, signal.SIGUSR2))
         os.sched_setaffinity(0, cores)
@@ -351,7 +351,7 @@ def _become(
             os.dup2(stream, number)
         for descriptor in kept:
             os.set_inheritable(descriptor, True)
-        # In a file: the arguments of a process can be read by every user.
+        # In a file: every user can read the arguments of a process.
         file = os.memfd_create("orders", 0)
         os.write(file, json.dumps(orders).encode())
         os.execve(sys.executable, [sys.executable, "-m", "launcher.agent", role, str(file)], env)
@@ -366,20 +366,20 @@ def _die_with(parent: int) -> None:
 
 
 def outlive_parent() -> None:
-    """Undo what ends this process with its parent."""
+    """Undo that this process dies with its parent."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
 
 
 def _memory_bytes() -> int:
-    """Return the proportional share of this process, else what it has mapped."""
-    for name, word in (("smaps_rollup", "Pss:"), ("status", "VmRSS:")):
+    """Return the proportional share of this process, else its resident memory."""
+    for name, field in (("smaps_rollup", "Pss:"), ("status", "VmRSS:")):
         with contextlib.suppress(OSError), open(f"/proc/self/{name}", encoding="ascii") as file:
             for line in file:
-                if line.startswith(word):
+                if line.startswith(field):
                     return int(line.split()[1]) << 10
     return 0
 
 
 def _now() -> float:
-    """Return a time that goes on while the machine sleeps."""
+    """Return the time of a clock that runs on while the machine sleeps."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)

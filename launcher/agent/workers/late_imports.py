@@ -1,13 +1,13 @@
-"""Which installed packages a worker imports after its script has begun, and which of them may be imported ahead.
+"""Records which installed packages a worker imports after its script has started, and which can be imported early.
 
 A worker (bootstrap.py) records each import that the user's own code makes, and writes the record at the first step of
-an optimizer. The fork server reads the records of a host's first workers. It makes the same imports in a process that
-it forks for that, and from which later workers are forked.
+an optimizer. The fork server reads the records of a host's first workers. It makes the same imports in a separate
+forked process, and later workers are forked from that.
 
-An import may be made ahead only if it finds the process as it was in the worker: the variables, and what else
-`process_state` names. It has to leave the modules, from the same files, that the worker had at its first step. One that
-draws random numbers must not come after the script has drawn some, or has seeded them. Modules of the user's own are
-never imported ahead: they may be edited between two attempts.
+An early import is allowed only if it finds the process as in the worker: its variables and its `process_state`. It
+must leave the same modules, from the same files, that the worker had at its first step. If it draws random numbers,
+the script must not have drawn or seeded any before it. Modules of the user's own are never imported early: they may be
+edited between two attempts.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:  # this file is loaded in every worker
 
 __all__ = ["Record", "Recorder", "process_state", "random_states", "read_records"]
 
-_INSTALLED = ("/site-packages/", "/dist-packages/")  # the user's and Debian's, wherever they are
+_INSTALLED = ("/site-packages/", "/dist-packages/")  # pip's and Debian's, in any place
 _STDLIB = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _OWN = os.path.abspath(__file__).rpartition("/launcher/")[0]
 _OF_DTRAIN = (f"{_OWN}/launcher{os.sep}", f"{_OWN}/ddp{os.sep}")
 
 
 class Recorder:
-    """Records the imports of one worker. `known` are the modules that it began with."""
+    """Records the imports of one worker. `known` are the modules loaded at its start."""
 
     def __init__(self, known: frozenset[str]) -> None:
         self._known = known
@@ -39,10 +39,10 @@ class Recorder:
         self._random = random_states()
         self._imports: list[tuple[str, dict[Any, Any], list[str], list[str]]] = []
         self._last, self._last_began = "", 0.0
-        self._took: dict[str, float] = {}  # how long the imports of packages took at least, in s
+        self._took: dict[str, float] = {}  # least duration of the imports of packages, in s
 
     def note(self, name: str) -> None:
-        """Note an import that is about to be made, unless the code of an installed package makes it."""
+        """Record an import that is about to start, unless the code of an installed package makes it."""
         last, now = sys.modules.get(self._last), time.monotonic()
         if _is_being_imported(last) and not _is_own(origin_of(last)):
             self._took[self._last.partition(".")[0]] = now - self._last_began
@@ -54,7 +54,7 @@ class Recorder:
         self._imports.append((name, self._variables, process_state(), drawn))
 
     def write(self, path: str) -> None:
-        """Write the record to a file, unless there was no such import. Raises OSError."""
+        """Write the record to a file, unless it is empty. Raises OSError."""
         modules = {
             name: origin_of(module)
             for name, module in [*sys.modules.items()]
@@ -80,7 +80,7 @@ class Recorder:
         os.rename(f"{path}.new", path)
 
     def write_times(self, path: str) -> None:
-        """Write how long the imports of packages took, if there were any. Raises OSError."""
+        """Write the durations of the imports of packages, if there were any. Raises OSError."""
         if not self._took:
             return
         import json
@@ -96,7 +96,7 @@ class Recorder:
 
 
 def _environ() -> Any:
-    return os.environ._data  # type: ignore[attr-defined]  # decoding them all takes longer than an import
+    return os.environ._data  # type: ignore[attr-defined]  # decoding them all would take longer than an import
 
 
 def _variables() -> dict[Any, Any]:
@@ -108,14 +108,14 @@ def _is_being_imported(module: Any) -> bool:
 
 
 def _loaded(*names: str) -> Iterator[Any]:
-    """Yield these modules, or None of those that are not imported yet."""
+    """Yield these modules; None for those that are not imported yet."""
     for name in names:
         module = sys.modules.get(name)
         yield None if _is_being_imported(module) else module
 
 
 def origin_of(module: Any) -> str | None:
-    """Return where a module is from: its file, `built-in`, or None where nothing says it."""
+    """Return where a module is from: its file, `built-in`, or None if unknown."""
     origin = getattr(getattr(module, "__spec__", None), "origin", None)
     return origin if type(origin) is str else None
 
@@ -128,9 +128,9 @@ def _is_own(origin: str | None) -> bool:
 
 
 def _has_parts_of(name: str, own: set[str]) -> bool:
-    """Return whether a module holds functions or classes of the user's: if imported ahead, it would not find them."""
+    """Return whether a module holds functions or classes of the user's, which it would lack if imported early."""
     for value in [*getattr(sys.modules[name], "__dict__", {}).values()]:
-        kind = type(value)  # isinstance() would ask the object, and some say then that they are deprecated
+        kind = type(value)  # isinstance() asks the object, and some then warn of deprecation
         part = value.__module__ if kind is types.FunctionType else vars(value).get("__module__") if kind is type else ""
         if type(part) is str and part in own:
             return True
@@ -138,7 +138,7 @@ def _has_parts_of(name: str, own: set[str]) -> bool:
 
 
 def process_state() -> list[str]:
-    """Describe what a script may set for its whole process, beside variables, and an import may act on."""
+    """Describe process-wide settings, besides variables, that a script may change and an import may act on."""
     warnings, logging, context, torch = _loaded("warnings", "logging", "multiprocessing.context", "torch")
     root = None if logging is None else logging.root
     return [
@@ -153,7 +153,7 @@ def process_state() -> list[str]:
 
 
 def random_states() -> dict[str, object]:
-    """Return the states of random numbers that are shared by a process."""
+    """Return the states of the process-wide random number generators."""
     random, numpy, torch = _loaded("random", "numpy.random", "torch")
     found: dict[str, object] = {}
     if random is not None:
@@ -172,11 +172,11 @@ def _finders() -> list[str]:
 
 
 class Record:
-    """What the first workers have recorded: imports in order, each as `(module, variables, process_state, drawn)`.
+    """Records of the first workers: imports in order, each as `(module, variables, process_state, drawn)`.
 
-    `drawn` are the kinds of random numbers that were not as at the worker's start, or that it did not have then.
-    `constants` are the strings in the user's code: ahead, variables are set to nothing else. `differing` are those that
-    the workers did not set alike.
+    `drawn` are the kinds of random numbers whose state had changed since the worker's start, or did not exist then.
+    `constants` are the strings in the user's code: variables are set early to nothing else. `differing` are variables
+    that the workers set differently.
     """
 
     def __init__(self, records: Sequence[Mapping[str, Any]]) -> None:
@@ -193,10 +193,10 @@ class Record:
         }
 
     def why_not_alike(self, before: set[str]) -> str:
-        """Return what is imported since then that the worker did not have, in words; empty if there is nothing."""
-        modules: dict[str, Any] = sys.modules  # None of what is not to be imported
+        """Return a reason if a module imported since then differs from the worker's; empty if none does."""
+        modules: dict[str, Any] = sys.modules  # None marks a module that must not be imported
         for name, module in [*modules.items()]:
-            if name in before or module is None or module is sys.modules["__main__"]:  # as multiprocessing names it
+            if name in before or module is None or module is sys.modules["__main__"]:  # also `__mp_main__`
                 continue
             origin = origin_of(module)
             if _is_own(origin):
@@ -223,7 +223,7 @@ def _constants(path: str) -> Iterator[str]:
     try:
         with open(path, "rb") as file:
             tree = ast.parse(file.read())
-    except (OSError, SyntaxError, ValueError, RecursionError):  # an extension, or a file that has gone
+    except (OSError, SyntaxError, ValueError, RecursionError):  # an extension, or a file that was removed
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):

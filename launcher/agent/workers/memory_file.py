@@ -1,4 +1,4 @@
-"""Files for workers that this process keeps, in memory where that can be had, and that go with it."""
+"""Files for workers that this process keeps, in memory if possible, and that vanish with it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ __all__ = ["MemoryFile"]
 
 
 class MemoryFile:
-    """A file without a folder, at `path`; where memory has no files, an empty one at the path that was asked for.
+    """A file without a folder, at `path`; if memory files are not available, an empty file at the given path.
 
-    Memory that is named by descriptor goes with this process, whatever ends it. A file in /dev/shm would outlive that,
-    or be removed too early: systemd-logind does so when the user logs out (RemoveIPC in logind.conf). Who maps it
-    cannot lose it to a full disk, as long as it has `size_bytes` from the beginning.
+    Memory that is named by a descriptor is freed when this process ends, however that happens. A file in /dev/shm would
+    outlive it, or be removed too early: systemd-logind does so when the user logs out (RemoveIPC in logind.conf). With
+    `size_bytes` allocated from the beginning, a process that maps it cannot fail because of a full disk.
     """
 
     def __init__(self, name: str, path: str, size_bytes: int = 0) -> None:
@@ -20,7 +20,7 @@ class MemoryFile:
         try:
             self.descriptor = os.memfd_create(f"dtrain-{name}", os.MFD_CLOEXEC)
             self.path = f"/proc/{os.getpid()}/fd/{self.descriptor}"
-        except OSError:  # forbidden there, as by sysctl vm.memfd_noexec: then with the other files of the attempt
+        except OSError:  # forbidden, for example by sysctl vm.memfd_noexec: put it with the other files
             self.path = path
             self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:

@@ -1,4 +1,4 @@
-"""What the workers of one attempt write: read from their pipes and passed on to the controller, while that reads."""
+"""Output of one attempt's workers: reads their pipes and passes it on to the controller, as fast as that reads."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ class OutputPipes:
     """Reads the pipes of workers, from `begin` until `end`, unless `writer` has too much unsent."""
 
     def __init__(self, selector: selectors.BaseSelector, writer: StreamWriter) -> None:
-        self.read_bytes = 0  # of all workers
+        self.read_bytes = 0  # from all workers
         self._selector = selector
         self._writer = writer
 
     def begin(self, worker: Worker) -> None:
-        """Read what a worker writes, from now on; while the writer holds, from `hold(False)` on."""
+        """Read a worker's output from now on; if the writer holds, from `hold(False)` on."""
         if not self._writer.holding:
             self._watch(worker)
 
     def hold(self, worker: Worker, hold: bool) -> None:
-        """Stop or go on reading what a worker writes."""
+        """Pause or resume reading a worker's output."""
         if hold:
             self._unwatch(worker)
         else:
             self._watch(worker)
 
     def drain(self, worker: Worker) -> None:
-        """Pass on what a worker wrote up to now."""
+        """Pass on a worker's output up to now."""
         for descriptor in list(worker.pipes):
-            for _ in range(PIPE_READS):  # what it wrote; a child of it may go on writing for ever
+            for _ in range(PIPE_READS):  # bounded: a child of the worker may write for ever
                 if self._writer.holding or not self._read(worker, descriptor):
                     break
 
     def end(self, worker: Worker) -> None:
-        """Pass on what a worker wrote up to now, and read no more."""
+        """Pass on a worker's output up to now, and read no more."""
         self.drain(worker)
         if not self._writer.holding:
             self._unwatch(worker)
@@ -58,8 +58,8 @@ class OutputPipes:
             self._selector.unregister(descriptor)
 
     def _read(self, worker: Worker, descriptor: int) -> bool:
-        """Pass on what a worker wrote; return whether there may be more now."""
-        if self._writer.holding or descriptor not in worker.pipes:  # changed since the selector looked
+        """Pass on output of a worker; return whether there may be more now."""
+        if self._writer.holding or descriptor not in worker.pipes:  # changed after the selector reported it
             return False
         try:
             data = os.read(descriptor, READ_BYTES)

@@ -1,9 +1,9 @@
-"""What a script imports from installed packages before it does anything else, found by reading its source.
+"""Finds the installed packages that a script imports before it does anything else, by reading its source.
 
-Nothing of the script runs here. Its top-level statements are read in order, and those of the user's own modules that
-it imports, where they are imported. Reading ends at the first statement that could have an effect, such as a call:
-what is imported after that may depend on it. Calls of a few functions that only look have none, such as `time.time()`.
-A variable that is set to a constant is noted: the imports after it find it so.
+The script is not executed. Its top-level statements are read in order, and those of the user's own modules at the
+place where they are imported. Reading ends at the first statement that could have an effect, such as a call: later
+imports may depend on it. Calls of a few read-only functions, such as `time.time()`, have none. A variable that is set
+to a constant is recorded: the imports after it must find it set.
 """
 
 from __future__ import annotations
@@ -20,19 +20,17 @@ from collections.abc import Iterator, Sequence
 
 __all__ = ["NAMES_TORCH", "NEVER", "Found", "find_hidden", "find_preloads", "folder_of", "imports_of_code"]
 
-# They start threads, connect to something or read the worker's rank when they are imported.
+# They start threads, open connections or read the worker's rank when imported.
 NEVER = {
     "cupy", "deepspeed", "grpc", "horovod", "jax", "jaxlib", "keras", "lightning", "lightning_fabric",
     "lightning_utilities", "mpi4py", "pycuda", "pyspark", "pytorch_lightning", "ray", "tensorflow", "torch_xla",
     "torchmetrics",
 }  # fmt: skip
 _ON_TORCH = NEVER & {"deepspeed", "lightning", "lightning_fabric", "pytorch_lightning", "torchmetrics"}
-_INSTALLED = ("/site-packages/", "/dist-packages/")  # the user's and Debian's, wherever they are
-NAMES_TORCH = re.compile(
-    rb"TORCH(?!ELASTIC_)"
-)  # those are the launcher's own, and nothing that torch reads when imported
-_EFFECTS = ("CALL", "BINARY_SUBSCR", "STORE_SUBSCR", "STORE_ATTR", "FOR_ITER", "YIELD", "POP_JUMP")  # of bytecode
-# What only looks: beginnings of dotted names, and functions.
+_INSTALLED = ("/site-packages/", "/dist-packages/")  # pip's and Debian's, in any place
+NAMES_TORCH = re.compile(rb"TORCH(?!ELASTIC_)")  # those are the launcher's own; torch does not read them when imported
+_EFFECTS = ("CALL", "BINARY_SUBSCR", "STORE_SUBSCR", "STORE_ATTR", "FOR_ITER", "YIELD", "POP_JUMP")  # bytecode
+# Calls without effects: prefixes of dotted names, and functions.
 _LOOKS = ("time.", "datetime.", "math.", "os.path.", "os.environ.get", "os.getenv", "os.getpid", "logging.getLogger")
 _CONVERTS = {"bool", "float", "int", "len", "max", "min", "str"}
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Pass)
@@ -41,37 +39,37 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Pass)
 class Found:
     """What to import: `(module, names)` in order, as in `import module` or `from module import names`.
 
-    `variables` are set to constants: after how many of these imports, name, value, and whether that replaces another.
+    `variables` are set to constants: number of imports before it, name, value, and whether it replaces another value.
     """
 
     def __init__(self) -> None:
         self.imports: list[tuple[str, tuple[str, ...]]] = []
         self.variables: list[tuple[int, str, str, bool]] = []
-        self.left_out: list[str] = []  # packages that each worker has to import by itself
+        self.left_out: list[str] = []  # packages that each worker must import by itself
         self.uses_optimizer = False
-        self.sets_torch = False  # it names variables of torch, which may be changed before torch reads them
+        self.sets_torch = False  # it names variables of torch, so it may change them before torch reads them
 
     @property
     def steps(self) -> tuple[object, ...]:
-        """All that is done, to compare it with that of another script."""
+        """All steps, to compare them with those of another script."""
         return self.imports, self.variables, self.imports_dynamo
 
     @property
     def imports_dynamo(self) -> bool:
-        """Whether it will import torch._dynamo, which may be done before."""
+        """Whether it will import torch._dynamo, which may be imported early."""
         return self.uses_optimizer and not self.sets_torch
 
 
 class _EffectError(Exception):
-    """A statement that could have an effect: what follows is not read."""
+    """A statement could have an effect: nothing after it is read."""
 
 
 def find_preloads(kind: str, target: str, own_root: str) -> Found:
     """Read a script, or the module that `python -m` would run, from the working directory.
 
-    Of a function, `target` are the modules that it uses, with commas.
+    For a function, `target` are the modules that it uses, separated by commas.
 
-    `own_root` is the folder of dtrain's own packages, which count as installed wherever they are.
+    `own_root` is the folder of dtrain's own packages, which count as installed in any place.
     """
     found = Found()
     reader = _Reader(found, folder_of(kind, target), own_root)
@@ -89,9 +87,9 @@ def find_preloads(kind: str, target: str, own_root: str) -> Found:
 
 
 def folder_of(kind: str, target: str) -> list[str]:
-    """Return the folder that comes first in sys.path when the script runs; with PYTHONSAFEPATH there is none.
+    """Return the first folder in sys.path when the script runs; none with PYTHONSAFEPATH.
 
-    Nor is there one for a function, which has its own in PYTHONPATH.
+    A function has none either: its folders are in PYTHONPATH.
     """
     if kind == "function" or getattr(sys.flags, "safe_path", False):
         return []
@@ -108,9 +106,9 @@ def imports_of_code(code: types.CodeType) -> Iterator[str]:
 
 
 def find_hidden(folder: Sequence[str]) -> str:
-    """Return the name of an imported module that is not what the script would import; empty if there is none.
+    """Return the name of an imported module that the script would import from elsewhere; empty if there is none.
 
-    `folder` is as `folder_of` returns it.
+    `folder` is the result of `folder_of`.
     """
     inside = {name.partition(".")[0] for path in folder for name in os.listdir(path)}
     for name in sorted(inside & sys.modules.keys() - {"__main__"}):
@@ -123,14 +121,14 @@ def find_hidden(folder: Sequence[str]) -> str:
 class _Reader:
     def __init__(self, found: Found, folder: list[str], own_root: str) -> None:
         self._found = found
-        self._folder = folder  # where the script's own modules are looked for first
+        self._folder = folder  # searched first, for the script's own modules
         paths = (sysconfig.get_path(name) for name in ("purelib", "platlib"))
         installed = [os.path.realpath(path) for path in (*paths, os.path.join(own_root, "ddp"))]
         self._installed = tuple(path + os.sep for path in installed)
         self._seen: set[str] = set()
 
     def read(self, path: str, package: str) -> None:
-        """Read one file of the user's. Raises _EffectError at a statement after which nothing more is to be read."""
+        """Read one file of the user's. Raises _EffectError at a statement after which nothing is read."""
         full = os.path.realpath(path)
         if full in self._seen:
             return
@@ -158,13 +156,13 @@ class _Reader:
             raise _EffectError
 
     def read_module(self, name: str) -> bool:
-        """Read a module of the user's, its packages first; of an installed one read nothing, and return False."""
+        """Read a user's module, its packages first. Do not read an installed one: return False."""
         parts = name.split(".")
         path: list[str] | None = None
         for count in range(1, len(parts) + 1):
             spec = _find(parts[count - 1], [*self._folder, *sys.path] if count == 1 else path)
             if spec is None:
-                raise _EffectError  # an import hook may know it, or the script will fail
+                raise _EffectError  # an import hook may find it, or the script will fail
             if spec.origin is None:
                 return True  # a namespace package: there is no file to read or to import
             if self._is_installed(spec.origin):
@@ -188,7 +186,7 @@ class _Reader:
         top = module.partition(".")[0]
         if top in NEVER:
             self._found.left_out.append(top)
-        if top in _ON_TORCH and not self.read_module(top):  # which is thus imported once for all
+        if top in _ON_TORCH and not self.read_module(top):  # torch is thus imported once for all workers
             self._found.imports.append(("torch", ()))
         if top in sys.stdlib_module_names or top in NEVER:
             return
@@ -226,7 +224,7 @@ def _absolute(statement: ast.ImportFrom, package: str) -> str:
 
 
 def _set_variable(statement: ast.stmt) -> tuple[str, str, bool] | None:
-    """Return name and value of the variable that a statement sets to a constant, and whether it replaces another."""
+    """Return name and value of a variable that a statement sets to a constant, and whether it replaces a value."""
     match statement:
         case ast.Assign(targets=[ast.Subscript(value=where, slice=ast.Constant(value=str(name)))], value=value):
             replaces = True
@@ -246,14 +244,14 @@ def _set_variable(statement: ast.stmt) -> tuple[str, str, bool] | None:
 
 
 def _dotted(value: ast.expr) -> str:
-    """Return `a.b.c` of a name with attributes; empty of all else."""
+    """Return `a.b.c` for a name with attributes, else an empty string."""
     if isinstance(value, ast.Attribute):
         return f"{before}.{value.attr}" if (before := _dotted(value.value)) else ""
     return value.id if isinstance(value, ast.Name) else ""
 
 
 def _is_harmless(statement: ast.stmt) -> bool:
-    """Whether no import after this statement can depend on it."""
+    """Return whether no import after this statement can depend on it."""
     if isinstance(statement, _DEFINITIONS) or (
         isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
     ):

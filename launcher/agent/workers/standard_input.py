@@ -1,9 +1,9 @@
-"""What a worker reads as its standard input, where that comes from the controller: a pipe, and what waits for it.
+"""Standard input of a worker that comes from the controller: a pipe, and the data queued for it.
 
-Whether pdb waits there for a command, the worker's own bootstrap.py says in a file.
+If pdb waits there for a command, the worker's own bootstrap.py shows that by a file.
 
-Owned by attempt.py. A process that takes the place of a dead one gets a new pipe and reads on. At most INPUT_BYTES wait
-here, since the controller sends no more than was taken.
+Owned by attempt.py. A process that replaces a dead one gets a new pipe and reads on. At most INPUT_BYTES are queued
+here, since the controller sends no more than was acknowledged.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from launcher.agent.workers.worker import Worker
 from launcher.protocol.commands import Input, StartWorker
 from launcher.protocol.reports import Asks, InputTaken
 
-LOOK_S = 0.05  # after a worker has begun a line, until it is seen whether it waits for an answer; then ever rarer
+LOOK_S = 0.05  # between looks whether a worker with an unfinished line waits for input; then less and less often
 RARELY_S = 0.5
 _GONE = (errno.EPIPE, errno.ECONNRESET)
 
 
 class StandardInput:
-    """Of one attempt; of its one rank that has an input here, if there is one."""
+    """Standard input of one attempt: of its one rank that has input here, if there is one."""
 
     def __init__(self, attempt: int, selector: selectors.BaseSelector, writer: StreamWriter) -> None:
-        self.waits = 0  # heartbeats at which it was waited for
+        self.waits = 0  # heartbeats at which the worker waited for input
         self._rank = -1
         self._attempt = attempt
         self._selector = selector
@@ -43,12 +43,12 @@ class StandardInput:
         self._pause_s, self._seen_bytes = LOOK_S, 0
 
     def expect(self, order: StartWorker) -> None:
-        """Take note of a worker that is to be started: its input may come before it runs."""
+        """Record the rank of a worker to be started with input: data may come before it runs."""
         if order.has_input:
             self._rank = order.rank
 
     def open(self, rank: int) -> int | None:
-        """Return what the next process of a rank is to read from, for the caller to close. Raises OSError."""
+        """Return the descriptor that the next process of a rank reads from; the caller closes it. Raises OSError."""
         if rank != self._rank:
             return None
         self.close()
@@ -57,45 +57,45 @@ class StandardInput:
         return read_end
 
     def begin(self, worker: Worker) -> None:
-        """Write to this process, if it has the pipe, what waits for it."""
+        """Write queued data to this process, if it has the pipe."""
         if worker.rank == self._rank:
             self._worker = worker
             self._write()
 
-    def take(self, message: Input) -> None:
-        """Take what the worker is to read; an order of no sense is ignored."""
+    def add(self, message: Input) -> None:
+        """Queue input for the worker; ignore an order that does not apply."""
         if (message.rank, message.attempt) == (self._rank, self._attempt):
             self._unwritten += message.data
             self._is_end |= message.is_end
             self._note(asks=False)
-            if self._worker is not None:  # else its old prompt could be taken for a new one
+            if self._worker is not None:  # else its old prompt would count as a new one
                 self._worker.end_lines()
             self._write()
 
     def end(self, worker: Worker) -> None:
-        """Let go of this process, if it is the one that reads."""
+        """Release this process, if it is the one that reads."""
         if worker is self._worker:
             self.close()
 
     def close(self) -> None:
-        """Let go of the process that reads."""
+        """Release the process that reads."""
         self._note(asks=False)
         self._worker = None
         self._close_pipe()
 
     def waiting_rank(self) -> int | None:
-        """Return which rank waits for its input, if one does; asked at each heartbeat."""
+        """Return the rank that waits for its input, if one does; call it at each heartbeat."""
         waits = self._is_waited_for
         self.waits += waits
         return self._rank if waits else None
 
     @property
     def pause_s(self) -> float:
-        """How soon `look` may find something."""
+        """Time until `look` may find something."""
         return self._pause_s if self._asks or self._may_ask else float("inf")
 
     def look(self) -> None:
-        """See whether it has written a prompt and waits."""
+        """Check whether the process has written a prompt and waits."""
         worker = self._worker
         if worker is None or not (self._asks or self._may_ask):
             return
@@ -109,14 +109,14 @@ class StandardInput:
 
     @property
     def _is_waited_for(self) -> bool:
-        """Whether a debugger of the process waits for a command."""
+        """Whether a debugger in the process waits for a command."""
         worker = self._worker
         if worker is None or worker.status is not None or self._write_end is None or self._unread():
             return False
         return worker.files.asks.exists()
 
     def _note(self, *, asks: bool, is_news: bool = False) -> None:
-        """Say whether it asks, where that has changed; and again where it asks and `is_news`: another prompt."""
+        """Report whether it asks, if that has changed; and again for a new prompt (`is_news`)."""
         if asks != self._asks or (asks and is_news):
             self._asks = asks
             self._writer.send(Asks(rank=self._rank, waits=asks))
@@ -128,7 +128,7 @@ class StandardInput:
         return unread
 
     def _write(self) -> None:
-        """Write as much as the pipe takes now. To a process that has ended or closed it, nothing: that is no error."""
+        """Write as much as the pipe accepts now. If the process ended or closed it, drop the data: that is no error."""
         if self._write_end is None or self._worker is None:
             return
         taken = 0

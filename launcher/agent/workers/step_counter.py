@@ -1,12 +1,12 @@
-"""Counts the steps of a worker that trains without ddp: those of torch's optimizers, or calls of `launcher.step`.
+"""Counts steps of a worker that trains without ddp: those of torch's optimizers, or calls of `launcher.step`.
 
-The numbers are in the file that DTRAIN_PROGRESS_FILE names, behind those of ddp/monitoring/progress.py: how many steps
-the optimizers made, how many calls there were, and when the newest of both was (time.monotonic_ns). Calls count instead
-of the optimizers, and what ddp counts instead of both. Without the variable, or with a file that cannot be mapped,
-nothing is counted; that is never an error.
+The numbers are in the file named by DTRAIN_PROGRESS_FILE, after those of ddp/monitoring/progress.py: the steps of the
+optimizers, the number of calls, and when the newest of both was (time.monotonic_ns). Calls count instead of the
+optimizers, and ddp's steps instead of both. Without the variable, or with a file that cannot be mapped, nothing is
+counted; that is never an error.
 
-bootstrap.py loads this file beside the script's modules, `launcher.step` as a module of the launcher: nothing but that
-file is shared between the two.
+bootstrap.py loads this file besides the script's modules, `launcher.step` as a module of the launcher: the two share
+nothing but the mapped file.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _STEPS_OF_DDP, _OPTIMIZER_STEPS, _CALLS, _ENDED_NS = 0, 5, 6, 7
 
 _is_looked_for = False
 _counters: memoryview | None = None
-_stepped: set[int] = set()  # ids of the optimizers that have stepped since the newest step was counted
+_stepped: set[int] = set()  # ids of the optimizers that have stepped since the newest counted step
 
 
 def step() -> None:
     """Count one step of this process, for `dtrain ps`, `dtrain top` and `--hang`; call it once a step in each worker.
 
-    For training that dtrain cannot see by itself: without torch, or where a step is not what an optimizer does. From
-    the first call on only calls count. Does nothing outside of dtrain, or where ddp counts.
+    Use it for training that dtrain cannot see: without torch, or if a step is not one of an optimizer. From the first
+    call on, only calls count. Does nothing outside of dtrain, or if ddp counts.
     """
     counters = _counters or _opened()
     if counters is not None and not counters[_STEPS_OF_DDP]:
@@ -48,7 +48,7 @@ def count_optimizer_steps(after_first: Callable[[], object]) -> None:
 
     `after_first` is called once, after the first of them.
 
-    torch.optim.optimizer has been imported, the rest of torch perhaps not yet.
+    torch.optim.optimizer must be imported already; the rest of torch need not be.
     """
     if _opened() is None:
         return
@@ -58,7 +58,7 @@ def count_optimizer_steps(after_first: Callable[[], object]) -> None:
     once = [after_first]
 
     def after_step(optimizer: object, *_: object) -> None:
-        # Without globals: torch.compile imports the module that has them. A compiled step is not counted.
+        # Uses no globals: torch.compile would import their module. A compiled step is not counted.
         if not torch.compiler.is_compiling():
             stepped(id(optimizer))
             if once:
@@ -68,7 +68,7 @@ def count_optimizer_steps(after_first: Callable[[], object]) -> None:
 
 
 def _optimizer_stepped(optimizer: int) -> None:
-    """Count a step if this optimizer has made one since the last that was counted: several may step one by one."""
+    """Count a step if this optimizer has stepped since the last counted one: several may step one after another."""
     if optimizer in _stepped or not _stepped:
         counters = _counters
         if counters is None or counters[_CALLS] or "ddp.monitoring.progress" in sys.modules:

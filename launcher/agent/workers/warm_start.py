@@ -1,8 +1,8 @@
-"""The agent's side of the fork server: workers start from a process that has their packages imported already.
+"""The agent's side of the fork server: workers are forked from a process that has imported their packages.
 
-A start by fork must give what a start by exec gives. Where that is not certain, a worker is started by exec; `why_not`
-says why. Once the first workers have trained, another process is forked from it, which has imported also what those
-have imported late.
+A forked worker must be equal to one started by exec. If that is not certain, a worker is started by exec; `why_not` is
+the reason. Once the first workers have trained, another process is forked from the server, which also makes the late
+imports of those workers.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from launcher.protocol.commands import Prepare, StartWorker
 __all__ = ["PROGRAM", "ForkServer", "Warmth"]
 
 PROGRAM = Path(__file__).with_name("fork_server.py")
-_ANSWER_S = 4.0  # a fork takes milliseconds, and the agent does nothing else meanwhile
+_ANSWER_S = 4.0  # a fork takes milliseconds, and the agent is blocked meanwhile
 _LATE_S = 100.0  # for all late imports
-_LATE_TRIES = 5  # each leaves out one import more
+_LATE_TRIES = 5  # each leaves out one more import
 _MESSAGE_BYTES = 1 << 16
 _ONLY_AST = 0x400  # ast.PyCF_ONLY_AST; ast itself takes milliseconds to import
-# How the variables begin that may differ between the workers of a host: libraries read them after their import.
+# Prefixes of variables that may differ between the workers of a host: libraries read them after their import.
 _PER_WORKER = (
     "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "DTRAIN_", "TF_CONFIG",
     "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK",
@@ -49,9 +49,9 @@ _PER_WORKER = (
 _OWN_NAMES = (
     *(name for name in _PER_WORKER if not name.endswith("_")), *Files("", 0, 0).variables, "DTRAIN_GENERATION",
     "DTRAIN_DEFAULTS", "DTRAIN_STATE_FILE", "DTRAIN_TIMELINE_FILE", "DTRAIN_COPY_FILE", "DTRAIN_COPY_NOTE",
-)  # fmt: skip  # that an agent gives a worker, beside those of its order
-# How those begin that C libraries read when they are loaded, or the interpreter at its start. What Python code reads,
-# the fork server notes.
+)  # fmt: skip  # set by the agent for a worker, besides those in its order
+# Prefixes of variables that C libraries read when loaded, or the interpreter at its start. The fork server records
+# those that Python code reads.
 _READ_BY_LIBRARIES = (
     "LD_", "MALLOC_", "GLIBC_", "PYTHON", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_", "NUMEXPR_", "TORCH",
     "PYTORCH_", "ATEN_", "CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_", "NCCL_", "HIP_", "HSA_", "MIOPEN_", "CCL_", "UCX_",
@@ -61,8 +61,8 @@ _SECRET_VALUE = re.compile("://[^/@]*:[^/@]*@")  # a password in an address
 
 
 def _why_not_script(path: str) -> str:
-    """Return why there is nothing to import for a script; empty if it imports more than the standard library."""
-    if not os.path.isfile(path):  # a folder; or a pipe, which can be read only once
+    """Return why nothing can be imported for a script; empty if it imports more than the standard library."""
+    if not os.path.isfile(path):  # a folder, or a pipe, which can be read only once
         return "the script is no plain file"
     try:
         with open(path, "rb") as file:
@@ -94,7 +94,7 @@ def _why_not(message: Prepare) -> str:
 
 
 def _what_may_stay(env: Mapping[str, str], exported: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a process that is to outlive its run: no secrets, and of the run what libraries read."""
+    """Return the variables of a process that outlives its run: no secrets, and exported ones if libraries read them."""
     return {
         name: value
         for name, value in env.items()
@@ -104,7 +104,7 @@ def _what_may_stay(env: Mapping[str, str], exported: Mapping[str, str]) -> dict[
 
 
 def _in_memory(order: Mapping[str, Any]) -> int:
-    """Return a descriptor of a file in memory with an order in it."""
+    """Return the descriptor of a memory file that contains an order."""
     request = os.memfd_create("dtrain-order", os.MFD_CLOEXEC)
     data = json.dumps(order).encode()
     while data:
@@ -114,15 +114,15 @@ def _in_memory(order: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class Warmth:
-    """What an agent was started with: how the name of what may stay warm begins, and what must be equal then.
+    """What an agent was started with: name prefix of a process that may stay warm, and surroundings that must match.
 
-    If it was forked itself from a process that is kept warm: the path of that one's socket, and pid and control of the
-    fork server that it has forked for this run.
+    If the agent was forked from a process kept warm: the path of that one's socket, and the pid and control socket of
+    the fork server that it forked for this run.
     """
 
     prefix: str = ""
     surroundings: Mapping[str, str] = field(default_factory=dict)
-    cold: str = ""  # why something that is warm cannot be used
+    cold: str = ""  # why an existing warm process cannot be used
     kept: str = ""
     forked: tuple[int, socket.socket] | None = None
 
@@ -130,47 +130,47 @@ class Warmth:
 class ForkServer:
     """The process of fork_server.py, kept for all attempts of a run. Owned by the agent.
 
-    `why_not` says why workers cannot be forked; empty where they can, or while it `is_loading`, which ends in a
-    callback of the selector, or in `step`. `pid` is None where there is no such process.
+    `why_not` is the reason why workers cannot be forked; empty if they can, or while it `is_loading`, which ends in a
+    callback of the selector, or in `step`. `pid` is None if there is no such process.
 
-    Where a process kept warm has forked one that does not fit, `cold` says why, and another is started.
+    If a process kept warm has forked one that does not fit, `cold` is the reason, and another is started.
 
-    What its workers import late is imported in a process of its own, `_late`: if that fails, nothing has changed.
+    Late imports of its workers are made in a process of their own, `_late`: if that fails, nothing has changed.
     """
 
     def __init__(self, run_tag: RunTag, selector: selectors.BaseSelector, warmth: Warmth) -> None:
         self.pid: int | None = None
-        self.stays = False  # when the agent ends
-        self.was_warm = False  # workers can be forked from what an earlier run has left
+        self.stays = False  # stays when the agent ends
+        self.was_warm = False  # workers can be forked from a process of an earlier run
         self.cold = warmth.cold
         self._warmth = warmth
-        self._is_checking = False  # whether the one that was forked for this run fits
-        self._is_filtered = False  # its variables: they may stay
-        self._read: set[str] | None = None  # the variables that its imports read; None: any
-        self._begins: tuple[str, ...] = ()  # how those begin that its imports looked for among all
-        self._names: set[str] | None = None  # of a worker's own, those that its imports may have looked for; None: none
-        self.costs_s = 0.0  # how long it imported until it knew that no worker can be forked from it
+        self._is_checking = False  # waits for the answer whether the one forked for this run fits
+        self._is_filtered = False  # its variables, so that they may stay
+        self._read: set[str] | None = None  # variables that its imports read; None: any
+        self._begins: tuple[str, ...] = ()  # prefixes that its imports looked for among all variables
+        self._names: set[str] | None = None  # a worker's own variables that its imports may have looked for; None: none
+        self.costs_s = 0.0  # time spent on imports until it was found unfit
         self._start_one: Callable[[], None] = lambda: None
         self.why_not = "there is no fork server"
         self.has_torch = False
         self.is_loading = False
         self._run_tag = run_tag
         self._selector = selector
-        self._program = ("", "")  # as a worker's order names it
+        self._program = ("", "")  # as named in a worker's order
         self._env: dict[str, str] = {}
         self._control: socket.socket | None = None
-        if warmth.forked is not None:  # from now on it is ours to end
+        if warmth.forked is not None:  # from now on this agent must end it
             self.pid, self._control = warmth.forked
         self._was_forked = warmth.forked is not None
         self._limit = math.inf
         self._late: ForkServer | None = None
-        self._command: tuple[Sequence[str], str, Sequence[int]] = ((), "", ())  # argv, folder and processors
-        self._records: list[str] = []  # of the late imports
-        self._left_out: list[str] = []  # of them
-        self.unfit_import = ""  # which import has made this process unfit, where it is a late one or was not tried
+        self._command: tuple[Sequence[str], str, Sequence[int]] = ((), "", ())  # argv, working directory and processors
+        self._records: list[str] = []  # files with the late imports
+        self._left_out: list[str] = []  # late imports left out
+        self.unfit_import = ""  # the import that made it unfit, if it is a late one or was not tried
 
     def prepare(self, message: Prepare, workers: int) -> None:
-        """Start the process for so many workers, if those can be forked from one at all."""
+        """Start the process for this number of workers, if they can be forked from one at all."""
         if message.start_method == "exec" or not message.through:
             self.kill()
             self.why_not = "--start-method is exec" if message.through else "there is no fork server"
@@ -217,7 +217,7 @@ class ForkServer:
             self.pid = spawn(
                 argv, self._env, cwd=cwd, stdin=theirs.fileno(), stdout=nowhere, stderr=nowhere, cores=cores
             )
-        except OSError as error:  # the start of the workers will find the same
+        except OSError as error:  # the start of workers will fail for the same reason
             control.close()
             self.why_not = f"its process cannot be started: {error.strerror}"
             return
@@ -247,17 +247,17 @@ class ForkServer:
         self.why_not, self.is_loading, self.has_torch = "", True, False
 
     def _start_cold(self, why: str) -> None:
-        """Start a process of our own in place of the one that was forked for this run."""
+        """Start our own process in place of the one that was forked for this run."""
         self.cold, self._is_checking = why, False
         self.kill()
         self._start_one()
 
     def learns_from(self, message: StartWorker) -> bool:
-        """Return whether it is to know yet what such a worker imports late."""
+        """Return whether the late imports of such a worker are still wanted."""
         return self._late is None and not self.is_loading and self._is_of_program(message)
 
     def learn(self, records: Sequence[str]) -> None:
-        """Have what workers imported late imported ahead for those that follow. `records` are files of workers."""
+        """Make late imports of workers early for those that follow. `records` are files of workers."""
         self._records, self._left_out = [*records], []
         self._start_late()
 
@@ -292,16 +292,16 @@ class ForkServer:
 
     @property
     def processes(self) -> list[ForkServer]:
-        """Return all that have a process, which the agent reaps."""
+        """All servers that have a process, which the agent reaps."""
         return [server for server in (self, self._late) if server is not None and server.pid is not None]
 
     def pause_s(self, now: float) -> float:
-        """How long the agent may wait before it calls `step` again."""
+        """Return how long the agent may wait before it calls `step` again."""
         late_s = math.inf if self._late is None else self._late.pause_s(now)
         return min(self._limit - now if self.is_loading else math.inf, late_s)
 
     def step(self, now: float) -> None:
-        """Wait no longer for imports that take too long; try again without a late import that cannot be made ahead."""
+        """Stop imports that take too long; try again without a late import that cannot be made early."""
         if self.is_loading and now >= self._limit:
             self.kill("the imports of its process take too long")
         if (late := self._late) is None:
@@ -312,12 +312,12 @@ class ForkServer:
             self._start_late()
 
     def _read_answer(self) -> None:
-        """Read what it says once its imports are done."""
-        if self._control is None or not self.is_loading:  # it was ended since the selector looked
+        """Read its answer once its imports are done."""
+        if self._control is None or not self.is_loading:  # it was ended after the selector reported it
             return
         try:
             said = json.loads(self._control.recv(_MESSAGE_BYTES))
-        except (OSError, ValueError):  # its end, which is reaped as well
+        except (OSError, ValueError):  # it has ended, and is reaped as well
             said = {"reason": "its process has ended", "costs_s": 0.0, "module": ""}
         if said["reason"] and self._is_checking:
             self._start_cold(said["reason"])
@@ -340,7 +340,7 @@ class ForkServer:
         self.is_loading = False
 
     def why_not_for(self, message: StartWorker, env: Mapping[str, str], cores: Sequence[int]) -> str:
-        """Return why a worker cannot be forked that is to have these variables and processors; empty if it can."""
+        """Return why a worker with these variables and processors cannot be forked; empty if it can."""
         if not message.through:
             return "it is no Python script"
         if self._is_of_program(message) and not cores and self._late_for(env) is not None:
@@ -348,28 +348,28 @@ class ForkServer:
         if self.why_not or self.is_loading:
             return self.why_not or "the imports of its process are not done"
         if not self._is_of_program(message):
-            return "it runs another program than most"
+            return "it runs another program than most workers"
         if cores:
-            return "--numa-binding, for libraries look at their processors when they are imported"
+            return "--numa-binding is set, and libraries look at their processors when they are imported"
         return self._differing(env)
 
     def _is_of_program(self, message: StartWorker) -> bool:
         return bool(message.through) and (message.through, message.argv[0]) == self._program
 
     def _late_for(self, env: Mapping[str, str]) -> ForkServer | None:
-        """Return the process with the late imports, if one with these variables can be forked from it."""
+        """Return the process with the late imports, if a worker with these variables can be forked from it."""
         late = self._late
         is_fit = late is not None and not (late.why_not or late.is_loading or late._differing(env))
         return late if is_fit else None
 
     def _differing(self, env: Mapping[str, str]) -> str:
-        """Say which variable is not what the imports found, if it may matter to them; empty if there is none."""
+        """Return a reason if a variable that may matter to the imports has another value; empty if none has."""
         names = {name for name, _ in env.items() ^ self._env.items()}
         differing = sorted(filter(self._matters, names))
         return f"{differing[0]} is not what the fork server has" if differing else ""
 
     def _matters(self, name: str) -> bool:
-        """Return whether the imports depend on a variable that is not what they found."""
+        """Return whether the imports depend on a variable whose value differs."""
         if name.startswith(self._begins) or (self._names is not None and name not in self._names):
             return True
         if name.startswith(_PER_WORKER):
@@ -390,10 +390,10 @@ class ForkServer:
         number: int = 0,
         cores: Sequence[int] = (),
     ) -> int:
-        """Do what `spawn` does, for a command that begins with the interpreter, its option -u and bootstrap.py.
+        """Do the same as `spawn`, for a command that begins with the interpreter, its option -u and bootstrap.py.
 
-        Raises OSError if it cannot be forked, or if the server does not answer, which is ended then. One that was found
-        dead is replaced.
+        Raises OSError if it cannot be forked, or if the server does not answer, which is ended then. A server that was
+        found dead is replaced.
         """
         if (late := self._late_for(env)) is not None:
             with contextlib.suppress(OSError):
@@ -420,16 +420,16 @@ class ForkServer:
                 os.close(descriptor)
 
     def fork_or_spawn(self, argv: Sequence[str], env: Mapping[str, str], **options: Any) -> int:
-        """Start a program of dtrain's own that imports torch, by `fork` where that is possible, else by `spawn`."""
+        """Start a program of dtrain's own that imports torch, by `fork` if possible, else by `spawn`."""
         if self.has_torch and not self.why_not:
             with contextlib.suppress(OSError):
                 return self.fork(argv, env, **options)
         return spawn(argv, env, **options)
 
     def keep(self, message: Prepare) -> str:
-        """Have the process stay when this agent ends, or the one that has forked it; return why it does not.
+        """Keep the process when this agent ends, or the one that forked it; return why it cannot stay.
 
-        It does not unless its imports are done, and it is fit to be forked from.
+        It stays only if its imports are done and workers can be forked from it.
         """
         kept, prefix = self._warmth.kept, self._warmth.prefix
         if self.is_loading or self.why_not or self._control is None:
@@ -451,23 +451,23 @@ class ForkServer:
                     self._ask(b"k", [request, listening.fileno()])
                 finally:
                     os.close(request)
-            stop(prefix, before=os.path.basename(path))  # which this one replaces
+            stop(prefix, before=os.path.basename(path))  # replaced by this one
         except (OSError, SocketError) as error:
             return f"its process cannot stay: {error}"
-        self.pid = None  # no more ours
+        self.pid = None  # it no longer belongs to this agent
         self.kill("it stays warm")
         return ""
 
-    def _ask(self, word: bytes, descriptors: Sequence[int]) -> int:
+    def _ask(self, request: bytes, descriptors: Sequence[int]) -> int:
         if self._control is None:
             raise TimeoutError("it has no process")
         try:
-            socket.send_fds(self._control, [word], descriptors)
+            socket.send_fds(self._control, [request], descriptors)
             pid = int(json.loads(self._control.recv(_MESSAGE_BYTES))["pid"])
         except (OSError, ValueError) as error:
             why = "its process does not answer"
             self._end(why)
-            if word != b"k" and not isinstance(error, TimeoutError):  # it is dead, and reaped only later
+            if request != b"k" and not isinstance(error, TimeoutError):  # it is dead, but not reaped yet
                 self._replace()
             raise TimeoutError(why) from error
         if pid < 0:
@@ -475,7 +475,7 @@ class ForkServer:
         return pid
 
     def ended(self) -> None:
-        """Take note that its process ended by itself and was reaped. Starts another, if that one was fit."""
+        """Record that its process ended by itself and was reaped. Start another if that one was fit."""
         was_fit = not (self.why_not or self.is_loading)
         self.pid = None
         self._end("its process has ended")
@@ -483,20 +483,20 @@ class ForkServer:
             self._replace()
 
     def _replace(self) -> None:
-        """Start another process in place of one that was fit and has died; who waits for it says so anew."""
+        """Start another process in place of one that was fit and has died; workers set the limit of the wait again."""
         self._limit = math.inf
         self._start_one()
 
     def kill(self, why: str = "it was ended") -> list[int]:
-        """End all processes, and return the pids of children that are to be reaped. Nothing is forked any more."""
+        """End all processes, and return the pids of children to reap. No worker is forked any more."""
         return [*self.kill_late(), *self._end(why)]
 
     def kill_late(self) -> list[int]:
-        """End the process with the late imports, and return its pid if it is to be reaped."""
+        """End the process with the late imports, and return its pid if it must be reaped."""
         return [] if self._late is None else self._late.kill()
 
     def _end(self, why: str) -> list[int]:
-        """End its own process alone, and return its pid if it is to be reaped."""
+        """End only its own process, and return its pid if it must be reaped."""
         killed = [] if self.pid is None else [self.pid]
         self.pid = None
         for pid in killed:

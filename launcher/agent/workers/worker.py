@@ -1,34 +1,34 @@
-"""One worker process, as its agent knows it: started here, its pipes and files, how far it is, how it ended.
+"""One worker process, as its agent sees it: its start, its pipes and files, its progress, its end.
 
 The agent is single-threaded, so a worker is made by fork and exec: between the two it gets its own session and the
-run tag, dies with its agent, and has nothing inherited but its three standard streams.
+run tag, is set to die with its agent, and keeps nothing inherited but its three standard streams.
 
-Beside what its order says, a worker has these variables:
+Besides those in its order, a worker gets these variables:
 
     TORCHELASTIC_ERROR_FILE  where it may write why it failed
-    DTRAIN_PROGRESS_FILE     64 bytes for it to map and write to; see ddp/monitoring/progress.py and step_counter.py
-    DTRAIN_TIMELINE_FILE     memory for it to map and record its times in; see ddp/monitoring/timeline.py; empty where
-                             none can be had
-    DTRAIN_GENERATION        the number of the attempt's composition (its generation) that it is started for: 0, or, if
-                             it takes the place of one that failed, that of the newest one
+    DTRAIN_PROGRESS_FILE     64 bytes to map and write; see ddp/monitoring/progress.py and step_counter.py
+    DTRAIN_TIMELINE_FILE     memory to map and record its times in; see ddp/monitoring/timeline.py; empty if it cannot
+                             be made
+    DTRAIN_GENERATION        the number of the attempt's composition (its generation) that it is started for: 0, or the
+                             newest if it replaces a failed worker
     DTRAIN_GENERATION_PIPE   a FIFO from which it may read the numbers of newer ones: 8 bytes each, little-endian, and
                              growing. Opening it for reading does not block; a read blocks until there is one, and gets
                              nothing (end of file) once the agent is gone. Read 8 bytes, or a multiple of that. If
-                             nobody reads, only the newest number is kept for certain.
-    DTRAIN_GENERATION_FILE   a file that says what the newest generation is, in JSON: its `number`, `when` the workers
-                             meet under it (NextGeneration of launcher/protocol), and the `variables` of this worker
-                             that may change with it, such as RANK. It is replaced before a number is written to the
-                             pipe, and is not there before the first.
-    DTRAIN_STATE_FILE        a file of its rank alone, empty in its first life of an attempt; each later life finds what
-                             those before it have written. It is in memory and has no folder: open it, write or map it,
-                             set its length; it cannot be renamed or replaced.
+                             they are not read, only the newest number is certain to be kept.
+    DTRAIN_GENERATION_FILE   a file with the newest generation, in JSON: its `number`, `when` the workers meet under it
+                             (NextGeneration of launcher/protocol), and the `variables` of this worker that may change
+                             with it, such as RANK. It is replaced before a number is written to the pipe, and does
+                             not exist before the first.
+    DTRAIN_STATE_FILE        a file of its rank, empty at first in an attempt; later processes of the rank find what
+                             earlier ones wrote. It is in memory and has no folder: open, write or map it, or set its
+                             length; it cannot be renamed or replaced.
     DTRAIN_COPY_FILE         a file of the same kind, one for all workers of this host and all attempts of the run, for
-                             a copy of what one of them saves; not there where no such file can be had
-    DTRAIN_COPY_NOTE         where that worker may say how the copy is saved if it ends before that is done: a JSON
+                             a copy of a worker's checkpoint; not set if it cannot be made
+    DTRAIN_COPY_NOTE         where that worker may note how to save the copy if it ends before that is done: a JSON
                              object with `pid`, its own, and `argv`, a command that gets the copy as its standard input;
-                             [] if it is done
-    DTRAIN_DEBUGGER_FILE     says when a debugger was last open in any rank of the run: `open`, or a time of this host's
-                             monotonic clock, in seconds; not there if none was
+                             [] once it is saved
+    DTRAIN_DEBUGGER_FILE     when a debugger was last open in any rank of the run: `open`, or a time of this host's
+                             monotonic clock, in seconds; does not exist if none was
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ __all__ = ["BOOTSTRAP", "DEBUGGER_FILE", "Files", "GenerationPipe", "Worker", "s
 DEBUGGER_FILE = "debugger"
 BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
 
-_PROGRESS = struct.Struct("<8Q")  # in this order, and why: ddp/monitoring/progress.py, step_counter.py
-_ALONE = (1, 2, 3, 4)  # its failure does not end the attempt: the others go on, or wait for its successor
+_PROGRESS = struct.Struct("<8Q")  # fields: ddp/monitoring/progress.py, step_counter.py
+_ALONE = (1, 2, 3, 4)  # its failure does not end the attempt: the others continue, or wait for its replacement
 _GENERATION = struct.Struct("<Q")
 _PIPE_BYTES = 1 << 16
 
@@ -75,11 +75,11 @@ def spawn(
 ) -> int:
     """Start a program in a session of its own and return its pid; it is killed when this process ends.
 
-    It is bound to the processors `cores` if any are given. `run_tag` is put on it, with its `number` as a worker, but
-    for the variables, which `env` has to hold. Raises OSError if it cannot be executed.
+    It is bound to the processors `cores` if any are given. It is marked with `run_tag` and its `number` as a worker,
+    except for the variables, which `env` must contain. Raises OSError if it cannot be executed.
     """
     parent = os.getpid()
-    failed_read, failed_write = os.pipe()  # both close on exec: end of file means that exec went well
+    failed_read, failed_write = os.pipe()  # both close on exec: end of file means that exec succeeded
     try:
         pid = os.fork()
     except OSError:
@@ -125,20 +125,20 @@ def _become(argv: Sequence[str], env: Mapping[str, str], cwd: str, streams: tupl
 class Files:
     """The files of one worker in the agent's folder. Their names begin with the attempt's number.
 
-    `life` counts how often the worker was started again alone: what the dead one wrote is not taken for its.
+    `life` counts restarts of the worker alone: files of the dead process must not be taken for those of the new one.
     """
 
     def __init__(self, folder: str, attempt: int, rank: int, life: int = 0) -> None:
         self.error = Path(folder, f"{attempt}-{rank}{f'-{life}' if life else ''}.json")
         self.facts = Path(f"{self.error}.facts")
         self.stack = Path(f"{self.error}.stack")
-        self.imports = Path(f"{self.error}.imports")  # what it had imported at its first step; see late_imports.py
-        self.took = Path(f"{self.error}.took")  # how long its imports took
+        self.imports = Path(f"{self.error}.imports")  # its imports up to the first step; see late_imports.py
+        self.took = Path(f"{self.error}.took")  # duration of its imports
         self.progress = Path(f"{self.error}.progress")
         self.generations = Path(f"{self.error}.generations")
         self.generation = Path(f"{self.error}.generation")
-        self.asks = Path(f"{self.error}.asks")  # there while a debugger waits for a command
-        self.returned = Path(f"{self.error}.returned")  # what a function has returned, or raised
+        self.asks = Path(f"{self.error}.asks")  # exists while a debugger waits for a command
+        self.returned = Path(f"{self.error}.returned")  # the result of a function, or its exception
         self.variables = {
             "TORCHELASTIC_ERROR_FILE": str(self.error),
             "DTRAIN_PROGRESS_FILE": str(self.progress),
@@ -148,28 +148,28 @@ class Files:
         }
 
     def write_generation(self, number: int, when: str, variables: Mapping[str, str]) -> None:
-        """Say what the newest generation is, which is then told through the pipe. Raises OSError."""
+        """Write the newest generation; its number is then sent through the pipe. Raises OSError."""
         news = Path(f"{self.generation}.new")
         news.write_text(json.dumps({"number": number, "when": when, "variables": dict(variables)}))
-        os.replace(news, self.generation)  # a worker never sees half of it
+        os.replace(news, self.generation)  # atomic for the worker
 
 
 class GenerationPipe:
-    """The FIFO through which one worker is told of generations. It never waits for the worker."""
+    """The FIFO that announces generations to one worker. Never waits for the worker."""
 
     def __init__(self, path: Path) -> None:
         """Raises OSError."""
-        with contextlib.suppress(FileExistsError):  # of a try to start this worker in another way
+        with contextlib.suppress(FileExistsError):  # made when this worker was to be started in another way
             os.mkfifo(path, 0o600)
-        # For reading as well: what is written then stays until the worker opens it, and there is always a reader.
+        # Open for reading as well: data then stays until the worker opens it, and there is always a reader.
         self._descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
 
-    def tell(self, number: int) -> None:
+    def announce(self, number: int) -> None:
         data = _GENERATION.pack(number)
         try:
             os.write(self._descriptor, data)
-        except BlockingIOError:  # full of numbers that nobody reads, and that this one makes obsolete
-            with contextlib.suppress(BlockingIOError):  # the worker reads them after all
+        except BlockingIOError:  # full of unread numbers, which this one makes obsolete
+            with contextlib.suppress(BlockingIOError):  # the worker has just read them
                 os.read(self._descriptor, _PIPE_BYTES)
             os.write(self._descriptor, data)
 
@@ -194,30 +194,30 @@ class Worker:
         stdin: int | None = None,
         start: Callable[..., int] = spawn,
     ) -> None:
-        """`restart_policy` is that of the worker whose place it takes, until it says its own.
+        """`restart_policy` is that of the worker it replaces, until it reports its own.
 
-        `stdin` is a descriptor that it reads from; None: nothing.
+        `stdin` is a descriptor that it reads from; None: no input.
 
         `start` is `spawn`, or does the same in another way. Raises OSError.
         """
         self.rank = rank
         self.files = files
         self.number = run_tag.number_worker()
-        self.takes_over = env.get("DTRAIN_GENERATION", "0") != "0"  # so that others wait for it
-        self.provoked = False  # whether the agent has signalled it
+        self.takes_over = env.get("DTRAIN_GENERATION", "0") != "0"  # others wait for it
+        self.provoked = False  # the agent has signalled it
         self.killer = ""
         self.status: int | None = None
         self.reported = False
-        self.by_exec = ("", "")  # why it was not forked, and the import that prevents that, where it was not tried
-        self.output_bytes = 0  # that were read of it
-        self.output_lines = 0  # that it has ended
-        self._begun: dict[int, str] = {}  # by stream, what its last line is if it has no end yet: a bar or a prompt
+        self.by_exec = ("", "")  # why it was not forked, and the import that prevents that if it was not tried
+        self.output_bytes = 0  # read from it
+        self.output_lines = 0  # complete lines
+        self._begun: dict[int, str] = {}  # by stream, the kind of its unfinished line: a bar or a prompt
         self.ended = 0.0
-        self._kill_at: float | None = None  # once it is known to have failed while its process goes on
-        self._stopped = False  # after it had failed
+        self._kill_at: float | None = None  # set once it has failed although its process still runs
+        self._stopped = False  # the agent stopped it after it had failed
         self._returned: BinaryIO | None = None
         self.pipes: dict[int, int] = {}
-        self._opened = contextlib.ExitStack()  # what is open for it besides
+        self._opened = contextlib.ExitStack()  # its other open files
         write_ends: list[int] = []
         variables = {**files.variables, **run_tag.variables}
         try:
@@ -251,7 +251,7 @@ class Worker:
                 os.close(descriptor)
 
     def wrote(self, stream: int, data: bytes) -> None:
-        """Take note of what was read of it."""
+        """Record output that was read from it."""
         self.output_bytes += len(data)
         self.output_lines += data.count(b"\n")
         _, newline, rest = data.rpartition(b"\n")
@@ -259,85 +259,85 @@ class Worker:
         self._begun[stream] = "bar" if b"\r" in rest or before == "bar" else "prompt" if rest else before
 
     def end_lines(self) -> None:
-        """Take note that somebody has answered what it had written."""
+        """Record that its unfinished lines were answered with input."""
         self._begun.clear()
 
     @property
     def has_unfinished_line(self) -> bool:
-        """Whether it has begun a line that is no progress bar."""
+        """Whether it has an unfinished line that is no progress bar."""
         return "prompt" in self._begun.values()
 
     @property
     def progress(self) -> tuple[int, int]:
-        """How many steps it made and how many checkpoints it saved, as far as it says so."""
+        """Numbers of steps and checkpoints that it reported."""
         said = self._said()
         return said[0] + (said[6] or said[5]), said[1]
 
     @property
     def is_known_by_output(self) -> bool:
-        """Whether new lines of output are signs of its life: until ddp counts its steps and says what else it does."""
+        """Whether new lines of output are its signs of life: until ddp counts its steps and reports its phases."""
         return self._said()[0] == 0
 
     @property
     def counted(self) -> tuple[int, float]:
-        """How many steps were counted without ddp, and when the last of them ended."""
+        """Number of steps counted without ddp, and when the last of them ended."""
         said = self._said()
         return said[6] or said[5], said[7] / 1e9
 
     @property
     def restart_policy(self) -> int:
-        """Whether it is an ordinary worker (0), or its failure does not end the attempt, as far as it says so."""
+        """0 for an ordinary worker, else one whose failure does not end the attempt, as it reported."""
         restart_policy = self._said()[2]
         return restart_policy if restart_policy in _ALONE else 0
 
     @property
     def phase(self) -> int:
-        """A number that changes when it begins or ends a phase; its remainder by three is that phase."""
+        """A number that changes when a phase begins or ends; its remainder by three is the phase."""
         return self._said()[3]
 
     @property
     def unsaved(self) -> int | None:
-        """How many steps it made since its newest checkpoint; None if they were counted without ddp, which knows it."""
+        """Number of steps since its newest checkpoint; None if they were counted without ddp."""
         said = self._said()
         return max(0, said[0] - said[4]) if said[0] or not self.progress[0] else None
 
     def _said(self) -> tuple[int, ...]:
-        # Read, not mapped: a file that it cut short would end the agent with SIGBUS.
+        # Read, not mapped: a mapped file truncated by the worker would end the agent with SIGBUS.
         data = os.pread(self._progress, _PROGRESS.size, 0)
         return _PROGRESS.unpack(data) if len(data) == _PROGRESS.size else (0,) * 8
 
     def announce_generation(self, number: int, when: str, variables: Mapping[str, str]) -> None:
-        """Tell it of the attempt's newest composition; whether it reads that is its own affair."""
+        """Announce the attempt's newest composition; the worker need not read it."""
         try:
             self.files.write_generation(number, when, variables)
-        except OSError as error:  # a full disk: without the news it would meet others than it should
+        except OSError as error:  # a full disk: without the file it would meet the wrong workers
             print(f"{self.files.generation}: {error}", file=sys.stderr)
             self.signal(signal.SIGKILL, stop=False)  # so that it is replaced
             return
-        self._generations.tell(number)
+        self._generations.announce(number)
 
     def ended_with(self, wait_status: int) -> None:
         self.status = os.waitstatus_to_exitcode(wait_status)
         self.ended = time.monotonic()
 
     def signal(self, signum: int, *, stop: bool) -> None:
-        """Signal the worker itself, not its children: they are the worker's to end, and swept after it."""
+        """Signal the worker itself, not its children: the worker ends those, and the sweep the rest."""
         if self.status is None:  # not reaped yet, so the pid is still its own
             if stop and self.has_failed:
-                self._stopped = True  # its failure stays its own
+                self._stopped = True  # report its own failure
             else:
                 self.provoked |= stop
             os.kill(self.pid, signum)
             if stop and signum != signal.SIGKILL and (process := processes.find(self.pid)) and process.state in "Tt":
-                os.kill(self.pid, signal.SIGCONT)  # stopped by somebody, it could not obey
+                os.kill(self.pid, signal.SIGCONT)  # a stopped process could not handle the signal
 
     @property
     def has_failed(self) -> bool:
-        """Whether it has failed by itself, though its process may go on: a thread or what runs at exit may hold it."""
+        """Whether it has failed by itself; its process may still run, held by a thread or exit handlers."""
         return not self.provoked and _read_json(self.files.facts) is not None
 
     def look(self, attempt: int, *, grace_s: float) -> Failing | None:
-        """Report once that it has failed while its process goes on; kill that `grace_s` later."""
+        """Report once that it has failed although its process still runs; kill that process `grace_s` later."""
         if self.provoked or (facts := _read_json(self.files.facts)) is None:
             return None
         now = time.monotonic()
@@ -359,7 +359,7 @@ class Worker:
         )
 
     def exited(self, attempt: int) -> Exited:
-        """Return the report of its end; call once its status is known and its pipes are drained."""
+        """Return the report of its end; call it once its status is known and its pipes are drained."""
         assert self.status is not None
         facts = _read_json(self.files.facts)
         text = _read_text(self.files.error)
@@ -387,17 +387,17 @@ class Worker:
         )
 
     def read_returned(self) -> bytes:
-        """Return the next piece of what its function has returned or raised; empty at the end, or of a script."""
+        """Return the next piece of its function's result or exception; empty at the end, or for a script."""
         if self._returned is None:
             try:
-                file = open(self.files.returned, "rb")  # noqa: SIM115  # read on as the stream takes it
+                file = open(self.files.returned, "rb")  # noqa: SIM115  # read in pieces
                 self._returned = self._opened.enter_context(file)
             except FileNotFoundError:
                 return b""
         return self._returned.read(MAX_PAYLOAD_BYTES)
 
     def close(self) -> None:
-        """Release its descriptors; nothing can be asked of it afterwards."""
+        """Release its descriptors; do not use it afterwards."""
         for descriptor in self.pipes:
             os.close(descriptor)
         self.pipes = {}
@@ -407,19 +407,19 @@ class Worker:
 def _failed_at(facts: Mapping[str, str] | None, ended: float) -> float:
     try:
         failed = float(facts["time"]) if facts else ended
-    except (KeyError, ValueError):  # a script may write there what it likes
+    except (KeyError, ValueError):  # a script may write anything there
         return ended
     return failed if failed <= ended else ended
 
 
 def _exit_code(facts: Mapping[str, str] | None) -> int:
-    """Return what a process that has failed ends with, if nobody kills it."""
+    """Return the exit code of a process that has failed, if it is not killed."""
     status = (facts or {}).get("status", "")
     return int(status) if status.isdecimal() and 0 < len(status) <= 3 else 1
 
 
 def _error(facts: dict[str, str] | None, error_file: str | None) -> dict[str, str] | None:
-    """Return what it raised, else what torch elastic's file says, else only where it called sys.exit."""
+    """Return its exception, else the contents of torch elastic's file, else where it called sys.exit."""
     if facts is not None and "type" in facts:
         return facts
     return _elastic_error(error_file) or (facts if facts is not None and facts.get("where") else None)
@@ -439,12 +439,12 @@ def _read_json(path: Path) -> dict[str, str] | None:
     text = _read_text(path)
     try:
         return {str(k): str(v) for k, v in json.loads(text).items()} if text else None
-    except (ValueError, AttributeError):  # cut short by a full disk, or killed while writing
+    except (ValueError, AttributeError):  # truncated by a full disk, or killed while writing
         return None
 
 
 def _elastic_error(text: str | None) -> dict[str, str] | None:
-    """Read what torch elastic's `record` wrote: `message` is a string, or holds one."""
+    """Parse the file of torch elastic's `record`: `message` is a string, or contains one."""
     try:
         message = json.loads(text)["message"] if text else None
     except (ValueError, KeyError, TypeError):

@@ -1,7 +1,7 @@
-"""Starts a failed worker again alone, while all others of the attempt go on. Owned by attempt.py.
+"""Restarts a failed worker alone, while all others of the attempt continue. Owned by attempt.py.
 
-What a dead worker left on this host (children, daemons, what holds its ports or its GPU's memory) is ended first, and
-nothing of anybody else. Never waits, and starts nothing itself.
+First it ends what the dead worker left on this host (children, daemons, holders of its ports or its GPU's memory), and
+nothing of other workers. Never blocks, and starts nothing itself.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ __all__ = ["WorkerRestarts"]
 
 
 class _Place:
-    """Where a worker died: `sweep` ends what it left, its next step at `due`, and is None when that is done.
+    """The place of a dead worker: `sweep` ends its leftovers, next at `due`, and is None once that is done.
 
-    `left` could not be ended; `order` starts the next worker there.
+    `left` describes what could not be ended; `order` starts the next worker there.
     """
 
     def __init__(self, sweep: Sweep | None = None, due: float = 0.0) -> None:
@@ -31,7 +31,7 @@ class _Place:
 
 
 class WorkerRestarts:
-    """The places of one attempt that are to be cleared; `step` after each `pause_s`."""
+    """The places of one attempt to be cleared; call `step` after each `pause_s`."""
 
     def __init__(self, run_tag: RunTag, *, grace_s: float) -> None:
         self._run_tag = run_tag
@@ -45,18 +45,18 @@ class WorkerRestarts:
         return max(0.0, min(due, default=float("inf")) - time.monotonic())
 
     def clear(self, worker: Worker) -> None:
-        """Begin to end what a dead worker has left."""
+        """Start to end the leftovers of a dead worker."""
         variable = f"TORCHELASTIC_ERROR_FILE={worker.files.error}"
         listing = partial(self._run_tag.left_by, worker.number, variable)
         sweep = Sweep(listing, grace_s=self._grace_s, adopted=False)
         self._places[worker.rank] = _Place(sweep, time.monotonic())
 
     def add(self, order: RestartWorker) -> None:
-        """Have a dead worker's place cleared for the next one."""
+        """Add an order to restart a worker once the dead one's place is cleared."""
         self._places.setdefault(order.rank, _Place()).order = order
 
     def step(self) -> list[tuple[RestartWorker, str]]:
-        """Go on with all that is due; return the orders that can be carried out, and what could not be ended there."""
+        """Advance all that is due; return the orders that can be carried out, and processes that could not be ended."""
         now = time.monotonic()
         ready = []
         for rank, place in list(self._places.items()):
@@ -72,6 +72,6 @@ class WorkerRestarts:
         return ready
 
     def stop(self) -> None:
-        """Give all of it up: everything is to end, and is swept then."""
+        """Abandon all of it: everything ends now, and is swept then."""
         self.swept += sum(place.sweep.ended for place in self._places.values() if place.sweep)
         self._places.clear()

@@ -227,7 +227,7 @@ FORKED = "dtrain: 2 workers were forked from processes that had imported their p
         ("import mine; import numpy", [], "no installed package before it does anything"),
         ("import keras", [], "keras is left to each worker: it starts threads, connects to something or"),
         ("import nowhere, numpy", [], "no installed package before it does anything"),
-        ("import numpy", ["--numa-binding", "node"], "--numa-binding, for libraries look at their processors"),
+        ("import numpy", ["--numa-binding", "node"], "--numa-binding is set, and libraries look at their processors"),
         ("import numpy", ["--start-method", "auto", "--no-python", sys.executable], "it is no Python script"),
         ("import numpy", ["-m", "cProfile"], "no installed package before it does anything"),
     ],
