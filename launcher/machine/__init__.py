@@ -1,1 +1,1 @@
-"""What this machine is: processes, control groups, GPUs, processors, network. Knows nothing of runs."""
+"""This machine: processes, control groups, GPUs, processors, network. Knows nothing of runs."""

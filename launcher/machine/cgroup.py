@@ -1,7 +1,7 @@
-"""A control group for the workers of this host: what they start stays in it, whatever it does to itself.
+"""A control group for the workers of this host: their descendants cannot leave it.
 
-Made below the agent's own group of the unified hierarchy (cgroup v2), so that every limit of that still holds. Where
-there is none, or this user may not make one, everything here does nothing: agent/cleanup/run_tag.py has other ways.
+Made below the agent's own group in the unified hierarchy (cgroup v2), so that all limits of that group still apply. If
+there is none, or this user must not create one, nothing here has an effect: agent/cleanup/run_tag.py has other ways.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _NAME = re.compile(r"dtrain-[0-9a-f]{16}")
 
 
 class Cgroup:
-    """A group by its folder, which need not exist."""
+    """A group, by its folder, which need not exist."""
 
     def __init__(self, path: str) -> None:
         self.path = path
 
     @classmethod
     def below_ours(cls, name: str) -> Cgroup | None:
-        """Return the group of this name below this process's own, not made yet; None where there can be none."""
+        """Return the group with this name below this process's own, not made yet; None if there can be none."""
         try:
             own = next((path for path, _ in own_folders() if os.path.exists(f"{path}/cgroup.procs")), None)
         except (OSError, ValueError, IndexError):
@@ -34,7 +34,7 @@ class Cgroup:
 
     @classmethod
     def named(cls, path: str, name: str) -> Cgroup | None:
-        """Return the group at `path`, which came from elsewhere; None unless it is such a group of ours."""
+        """Return the group at `path`, which came from outside; None unless it is one of ours."""
         if not _NAME.fullmatch(name) or os.path.basename(path) != name or os.path.realpath(path) != path:
             return None
         if not os.path.exists(f"{os.path.dirname(path)}/cgroup.procs"):  # not in the unified hierarchy
@@ -45,27 +45,27 @@ class Cgroup:
         try:
             if os.access(f"{os.path.dirname(self.path)}/cgroup.procs", os.W_OK):
                 os.mkdir(self.path, 0o755)
-        except OSError:  # no right to, or too many
+        except OSError:  # no permission, or too many groups
             return
 
     def add(self, pid: int = 0) -> None:
-        """Move a process into it; by default this one, which calls it between fork and exec."""
+        """Move a process into it; by default the calling one, between fork and exec."""
         _write(f"{self.path}/cgroup.procs", str(pid))
 
     def pids(self) -> set[int]:
-        """Return the members, those of nested groups too. One that only other pid namespaces see is left out."""
+        """Return the members, including those of nested groups, except those that only other pid namespaces see."""
         found: set[int] = set()
         for folder in self._folders():
-            found.update(int(word) for word in read_text(f"{folder}/cgroup.procs").split() if word.isdigit())
+            found.update(int(pid) for pid in read_text(f"{folder}/cgroup.procs").split() if pid.isdigit())
         found.discard(0)
         return found
 
     def kill(self) -> None:
-        """Kill every member at once, where the kernel can (Linux 5.14)."""
+        """Kill every member at once, if the kernel supports it (Linux 5.14)."""
         _write(f"{self.path}/cgroup.kill", "1")
 
     def remove(self) -> None:
-        """Remove it and the groups in it; those that still have members stay."""
+        """Remove it and the groups in it; groups that still have members stay."""
         for folder in reversed(self._folders()):
             try:
                 os.rmdir(folder)
@@ -95,10 +95,10 @@ def folders_of(
 
 
 def own_folders(controller: str = "") -> list[tuple[str, str]]:
-    """Return the folder of this process's group and the one where its hierarchy is mounted, for each such mount.
+    """Return the folder of this process's group and the mount point of its hierarchy, for each such mount.
 
-    Of the unified hierarchy, or of the one of version 1 that has the `controller`. The folder need not exist: a
-    container may show none but groups above it.
+    It is the unified hierarchy, or that of version 1 with the `controller`. The folder need not exist: a container may
+    show only groups above it.
     """
     with open("/proc/self/cgroup", encoding="utf-8", errors="surrogateescape") as file:
         groups = [line.rstrip("\n").split(":", 2) for line in file]
@@ -118,7 +118,7 @@ def own_folders(controller: str = "") -> list[tuple[str, str]]:
 
 
 def folder_in(path: str, root: str, point: str) -> str | None:
-    """Return the folder of the group at `path` in a mount that shows what is below `root`; None outside of that."""
+    """Return the folder of the group at `path` in a mount that shows the tree below `root`; None outside of it."""
     root = root.rstrip("/")
     if "/.." in path or not f"{path}/".startswith(f"{root}/"):
         return None
@@ -130,7 +130,7 @@ def _unescaped(field: str) -> str:
 
 
 def _write(path: str, text: str) -> None:
-    """Write to a file of the kernel's that must be there: opening never makes one."""
+    """Write to an existing file of the kernel: opening it never creates one."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     except OSError:

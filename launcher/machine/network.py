@@ -1,4 +1,4 @@
-"""This machine in the network: its addresses and interfaces, and those by which others reach it. Sends nothing.
+"""This machine's network addresses and interfaces, and those by which others reach it. Sends nothing.
 
 Called by the agent. The kernel's routes decide, never the host's own name.
 """
@@ -13,18 +13,18 @@ from collections.abc import Iterator, Sequence
 
 from launcher.errors import DtrainError, UsageError
 
-_FAR_AWAY = "192.0.2.1"  # of no network (RFC 5737): the way to it is the default route; nothing is sent there
+_FAR_AWAY = "192.0.2.1"  # in no network (RFC 5737): the route to it is the default route; nothing is sent there
 _VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _IFF_UP = 1
-_DISCARD = 9  # a port has to be named; nothing is sent to it
+_DISCARD = 9  # a port is required; nothing is sent to it
 
 
 class _SockAddr(ctypes.Structure):
-    _fields_ = (("family", ctypes.c_ushort), ("data", ctypes.c_ubyte * 26))  # as long as an IPv6 one
+    _fields_ = (("family", ctypes.c_ushort), ("data", ctypes.c_ubyte * 26))  # long enough for an IPv6 address
 
 
 class _IfAddrs(ctypes.Structure):
-    """struct ifaddrs of getifaddrs(3), up to the last field that is read here."""
+    """The struct ifaddrs of getifaddrs(3), up to the last field used here."""
 
 
 _IfAddrs._fields_ = (
@@ -36,10 +36,10 @@ _IfAddrs._fields_ = (
 
 
 def choose_address(interfaces: Sequence[str], towards: str, reached_at: str | None) -> str:
-    """Return the address by which other hosts reach this one.
+    """Return the address at which other hosts reach this one.
 
-    That of the first of `interfaces` that is up; else that by which this host was `reached_at`; else that of the route
-    `towards` another host, or out of here. Raises DtrainError where none of `interfaces` is up.
+    It is that of the first of `interfaces` that is up; else the one at which this host was `reached_at`; else that of
+    the route `towards` another host, or of the default route. Raises DtrainError if none of `interfaces` is up.
     """
     if interfaces:
         found = address_of_interface(interfaces)
@@ -49,12 +49,12 @@ def choose_address(interfaces: Sequence[str], towards: str, reached_at: str | No
         return found[1]
     if reached_at is not None:
         return reached_at
-    # The next best is the way to where srun runs.
+    # The next best is the route to the host of srun.
     for target in (towards, os.environ.get("SLURM_SRUN_COMM_HOST", ""), _FAR_AWAY):
         try:
             if target:
                 return address_towards(target)
-        except DtrainError:  # a name that is not known here, or no route
+        except DtrainError:  # a name unknown here, or no route
             continue
     return "127.0.0.1"
 
@@ -62,8 +62,8 @@ def choose_address(interfaces: Sequence[str], towards: str, reached_at: str | No
 def socket_interfaces(master_addr: str, named: Sequence[str]) -> dict[str, str]:
     """Return variables that make gloo and NCCL use the interface on which this host meets the others.
 
-    Empty where all workers are on one machine. With one interface too: gloo takes that of the host's own name, which
-    on Debian means 127.0.1.1.
+    Empty if all workers are on one machine. Needed with a single interface too: gloo uses that of the host's own name,
+    which on Debian is 127.0.1.1.
     """
     if named:
         found = address_of_interface(named)
@@ -75,15 +75,15 @@ def socket_interfaces(master_addr: str, named: Sequence[str]) -> dict[str, str]:
         return {}
     try:
         interface = interface_of(address_towards(master_addr))
-    except DtrainError:  # the workers will say what is wrong with that address
+    except DtrainError:  # the workers will report what is wrong with that address
         return {}
     return {} if interface is None else dict.fromkeys(_VARIABLES, interface)
 
 
 def address_towards(host: str) -> str:
-    """Return this machine's address by which the kernel would reach a host, a name or an address.
+    """Return this machine's address on the route to a host, given by name or address.
 
-    Blocks for the name's resolution. Raises UsageError where the name is unknown or no route leads there.
+    Blocks for name resolution. Raises UsageError if the name is unknown or there is no route to it.
     """
     try:
         found = socket.getaddrinfo(host, _DISCARD, type=socket.SOCK_DGRAM)
@@ -102,9 +102,9 @@ def address_towards(host: str) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the interface that has an address, also as a secondary one; None if none has it.
+    """Return the name of the interface that has an address, also as a secondary one; None if there is none.
 
-    Every address of 127.0.0.0/8 is the loopback interface's.
+    Every address of 127.0.0.0/8 belongs to the loopback interface.
     """
     wanted = _canonical(address)
     if wanted.startswith("127."):
@@ -122,7 +122,7 @@ def addresses() -> dict[str, list[str]]:
 
 
 def is_own(host: str) -> bool:
-    """Say whether a name or an address is this machine's. Blocks for the name's resolution; unknown: it is not."""
+    """Return whether a name or address is this machine's; False for an unknown name. Blocks for name resolution."""
     try:
         found = socket.getaddrinfo(host, _DISCARD, type=socket.SOCK_DGRAM)
     except (OSError, UnicodeError):
@@ -139,7 +139,7 @@ def address_of_interface(names: Sequence[str]) -> tuple[str, str] | None:
 
 
 def _interfaces() -> Iterator[tuple[str, bool, str]]:
-    """Yield every address of this machine with its interface and whether that is up."""
+    """Yield every address of this machine with its interface, and whether that is up."""
     libc = ctypes.CDLL(None, use_errno=True)
     first = ctypes.POINTER(_IfAddrs)()
     if libc.getifaddrs(ctypes.byref(first)) != 0:
@@ -168,7 +168,7 @@ def _text(address: _SockAddr) -> str | None:
 
 
 def _canonical(address: str) -> str:
-    """Return an address as `_text` writes it; an IPv4 one that came as IPv6, too."""
+    """Return an address in the form of `_text`, also an IPv4 address mapped to IPv6."""
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

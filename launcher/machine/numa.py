@@ -1,7 +1,7 @@
-"""Processors near a worker's GPU, as torchrun's --numa-binding has them. Reads sysfs; binds nobody itself.
+"""Processors near a worker's GPU, as in torchrun's --numa-binding. Reads sysfs; binds no process itself.
 
-Called by the agent for each worker. The modes are those of torch/numa/binding.py; a host without GPUs, which torchrun
-does not bind, gives its workers its NUMA nodes in turn.
+Called by the agent for each worker. The modes are those of torch/numa/binding.py; on a host without GPUs, which
+torchrun does not bind, the NUMA nodes are given to the workers in turn.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ MODES = ("node", "socket", "exclusive", "core-complex")
 
 @dataclass(frozen=True)
 class Topology:
-    """Processors by NUMA node, and of each processor its socket, its physical core and what shares its last cache.
+    """Processors by NUMA node, and for each processor its socket, its physical core and its last-level cache.
 
-    A core and a cache are named by the first of their processors. Only processors that this process may use.
+    A core or cache is named by its first processor. Contains only processors that this process may use.
     """
 
     nodes: Mapping[int, tuple[int, ...]]
@@ -33,7 +33,7 @@ class Topology:
 
 
 def read_topology(allowed: Iterable[int], root: Path = SYSFS) -> Topology:
-    """Read how the processors lie. Raises DtrainError where the kernel does not say."""
+    """Read the topology of the processors. Raises DtrainError if the kernel does not report it."""
     usable = set(allowed)
     try:
         nodes = {
@@ -48,13 +48,13 @@ def read_topology(allowed: Iterable[int], root: Path = SYSFS) -> Topology:
             cache={cpu: min(_last_cache(folder / "cache") or {cpu}) for cpu, folder in cpus.items()},
         )
     except (OSError, ValueError) as error:
-        raise DtrainError(f"--numa-binding: this kernel does not say how the processors lie: {error}") from error
+        raise DtrainError(f"--numa-binding: this kernel reports no topology of the processors: {error}") from error
 
 
 def nodes_of_gpus(gpus: Gpus, root: Path = SYSFS) -> list[int]:
-    """Return the NUMA node of each GPU by its PCI address: -1 where there is only one node, nothing without addresses.
+    """Return the NUMA node of each GPU by its PCI address: -1 if there is only one node, empty without addresses.
 
-    Raises DtrainError where the kernel does not know a GPU, or where it is not certain which one a number means.
+    Raises DtrainError if the kernel does not know a GPU, or if GPU numbers are ambiguous.
     """
     nodes = []
     for bus_id in gpus.bus_ids:
@@ -64,8 +64,8 @@ def nodes_of_gpus(gpus: Gpus, root: Path = SYSFS) -> list[int]:
             raise DtrainError(f"--numa-binding: the kernel does not know the GPU at {bus_id}: {error}") from error
     if not gpus.numbers_are_certain and len(set(nodes)) > 1:
         raise DtrainError(
-            "--numa-binding: the GPUs are of different kinds, which CUDA numbers by speed, so that it is not known "
-            "which of them is where; set CUDA_DEVICE_ORDER=PCI_BUS_ID"
+            "--numa-binding: the GPUs are of different kinds, which CUDA numbers by speed, so their NUMA nodes are "
+            "not certain; set CUDA_DEVICE_ORDER=PCI_BUS_ID"
         )
     return nodes
 
@@ -73,7 +73,7 @@ def nodes_of_gpus(gpus: Gpus, root: Path = SYSFS) -> list[int]:
 def choose_cores(mode: str, topology: Topology, gpu_nodes: Sequence[int], own: int, workers: int) -> tuple[int, ...]:
     """Return the processors for a worker: near the `own`-th of the host's GPUs, whose NUMA nodes are `gpu_nodes`.
 
-    Without GPUs `own` is its local rank of so many `workers`. Raises DtrainError where there are too few.
+    Without GPUs, `own` is its local rank among `workers`. Raises DtrainError if there are too few cores.
     """
     nodes = list(topology.nodes)
     if not nodes:
@@ -104,7 +104,7 @@ def choose_cores(mode: str, topology: Topology, gpu_nodes: Sequence[int], own: i
 
 
 def _last_cache(folder: Path) -> set[int]:
-    """Return the processors that share the cache of the highest level."""
+    """Return the processors that share the last-level cache."""
     levels = {
         int(_text(cache / "level")): cache
         for cache in folder.glob("index[0-9]*")
@@ -118,7 +118,7 @@ def _text(file: Path) -> str:
 
 
 def _numbers(file: Path) -> set[int]:
-    """Read `0-3,8`."""
+    """Parse a list such as `0-3,8`."""
     numbers: set[int] = set()
     for part in filter(None, _text(file).split(",")):
         first, _, last = part.partition("-")

@@ -1,8 +1,8 @@
-"""Whether the kernel's out-of-memory killer ended a worker. Called by the agent for one that died by SIGKILL.
+"""Detects whether the kernel's out-of-memory killer ended a worker. Called by the agent after a death by SIGKILL.
 
-The kernel log names the pid, where this user may read it. Else the counter of the memory cgroup tells, or that of the
-whole host, by having risen since the last look; they name nobody, so each kill is put down to one worker only, and
-only to one that died soon after.
+The kernel log has the pid, if this user may read it. Else the counter of the memory cgroup shows it, or that of the
+whole host, if it has risen since the last look. Counters name no process, so each kill is attributed to one worker
+only, and only to one that died soon after.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from launcher.frozen import dataclass
 from launcher.machine.cgroup import own_folders
 from launcher.machine.system_files import read_text
 
-RECENT_S = 10.0  # a kill that was noticed longer ago was not of this worker
-LOG_RECORDS = 20_000  # at most so many are read at a time, which takes 50 ms
+RECENT_S = 10.0  # a kill noticed earlier than this was not of this worker
+LOG_RECORDS = 20_000  # most records read at a time, which takes 50 ms
 UNLIMITED_BYTES = 1 << 60
-INITIAL_PID_NAMESPACE = "pid:[4026531836]"  # the only one whose pids the log has
+INITIAL_PID_NAMESPACE = "pid:[4026531836]"  # the log has pids of this namespace
 
 
 def memory_in_use() -> tuple[int, int]:
-    """Return how many bytes are in use, and of how many: of this process's memory limit, else of the host."""
+    """Return the bytes in use and the limit: those of this process's memory limit, else of the host."""
     group = _own_group()
     limit, used = (None, None) if group is None else group.lowest_limit("memory.current", "memory.usage_in_bytes")
     host = _host_bytes()
@@ -34,7 +34,7 @@ def memory_in_use() -> tuple[int, int]:
 
 
 class OomWatch:
-    """Sees the kills from now on."""
+    """Observes kills from now on."""
 
     def __init__(self) -> None:
         self._log = _KernelLog()
@@ -43,45 +43,45 @@ class OomWatch:
         self._on_host = _Counter("/proc/vmstat")
 
     def look(self) -> None:
-        """Take note of the kills so far; if called now and then, an old one is not taken for a new one."""
+        """Record kills so far; call it regularly, so that an old kill is not taken for a new one."""
         now = time.monotonic()
         self._log.read()
         self._in_group.look(now)
         self._on_host.look(now)
 
     def killed(self, pid: int) -> str:
-        """Return who killed a worker that died just now, in words, if that was the out-of-memory killer."""
+        """Return a text on the out-of-memory killer if it ended a worker that died just now; else an empty one."""
         self.look()
         kill = self._log.kills.pop(pid, None)
         if kill is not None:
             return f"the out-of-memory killer: it held {memory_size(kill.held_bytes)}, {self._why(kill.in_group)}"
         if self._log.is_complete:
             return ""
-        if self._in_group.take():
-            self._on_host.take()  # counted there as well
+        if self._in_group.use_up():
+            self._on_host.use_up()  # it is counted there as well
             return f"the out-of-memory killer: {self._why(in_group=True)}"
         if self._group is not None and self._group.counts_below:
             return ""
-        return f"probably the out-of-memory killer: {self._why(in_group=False)}" if self._on_host.take() else ""
+        return f"probably the out-of-memory killer: {self._why(in_group=False)}" if self._on_host.use_up() else ""
 
     def _why(self, in_group: bool) -> str:
         limit, used = (None, None) if self._group is None else self._group.lowest_limit()
         if not in_group or (limit is None and not self._log.is_complete):
             return f"the host has {memory_size(_host_bytes())} of memory"
-        if used is None and limit is not None:  # before Linux 5.19
+        if used is None and limit is not None:  # Linux before 5.19
             return f"its memory limit is {memory_size(limit)}"
-        if used is None or limit is None or used < 0.9 * limit:  # the limit was that of a group below ours
+        if used is None or limit is None or used < 0.9 * limit:  # the limit was one of a group below ours
             return "its memory cgroup was full"
         return f"{memory_size(min(used, limit))} of {memory_size(limit)} of its memory limit were in use"
 
 
 class _Counter:
-    """The count `oom_kill` in one of the kernel's files; with no such file or line nothing is ever counted."""
+    """The count `oom_kill` in a file of the kernel; without that file or line it stays 0."""
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._count = _kills(path)
-        self._noticed: list[float] = []  # when, for each kill that was put down to nobody yet
+        self._noticed: list[float] = []  # times of kills that are not attributed to a worker yet
 
     def look(self, now: float) -> None:
         count = _kills(self._path)
@@ -89,18 +89,18 @@ class _Counter:
         self._noticed += [now] * min(count - self._count, 1000)
         self._count = count
 
-    def take(self) -> bool:
-        """Put one kill down to somebody; return whether there was one left."""
+    def use_up(self) -> bool:
+        """Attribute one kill to a worker; return whether there was one left."""
         return bool(self._noticed) and self._noticed.pop() > 0
 
 
 @dataclass(frozen=True)
 class _Group:
-    """The memory cgroup of this process, by its folder and the one where the hierarchy is mounted."""
+    """The memory cgroup of this process, by its folder and the mount point of the hierarchy."""
 
     folder: str
     mount: str
-    counts_below: bool  # cgroup v2: the counter has the kills in all groups below; v1: those in this one only
+    counts_below: bool  # cgroup v2: the counter includes all groups below; v1: only this one
 
     @property
     def events(self) -> str:
@@ -111,7 +111,7 @@ class _Group:
     ) -> tuple[int | None, int | None]:
         """Return the limit of the tightest group from here up, and the most that was ever in use in it.
 
-        `v2` and `v1` name the file of what is in use, in the two versions of control groups.
+        `v2` and `v1` are the names of the files with the use, in the two versions of control groups.
         """
         names = ("memory.max", v2) if self.counts_below else ("memory.limit_in_bytes", v1)
         found: tuple[int | None, int | None] = (None, None)
@@ -142,7 +142,7 @@ def _nearest_group(folder: str, mount: str, is_v2: bool) -> _Group | None:
     return None
 
 
-# Before Linux 4.20 the reason stands in a record of its own.
+# Before Linux 4.20 the reason is in a record of its own.
 _RECORD = re.compile(rb"(\d+),[^;]*;(Memory cgroup )?(?:[Oo]ut of memory[^:]*: )?Killed process (\d+) (.*)")
 _HELD_KB = re.compile(rb"(?:anon|file|shmem)-rss:(\d+)kB")
 
@@ -154,7 +154,7 @@ class _Kill:
 
 
 class _KernelLog:
-    """What the kernel says from now on. `is_complete`: every kill is in it, so that one that is not did not happen."""
+    """The kernel log from now on. `is_complete`: it contains every kill, so a kill that is not in it did not happen."""
 
     def __init__(self) -> None:
         self.kills: dict[int, _Kill] = {}
@@ -164,7 +164,7 @@ class _KernelLog:
             if os.readlink("/proc/self/ns/pid") != INITIAL_PID_NAMESPACE:
                 return
             self._file = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError:  # for root only, or not in a container
+        except OSError:  # readable by root only, or missing in a container
             return
         weakref.finalize(self, os.close, self._file)
         os.lseek(self._file, 0, os.SEEK_END)
@@ -176,20 +176,20 @@ class _KernelLog:
                 record = os.read(self._file, 8192)
             except BlockingIOError:
                 return
-            except BrokenPipeError:  # overwritten before it was read; the next read goes on after the gap
+            except BrokenPipeError:  # overwritten before it was read; the next read continues after the gap
                 self.is_complete = False
                 continue
             except OSError:  # longer than any record of a kill
                 continue
             found = _RECORD.match(record)
-            if found is not None and int(found[1]) < 8:  # from the kernel itself, not from somebody who wrote there
+            if found is not None and int(found[1]) < 8:  # from the kernel itself, not from a user who wrote to the log
                 held = sum(int(number) for number in _HELD_KB.findall(found[4])) << 10
                 self.kills[int(found[3])] = _Kill(held, found[2] is not None)
         self.is_complete = False
 
 
 def _kills(path: str) -> int:
-    """Return how many processes were killed, by a file of `name number` lines; 0 where it does not say."""
+    """Return the number of killed processes from a file of `name number` lines; 0 if it is not there."""
     found = re.search(r"^oom_kill (\d+)$", read_text(path), re.MULTILINE)
     return 0 if found is None else int(found[1])
 
@@ -204,5 +204,5 @@ def _host_bytes() -> int:
 
 
 def memory_size(number: int) -> str:
-    """Write a number of bytes of memory: `61.4 GiB`."""
+    """Format a number of bytes of memory: `61.4 GiB`."""
     return f"{number / (1 << 30):.1f} GiB" if number >= 1 << 30 else f"{number / (1 << 20):.0f} MiB"

@@ -1,4 +1,4 @@
-"""Which Python packages are installed here, by their files and metadata; nothing is imported, torch least of all."""
+"""Installed Python packages, by their files and metadata; nothing is imported, torch least of all."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-TESTED_TORCH = ("2.9.1", "2.11.0", "2.13.0", "2.15.0")  # with which the tests have passed, ascending
+TESTED_TORCH = ("2.9.1", "2.11.0", "2.13.0", "2.15.0")  # versions with which the tests passed, ascending
 
 
 def folder_of(package: str) -> str | None:
-    """Return the folder of a package that could be imported, without importing it."""
+    """Return the folder of an importable package, without importing it."""
     import importlib.util
 
     try:
@@ -27,7 +27,7 @@ def folder_of(package: str) -> str | None:
 
 
 def version_of(distribution: str) -> str | None:
-    import importlib.metadata  # takes 30 ms, which an agent's start should not
+    import importlib.metadata  # takes 30 ms, too long for an agent's start
 
     try:
         return importlib.metadata.version(distribution)
@@ -36,22 +36,22 @@ def version_of(distribution: str) -> str | None:
 
 
 def install_command(python: str, *options: str) -> str:
-    """Return the command that installs this dtrain for `python`; empty if it is not known from where."""
+    """Return the command that installs this dtrain for `python`; empty if its source is unknown."""
     source = _source()
     return " ".join([python, "-m pip install", *options, shlex.quote(source)]) if source else ""
 
 
 @functools.cache
 def _source() -> str:
-    """Return from where pip or uv installed this dtrain, without passwords; empty if that is not there any more.
+    """Return the source from which pip or uv installed this dtrain, without passwords; empty if that is gone.
 
-    That is in direct_url.json (PEP 610): a path, which the other host has to have too, or an address. Of what came from
-    an index nothing is known: another index may have another dtrain, or none.
+    That is in direct_url.json (PEP 610): a path, which the other host must have too, or an address. For an
+    installation from an index it is empty: another index may have another dtrain, or none.
     """
     import importlib.metadata
     import json
 
-    wrong = (OSError, ValueError, LookupError, TypeError, AttributeError)  # the file cannot be read, or is another one
+    wrong = (OSError, ValueError, LookupError, TypeError, AttributeError)  # unreadable, or another format
     with contextlib.suppress(importlib.metadata.PackageNotFoundError, *wrong):
         if text := importlib.metadata.distribution("dtrain").read_text("direct_url.json"):
             return _source_in(json.loads(text))
@@ -59,7 +59,7 @@ def _source() -> str:
 
 
 def _source_in(found: Any) -> str:
-    """Return what pip takes, of the content of a direct_url.json."""
+    """Return a source for pip from the content of a direct_url.json."""
     from urllib.parse import unquote, urlsplit
 
     parts = urlsplit(found["url"])
@@ -79,7 +79,7 @@ def _source_in(found: Any) -> str:
 
 
 def installed(distributions: Collection[str]) -> dict[str, str]:
-    """Return the versions of those that are here, by the names of their metadata alone, in less than a millisecond."""
+    """Return the versions of those installed, from the names of metadata folders only, in less than a millisecond."""
     found: dict[str, str] = {}
     for folder in sys.path:
         with contextlib.suppress(OSError):
@@ -91,7 +91,7 @@ def installed(distributions: Collection[str]) -> dict[str, str]:
 
 
 def torch_file() -> str:
-    """Return the text of torch's version.py, empty without torch."""
+    """Return the text of torch's version.py; empty without torch."""
     folder = folder_of("torch")
     try:
         return Path(folder, "version.py").read_text(encoding="utf-8", errors="replace") if folder else ""
@@ -100,19 +100,19 @@ def torch_file() -> str:
 
 
 def torch_build() -> str | None:
-    """Return for which devices torch was built: `cuda` or `hip`; None for neither, or without torch."""
+    """Return the platform that torch was built for: `cuda` or `hip`; None for neither, or without torch."""
     text = torch_file()
     return next((name for name in ("cuda", "hip") if assigned(text, name)), None)
 
 
 def assigned(text: str, name: str) -> str | None:
-    """Return the string that a line of a Python file gives to a name."""
+    """Return the string that a line of a Python file assigns to a name."""
     found = re.search(rf"^{name}(?::[^=\n]*)? = '([^'\n]*)'", text, re.MULTILINE)
     return found[1] if found else None
 
 
 def how_tested(version: str) -> str:
-    """Say whether a version of torch is as new as one that was tested."""
+    """Return whether a version of torch was tested, as text."""
     releases = [_release(tested) for tested in TESTED_TORCH]
     release = _release(version)
     if release in releases:

@@ -1,8 +1,8 @@
-"""Processes of this host, each known by pid and start time; who descends from whom; how they are stopped and ended.
+"""Processes of this host, identified by pid and start time: finding descendants, stopping, ending.
 
 Called by the agent and its guard. Reads /proc directly: the agent must start in milliseconds, and a sweep of all
-processes is its last act in every run. Never signals a pid whose start time was not checked just before. Which
-processes belong to a run is agent/cleanup/run_tag.py's to say.
+processes is its last act in every run. Never signals a pid whose start time was not checked just before.
+agent/cleanup/run_tag.py decides which processes belong to a run.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from collections.abc import Callable, Iterable, Iterator
 
 from launcher.frozen import dataclass, field
 
-QUICK_LOOKS = 20  # of a Suspension, then one every LOOK_S
+QUICK_LOOKS = 20  # of a Suspension in a row, then one every LOOK_S
 LOOK_S = 1.0
 READ_BYTES = 1 << 14
-FILE_LIMIT_VARIABLE = "DTRAIN_FILE_LIMIT"  # as agent/__main__.py looks for it
+FILE_LIMIT_VARIABLE = "DTRAIN_FILE_LIMIT"  # also named in agent/__main__.py
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_RLIMIT_LOCKS = 10  # no kernel since 2.4 looks at it
-NO_NUMBER, _OWN = resource.RLIM_INFINITY, 1 << 60  # as a tag number: what is none, and what is dtrain's own
+_RLIMIT_LOCKS = 10  # unused by all kernels since 2.4
+NO_NUMBER, _OWN = resource.RLIM_INFINITY, 1 << 60  # tag numbers that stand for none, and for dtrain's own processes
 
 
 @dataclass(frozen=True)
@@ -48,17 +48,17 @@ def adopt_orphans() -> None:
 
 
 def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
-    """Have the kernel signal this process when its parent ends; ends it now if `parent` already did."""
+    """Make the kernel signal this process when its parent ends; end it now if `parent` has already ended."""
     _prctl(_PR_SET_PDEATHSIG, signum)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def raise_file_limit() -> None:
-    """Let this process open as many files as it is allowed to; `restore_file_limit` undoes that for a child.
+    """Raise the limit of open files to the maximum; `restore_file_limit` undoes that in a child.
 
-    Where nothing may run between fork and exec, since there are threads, the child gets `file_limit_variables` and
-    calls `take_file_limit`.
+    If no code may run between fork and exec, because of threads, the child gets `file_limit_variables` and calls
+    `take_file_limit`.
     """
     global _file_limit
     _file_limit = _file_limit or resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -71,16 +71,16 @@ def restore_file_limit() -> None:
 
 
 def file_limit_variables() -> dict[str, str]:
-    """Return the variables by which an agent undoes that this process has called `raise_file_limit`."""
+    """Return variables with which an agent undoes this process's `raise_file_limit`."""
     if _file_limit is None or _file_limit[0] == _file_limit[1]:
         return {}
     return {FILE_LIMIT_VARIABLE: f"{_file_limit[0]} {_file_limit[1]}"}
 
 
 def take_file_limit() -> None:
-    """Set the limit of open files to what the variable says it was, unless it is no longer the raised one.
+    """Restore the limit of open files from the variable, unless it is no longer the raised one.
 
-    srun may not pass it on: then this is the node's own.
+    srun may not pass the limit on: then the present one is the node's own.
     """
     own, _, raised = os.environ.pop(FILE_LIMIT_VARIABLE, "").partition(" ")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -92,30 +92,30 @@ _file_limit: tuple[int, int] | None = None
 
 
 def set_tag_number(number: int, pid: int = 0) -> None:
-    """Give this process, or a child of it, and all that it will ever start a number that they cannot lose by accident.
+    """Mark this process, or a child, and all its descendants with a number that they cannot lose by accident.
 
-    It is the soft limit of a resource that no kernel counts any more, which goes through every fork and exec. A
-    cleared environment, a session of its own or another parent do not change it, and it needs no right to set.
+    It is the soft limit of a resource that no kernel counts any more. It survives every fork and exec, a cleared
+    environment, a session of its own and another parent, and setting it needs no privilege.
     """
     try:
         _, hard = resource.prlimit(pid, _RLIMIT_LOCKS)
         if hard == resource.RLIM_INFINITY:
             resource.prlimit(pid, _RLIMIT_LOCKS, (number, hard))
-    except (OSError, ValueError):  # a kernel that is none of Linux's own
+    except (OSError, ValueError):  # not a genuine Linux kernel
         return
 
 
 def tag_number_of(pid: int) -> int:
-    """Return the number that a process has by `set_tag_number`, or NO_NUMBER."""
+    """Return the number that a process has from `set_tag_number`, or NO_NUMBER."""
     try:
         number, hard = resource.prlimit(pid, _RLIMIT_LOCKS)
     except (OSError, ValueError):  # another user's, or ended meanwhile
         return NO_NUMBER
-    return number if hard == resource.RLIM_INFINITY else NO_NUMBER  # else it is really a limit
+    return number if hard == resource.RLIM_INFINITY else NO_NUMBER  # else it is a real limit
 
 
 def mark_as_own() -> None:
-    """Give this process and its children a number that is no run's: whoever looks for a run's need not look closer."""
+    """Mark this process and its children with a number of no run, so that searches for a run's processes skip them."""
     if tag_number_of(0) == NO_NUMBER:
         set_tag_number(_OWN)
 
@@ -134,12 +134,12 @@ def _prctl(option: int, value: int) -> None:
 
 
 def find(pid: int) -> Process | None:
-    """Return the process with this pid, or None; a zombie is gone."""
+    """Return the process with this pid; None if it does not exist or is a zombie."""
     try:
         text = _read(f"/proc/{pid}/stat").decode("utf-8", "replace")
     except OSError:  # ended meanwhile
         return None
-    name, _, rest = text.partition("(")[2].rpartition(")")  # a name may hold blanks and parentheses
+    name, _, rest = text.partition("(")[2].rpartition(")")  # a name may contain blanks and parentheses
     fields = rest.split()
     if fields[0] in "ZX":
         return None
@@ -156,11 +156,11 @@ def everything() -> Iterator[Process]:
 
 
 def _pids() -> list[int]:
-    return sorted(map(int, filter(str.isdigit, os.listdir("/proc"))), reverse=True)  # the youngest are the soonest gone
+    return sorted(map(int, filter(str.isdigit, os.listdir("/proc"))), reverse=True)  # the youngest end soonest
 
 
 def childless() -> bool:
-    """Say whether this process has no child, not even a zombie; a subreaper then has no descendant at all."""
+    """Return whether this process has no child, not even a zombie; a subreaper then has no descendant at all."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -178,18 +178,18 @@ def related(
 ) -> list[Process]:
     """Return the living descendants of `ancestor`, the processes that are `ours`, and the descendants of those.
 
-    The pids in `also` are ours as well. Those in `spare` and the ancestor itself are left out, not what they started.
-    `others` says quickly, by a pid, that a process is certainly not ours.
+    The pids in `also` are ours as well. Those in `spare` and the ancestor itself are left out, but not their
+    descendants. `others` returns quickly, by pid, whether a process is certainly not ours.
     """
     spared, known = {ancestor, *spare}, {*also}
     if not known and (ancestor is None or (ancestor == os.getpid() and childless())):
-        # Nothing descends from it. Mostly nothing is ours either, and then nobody's parent matters.
+        # It has no descendants. Usually no process is ours either, and then no parents need to be read.
         possible = (find(pid) for pid in _pids() if pid not in spared and not others(pid))
         if not any(process is not None and ours(process) for process in possible):
             return []
     processes = {process.pid: process for process in everything()}
     for pid in known:
-        if pid not in processes and (process := find(pid)) is not None:  # younger than our look at them all
+        if pid not in processes and (process := find(pid)) is not None:  # started after the list was read
             processes[pid] = process
     roots = {pid for pid, process in processes.items() if pid not in spared and (pid in known or ours(process))}
     above = roots if ancestor is None else roots | {ancestor}
@@ -212,7 +212,7 @@ def _descends(process: Process, above: set[int], processes: dict[int, Process]) 
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the pids of a process's children, and of theirs; none where the kernel does not list them."""
+    """Return the pids of a process's children and all their descendants; empty if the kernel does not list them."""
     found: list[int] = []
     with contextlib.suppress(OSError):  # ended meanwhile
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -222,7 +222,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def ancestors(pid: int) -> list[int]:
-    """Return the pids of a process's parent, of that one's parent, and so on."""
+    """Return the pids of a process's parent, of that parent's parent, and so on."""
     found: list[int] = []
     at = find(pid)
     while at is not None and at.parent > 0 and at.parent not in found:
@@ -232,8 +232,8 @@ def ancestors(pid: int) -> list[int]:
 
 
 def has_variable(process: Process, variable: bytes) -> bool:
-    """Say whether a process was started with `variable` (NAME=value) in its environment."""
-    if process.state == "D":  # its memory may be locked, and reading from it would wait with it
+    """Return whether a process was started with `variable` (NAME=value) in its environment."""
+    if process.state == "D":  # its memory may be locked, and reading it would block too
         return False
     try:
         environ = _read(f"/proc/{process.pid}/environ")
@@ -243,7 +243,7 @@ def has_variable(process: Process, variable: bytes) -> bool:
 
 
 def _read(path: str) -> bytes:
-    """Read a file of the kernel's. Without a file object, which takes longer than what it is for."""
+    """Read a file of the kernel, without a file object, which takes longer than the read itself."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         data = os.read(descriptor, READ_BYTES)
@@ -255,7 +255,7 @@ def _read(path: str) -> bytes:
 
 
 def lives(process: Process) -> bool:
-    """Say whether a process is still there, and no other one has got its pid."""
+    """Return whether a process is still alive, and its pid was not reused."""
     now = find(process.pid)
     return now is not None and now.start == process.start
 
@@ -274,9 +274,9 @@ def send(process: Process, signum: int) -> bool:
 
 
 def kill_group(process: Process) -> None:
-    """Kill all of a process's group, for one that forks and exits faster than single pids can be found.
+    """Kill the whole group of a process, for one that forks and exits faster than single pids can be found.
 
-    To be called only for a process just seen, and that started in a session of ours: nothing of others is in its group.
+    Call it only for a process just seen that started in a session of ours: its group then holds nothing of others.
     """
     if process.group in (0, os.getpgrp()):
         return
@@ -287,7 +287,7 @@ def kill_group(process: Process) -> None:
 
 
 class Suspension:
-    """Keeps stopped what a listing returns; one more `step` after `pause_s`, since a process may have forked before."""
+    """Keeps listed processes stopped; call `step` again after `pause_s`, since a process may have forked before."""
 
     def __init__(self, listing: Callable[[], list[Process]]) -> None:
         self._listing = listing
@@ -307,13 +307,13 @@ class Suspension:
 
 
 class Sweep:
-    """Ends every process that a listing returns: TERM, after the grace period KILL; `step` until it says done.
+    """Ends every process that a listing returns: TERM, after the grace period KILL; call `step` until it returns True.
 
-    The listing is asked again at each step, since a process may have forked meanwhile. It is no snapshot, so an empty
-    one proves nothing: done is when this process, which must be a subreaper, has no children either; the caller reaps
-    them. Where it keeps a child, or what is swept are no descendants of it (`adopted` False), three empty ones must do.
-    `kill_all` is called beside every KILL: it ends at once what it can. What is still there `kill_wait_s` after the
-    first KILL (in state D, or another user's) stays in `left`.
+    The listing is repeated at each step, since a process may have forked meanwhile. It is no snapshot, so an empty one
+    proves nothing: the sweep is done when this process, which must be a subreaper, has no children either; the caller
+    reaps them. If it keeps a child, or the swept processes are not its descendants (`adopted` False), three empty
+    listings must suffice. `kill_all` is called with every KILL, and ends at once what it can. Processes that are still
+    there `kill_wait_s` after the first KILL (in state D, or another user's) stay in `left`.
     """
 
     def __init__(
@@ -333,7 +333,7 @@ class Sweep:
         self._empty = 0
         self._signalled: set[Process] = set()
         self.left: list[Process] = []
-        self.pause_s = 0.002  # until the next step is worth while
+        self.pause_s = 0.002  # until the next step
 
     @property
     def ended(self) -> int:
@@ -344,7 +344,7 @@ class Sweep:
         self.pause_s = 0.002
 
     def step(self) -> bool:
-        """Look once, signal what is there, and return whether there is nothing more to do."""
+        """List once, signal the processes found, and return whether there is nothing more to do."""
         self.left = self._listing()
         now = time.monotonic()
         self._empty = 0 if self.left else self._empty + 1

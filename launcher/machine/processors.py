@@ -1,4 +1,4 @@
-"""Which processors this host has to hand out, and how things are divided between simulated hosts."""
+"""The processors that this host can give to workers, and how resources are divided between simulated hosts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _quota(folder: Path) -> tuple[float, float]:
 
 
 def share(things: tuple[T, ...], part: int, parts: int) -> tuple[T, ...]:
-    """Return the `part`-th of `parts` contiguous shares; the first ones are larger where it does not divide.
+    """Return the `part`-th of `parts` contiguous shares; if it does not divide evenly, the first ones are larger.
 
     >>> [share(("0", "1", "2"), part, 2) for part in range(2)]
     [('0', '1'), ('2',)]

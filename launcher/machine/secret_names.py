@@ -1,4 +1,4 @@
-"""Which variables may hold a secret, by their names."""
+"""Tells by its name whether a variable may hold a secret."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ _SECRET = re.compile(
 
 
 def may_be_secret(name: str) -> bool:
-    """Say whether a variable may hold a secret; what people type as an option is judged by runs/secrets.py."""
+    """Return whether a variable may hold a secret; runs/secrets.py checks options that users type."""
     return _SECRET.search(name) is not None

@@ -1,8 +1,8 @@
-"""A folder with Unix sockets of this user's processes, and small files: this user's alone, and checked before each use.
+"""A folder with Unix sockets of this user's processes, and small files: private, and checked before each use.
 
-A socket's name begins with which host and which boot of it the process is of, and ends with a word that no other has.
-So a name is never used again, and one of this boot that nobody listens at can be removed, as can all of this host's
-earlier boots. Hosts may share the folder: names of others are left alone.
+A socket's name begins with the host and boot of its process, and ends with a unique part. So a name is never used
+again, and can be removed if it is of this boot and no process listens on it, or of an earlier boot of this host. Hosts
+may share the folder: names of other hosts are left alone.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _BACKLOG = 64
 
 
 def prefix_of_boot() -> str:
-    """Return how the names begin of this boot's sockets."""
+    """Return the prefix of the names of this boot's sockets."""
     return f"{this_host()}-{this_boot()}-"
 
 
 @cache
 def this_host() -> str:
-    """Return what tells this host from others: machines made from one image differ in their names only."""
+    """Return an identifier of this host: machines cloned from one image differ in their names only."""
     try:
         with open("/etc/machine-id", "rb") as file:
             machine = file.read()
@@ -49,7 +49,7 @@ def this_boot() -> str:
 
 
 def is_ours_alone(found: os.stat_result) -> bool:
-    """Say whether what was found is a folder of this user, which nobody else may use."""
+    """Return whether it is a folder of this user that no other user can access."""
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
 
 
@@ -60,7 +60,7 @@ def peer(connection: socket.socket) -> tuple[int, int]:
 
 
 class SocketFolder:
-    """The folder, open: what its path leads to later does not matter any more."""
+    """The folder, open: later changes to its path have no effect."""
 
     def __init__(self, path: str, descriptor: int) -> None:
         self.path = path
@@ -69,7 +69,7 @@ class SocketFolder:
     @classmethod
     @contextmanager
     def opened(cls, path: str, *, make: bool = False) -> Iterator[SocketFolder | None]:
-        """Open it for a while; None where there is none. Raises SocketError if others could have a hand in it."""
+        """Open it in a `with`; None if it does not exist. Raises SocketError if other users may have access to it."""
         try:
             if make:
                 with contextlib.suppress(FileExistsError):
@@ -90,7 +90,7 @@ class SocketFolder:
             os.close(descriptor)
 
     def names(self, prefix: str = "") -> list[str]:
-        """Return the names of this host's sockets that begin so, the newest first; remove those of earlier boots."""
+        """Return the names of this host's sockets with this prefix, the newest first; remove those of earlier boots."""
         found = []
         of_this_boot = prefix_of_boot()
         for name in os.listdir(self._descriptor):
@@ -102,9 +102,9 @@ class SocketFolder:
         return [name for _, name in sorted(found, reverse=True)]
 
     def connect(self, name: str, wait_s: float) -> socket.socket | None:
-        """Connect to the process behind a socket; None if there is none any more, and then the name is removed.
+        """Connect to the process of a socket; if there is none any more, remove the name and return None.
 
-        Raises SocketError if it is not this user's, or does not take a connection.
+        Raises SocketError if it is another user's, or does not accept a connection.
         """
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -125,10 +125,10 @@ class SocketFolder:
         return connection
 
     def bind(self, name: str) -> socket.socket:
-        """Return a listening socket of that name. Raises OSError, also if who was last in the folder has removed it."""
+        """Return a listening socket with that name. Raises OSError, also if another process just removed the folder."""
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            hidden = f".{name}"  # until somebody listens: else another process would take it for one that has ended
+            hidden = f".{name}"  # until it listens: else another process would assume that its owner has ended
             listening.bind(f"/proc/self/fd/{self._descriptor}/{hidden}")
             try:
                 listening.listen(_BACKLOG)
@@ -142,17 +142,17 @@ class SocketFolder:
         return listening
 
     def files(self, prefix: str) -> list[str]:
-        """Return the names of the files that begin so."""
+        """Return the names of files with this prefix."""
         return [name for name in os.listdir(self._descriptor) if name.startswith(prefix)]
 
     def read(self, name: str) -> bytes:
-        """Return what is in a file. Raises OSError."""
+        """Return the content of a file. Raises OSError."""
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
         with open(os.open(name, flags, dir_fd=self._descriptor), "rb") as file:
             return file.read()
 
     def write(self, name: str, data: bytes) -> None:
-        """Put a file in the place of the one before; whoever reads it sees all of it or that. Raises OSError."""
+        """Replace a file atomically: a reader sees either all of it or the previous one. Raises OSError."""
         hidden = f".{name}.{os.getpid()}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
@@ -165,7 +165,7 @@ class SocketFolder:
             raise
 
     def remove(self, name: str) -> None:
-        """Remove a socket's name, and the folder if it was the last."""
+        """Remove a socket's name, and the folder once it is empty."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self._descriptor)
         try:

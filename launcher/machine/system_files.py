@@ -1,4 +1,4 @@
-"""Reads what the kernel says in files of /proc and /sys."""
+"""Reads files of the kernel in /proc and /sys."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ SYSFS = Path("/sys")
 
 
 def read_text(file: str | os.PathLike[str]) -> str:
-    """Return the text without space around it; empty where the file is not there, or not for this process to read."""
+    """Return the text without surrounding space; empty if the file does not exist or cannot be read."""
     try:
         with open(file, encoding="utf-8", errors="replace") as opened:
             return opened.read().strip()
-    except OSError:  # a device cgroup refuses to read what is not for this container; a speed that is unknown is EINVAL
+    except OSError:  # a device cgroup refuses devices of other containers; an unknown speed is EINVAL
         return ""

@@ -1,1 +1,1 @@
-"""The GPUs of this machine, found without ever starting their runtime. Start at visible.py."""
+"""The GPUs of this machine, found without ever starting their runtime. Start reading at visible.py."""

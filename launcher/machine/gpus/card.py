@@ -1,4 +1,4 @@
-"""A GPU as its vendor's module lists it, and what a list of GPUs in the environment means.
+"""A GPU as listed by its vendor's module, and the meaning of a list of GPUs in the environment.
 
 Used by nvidia.py, amd.py and visible.py. Starts nothing and asks no driver.
 """
@@ -13,12 +13,12 @@ from launcher.frozen import dataclass
 from launcher.machine.system_files import SYSFS
 
 DEV = Path("/dev")
-HIDDEN = ((), ("-1",), ("NoDevFiles",))  # the last by SLURM, for a job without GPUs
+HIDDEN = ((), ("-1",), ("NoDevFiles",))  # the last is set by SLURM for a job without GPUs
 
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU, or a part of one. `name` is what the vendor's variable calls it; the rest is the whole card's."""
+    """A GPU, or a part of one. `name` is its name in the vendor's variable; the other fields are of the whole card."""
 
     name: str
     index: int  # in the order of the vendor's runtime
@@ -26,19 +26,19 @@ class Card:
     bus_id: str = ""  # its PCI address
     model: str = ""
     alias: str = ""  # another name of the part
-    node: str = ""  # what the kernel calls it
+    node: str = ""  # its name in the kernel
 
 
 def listed(value: str) -> tuple[str, ...]:
-    """Return the entries of a list of GPUs; none where it hides all of them."""
+    """Return the entries of a list of GPUs; empty if it hides all of them."""
     entries = tuple(entry.strip() for entry in value.split(",") if entry.strip())
     return () if entries in HIDDEN else entries
 
 
 def select(value: str, cards: Sequence[Card], variable: str) -> list[Card]:
-    """Return what each entry of the list means.
+    """Return the card for each entry of the list.
 
-    Raises UsageError for what makes a runtime drop devices without a word: unknown, ambiguous and repeated names.
+    Raises UsageError for entries for which a runtime silently drops devices: unknown, ambiguous or repeated names.
     """
     said = f"{variable}={value}"
     selected: list[Card] = []
@@ -62,9 +62,9 @@ def _label(card: Card) -> str:
 
 
 def _named(entry: str, cards: Sequence[Card]) -> list[Card]:
-    """Return what an entry may mean: a card by its number, a card or part by its name, or by the beginning of a UUID.
+    """Return the cards that an entry may mean: by number, by the name of a card or part, or by a prefix of a UUID.
 
-    A card that is cut into parts stands for its first part, as in CUDA.
+    For a card that is divided into parts, this is its first part, as in CUDA.
     """
     parts = [card for card in cards if entry in (card.name, card.alias)]
     parts = parts or [card for card in cards if entry.startswith("MIG-") and card.name.startswith(entry)]
@@ -76,6 +76,6 @@ def _named(entry: str, cards: Sequence[Card]) -> list[Card]:
 
 
 def pci_folder(bus_id: str, sysfs: Path = SYSFS) -> Path:
-    """Return the folder of a PCI device by its address, of which NVML writes the domain with eight digits."""
+    """Return the folder of a PCI device by its address; NVML writes the domain with eight digits."""
     domain, _, rest = bus_id.lower().partition(":")
     return sysfs / "bus/pci/devices" / f"{domain[-4:]}:{rest}"

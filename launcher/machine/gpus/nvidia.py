@@ -1,4 +1,4 @@
-"""NVIDIA's GPUs by NVML, without ever starting CUDA."""
+"""NVIDIA's GPUs, listed by NVML without ever starting CUDA."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from launcher.machine.gpus.card import Card
 
 
 def list_cards(_: Mapping[str, str]) -> list[Card] | None:
-    """Return every card or MIG slice, or None where there is no driver."""
+    """Return every card or MIG slice; None if there is no driver."""
     try:
         ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:  # no driver on this host; saves the import below, which costs 50 ms
+    except OSError:  # no driver on this host; saves the import below, which takes 50 ms
         return None
     import pynvml
 
@@ -24,21 +24,21 @@ def list_cards(_: Mapping[str, str]) -> list[Card] | None:
         return None
     try:
         return _list_cards()
-    except pynvml.NVMLError:  # it cannot even count its cards
+    except pynvml.NVMLError:  # it cannot count its cards
         return None
     finally:
         pynvml.nvmlShutdown()
 
 
 def as_written(entries: Sequence[str], cards: Sequence[Card]) -> list[Card]:
-    """Return the cards under the names that the user gave them: CUDA may number them in another order than NVML."""
+    """Return the cards under the names that the user gave: CUDA may number them differently from NVML."""
     return [replace(card, name=entry) for entry, card in zip(entries, cards, strict=True)]
 
 
 def numbers_are_certain(chosen: Sequence[Card], cards: Sequence[Card], env: Mapping[str, str]) -> bool:
-    """Say whether the numbers of the chosen ones mean to CUDA what they mean to NVML.
+    """Return whether the numbers of the chosen cards are the same in CUDA and NVML.
 
-    CUDA numbers cards that differ by their speed, unless it is told not to.
+    CUDA numbers different cards by their speed, unless CUDA_DEVICE_ORDER is set.
     """
     if env.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or not any(card.name.isdigit() for card in chosen):
         return True
@@ -46,9 +46,9 @@ def numbers_are_certain(chosen: Sequence[Card], cards: Sequence[Card], env: Mapp
 
 
 def usage(names: Collection[str]) -> dict[str, list[int]]:
-    """Return of each card, by its number or UUID: percent busy, bytes in use, bytes there are. Blocks with the driver.
+    """Return for each card, by its number or UUID: percent busy, bytes in use, total bytes. Blocks with the driver.
 
-    Of a MIG slice only the memory is known: it counts as 0 % busy. Cards that do not answer are left out.
+    For a MIG slice only the memory is known: it counts as 0 % busy. Cards that do not answer are left out.
     """
     try:
         ctypes.CDLL("libnvidia-ml.so.1")
@@ -63,7 +63,7 @@ def usage(names: Collection[str]) -> dict[str, list[int]]:
         return {}
     try:
         for name in names:
-            with contextlib.suppress(pynvml.NVMLError, AttributeError):  # lost, or a driver that does not tell
+            with contextlib.suppress(pynvml.NVMLError, AttributeError):  # lost, or not supported by the driver
                 handle = (
                     pynvml.nvmlDeviceGetHandleByIndex(int(name))
                     if name.isdigit()
@@ -102,12 +102,12 @@ def _list_cards() -> list[Card]:
     numbers = {card.index for card in cards}
     if numbers == {*range(len(numbers))}:
         return cards
-    # Whether CUDA counts a lost card is not documented: of those behind it, only UUIDs are certain.
+    # It is not documented whether CUDA counts a lost card: after one, only UUIDs are certain.
     return [replace(card, name=card.uuid) if card.name == str(card.index) else card for card in cards]
 
 
 def _mig_slices(handle: object, uuid: str) -> list[tuple[str, str]]:
-    """Return of each slice its UUID and its older name, by which drivers before R470 and some SLURMs call it."""
+    """Return for each slice its UUID and its older name, used by drivers before R470 and some versions of SLURM."""
     import pynvml
 
     try:
@@ -121,7 +121,7 @@ def _mig_slices(handle: object, uuid: str) -> list[tuple[str, str]]:
         try:
             mig = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
             name = _text(pynvml.nvmlDeviceGetUUID(mig))
-        except pynvml.NVMLError:  # no slice in this place
+        except pynvml.NVMLError:  # no slice at this index
             continue
         try:
             instances = pynvml.nvmlDeviceGetGpuInstanceId(mig), pynvml.nvmlDeviceGetComputeInstanceId(mig)

@@ -1,4 +1,4 @@
-"""What differs between kinds of GPUs: one table, VENDORS."""
+"""The differences between kinds of GPUs, in one table: VENDORS."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from launcher.machine.packages import torch_build
 
 @dataclass(frozen=True)
 class Commands:
-    """What to type: to list the GPUs, to see who uses one, for one whose memory has errors, to read what befell one.
+    """Shell commands: to list the GPUs, show who uses one, repair memory errors of one, and read its errors in the log.
 
-    Where the tool counts as the runtime does, with an {index}.
+    They contain {index} if the tool numbers GPUs as the runtime does.
     """
 
     list: str
@@ -25,12 +25,12 @@ class Commands:
 
 @dataclass(frozen=True)
 class Vendor:
-    """A kind of GPU: how it is found, and how a process is told which of them to use.
+    """A kind of GPU: how it is found, and how a process is given some of them.
 
-    Torch is built for a `platform`, which its version.py calls `built`. Its runtime reads the first of `variables` that
-    is set; before that, some leave GPUs out by `filter`. `nothing` hides all GPUs from a process. `pick` says which
-    cards a list stands for, and by which names; `is_certain` whether of these (of all) each number means the card that
-    it has here.
+    Torch is built for a `platform`, called `built` in its version.py. Its runtime reads the first of `variables` that
+    is set; before that, some exclude GPUs by `filter`. `nothing` hides all GPUs from a process. `pick` returns the
+    cards that a list stands for, with their names; `is_certain`, given these and all cards, whether each number means
+    the same card as here.
     """
 
     name: str
@@ -47,13 +47,13 @@ class Vendor:
 
     @property
     def lists(self) -> tuple[str, ...]:
-        """Return all variables that restrict its GPUs."""
+        """All variables that restrict its GPUs."""
         return (*self.variables, self.filter) if self.filter else self.variables
 
     def inherited(self, env: Mapping[str, str]) -> tuple[str, str] | None:
-        """Return the list that counts in this environment, with the name of its variable; None where there is none."""
+        """Return the list in effect in this environment, with the name of its variable; None if there is none."""
         lists = [(name, env[name]) for name in self.variables if name in env]
-        # SLURM may set the filter and another variable to the same list, though that would count in what is left.
+        # SLURM may set the filter and another variable to the same list, though the latter would count in what remains.
         lists = [(name, value) for name, value in lists if name == self.variables[0] or value != env.get(self.filter)]
         return lists[0] if lists else None
 
@@ -64,7 +64,7 @@ VENDORS = (
         platform="CUDA",
         built="cuda",
         variables=("CUDA_VISIBLE_DEVICES",),
-        is_present=lambda: True,  # its own answer is as quick
+        is_present=lambda: True,  # list_cards checks that as quickly
         list_cards=nvidia.list_cards,
         pick=nvidia.as_written,
         commands=Commands(
@@ -85,7 +85,7 @@ VENDORS = (
         pick=amd.numbered,
         commands=Commands("amd-smi list -e", "rocm-smi --showpids", "amd-smi bad-pages", "sudo dmesg | grep -i amdgpu"),
         filter="ROCR_VISIBLE_DEVICES",
-        nothing="-1",  # HIP takes an empty list for none
+        nothing="-1",  # HIP treats an empty list as unset
     ),
 )
 
@@ -95,7 +95,7 @@ def vendor_named(name: str) -> Vendor:
 
 
 def by_torch(vendors: Sequence[Vendor], *, alone: bool = False) -> list[Vendor]:
-    """Return the one first that torch was built for; with `alone`, of the others NVIDIA only."""
+    """Sort the vendor that torch was built for first; with `alone`, keep only NVIDIA of the others."""
     if len(vendors) < 2:
         return [*vendors]
     built = torch_build()
@@ -104,5 +104,5 @@ def by_torch(vendors: Sequence[Vendor], *, alone: bool = False) -> list[Vendor]:
 
 
 def value_for(variable: str, visible: str) -> str:
-    """Return what to set the variable to, so that a process sees these GPUs; none, if `visible` is empty."""
+    """Return the value of the variable that makes a process see these GPUs, or none if `visible` is empty."""
     return visible or next((vendor.nothing for vendor in VENDORS if vendor.variables[0] == variable), "")

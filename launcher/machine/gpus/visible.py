@@ -1,6 +1,6 @@
-"""Which GPUs this host has to hand out.
+"""The GPUs that this host can give to workers.
 
-Called by the agent on its own host. A list of GPUs that is inherited (CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES,
+Called by the agent on its own host. An inherited list of GPUs (CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES,
 ROCR_VISIBLE_DEVICES) restricts them.
 """
 
@@ -17,8 +17,8 @@ from launcher.machine.gpus.vendors import VENDORS, Vendor, by_torch
 class Gpus:
     """GPU ids in the order in which workers get them: integers, `GPU-<uuid>`, `MIG-<uuid>`.
 
-    `verified` is False where only the environment names them and no driver answered; then there are no `bus_ids`.
-    `numbers_are_certain` is False where a number may mean another card than the one at that place in `bus_ids`.
+    `verified` is False if only the environment names them and no driver answered; then there are no `bus_ids`.
+    `numbers_are_certain` is False if a number may mean another card than the one at that place in `bus_ids`.
     """
 
     ids: tuple[str, ...] = ()
@@ -31,7 +31,7 @@ class Gpus:
 def find_gpus(env: Mapping[str, str]) -> Gpus:
     """Return the GPUs that this process's children may use: those that torch was built for.
 
-    NVIDIA's count for a torch without any. Raises UsageError where the environment names a GPU that is not there.
+    NVIDIA's count for a torch without GPU support. Raises UsageError if the environment names a missing GPU.
     """
     for vendor in by_torch([vendor for vendor in VENDORS if vendor.is_present()], alone=True):
         cards = vendor.list_cards(env)

@@ -101,7 +101,7 @@ def test_numbers_that_may_mean_another_card_are_no_place(tmp_path: Path) -> None
 
 
 def test_a_kernel_that_says_nothing_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(DtrainError, match="does not say how the processors lie"):
+    with pytest.raises(DtrainError, match="reports no topology of the processors"):
         read_topology([0], tmp_path)
 
 

@@ -138,12 +138,12 @@ def count(path: Path, kills: int) -> None:
 def test_each_kill_is_put_down_to_one_worker(events: Path) -> None:
     counter = oom._Counter(str(events))
     counter.look(100.0)
-    assert not counter.take()  # the 7 were before our time
+    assert not counter.use_up()  # the 7 were before our time
     count(events, 9)
     counter.look(101.0)
-    assert [counter.take() for _ in range(3)] == [True, True, False]
+    assert [counter.use_up() for _ in range(3)] == [True, True, False]
     counter.look(102.0)
-    assert not counter.take()
+    assert not counter.use_up()
 
 
 def test_old_kill_is_not_put_down_to_a_new_death(events: Path) -> None:
@@ -151,7 +151,7 @@ def test_old_kill_is_not_put_down_to_a_new_death(events: Path) -> None:
     count(events, 8)
     counter.look(100.0)
     counter.look(100.0 + oom.RECENT_S + 1)
-    assert not counter.take()
+    assert not counter.use_up()
 
 
 def test_counter_that_is_missing_or_begins_anew_counts_nothing(events: Path, tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_counter_that_is_missing_or_begins_anew_counts_nothing(events: Path, tmp
     count(events, 2)
     for each in (missing, counter):
         each.look(1.0)
-        assert not each.take()
+        assert not each.use_up()
 
 
 # ---- the group -----------------------------------------------------------------------------------------------

@@ -118,14 +118,14 @@ def test_processes_are_limited_by_the_user_and_by_the_control_group(
     monkeypatch.setattr(limits, "folders_of", lambda _: [tmp_path, tmp_path / "none"])
     room, said = limits.room_for_workers(2)
     assert room == 10
-    assert said.startswith("the limit of processes in its control group, 100, of which 72 are in use (pids.max in ")
+    assert said.startswith("the limit of processes in its control group, 100 with 72 in use (pids.max in ")
     (tmp_path / "pids.max").write_text("max\n")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (50, 50))
     monkeypatch.setattr(limits, "_threads_of", lambda _: 45)
     monkeypatch.setattr(limits, "_files", lambda: None)
     room, said = limits.room_for_workers(1)
-    assert (room, said.partition(" (")[0]) == (0, "the user's limit of processes, 50, of which 45 are in use")
+    assert (room, said.partition(" (")[0]) == (0, "the user's limit of processes, 50 with 45 in use")
 
 
 def test_room_is_counted_with_the_processes_of_other_roles() -> None:
