@@ -1,1 +1,1 @@
-"""Who the hosts of a run are: names, ranges, host files, filters, SLURM's allocation."""
+"""The hosts of a run: names, ranges, host files, filters, SLURM's allocation."""

@@ -1,4 +1,4 @@
-"""Many host names in few words: ranges as SLURM writes them, and one line for all hosts with the same reason. Pure."""
+"""Shortens lists of hosts: to ranges as in SLURM, and to one line for all hosts with the same reason. Pure."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 from launcher.errors import DtrainError, HostError
 
 MOST = 4  # items in one line
-RANGES = 12  # of one of them
-_LEAST = 3  # names that become a range
+RANGES = 12  # in one item
+_LEAST = 3  # names to become a range
 _WORD = re.compile(r"[\w.-]*\w")
 _ADDRESS = re.compile(r"[0-9]+(?:\.[0-9]+){3}")
 
 
 @dataclass
 class _Group:
-    """Names that differ in one number only, the last in them."""
+    """Names that differ only in one number, the last in them."""
 
     before: str
     after: str
@@ -40,7 +40,7 @@ class _Group:
 
 
 def fold(names: Sequence[str]) -> str:
-    """Write a list of hosts in its order, three or more that differ in one number as ranges; the rest is counted.
+    """Format a list of hosts in its order: three or more that differ in one number as ranges, with the rest counted.
 
     >>> fold(["node1", "node2", "node3", "node7", "node8"]), fold(["n1", "n2"]), fold(["a", "b", "c", "d", "e", "f"])
     ('node[1-3,7-8]', 'n1, n2', 'a, b, c and 3 others')
@@ -69,7 +69,7 @@ def fold(names: Sequence[str]) -> str:
 def lines_by_reason(reasons: Mapping[str, str], between: str = ": ") -> list[str]:
     """Return `HOSTS: REASON` for the reasons by host, in their order; equal ones once.
 
-    Reasons are equal if they differ in the host's own name and in IPv4 addresses only; the first one is shown.
+    Reasons are equal if they differ only in the host's own name and in IPv4 addresses; the first one is shown.
 
     >>> lines_by_reason({f"n{k}": f"DNS lookup of n{k} timed out" for k in (1, 2, 3)})
     ['n[1-3]: DNS lookup timed out']
@@ -90,7 +90,7 @@ def lines_by_reason(reasons: Mapping[str, str], between: str = ": ") -> list[str
 
 
 class StartError(HostError):
-    """Hosts that could not be made ready; nothing was started on any host."""
+    """Hosts that could not be made ready; no worker was started on any host."""
 
     def __init__(self, reasons: Mapping[str, str], total: int) -> None:
         self.reasons = dict(reasons)

@@ -1,7 +1,7 @@
-"""Where the workers run: hosts as the user names them, and the lists of --hosts.
+"""The hosts where workers run, as the user names them, and the lists of --hosts.
 
-hostfile.py reads host files with the same entries. Pure but for the question what this machine is called; nothing here
-connects to anything.
+hostfile.py reads host files with the same entries. Pure, except that it asks for this machine's name; connects to no
+host.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from launcher.errors import UsageError
 from launcher.frozen import dataclass
 from launcher.hosts.ranges import MAX_HOSTS, HostListError, expand_item, quoted, split
 
-_LEAST_PORT = 1024  # where one number follows a name: from here on it is sshd's port, below it is slots
+_LEAST_PORT = 1024  # a single number after a name is sshd's port from here on, and slots below
 _FORMS = (
     "write NAME, NAME:SLOTS, USER@NAME:PORT, NAME:PORT:SLOTS or [IPV6]:SLOTS "
     f"(one number from {_LEAST_PORT} on is sshd's port)"
 )
-# What OpenSSH takes for a user, without what means something in our lists: it ends up in the user's ProxyCommand.
+# Names that OpenSSH accepts as a user, without characters special in our lists: they go into the user's ProxyCommand.
 _USER = re.compile(r"""(?!-)[^\s@:,=#/\[\]'"`;&<>|(){}$]+(?<!\\)""")
 
 
@@ -29,32 +29,32 @@ class HostKind(Enum):
     SIMULATED = "simulated"  # a part of this machine
     SSH = "ssh"
     SRUN = "srun"  # a node of our SLURM allocation
-    JOINED = "joined"  # a node on which somebody types the command
+    JOINED = "joined"  # a node on which a user types the command
 
 
 @dataclass(frozen=True)
 class Host:
-    """A host by the name that the user gave it, which is also its name in every message and prefix."""
+    """A host under the name that the user gave it, which is used in every message and prefix."""
 
     name: str
     kind: HostKind
-    slots: int | None = None  # how many workers it takes, where the list says so
-    max_slots: int | None = None  # the most that may be asked of it; None: `slots`; 0: there is no such limit
-    chosen: tuple[int, ...] | None = None  # the slots, and with them the GPUs by their places in its list, to be used
+    slots: int | None = None  # number of workers, if the list gives it
+    max_slots: int | None = None  # most workers that may be requested; None: `slots`; 0: no limit
+    chosen: tuple[int, ...] | None = None  # slots to use, and with them the GPUs at these places of its list
     user: str | None = None
-    port: int | None = None  # of its sshd
+    port: int | None = None  # sshd's port
     part: int = 0  # simulated: the part-th of `parts`
     parts: int = 1
 
     @property
     def remote(self) -> bool:
-        """Whether it is, or may be, another machine: it is reached by a connection that can break."""
+        """Whether it is, or may be, another machine: its connection can break."""
         return self.kind in (HostKind.SSH, HostKind.SRUN, HostKind.JOINED)
 
 
 @dataclass(frozen=True)
 class HostEntry:
-    """One entry of a list as it is written: several names where it has ranges. `slots` may be 0 here."""
+    """One entry of a list as written, with several names if it has ranges. `slots` may be 0 here."""
 
     names: tuple[str, ...]
     slots: int | None = None
@@ -62,7 +62,7 @@ class HostEntry:
     port: int | None = None
 
     def hosts(self) -> tuple[Host, ...]:
-        """Return its hosts. With a user or a port it is meant to be reached over SSH, even if it is this machine."""
+        """Return its hosts. An entry with a user or a port means SSH, even for this machine."""
         here = own_names() if self.user is None and self.port is None else frozenset()
         return tuple(
             Host(
@@ -77,11 +77,11 @@ class HostEntry:
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """Read `alpha:4,user@beta:2222,node[01-16]:8,[fe80::1]:2`: each host once, at most MAX_HOSTS of them.
+    """Parse `alpha:4,user@beta:2222,node[01-16]:8,[fe80::1]:2`: each host once, MAX_HOSTS of them at most.
 
-    Two numbers behind a name are sshd's port and the slots; one number is the port from 1024 on, which is more workers
-    than any host takes, and the slots below. Each host of a range has all the slots of its entry. Raises UsageError,
-    which names the column.
+    Two numbers after a name are sshd's port and the slots. One number is the port from 1024 on, which is more workers
+    than any host has, and the slots below. Each host of a range has all the slots of its entry. Raises UsageError with
+    the column.
 
     >>> [(host.name, host.port, host.slots) for host in parse_hosts("n[1-2]:4, beta, gamma:2222, gamma2:22:8")]
     [('n1', None, 4), ('n2', None, 4), ('beta', None, None), ('gamma', 2222, None), ('gamma2', 22, 8)]
@@ -102,7 +102,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
 
 def parse_entry(item: str, *, column: int = 1, room: int = MAX_HOSTS) -> HostEntry:
-    """Read one entry, with ranges in its name. `column` is where it begins in the text, for the errors.
+    """Parse one entry, with ranges in its name. `column` is its position in the text, for errors.
 
     Raises HostListError, also for more than `room` names.
     """
@@ -117,7 +117,7 @@ def parse_entry(item: str, *, column: int = 1, room: int = MAX_HOSTS) -> HostEnt
     if port is not None and not 1 <= port <= 65535:
         raise HostListError(column, f"{quoted(item)}: {port} is no port of an sshd, which is 1 to 65535; {_FORMS}")
     if slots is not None and slots >= _LEAST_PORT:
-        raise HostListError(column, f"{quoted(item)}: {slots} slots are more than a host takes; {_FORMS}")
+        raise HostListError(column, f"{quoted(item)}: {slots} slots are more than a host can have; {_FORMS}")
     return HostEntry(names, slots, user or None, port)
 
 
@@ -138,7 +138,7 @@ def is_user(text: str) -> bool:
 
 
 def address_of(text: str) -> str | None:
-    """Return the address in `[fe80::1%eth0]`, and None for anything else."""
+    """Return the address in `[fe80::1%eth0]`; None for any other text."""
     match = re.fullmatch(r"\[([0-9A-Fa-f:.]+)(%[A-Za-z0-9._-]+)?\]", text, re.ASCII)
     if match is None or ":" not in match[1]:
         return None
@@ -150,7 +150,7 @@ def address_of(text: str) -> str | None:
 
 
 def clash(host: Host, others: Mapping[str, Host]) -> str | None:
-    """Return why a host cannot stand in one list with the others, by their names; None: it can."""
+    """Return why a host cannot be in one list with the others, by their names; None if it can."""
     same = others.get(host.name)
     if same is not None and same.port != host.port:
         return f"host {host.name} is named twice, with two ports; give each a name of its own in ~/.ssh/config"
@@ -167,7 +167,7 @@ def clash(host: Host, others: Mapping[str, Host]) -> str | None:
 
 
 def own_names() -> frozenset[str]:
-    """Return the names by which a list may mean this machine."""
+    """Return the names that mean this machine in a list."""
     return frozenset({"localhost", "127.0.0.1", "::1", own_name(), socket.gethostname()})
 
 

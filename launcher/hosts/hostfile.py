@@ -1,20 +1,20 @@
-"""Host files in the forms of DeepSpeed, Open MPI, MPICH and PBS, and what a host discovery script prints.
+"""Parses host files in the forms of DeepSpeed, Open MPI, MPICH and PBS, and output of host discovery scripts.
 
-For sources.py. It reads one file and nothing else, and starts no script.
+For sources.py. It reads only one file, and starts no script.
 
-A line is one entry as in --hosts (see host.py; ranges too), then what it has, with or without blanks around `=`:
+A line is one entry as in --hosts (see host.py; also with ranges), then its settings, with or without blanks around `=`:
 
     node[01-16] slots=8                  # DeepSpeed, Open MPI; also count=, cpu=
-    user@login:2222 slots=4 max_slots=8  # also max-slots=, and user= and port= instead of what is around the name
+    user@login:2222 slots=4 max_slots=8  # also max-slots=, and user= and port= instead of those around the name
     gpu1:4                               # MPICH
     gpu2
 
-`slots` is how many workers the host takes by default and, without `max_slots`, at most. `max_slots` alone is both. A
-host with slots=0 is not used. `#` and ` //` begin a comment.
+`slots` is the number of workers by default and, without `max_slots`, at most. `max_slots` alone sets both. A host with
+slots=0 is not used. `#` and ` //` begin a comment.
 
-A name alone on several lines has as many slots as lines, which is how PBS writes its $PBS_NODEFILE; names alone on one
-line each then have one slot. Where no name is repeated, a name alone says nothing of slots. Any other repetition is an
-error, as in DeepSpeed and in Open MPI from 4 on, which refuses a second `slots=` for a host.
+A name alone on several lines has as many slots as lines, as PBS writes its $PBS_NODEFILE; names that are alone on one
+line each then have one slot. If no name is repeated, a name alone sets no slots. Any other repetition is an error, as
+in DeepSpeed and in Open MPI from 4 on, which rejects a second `slots=` for a host.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from launcher.hosts.host import Host, HostEntry, clash, is_user, parse_entry
 from launcher.hosts.ranges import MAX_HOSTS, HostListError, quoted
 
 _MAX_BYTES = 8 * 2**20
-_MAX_NAMED = 2**20  # names, the repeated ones counted: a PBS file of 8192 hosts with 128 processors each
+_MAX_NAMED = 2**20  # names, including repeated ones: a PBS file of 8192 hosts with 128 processors each
 _SHOWN = 5  # bad lines in an error
-_ENOUGH = 1000  # bad lines, after which no more are looked for: this is no host file at all
+_ENOUGH = 1000  # bad lines after which reading stops: this is not a host file
 
 _COUNTS = ("slots", "count", "cpu")
 _KEYS = dict.fromkeys(_COUNTS, "slots")
@@ -45,10 +45,10 @@ _Problems: TypeAlias = list[tuple[int, HostListError]]  # with the numbers of th
 
 
 def read_hostfile(path: Path) -> tuple[Host, ...]:
-    """Read a host file: its hosts in the order in which they first appear, at least one.
+    """Read a host file; return its hosts in the order in which they first appear, at least one.
 
-    Blocks where `path` is a pipe that nobody writes to. Raises UsageError; bad lines are in it as `hosts.txt:3:7:` with
-    line and column, both from 1: the first few of them.
+    Blocks if `path` is a pipe without a writer. Raises UsageError with the first few bad lines as `hosts.txt:3:7:`,
+    line and column counted from 1.
     """
     hosts, problems = _parse(_read(path))
     _raise_any(problems, lambda line, column: f"{path}:{line}:{column}")
@@ -58,9 +58,9 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
 
 
 def parse_discovered(text: str, *, command: str) -> tuple[Host, ...]:
-    """Read what a host discovery script printed: `NAME`, `NAME:SLOTS` or any line of a host file. May be none.
+    """Parse the output of a host discovery script: `NAME`, `NAME:SLOTS` or any line of a host file. May be empty.
 
-    Raises UsageError, which names the command and the bad lines.
+    Raises UsageError with the command and the bad lines.
     """
     hosts, problems = _parse(text)
     _raise_any(problems, lambda line, column: f"output of {command}, line {line}, column {column}")
@@ -75,14 +75,14 @@ def _read(path: Path) -> str:
         raise UsageError(f"the host file {path} does not exist; name a file with one host a line") from error
     except IsADirectoryError as error:
         raise UsageError(f"the host file {path} is a folder; name a file with one host a line") from error
-    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+    except (OSError, ValueError) as error:  # ValueError: an invalid file name
         reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError(f"the host file {quoted(str(path))} cannot be read: {reason}") from error
     if len(content) > _MAX_BYTES:
         raise UsageError(f"the host file {path} is longer than {_MAX_BYTES // 2**20} MiB; that is no list of hosts")
     if b"\0" in content:
-        raise UsageError(f"the host file {path} is no text in UTF-8, it has zero bytes; {_FORM}")
-    # A comment may be in any encoding; anywhere else, what is not ASCII becomes an error with its place.
+        raise UsageError(f"the host file {path} is not text in UTF-8: it contains zero bytes; {_FORM}")
+    # A comment may have any encoding; anywhere else, non-ASCII text is reported as an error with its position.
     return content.decode("utf-8", "surrogateescape")
 
 
@@ -112,32 +112,32 @@ class _Line:
 
 @lru_cache(maxsize=1)  # a PBS file has the same line for each processor
 def _parse_line(line: str) -> _Line | None:
-    """Read one line; None where it has nothing but blanks and a comment. Raises HostListError."""
+    """Parse one line; return None if it contains only blanks and a comment. Raises HostListError."""
     code = re.split(r"#|(?:^|\s)//", line, maxsplit=1)[0]
-    words = [(match.start() + 1, match[0]) for match in re.finditer(r"=|[^\s=]+", code)]
-    if not words:
+    tokens = [(match.start() + 1, match[0]) for match in re.finditer(r"=|[^\s=]+", code)]
+    if not tokens:
         return None
-    column, host = words[0]
+    column, host = tokens[0]
     entry = parse_entry(host, column=column)
     given = {"slots": entry.slots, "user": entry.user, "port": entry.port, "max_slots": None}
     settings: dict[str, str] = {}
-    for place, key, value in _settings(words[1:]):
+    for place, key, value in _settings(tokens[1:]):
         if key in settings or given[key] is not None:
-            hint = f"; behind a name, {entry.slots} is slots" if key == "slots" and entry.slots is not None else ""
+            hint = f"; after a name, {entry.slots} is slots" if key == "slots" and entry.slots is not None else ""
             raise HostListError(place, f"{key} is given twice for {quoted(host)}{hint}; {_FORM}")
         if key != "user" and re.fullmatch(r"[0-9]{1,6}", value, re.ASCII) is None:
-            raise HostListError(place, f"{key} is {quoted(value)}, which is no number of at most 6 digits; {_FORM}")
+            raise HostListError(place, f"{key} is {quoted(value)}, which is not a number of at most 6 digits; {_FORM}")
         settings[key] = value
     return _with_settings(column, entry, settings)
 
 
-def _settings(words: list[tuple[int, str]]) -> Iterator[tuple[int, str, str]]:
-    """Yield each `KEY = VALUE`: where the value is, the key by its one name, the value."""
-    for start in range(0, len(words), 3):
-        (column, key), *rest = words[start : start + 3]
+def _settings(tokens: list[tuple[int, str]]) -> Iterator[tuple[int, str, str]]:
+    """Yield each `KEY = VALUE`: column of the value, canonical key, value."""
+    for start in range(0, len(tokens), 3):
+        (column, key), *rest = tokens[start : start + 3]
         if key not in _KEYS:
             raise HostListError(
-                column, f"{quoted(key)} is not known behind a host, only slots=, max_slots=, user= and port=; {_FORM}"
+                column, f"{quoted(key)} is not known after a host, only slots=, max_slots=, user= and port=; {_FORM}"
             )
         if len(rest) < 2 or rest[0][1] != "=" or rest[1][1] == "=":
             raise HostListError(column, f"{key} has no value; {_FORM}")
@@ -153,18 +153,18 @@ def _with_settings(column: int, entry: HostEntry, settings: dict[str, str]) -> _
     user = settings.get("user", entry.user)
     port = int(settings["port"]) if "port" in settings else entry.port
     if user is not None and not is_user(user):
-        raise HostListError(column, f"{quoted(user)} is no name of a user")
+        raise HostListError(column, f"{quoted(user)} is not a user name")
     if port is not None and not 1 <= port <= 65535:
         raise HostListError(column, f"port is {port}; sshd's is 1 to 65535")
     return _Line(column, replace(entry, slots=slots, user=user, port=port), most)
 
 
 class _Table:
-    """The hosts of the lines so far."""
+    """The hosts of the lines read so far."""
 
     def __init__(self) -> None:
         self._hosts: dict[str, Host] = {}
-        self._lines: dict[str, int] = {}  # where each was named first
+        self._lines: dict[str, int] = {}  # line where each was named first
         self._times: dict[str, int] = {}
         self._named = 0
 
@@ -173,7 +173,7 @@ class _Table:
         return len(self._hosts) > MAX_HOSTS or self._named > _MAX_NAMED
 
     def add(self, line: _Line, number: int) -> None:
-        """Add the hosts of a line. Raises HostListError, where one cannot stand beside what is there."""
+        """Add the hosts of a line. Raises HostListError if one conflicts with earlier hosts."""
         self._named += len(line.entry.names)
         for host in line.entry.hosts():
             if line.max_slots is not None:
@@ -202,7 +202,7 @@ class _Table:
 
 
 def _raise_any(problems: _Problems, place: Callable[[int, int], str]) -> None:
-    """Raise UsageError if there are problems; `place` names a line and a column."""
+    """Raise UsageError if there are problems; `place` formats a line and a column."""
     if not problems:
         return
     lines = [f"{place(line, error.column)}: {error.reason}" for line, error in problems[:_SHOWN]]

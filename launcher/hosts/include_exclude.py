@@ -1,8 +1,8 @@
-"""`--include` and `--exclude`: DeepSpeed's filters over the hosts of a list. Pure; for sources.py.
+"""DeepSpeed's filters `--include` and `--exclude` on the hosts of a list. Pure; for sources.py.
 
-A filter is `NAME[:SLOT[,SLOT...]][@NAME...]`, as in `worker-0@worker-1:0,2`, with ranges in the names if need be:
-`gpu[01-16]:0,1`. A name without slots means the whole host, also beside the same name with slots. Slots count from 0,
-and with them go the GPUs in the same places of the host's list.
+A filter is `NAME[:SLOT[,SLOT...]][@NAME...]`, as in `worker-0@worker-1:0,2`, with optional ranges in the names:
+`gpu[01-16]:0,1`. A name without slots means the whole host, also if the same name is given with slots. Slots count
+from 0, and stand for the GPUs at the same places of the host's list.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _SHOWN = 8  # hosts in an error
 
 
 def filter_hosts(hosts: tuple[Host, ...], *, include: str | None, exclude: str | None) -> tuple[Host, ...]:
-    """Return the hosts that a filter leaves, in the order of the list; empty text is no filter, as for DeepSpeed.
+    """Return the hosts that pass the filter, in the order of the list; empty text is no filter, as for DeepSpeed.
 
-    Of a host of which some slots are left, `chosen` says which, and `slots` is their number. Raises UsageError where
-    both filters are given, one names a host or a slot that is not there, or nothing is left.
+    For a host with only some slots left, `chosen` has them, and `slots` is their number. Raises UsageError if both
+    filters are given, one names an unknown host or slot, or no host is left.
     """
     include, exclude = (include or "").strip(), (exclude or "").strip()
     if include and exclude:
@@ -46,7 +46,7 @@ def filter_hosts(hosts: tuple[Host, ...], *, include: str | None, exclude: str |
 
 
 def _kept(host: Host, named: frozenset[int] | None, *, include: bool) -> Host | None:
-    """Return what is left of a host of which the filter names these slots, None the whole host."""
+    """Return what is left of a host if the filter names these slots; None stands for the whole host."""
     if named is None:
         return host if include else None
     if not named and not include:
@@ -62,16 +62,16 @@ def _slots(host: Host) -> Iterable[int] | None:
 
 
 def _read(text: str, hosts: tuple[Host, ...], *, slots_known: bool) -> dict[str, frozenset[int] | None]:
-    """Return the slots that are named of each host that is named; None for the whole host."""
+    """Return the named slots of each named host; None for the whole host."""
     by_name = {host.name: host for host in hosts}
     here = [host for host in hosts if host.kind is HostKind.LOCAL]
-    by_name = {**{name: host for host in here for name in own_names()}, **by_name}  # `localhost` is its name anywhere
+    by_name = {**{name: host for host in here for name in own_names()}, **by_name}  # `localhost` always means it
     wanted: dict[str, frozenset[int] | None] = {}
     for column, item in split(text, "@"):
         for name, slots in _parse(item, column):
             host = by_name.get(name)
             if host is None:
-                hint = "; '@' stands between hosts, not ','" if "," in name else ""
+                hint = "; hosts are separated by '@', not by ','" if "," in name else ""
                 raise HostListError(column, f"no host is named {quoted(name)}{hint}; there are: {_names(hosts)}")
             _check(host, slots, column, must_be_known=slots_known)
             before = wanted.get(host.name, frozenset())
@@ -82,7 +82,7 @@ def _read(text: str, hosts: tuple[Host, ...], *, slots_known: bool) -> dict[str,
 def _parse(item: str, column: int) -> Iterator[tuple[str, frozenset[int] | None]]:
     match = re.fullmatch(r"(\[[^\[\]]*:[^\[\]]*\]|[^\s:]+)(?::([0-9]{1,6}(?:,[0-9]{1,6})*))?", item, re.ASCII)
     if match is None:
-        raise HostListError(column, f"{quoted(item)} is no host with slots; {_FORM}")
+        raise HostListError(column, f"{quoted(item)} is not a host with slots; {_FORM}")
     slots = None if match[2] is None else frozenset(map(int, match[2].split(",")))
     address = address_of(match[1])
     names = (address,) if address is not None else expand_item(match[1], column=column, room=MAX_HOSTS)
@@ -96,7 +96,7 @@ def _check(host: Host, slots: frozenset[int] | None, column: int, *, must_be_kno
         return
     if there is None:
         raise HostListError(
-            column, f"how many slots {host.name} has is not known; give it some, as in {host.name}:8, to leave some out"
+            column, f"the number of slots of {host.name} is not known; give it, as in {host.name}:8, to leave some out"
         )
     if missing := sorted(slots - frozenset(there)):
         has = ", ".join(map(str, there)) if len(list(there)) <= _SHOWN else f"0 to {max(there)}"

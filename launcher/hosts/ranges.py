@@ -1,7 +1,7 @@
 """Lists of host names in the short form of SLURM and pdsh: `node[01-16,20],login`. Pure.
 
-For --hosts, host files, filters and SLURM's variables. It knows nothing of users, ports and slots,
-and never asks whether a name exists.
+For --hosts, host files, filters and SLURM's variables. It knows nothing of users, ports and slots, and never resolves
+a name.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Iterator
 
 from launcher.errors import UsageError
 
-MAX_HOSTS = 65536  # of one list, as in SLURM: far beyond any run, and small enough for the memory
+MAX_HOSTS = 65536  # in one list, as in SLURM: far beyond any run, and small enough for memory
 _MAX_NAME = 255  # characters; DNS ends at 253
 _MAX_DIGITS = 18
 _FORM = "write numbers and ranges as in node[01-16,20]"
 
 
 class HostListError(UsageError):
-    """Something in a list of hosts is wrong: `reason`, at `column` of the text, counted from 1."""
+    """An error in a list of hosts: `reason`, at `column` of the text, counted from 1."""
 
     def __init__(self, column: int, reason: str) -> None:
         super().__init__(f"column {column}: {reason}")
@@ -28,10 +28,11 @@ class HostListError(UsageError):
 
 
 def expand(text: str) -> tuple[str, ...]:
-    """Return every name of the list, in the order in which `scontrol show hostnames` writes them.
+    """Return all names of the list, in the order of `scontrol show hostnames`.
 
-    Numbers keep their zeros, a name may have several brackets and more behind them, and `[fe80::1]` stays as it is: an
-    address, no range. A name that is listed twice comes twice. Raises HostListError, for more than MAX_HOSTS too.
+    Numbers keep their leading zeros, a name may have several brackets and text after them, and `[fe80::1]` is kept: it
+    is an address, not a range. A name that is listed twice is returned twice. Raises HostListError, also for more than
+    MAX_HOSTS.
 
     >>> expand("node[08-10,20],login")
     ('node08', 'node09', 'node10', 'node20', 'login')
@@ -43,9 +44,9 @@ def expand(text: str) -> tuple[str, ...]:
 
 
 def split(text: str, separator: str = ",") -> tuple[tuple[int, str], ...]:
-    """Split at the separators that are outside of brackets: each item without the blanks around it, and its column.
+    """Split at separators outside of brackets; return each item without surrounding blanks, and its column.
 
-    Never fails: a bracket that is not closed takes the rest of the text into its item.
+    Never fails: after an unclosed bracket, the rest of the text belongs to its item.
 
     >>> split("a[1,3], b")
     ((1, 'a[1,3]'), (9, 'b'))
@@ -63,15 +64,15 @@ def split(text: str, separator: str = ",") -> tuple[tuple[int, str], ...]:
 
 
 def expand_item(item: str, *, column: int = 1, room: int = MAX_HOSTS) -> tuple[str, ...]:
-    """Return the names of one item of a list. `column` is where it begins in the text, for the errors.
+    """Return the names of one item of a list. `column` is its position in the text, for errors.
 
-    Raises HostListError, before anything is written out, where there are more than `room`.
+    Raises HostListError for more than `room` names, before any is generated.
     """
     if not item:
         raise HostListError(column, "a host is missing here; write hosts as in node[01-16,20],login")
     if blank := re.search(r"\s", item):
         raise HostListError(
-            column + blank.start(), f"{quoted(item)} has a blank in it; write hosts as in node[1-3],login"
+            column + blank.start(), f"{quoted(item)} contains a blank; write hosts as in node[1-3],login"
         )
     literals, brackets = _parse(item, column)
     count = 1
@@ -86,12 +87,12 @@ def expand_item(item: str, *, column: int = 1, room: int = MAX_HOSTS) -> tuple[s
 
 
 def quoted(text: str) -> str:
-    """Return the text as an error shows it: quoted, with its odd characters escaped, and not too long."""
+    """Return the text for an error: quoted, with special characters escaped, and shortened."""
     return repr(text if len(text) <= 80 else text[:77] + "...")
 
 
 def _names(literals: list[str], values: list[list[str]]) -> Iterator[str]:
-    """SLURM counts up the last bracket first, and of those before it the first one first: 2, 1, 3 for three of them."""
+    """Yield names in SLURM's order: the last bracket varies fastest, then from the first on: 2, 1, 3 for three."""
     order = [*range(len(values) - 2, -1, -1), *range(len(values))[-1:]]
     for chosen in itertools.product(*(values[place] for place in order)):
         numbers = dict(zip(order, chosen, strict=True))
@@ -99,7 +100,7 @@ def _names(literals: list[str], values: list[list[str]]) -> Iterator[str]:
 
 
 def _parse(item: str, column: int) -> tuple[list[str], list[list[tuple[int, int, int]]]]:
-    """Take an item apart: the text before, between and after its brackets, and of each bracket the ranges."""
+    """Split an item: the text before, between and after its brackets, and the ranges of each bracket."""
     literals: list[str] = [""]
     brackets: list[list[tuple[int, int, int]]] = []
     for match in re.finditer(r"\[([^\[\]]*)\]|[^\[\]]+|[\[\]]", item):
@@ -123,10 +124,10 @@ def _entries(inner: str) -> Iterator[tuple[int, str]]:
 
 
 def _range(entry: str, item: str, column: int) -> tuple[int, int, int]:
-    """Return the first and the last number, and how many digits they have at least: SLURM takes those of the first."""
+    """Return the first and last number, and the least number of digits: SLURM uses that of the first."""
     match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", entry, re.ASCII)
     if match is None:
-        raise HostListError(column, f"{quoted(entry)} in {quoted(item)} is no number or range; {_FORM}")
+        raise HostListError(column, f"{quoted(entry)} in {quoted(item)} is not a number or range; {_FORM}")
     first, last = match[1], match[2] or match[1]
     if max(len(first), len(last)) > _MAX_DIGITS:
         raise HostListError(column, f"{quoted(entry)} in {quoted(item)} has more than {_MAX_DIGITS} digits")

@@ -1,7 +1,7 @@
-"""What SLURM says in the environment: the allocation, the step that this process is a task of, and the job.
+"""SLURM's environment: the allocation, the step that this process is a task of, and the job.
 
-Read from variables alone, so that it works in a container that has none of SLURM's commands; pure, but for `step_title`
-and `requeue` at the end. sources.py makes hosts of it, transport/srun.py starts agents there.
+Read from variables only, so that it works in a container without SLURM's commands; pure, except `step_title` and
+`requeue` at the end. sources.py makes hosts of it, transport/srun.py starts agents there.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from launcher.errors import UsageError
 from launcher.hosts.host import Host, HostKind
 from launcher.hosts.ranges import MAX_HOSTS, expand
 
-_BATCH, _EXTERN, _INTERACTIVE = 0xFFFFFFFB, 0xFFFFFFFC, 0xFFFFFFFA  # numbers of steps that are none of srun's
+_BATCH, _EXTERN, _INTERACTIVE = 0xFFFFFFFB, 0xFFFFFFFC, 0xFFFFFFFA  # numbers of steps that srun did not start
 _SCONTROL_S = 30.0
 _INSTEAD = "pass SLURM's own variables on as they are, or name the hosts with --hosts"
 
 
 @dataclass(frozen=True)
 class Node:
-    """A node of the allocation. `tasks` is None where the user did not ask for several on a node.
+    """A node of the allocation. `tasks` is None if the user did not request several on a node.
 
-    `group` is the part of a heterogeneous job that it belongs to; None in any other job.
+    `group` is its component of a heterogeneous job; None in any other job.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Node:
 class Step:
     """The job step that this process is a task of: one of `tasks` that srun started on `nodes`.
 
-    `interactive`: a shell with a terminal, which stands for the whole allocation.
+    `interactive`: a shell with a terminal, which represents the whole allocation.
     """
 
     job: str
@@ -54,7 +54,7 @@ class Step:
 class Allocation:
     """The nodes that this process may use: the job's, or those of the `step` that it is a task of.
 
-    `here` is the node that it runs on; None on a login node. A `step` of several tasks runs dtrain as often.
+    `here` is the node that it runs on; None on a login node. Each task of a `step` runs dtrain.
     """
 
     job: str
@@ -64,9 +64,9 @@ class Allocation:
 
 
 def find_allocation(env: Mapping[str, str], title: str | None = None) -> Allocation | None:
-    """Return the allocation in which this process runs; `title` is step_title's answer. None outside of SLURM.
+    """Return the allocation in which this process runs; `title` is the result of step_title. None outside of SLURM.
 
-    Raises UsageError, naming variable and value, where the variables are no SLURM's or contradict each other.
+    Raises UsageError with variable and value if variables are not in SLURM's format or contradict each other.
     """
     job = _job(env)
     if job is None:
@@ -85,16 +85,16 @@ def find_allocation(env: Mapping[str, str], title: str | None = None) -> Allocat
     twice = [name for name, count in Counter(node.name for node in nodes).items() if count > 1]
     if twice:
         raise UsageError(
-            f"the SLURM job {job} has the node {twice[0]} twice; ask for parts that share no node, "
+            f"the SLURM job {job} has the node {twice[0]} twice; request components that share no node, "
             f"or name the hosts with --hosts"
         )
     return Allocation(job, tuple(nodes), here)
 
 
 def hosts_of(allocation: Allocation) -> tuple[Host, ...]:
-    """Return the allocation's nodes as hosts, with as many slots as the user asked for tasks, if it was several a node.
+    """Return the allocation's nodes as hosts, with slots as the user requested tasks, if several for a node.
 
-    The only node, if we are on it, needs no srun: what its processes may use is what this one may.
+    A single node that this process runs on needs no srun: its processes may use the same resources as this one.
     """
     alone = [node.name for node in allocation.nodes] == [allocation.here]
     kind = HostKind.LOCAL if alone else HostKind.SRUN
@@ -105,7 +105,7 @@ def find_step(env: Mapping[str, str], title: str | None = None) -> Step | None:
     """Return the step of srun (or salloc) that this process is a task of; None in a batch script, or outside of SLURM.
 
     A job that was submitted from within a step inherits that step's variables. The `title` of the slurmstepd above this
-    process tells them apart; without it, variables that do not fit together are taken for inherited ones.
+    process distinguishes them; without it, variables that do not match each other are taken as inherited.
     """
     job = _job(env)
     if job is None or not env.get("SLURM_STEP_NODELIST"):
@@ -131,7 +131,7 @@ def find_step(env: Mapping[str, str], title: str | None = None) -> Step | None:
 
 
 def _fits(step: Step, env: Mapping[str, str]) -> bool:
-    """Say whether a step's variables may be those of this process's own step."""
+    """Return whether the variables of a step may be those of this process's own step."""
     if step.node_rank >= len(step.nodes) or env.get("SLURMD_NODENAME") != step.nodes[step.node_rank]:
         return False
     here = env.get("SLURM_GTIDS", "").split(",")  # the ranks of the tasks on this node
@@ -139,20 +139,20 @@ def _fits(step: Step, env: Mapping[str, str]) -> bool:
 
 
 def slurm_run_id(env: Mapping[str, str]) -> str | None:
-    """Return a run id for the job, which it keeps when it is requeued: `slurm-1234`, in an array `slurm-1200_7`."""
+    """Return a run id for the job, kept when it is requeued: `slurm-1234`, or in an array `slurm-1200_7`."""
     job = _job_name(env)
     return None if job is None else f"slurm-{job}"
 
 
 def restart_count(env: Mapping[str, str]) -> int:
-    """Return how often SLURM has started the job again."""
+    """Return how often SLURM has restarted the job."""
     return _number(env, "SLURM_RESTART_COUNT") if _job(env) and "SLURM_RESTART_COUNT" in env else 0
 
 
 def cpu_limit(env: Mapping[str, str]) -> int | None:
-    """Return how many processors of this node SLURM gives to the step, or the batch script, that we are in.
+    """Return how many processors of this node SLURM gives to the present step or batch script.
 
-    Not every SLURM confines its jobs to what it gives them. None outside of SLURM.
+    Not every SLURM confines jobs to their processors. None outside of SLURM.
     """
     if not env.get("SLURMD_NODENAME") or not re.fullmatch(r"0*[1-9][0-9]{0,5}", env.get("SLURM_CPUS_ON_NODE", "")):
         return None
@@ -162,12 +162,12 @@ def cpu_limit(env: Mapping[str, str]) -> int | None:
 def _job(env: Mapping[str, str]) -> str | None:
     job = env.get("SLURM_JOB_ID") or env.get("SLURM_JOBID")
     if job and not re.fullmatch(r"[0-9]{1,10}", job):
-        raise UsageError(f"SLURM_JOB_ID is {job!r}, which is no job's number; {_INSTEAD}")
+        raise UsageError(f"SLURM_JOB_ID is {job!r}, which is not the number of a job; {_INSTEAD}")
     return job or None
 
 
 def _job_name(env: Mapping[str, str]) -> str | None:
-    """Return the job's id as SLURM's commands take it: the number alone may mean all of an array."""
+    """Return the job's id for SLURM's commands: the number alone may mean a whole array."""
     array, task = env.get("SLURM_ARRAY_JOB_ID", ""), env.get("SLURM_ARRAY_TASK_ID", "")
     job = _job(env)
     if job is not None and re.fullmatch("[0-9]{1,10}", array) and re.fullmatch("[0-9]{1,10}", task):
@@ -176,9 +176,9 @@ def _job_name(env: Mapping[str, str]) -> str | None:
 
 
 def _nodes(env: Mapping[str, str], group: int | None, *, strict: bool) -> list[Node]:
-    """Return the nodes of the job, or of a part of a heterogeneous one.
+    """Return the nodes of the job, or of a component of a heterogeneous one.
 
-    Not `strict` in an interactive step, where the numbers of nodes and tasks are those of the step.
+    Not `strict` in an interactive step, whose numbers of nodes and tasks are those of the step.
     """
     suffix = ""
     if group is not None:
@@ -194,7 +194,7 @@ def _nodes(env: Mapping[str, str], group: int | None, *, strict: bool) -> list[N
         raise UsageError(f"{number} is {env[number]}, but {variable}={env[variable]} has {len(names)}; {_INSTEAD}")
     counts = _counts(env, f"SLURM_TASKS_PER_NODE{suffix}", names)
     asked = any(f"SLURM_{name}{suffix}" in env for name in ("NTASKS", "NTASKS_PER_NODE"))
-    # Where nobody asked for tasks, SLURM counts processors.
+    # If no tasks were requested, SLURM counts processors.
     several = asked and len(names) < sum(counts)
     return [Node(name, count if several else None, group) for name, count in zip(names, counts, strict=True)]
 
@@ -211,7 +211,7 @@ def _names(env: Mapping[str, str], variable: str) -> tuple[str, ...]:
 
 
 def _counts(env: Mapping[str, str], variable: str, names: tuple[str, ...]) -> tuple[int, ...]:
-    """Read `4(x2),2`: the tasks of each node; one each where nothing is said."""
+    """Parse `4(x2),2`, the tasks of each node; without a value, one each."""
     text = env.get(variable, "")
     if not text:
         return (1,) * len(names)
@@ -226,7 +226,7 @@ def _counts(env: Mapping[str, str], variable: str, names: tuple[str, ...]) -> tu
         if len(counts) > MAX_HOSTS:
             break
     if len(counts) != len(names):
-        raise UsageError(f"{variable}={text} tells of {len(counts)} nodes, there are {len(names)}; {_INSTEAD}")
+        raise UsageError(f"{variable}={text} is for {len(counts)} nodes, but there are {len(names)}; {_INSTEAD}")
     return tuple(counts)
 
 
@@ -241,9 +241,9 @@ def _number(env: Mapping[str, str], *variables: str) -> int:
 
 
 def step_title() -> str | None:
-    """Return which step this process belongs to, as the slurmstepd above it says: `17.0`, `17.batch`.
+    """Return the step of this process, from the title of the slurmstepd above it: `17.0`, `17.batch`.
 
-    None where none is above it, or a container hides it.
+    None if there is none above it, or a container hides it.
     """
     from launcher.machine.processes import ancestors
 
@@ -259,32 +259,32 @@ def step_title() -> str | None:
 
 
 def is_cancelled(env: Mapping[str, str]) -> bool:
-    """Say whether somebody has cancelled the job, as far as scontrol knows. Blocks."""
+    """Return whether the job was cancelled, as far as scontrol knows. Blocks."""
     problem, said = _scontrol(["--oneliner", "show", "job", _job_name(env) or ""])
     return problem is None and "JobState=CANCELLED" in said
 
 
 def requeue(env: Mapping[str, str]) -> str | None:
-    """Have SLURM start the job again, which also ends it as it runs now; return why that failed, or None. Blocks."""
+    """Requeue the job, which also ends it as it runs now; return why that failed, or None. Blocks."""
     job = _job_name(env)
     return "this is no SLURM job: SLURM_JOB_ID is not set" if job is None else _scontrol(["requeue", job])[0]
 
 
-def _scontrol(words: list[str]) -> tuple[str | None, str]:
-    """Run scontrol; return why that failed, or None, and what it said."""
+def _scontrol(args: list[str]) -> tuple[str | None, str]:
+    """Run scontrol; return why that failed, or None, and its output."""
     import subprocess
 
-    typed = " ".join(["scontrol", *words])
+    typed = " ".join(["scontrol", *args])
     try:
         done = subprocess.run(
-            ["scontrol", *words],
+            ["scontrol", *args],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=_SCONTROL_S,
             start_new_session=True,
         )
     except OSError as error:
-        return f"scontrol cannot be run here ({error.strerror}); type where it can: {typed}", ""
+        return f"scontrol cannot be run here ({error.strerror}); where it can be run, type: {typed}", ""
     except subprocess.TimeoutExpired:
         return f"`{typed}` did not answer within {_SCONTROL_S:g} s", ""
     said = done.stderr.decode("utf-8", "replace").strip().splitlines() or [f"status {done.returncode}"]

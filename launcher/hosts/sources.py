@@ -1,4 +1,4 @@
-"""Which hosts a run has: from the one source that was given, never a silent localhost."""
+"""Chooses the hosts of a run, from the one source that was given, never silently localhost."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _SOURCES = (
     "--hosts a,b (or DTRAIN_HOSTS, or `hosts` in dtrain.toml), --hostfile FILE, --hosts-script CMD, "
     "a SLURM allocation, --node-rank K --master-addr A typed on each node, or --simulate to divide this machine"
 )
-MAX_BYTES = 1 << 20  # that a discovery script may print
-DISCOVERY_S = 10.0  # that a discovery script may take; and the pause before it is asked again while too few are known
+MAX_BYTES = 1 << 20  # most output of a discovery script
+DISCOVERY_S = 10.0  # time limit of a discovery script; also the pause between its runs while too few hosts are known
 
 
 @dataclass(frozen=True)
 class Sources:
-    """What was given; at most one of `hosts`, `hostfile`, `script` and `simulate`.
+    """The sources that were given; at most one of `hosts`, `hostfile`, `script` and `simulate`.
 
-    `environment` may hold a SLURM allocation; empty where none is to be used.
+    `environment` may contain a SLURM allocation; empty if none may be used.
     """
 
     hosts: str | None = None
@@ -42,16 +42,16 @@ class Sources:
 
 
 def choose_hosts(sources: Sources, *, nnodes: tuple[int, int] | None, spares: bool = False) -> tuple[Host, ...]:
-    """Return the hosts of a run from what was given; `nnodes` is the least and the most that are wanted.
+    """Return the hosts of a run from the sources; `nnodes` is the least and the most hosts that are wanted.
 
-    With `spares`, hosts that are named beyond the most are kept, to step in for others. Reads a host file, and asks
-    a discovery script once. Raises UsageError where more hosts are wanted than any source names.
+    With `spares`, hosts beyond the most are kept, to replace others. Reads a host file, and runs a discovery script
+    once. Raises UsageError if more hosts are wanted than any source names.
     """
     least, most = nnodes or (None, None)
     _check_one(sources)
     if sources.simulate:
         if most is None:
-            raise UsageError("--simulate needs to know between how many hosts to divide this machine: --nnodes N")
+            raise UsageError("--simulate needs the number of hosts to divide this machine into: --nnodes N")
         return tuple(Host(f"sim{part}", HostKind.SIMULATED, part=part, parts=most) for part in range(most))
     found = _named_hosts(sources)
     if found is None:
@@ -67,7 +67,7 @@ def choose_hosts(sources: Sources, *, nnodes: tuple[int, int] | None, spares: bo
 
 
 def in_slurm(environment: Mapping[str, str]) -> bool:
-    """Whether this is a job of SLURM."""
+    """Return whether this is a SLURM job."""
     return bool(environment.get("SLURM_JOB_ID") or environment.get("SLURM_JOBID"))
 
 
@@ -90,7 +90,7 @@ def _check_one(sources: Sources) -> None:
 
 
 def _named_hosts(sources: Sources) -> tuple[tuple[Host, ...], str] | None:
-    """Return the hosts that a source names, and how to say that it does."""
+    """Return the hosts that a source names, with a phrase for messages."""
     if sources.hosts is not None:
         if not sources.hosts.strip():
             raise UsageError("--hosts is empty; name hosts as in --hosts a,b, or leave it out")
@@ -121,36 +121,36 @@ def _filtered(hosts: tuple[Host, ...], sources: Sources) -> tuple[Host, ...]:
 
 
 def discover(command: str, over: threading.Event | None = None) -> tuple[Host, ...]:
-    """Ask a discovery script, as Horovod has them, which hosts there are now. Blocks at most DISCOVERY_S.
+    """Run a discovery script in Horovod's form, which prints the present hosts. Blocks DISCOVERY_S at most.
 
-    The command's words are split as a shell would; no shell runs it. It is killed, with what it has started, when it
-    takes too long, prints more than MAX_BYTES, or the run is `over`. Raises DtrainError if it fails.
+    The command is split like a shell command, but no shell runs it. It is killed, with its descendants, if it takes too
+    long, prints more than MAX_BYTES, or the run is `over`. Raises DtrainError if it fails.
     """
     from launcher.hosts.hostfile import parse_discovered
 
     try:
-        words = shlex.split(command)
+        argv = shlex.split(command)
     except ValueError as error:
         raise UsageError(f"--hosts-script {command!r} cannot be read: {error}") from error
-    if not words:
+    if not argv:
         raise UsageError("--hosts-script is empty; name a program that prints HOST:SLOTS lines")
-    words[0] = os.path.expanduser(words[0])
+    argv[0] = os.path.expanduser(argv[0])
     try:
         process = subprocess.Popen(
-            words,
+            argv,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
     except OSError as error:
-        raise UsageError(f"--hosts-script: {words[0]} cannot be run: {error.strerror}") from error
+        raise UsageError(f"--hosts-script: {argv[0]} cannot be run: {error.strerror}") from error
     with process:
         try:
             answer = _answer(process, over, command)
         except BaseException:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # its own session's: nobody else is in it
+                os.killpg(process.pid, signal.SIGKILL)  # a session of its own, without other processes
             raise
     text, complaint = (data.decode("utf-8", "replace") for data in answer)
     if process.returncode != 0:
@@ -162,7 +162,7 @@ def discover(command: str, over: threading.Event | None = None) -> tuple[Host, .
 
 
 def _answer(process: subprocess.Popen[bytes], over: threading.Event | None, command: str) -> tuple[bytes, bytes]:
-    """Return what a program has written, once it has ended. Raises DtrainError if it is to be killed instead."""
+    """Return the output of a program, once it has ended. Raises DtrainError if it must be killed instead."""
     assert process.stdout is not None
     assert process.stderr is not None
     deadline = time.monotonic() + DISCOVERY_S
@@ -185,13 +185,13 @@ def _answer(process: subprocess.Popen[bytes], over: threading.Event | None, comm
             if len(out) + len(err) > MAX_BYTES:
                 raise DtrainError(
                     f"--hosts-script: {command} was ended, since it printed more than {MAX_BYTES >> 20} MiB; "
-                    "it is to print one HOST:SLOTS line for each host, and end"
+                    "it must print one HOST:SLOTS line for each host, and end"
                 )
     return bytes(out), bytes(err)
 
 
 def wait_for_discovery(command: str, least: int, limit_s: float) -> None:
-    """Wait until a discovery script names as many hosts as are needed. Raises UsageError if it does not in time."""
+    """Wait until a discovery script names as many hosts as needed. Raises UsageError if it does not in time."""
     deadline = time.monotonic() + limit_s
     while len(hosts := discover(command)) < least:
         if time.monotonic() >= deadline:

@@ -52,7 +52,7 @@ def script(tmp_path: Path) -> Path:
         (["--hosts", "a b"], "'a b' is not a host; write NAME, NAME:SLOTS"),
         (["--hosts", "-oProxyCommand=true"], "is not a host; write NAME"),
         (["--hosts", "a", "--simulate"], "--simulate divides this machine"),
-        (["--simulate"], "--simulate needs to know between how many hosts to divide this machine: --nnodes N"),
+        (["--simulate"], "--simulate needs the number of hosts to divide this machine into: --nnodes N"),
         (["--nproc-per-node", "0"], "--nproc-per-node is '0'; it must be a number from 1, or auto, gpu or cpu"),
         (["--nproc-per-node", "-1"], "--nproc-per-node is '-1'; it must be a number from 1"),
         (["--nproc-per-node", "x"], "--nproc-per-node is 'x'; it must be a number from 1"),

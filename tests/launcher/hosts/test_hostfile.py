@@ -79,23 +79,27 @@ def complaint(path: Path) -> str:
 @pytest.mark.parametrize(
     ("line", "column", "reason"),
     [
-        ("n1 slots=x", 10, "slots is 'x', which is no number of at most 6 digits; write a line as in: node1 slots=4"),
+        (
+            "n1 slots=x",
+            10,
+            "slots is 'x', which is not a number of at most 6 digits; write a line as in: node1 slots=4",
+        ),
         ("n1 slots=-1", 10, "slots is '-1'"),
         ("n1 slots=1234567", 10, "slots is '1234567'"),
         ("n1 slots=4,max_slots=8", 10, "slots is '4,max_slots'"),
         ("n1 slots", 4, "slots has no value"),
         ("n1 slots=", 4, "slots has no value"),
         ("n1 slots==4", 4, "slots has no value"),
-        ("n1  4", 5, "'4' is not known behind a host, only slots=, max_slots=, user= and port=; write a line as in:"),
+        ("n1  4", 5, "'4' is not known after a host, only slots=, max_slots=, user= and port=; write a line as in:"),
         ("n1 slot=4", 4, "'slot' is not known"),
         ("n1 n2 slots=4", 4, "'n2' is not known"),
         ("n1 slots=4 slots=4", 18, "slots is given twice for 'n1'"),
         ("n1 slots=4 count=4", 18, "slots is given twice for 'n1'"),
-        ("n1:22 slots=4", 13, "slots is given twice for 'n1:22'; behind a name, 22 is slots"),
+        ("n1:22 slots=4", 13, "slots is given twice for 'n1:22'; after a name, 22 is slots"),
         ("me@n1 user=you", 12, "user is given twice for 'me@n1'"),
         ("n1 slots=4 max_slots=2", 1, "max_slots is 2, which is less than the slots of 4"),
         ("n1 max_slots=0", 1, "max_slots is 0, which is less than the slots of 1"),
-        ("n1 user=-oProxyCommand", 1, "'-oProxyCommand' is no name of a user"),
+        ("n1 user=-oProxyCommand", 1, "'-oProxyCommand' is not a user name"),
         ("n1 port=0", 1, "port is 0; sshd's is 1 to 65535"),
         ("n1,n2 slots=4", 1, "'n1,n2' is not a host; write NAME, NAME:SLOTS"),
         ("\tfe80::1 slots=4", 2, "'fe80::1' is not a host"),
@@ -104,7 +108,7 @@ def complaint(path: Path) -> str:
         ("+n0", 1, "'+n0' is not a host"),
         ("-n1", 1, "'-n1' begins with '-'"),
         ("= 4", 1, "'=' is not a host"),
-        (" me@n[1-x] slots=4", 7, "'1-x' in 'n[1-x]' is no number or range"),
+        (" me@n[1-x] slots=4", 7, "'1-x' in 'n[1-x]' is not a number or range"),
         ("nöde slots=4", 1, "'nöde' is not a host"),
         (
             "a slots=4",
@@ -164,7 +168,7 @@ def test_a_file_that_cannot_be_read_is_an_error_that_says_why(tmp_path: Path, mo
     assert "cannot be read: embedded null byte" in complaint(Path("a\0b"))
     assert "/dev/zero is longer than 8 MiB" in complaint(Path("/dev/zero"))
     (tmp_path / "utf16").write_text("n1 slots=4\n", encoding="utf-16")
-    assert "is no text in UTF-8, it has zero bytes" in complaint(tmp_path / "utf16")
+    assert "is not text in UTF-8: it contains zero bytes" in complaint(tmp_path / "utf16")
 
 
 def test_a_discovery_script_may_find_no_host() -> None:
@@ -176,7 +180,7 @@ def test_a_bad_line_of_a_discovery_script_names_the_command_and_the_line() -> No
     with pytest.raises(UsageError) as raised:
         parse_discovered("n1:4\nnot found: x\n\nn2:y\n", command="./discover --all")
     first, second = str(raised.value).splitlines()
-    assert first.startswith("output of ./discover --all, line 2, column 5: 'found:' is not known behind a host")
+    assert first.startswith("output of ./discover --all, line 2, column 5: 'found:' is not known after a host")
     assert second.startswith("output of ./discover --all, line 4, column 1: 'n2:y' is not a host")
 
 

@@ -126,7 +126,7 @@ def test_a_discovery_script_that_hangs_is_killed_with_what_it_started(
 
 @pytest.mark.parametrize("where", ["", " >&2"])
 def test_a_discovery_script_that_prints_without_end_is_killed_with_what_it_started(tmp_path: Path, where: str) -> None:
-    with pytest.raises(DtrainError, match="was ended, since it printed more than 1 MiB; it is to print one HOST:SLOTS"):
+    with pytest.raises(DtrainError, match="was ended, since it printed more than 1 MiB; it must print one HOST:SLOTS"):
         discover(_script(tmp_path, f"sleep 60 & yes node1:1{where}"))
 
 
