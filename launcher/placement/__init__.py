@@ -1,1 +1,1 @@
-"""Pure: what was asked for and which hosts there are -> ranks, GPUs, processors, variables of workers."""
+"""Computes ranks, GPUs, processors and variables of workers from the request and the hosts. Pure."""

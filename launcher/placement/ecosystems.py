@@ -1,6 +1,6 @@
-"""The variables by which other launchers' programs know their place: TensorFlow, Open MPI, DeepSpeed, Horovod. Pure.
+"""Variables for programs of other launchers: TensorFlow, Open MPI, DeepSpeed, Horovod. Pure.
 
-Given on request (`--env-for`), since libraries take some of them for a sign of the launcher that sets them.
+Set on request (`--env-for`), since libraries take some of them as a sign of the launcher that sets them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _EVALUATOR = "evaluator"
 
 
 def parse_ecosystems(text: str | None, roles: Roles) -> tuple[str, ...]:
-    """Read `--env-for`. A chief and an evaluator ask for TensorFlow's variable by themselves; servers may be ddp's."""
+    """Parse `--env-for`. A chief or an evaluator implies TensorFlow's variable; parameter servers may be ddp's."""
     names = [] if text is None else [name.strip().lower() for name in text.split(",")]
     for name in names:
         if name not in ECOSYSTEMS:
@@ -29,7 +29,7 @@ def parse_ecosystems(text: str | None, roles: Roles) -> tuple[str, ...]:
 
 
 def shared_prefixes(wanted: Sequence[str], placement: Placement, addresses: Mapping[int, str]) -> dict[str, str]:
-    """Return how the values of some variables begin in every worker that has them, since they are long.
+    """Return common prefixes of some variables' values, which are the same in every worker that has them, and long.
 
     `addresses` are `host:port` by rank, for the ranks of `serving_ranks`.
     """
@@ -41,7 +41,7 @@ def ecosystem_environments(
 ) -> Iterator[dict[str, str]]:
     """Yield the variables of each worker, the values without the prefixes of `shared_prefixes`.
 
-    Raises PlacementError where a variable would be longer than any may be.
+    Raises PlacementError if a variable would exceed the size limit.
     """
     cross = _cross_ranks(placement) if "horovod" in wanted else {}
     for worker in placement.workers:
@@ -58,14 +58,14 @@ def ecosystem_environments(
 
 
 def serving_ranks(wanted: Sequence[str], placement: Placement) -> list[int]:
-    """Return the ranks that others connect to, each of which needs a port: all of TensorFlow's but the evaluator."""
+    """Return the ranks that others connect to, each of which needs a port: all of TensorFlow's except the evaluator."""
     if "tf" not in wanted:
         return []
     return [worker.rank for worker in placement.workers if _tf_type(placement, worker) not in ("", _EVALUATOR)]
 
 
 def _tf_cluster(placement: Placement, addresses: Mapping[int, str]) -> str:
-    """Return the part of TF_CONFIG that is the same for all, as JSON."""
+    """Return the part of TF_CONFIG that is the same in all workers, as JSON."""
     cluster: dict[str, list[str]] = {}
     for worker in placement.workers:
         kind = _tf_type(placement, worker)
@@ -80,14 +80,14 @@ def _tf_task(prefix: str, kind: str, worker: WorkerPlace) -> str:
     size = len(prefix) + len(task)
     if len("TF_CONFIG=") + size > VARIABLE_BYTES:
         raise PlacementError(
-            f"TF_CONFIG names every process, and would have {size:,} bytes; a variable has at most "
+            f"TF_CONFIG names every process, and would need {size:,} bytes; the limit for a variable is "
             f"{VARIABLE_BYTES:,}. Start fewer processes, or leave out --env-for tf, --chief and --evaluator"
         )
     return task
 
 
 def _tf_type(placement: Placement, worker: WorkerPlace) -> str:
-    """Return the type of a worker's task; empty for a role that TensorFlow does not know."""
+    """Return the type of a worker's task; empty for a role unknown to TensorFlow."""
     if worker.role in ("chief", "ps", _EVALUATOR):
         return worker.role
     ordinary = next((other.role for other in placement.workers if other.role != "chief"), "")
@@ -100,7 +100,7 @@ def _open_mpi(worker: WorkerPlace) -> dict[str, str]:
         "OMPI_COMM_WORLD_RANK": str(worker.world_rank),
         "OMPI_COMM_WORLD_LOCAL_SIZE": str(worker.local_world_size),
         "OMPI_COMM_WORLD_LOCAL_RANK": str(worker.local_rank),
-        "OMPI_COMM_WORLD_NODE_RANK": str(worker.local_rank),  # its rank on the node, not the node's
+        "OMPI_COMM_WORLD_NODE_RANK": str(worker.local_rank),  # rank on the node, not rank of the node
         "OMPI_UNIVERSE_SIZE": str(worker.world_size),
     }
 
@@ -116,7 +116,7 @@ def _deepspeed(placement: Placement, worker: WorkerPlace) -> dict[str, str]:
 def _cross_ranks(placement: Placement) -> dict[tuple[str, int], dict[int, int]]:
     """Return, by role and local rank, the ranks in Horovod's "cross" communicator by node rank.
 
-    It joins the workers that have the same local rank on their hosts.
+    It joins the workers with the same local rank on their hosts.
     """
     ranks: dict[tuple[str, int], dict[int, int]] = {}
     for worker in placement.workers:

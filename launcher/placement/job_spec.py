@@ -1,4 +1,4 @@
-"""What the user asked for, checked once: the JobSpec that cli/main.py makes and everything below reads."""
+"""The user's request, checked once: the JobSpec that cli/main.py makes and all packages below read."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from launcher.hosts.host import Host, HostKind
 from launcher.placement.chaos_plan import ChaosPlan
 from launcher.placement.roles import Roles
 
-DEFAULT_PORT = 29500  # as torchrun's; another one is taken where it is in use
+DEFAULT_PORT = 29500  # as torchrun's; if it is in use, another one is chosen
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # as torchrun's
-MAX_WAIT_S = 30 * 86400.0  # far beyond it, the system's own waits overflow
+MAX_WAIT_S = 30 * 86400.0  # waits of the operating system overflow far beyond it
 _AT_MOST = f"at most {MAX_WAIT_S:g} (30 days)"
 
-# What travels to other hosts unasked: settings of the libraries that training scripts use.
+# Variables that are sent to other hosts automatically: settings of libraries that training scripts use.
 _TRAVELLING = (
     "NCCL_", "GLOO_", "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "CUDA_", "CUBLAS_", "CUDNN_", "OMP_", "MKL_", "KMP_",
     "PYTHON", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "TF_", "XLA_", "PJRT_", "LIBTPU_", "UCX_", "FI_",
     "RCCL_", "HSA_", "MIOPEN_", "CCL_", "ZE_FLAT_DEVICE_HIERARCHY", "DTRAIN_",
 )  # fmt: skip
-# Variables that dtrain gives to its own processes, to workers and to what --on-end runs. No user sets one.
+# Variables that dtrain sets for its own processes, workers and --on-end commands. Users do not set them.
 INTERNAL_VARIABLES = frozenset(f"DTRAIN_{name}" for name in (
     "AGENT", "AGENT_SLOTS", "AGENT_MACHINE", "AGENT_WORKDIR", "FILE_LIMIT",
     "DEFAULTS", "HOST", "ELASTIC", "LOST_AFTER_S", "PROGRESS_FILE", "ROLES", "RUN_KEY", "GENERATION", "GENERATION_PIPE",
     "GENERATION_FILE", "STATE_FILE", "COPY_FILE", "COPY_NOTE", "TIMELINE_FILE", "DEBUGGER_FILE",
     "RUN", "STATE", "EXIT_CODE", "CAUSE", "FOLDER", "IN_ON_END",
 ))  # fmt: skip
-# ... but for what belongs to this host or to this process alone.
+# Never sent: variables of this host or of this process.
 _STAYING = INTERNAL_VARIABLES | {
     "CUDA_VISIBLE_DEVICES", "PYTHONHOME", "PYTHONSTARTUP", "TF_CONFIG", "DTRAIN_TOKEN_FILE", "DTRAIN_TOKEN",
     "PJRT_LOCAL_PROCESS_RANK", "PJRT_LOCAL_PROCESS_COUNT",
 }  # fmt: skip
-_SECRET = {"DTRAIN_TOKEN", "DTRAIN_RUN_KEY"}  # one is no worker's business, of the other every run has its own
+_SECRET = {"DTRAIN_TOKEN", "DTRAIN_RUN_KEY"}  # the first is not for workers, the second differs in every run
 
 
 class CommandKind(Enum):
@@ -54,9 +54,9 @@ _STANDARD_INPUT = ("/dev/stdin", "/dev/fd/0", "/proc/self/fd/0", "/proc/thread-s
 
 @dataclass(frozen=True)
 class WorkerCommand:
-    """What every worker runs: a script file, a module (`python -m`) or any program, with its arguments.
+    """The command of every worker: a script file, a module (`python -m`) or any program, with its arguments.
 
-    Of a function, `target` are the packages that it uses, with commas, and the only argument is its name.
+    For a function, `target` are the packages that it uses, separated by commas, and the only argument is its name.
     """
 
     kind: CommandKind
@@ -65,20 +65,20 @@ class WorkerCommand:
 
     @property
     def is_standard_input(self) -> bool:
-        """Whether the script is what one rank reads from its standard input: the others' is empty."""
+        """Whether the script is read from the standard input of one rank; that of the others is empty."""
         return self.kind is CommandKind.SCRIPT and self.target in _STANDARD_INPUT
 
 
-def command_of_words(words: Sequence[str]) -> WorkerCommand:
-    """Read a command as it stands in a text: a Python script by its ending, `-m MODULE`, else any program."""
-    if words[0] == "-m" and len(words) > 1:
-        return WorkerCommand(CommandKind.MODULE, words[1], tuple(words[2:]))
-    kind = CommandKind.SCRIPT if words[0].endswith(".py") else CommandKind.PROGRAM
-    return WorkerCommand(kind, words[0], tuple(words[1:]))
+def parse_command(argv: Sequence[str]) -> WorkerCommand:
+    """Parse a command: a Python script by its suffix, `-m MODULE`, else any program."""
+    if argv[0] == "-m" and len(argv) > 1:
+        return WorkerCommand(CommandKind.MODULE, argv[1], tuple(argv[2:]))
+    kind = CommandKind.SCRIPT if argv[0].endswith(".py") else CommandKind.PROGRAM
+    return WorkerCommand(kind, argv[0], tuple(argv[1:]))
 
 
 START_METHODS = ("auto", "fork", "exec")
-TORCHRUN_START_METHODS = ("spawn", "forkserver")  # beside fork; not how it starts programs
+TORCHRUN_START_METHODS = ("spawn", "forkserver")  # besides fork; it does not start programs with them
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class SshOptions:
 
 @dataclass(frozen=True)
 class JobSpec:
-    """One run. `nproc` is a number of workers for each host, or `gpu`, `cpu`, `auto`, or None: as many as its slots,
+    """One run. `nproc` is a number of workers for each host, or `gpu`, `cpu`, `auto`, or None: the number of its slots,
     else one for each GPU, else one."""
 
     command: WorkerCommand
@@ -112,25 +112,25 @@ class JobSpec:
     heartbeat_timeout_s: float = 30.0
     stall_timeout_s: float | None = None
     hang: HangPolicy = field(default_factory=HangPolicy)
-    on_nonfinite: str = "warn"  # or "stop": about gradients that are infinite or NaN
-    chaos: ChaosPlan | None = None  # faults on purpose
+    on_nonfinite: str = "warn"  # or "stop": reaction to gradients that are infinite or NaN
+    chaos: ChaosPlan | None = None  # deliberate faults
     master_addr: str | None = None
     master_port: int | None = None
     interfaces: tuple[str, ...] = ()
     roles: Roles = field(default_factory=Roles)
     env_for: tuple[str, ...] = ()  # other launchers whose variables the workers get as well
     pass_local_rank: bool = False  # as the script's first argument
-    virtual_local_rank: bool = False  # each worker sees its own GPU only, and LOCAL_RANK 0
-    last_call_s: float | None = None  # for hosts on their way once enough are ready; None: as job/gathering.py has it
+    virtual_local_rank: bool = False  # each worker sees only its own GPU, and LOCAL_RANK 0
+    last_call_s: float | None = None  # wait for late hosts once enough are ready; None: see job/gathering.py
     signals: tuple[str, ...] = SIGNALS  # that end a run, or show stacks
     numa_binding: str = ""  # one of numa.MODES
     start_method: str = "auto"  # one of START_METHODS
-    keep_warm_s: float = 0.0  # so long what the workers were forked from stays on the hosts after the run
-    hosts_script: str | None = None  # a program that says which hosts there are now
-    first_attempt: int = 0  # how often the job was started before
+    keep_warm_s: float = 0.0  # how long the processes that workers are forked from stay after the run
+    hosts_script: str | None = None  # a program that prints the present hosts
+    first_attempt: int = 0  # number of earlier starts of the job
     requeue: bool = False  # after USR1, the run ends as soon as a checkpoint is saved
     ssh: SshOptions = SshOptions()
-    stdin_rank: int | None = None  # which reads this command's standard input
+    stdin_rank: int | None = None  # rank that reads this command's standard input
 
     @property
     def min_hosts(self) -> int:
@@ -142,13 +142,13 @@ class JobSpec:
 
     @property
     def elastic(self) -> bool:
-        """Whether an attempt may do without one of the hosts, and the loss of a host thus costs no restart."""
+        """Whether an attempt may run without one of the hosts, so that losing a host costs no restart."""
         return self.min_hosts < max(self.max_hosts, len(self.hosts))
 
     def command_of(self, role: str) -> WorkerCommand:
-        """Return what the processes of a role run."""
-        words = self.roles.command(role)
-        return command_of_words(words) if words else self.command
+        """Return the command of a role's processes."""
+        argv = self.roles.command(role)
+        return parse_command(argv) if argv else self.command
 
     def __post_init__(self) -> None:
         if not self.hosts:
@@ -157,7 +157,7 @@ class JobSpec:
             raise UsageError(
                 f"run id {self.run_id!r} names a folder: letters, digits, '.', '_' and '-' are allowed, at most 128"
             )
-        if not 0 < self.start_timeout_s <= MAX_WAIT_S:  # so that nan is refused as well
+        if not 0 < self.start_timeout_s <= MAX_WAIT_S:  # rejects nan as well
             raise UsageError(
                 f"--start-timeout-s is {self.start_timeout_s:g}; it must be more than 0 seconds, {_AT_MOST}"
             )
@@ -191,9 +191,9 @@ class JobSpec:
     def _check_chaos(self) -> None:
         for fault in () if self.chaos is None else self.chaos.faults:
             if fault.target == "host" and any(host.kind is not HostKind.SIMULATED for host in self.hosts):
-                raise UsageError("--chaos kills hosts only where they are simulated: add --simulate, or kill workers")
+                raise UsageError("--chaos kills hosts only if they are simulated: add --simulate, or kill workers")
             if fault.action == "stop" and not self.hang.acts:
-                raise UsageError("--chaos stops a worker, which nothing would end: add --hang auto")
+                raise UsageError("--chaos stops a worker, and nothing would end it: add --hang auto")
 
     def _check_keep_warm(self) -> None:
         if not self.keep_warm_s:
@@ -201,9 +201,13 @@ class JobSpec:
         if not 1 <= self.keep_warm_s <= MAX_WAIT_S:
             raise UsageError(f"--keep-warm is {self.keep_warm_s:g} s; it must be 1 second or more, {_AT_MOST}")
         if self.start_method == "exec":
-            raise UsageError("--keep-warm keeps what workers are forked from; --start-method exec forks none")
+            raise UsageError(
+                "--keep-warm keeps the process that workers are forked from; --start-method exec forks none"
+            )
         if self.command.kind is CommandKind.PROGRAM:
-            raise UsageError("--keep-warm keeps what Python workers are forked from; --no-python starts none")
+            raise UsageError(
+                "--keep-warm keeps the process that Python workers are forked from; --no-python starts none"
+            )
         if any(host.kind is HostKind.SRUN for host in self.hosts):
             raise UsageError("--keep-warm leaves processes behind, which a SLURM job must not have; leave it out here")
         if any(host.kind is HostKind.JOINED for host in self.hosts):
@@ -213,7 +217,7 @@ class JobSpec:
 
 
 def parse_duration(text: str, option: str) -> float:
-    """Read `90s`, `10m`, `1.5h` or a number of seconds. Raises UsageError."""
+    """Parse `90s`, `10m`, `1.5h` or a number of seconds. Raises UsageError."""
     match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,3})?)([smh]?)", text)
     if match is None:
         raise UsageError(f"{option} is {text!r}; write a time such as 90s, 10m or 1h")
@@ -221,7 +225,7 @@ def parse_duration(text: str, option: str) -> float:
 
 
 def parse_hang(text: str) -> HangPolicy:
-    """Read `--hang`: off, report, auto or the least time. Raises UsageError."""
+    """Parse `--hang`: off, report, auto or the least time. Raises UsageError."""
     if text in ("off", "report", "auto"):
         return HangPolicy(watches=text != "off", acts=text == "auto")
     try:
@@ -234,7 +238,7 @@ def parse_hang(text: str) -> HangPolicy:
 
 
 def parse_nnodes(text: str | None) -> tuple[int, int] | None:
-    """Read `--nnodes`: N or MIN:MAX."""
+    """Parse `--nnodes`: N or MIN:MAX."""
     if text is None:
         return None
     match = re.fullmatch(r"(-?[0-9]{1,6})(?::([0-9]{1,6}))?", text)
@@ -249,25 +253,25 @@ def parse_nnodes(text: str | None) -> tuple[int, int] | None:
 
 
 def parse_nproc(text: str | None) -> int | str | None:
-    """Read `--nproc-per-node`."""
+    """Parse `--nproc-per-node`."""
     if text is None or text in ("auto", "gpu", "cpu"):
         return text
-    if re.fullmatch(r"0*[1-9][0-9]{0,5}", text):  # beyond a million it is a slip, and would fill the memory here
+    if re.fullmatch(r"0*[1-9][0-9]{0,5}", text):  # a larger number is a mistake, and would fill the memory here
         return int(text)
     raise UsageError(f"--nproc-per-node is {text!r}; it must be a number from 1, or auto, gpu or cpu")
 
 
 def new_run_id(now: float | None = None) -> str:
-    """Return a run id that sorts by time and that no other run has."""
+    """Return a unique run id that sorts by time."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
     return f"{stamp}-{os.urandom(2).hex()}"
 
 
 def parse_exports(wanted: tuple[str, ...], env: dict[str, str], *, remote: bool) -> dict[str, str]:
-    """Return the variables that the workers get beside what they inherit on their own host.
+    """Return the variables that workers get in addition to those inherited on their own hosts.
 
-    `wanted` are `NAME`, `NAME=VALUE` or a glob such as `MY_*`. To remote hosts the settings of the known libraries
-    travel as well. Raises UsageError for a name that is not set.
+    `wanted` are `NAME`, `NAME=VALUE` or a glob such as `MY_*`. Settings of known libraries are also sent to remote
+    hosts. Raises UsageError for a name that is not set.
     """
     chosen: dict[str, str] = {}
     if remote:

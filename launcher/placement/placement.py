@@ -1,4 +1,4 @@
-"""Which rank runs on which host, with which GPUs and processors: a pure function of what the hosts have."""
+"""Places ranks on hosts, with their GPUs and processors: a pure function of the resources of the hosts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NO_ROLES = Roles()
 
 @dataclass(frozen=True)
 class HostOffer:
-    """What one host has for this job. `gpus` are ids in the order in which workers get them."""
+    """The resources of one host for this job. `gpus` are ids in the order in which workers get them."""
 
     name: str
     slots: int | None
@@ -29,13 +29,13 @@ class HostOffer:
     cores: tuple[int, ...]
     cpu_limit: int
     max_slots: int | None = None  # None: `slots`; 0: no limit
-    machine: str = ""  # offers of the same one are tasks there, each with a part of its workers
-    room: int | None = None  # for more workers than these its `room_limit` is too low
+    machine: str = ""  # offers with the same machine are tasks there, each with some of its workers
+    room: int | None = None  # most workers that its `room_limit` allows
     room_limit: str = ""
 
     @classmethod
     def of(cls, host: Host, facts: Facts) -> HostOffer:
-        """Return what a host has by its list and by itself. Of the GPUs, those that the user has chosen are left."""
+        """Combine a host's entry in the list with its facts. Keeps only GPUs that the user has chosen."""
         gpus = tuple(facts.gpus)
         if host.chosen is not None:
             gpus = tuple(gpus[place] for place in host.chosen if place < len(gpus))
@@ -62,8 +62,8 @@ class HostOffer:
 class WorkerPlace:
     """The place of one worker. `local_rank` counts the workers of its role on its host.
 
-    `visible` is the value of the GPU variable, None where it is left as it is; `gpus` are the worker's own. `cores` are
-    the processors that make its fair share; workers are not pinned to them. `threads` is that share, at least 1.
+    `visible` is the value of the GPU variable; None: it is not set. `gpus` are the worker's own. `cores` are the
+    processors of its fair share; workers are not pinned to them. `threads` is the size of that share, at least 1.
     """
 
     rank: int
@@ -79,23 +79,23 @@ class WorkerPlace:
     role: str = DEFAULT_ROLE
     role_rank: int = 0
     role_world_size: int = 1
-    needed: bool = True  # the run waits for its end
-    world_rank: int = 0  # among those that run the same command, which are a world of their own
+    needed: bool = True  # the run waits until it ends
+    world_rank: int = 0  # among workers with the same command, which have a world of their own
     world_size: int = 1
-    bound: bool = False  # it sees its own GPUs alone, though nobody asked for that: what SLURM or MIG leaves a process
+    bound: bool = False  # SLURM or MIG restricts it to its own GPUs, without an option that requests that
 
 
 @dataclass(frozen=True)
 class Placement:
-    """All workers, ranks dense: the ordinary ones in the order of the hosts, then those of other roles.
+    """All workers, with dense ranks: ordinary ones in the order of the hosts, then those of other roles.
 
-    `per_host` counts them by offer, `nodes` is the number of machines.
+    `per_host` is their number by offer, `nodes` the number of machines.
     """
 
     workers: tuple[WorkerPlace, ...]
     per_host: tuple[int, ...]
     nodes: int
-    ordinary: int  # how many of them are ordinary workers
+    ordinary: int  # number of ordinary workers
 
     @property
     def world_size(self) -> int:
@@ -111,9 +111,9 @@ def place(
     isolate: bool = False,
     roles: Roles = NO_ROLES,
 ) -> Placement:
-    """Place the workers. Raises PlacementError naming every host on which they do not fit.
+    """Place the workers. Raises PlacementError that names every host on which they do not fit.
 
-    `isolate` lets each worker see its own GPUs only. Processes of other roles go round the hosts, and see no GPU.
+    With `isolate`, each worker sees only its own GPUs. Other roles' processes are distributed in turn, and see no GPU.
     """
     counts = [_count(offer, nproc, gpus_per_proc) for offer in offers]
     problems = [
@@ -142,7 +142,7 @@ def place(
 
 
 def place_job(spec: JobSpec, offers: Sequence[HostOffer]) -> Placement:
-    """Place the workers of a run on what its hosts have. Raises PlacementError."""
+    """Place the workers of a run on its hosts. Raises PlacementError."""
     placement = place(
         offers,
         nproc=spec.nproc,
@@ -160,10 +160,10 @@ def place_job(spec: JobSpec, offers: Sequence[HostOffer]) -> Placement:
 
 
 class _Layout:
-    """How many go where: `counts` ordinary workers by offer, and the offers of all others in their order.
+    """Numbers of workers: `counts` are ordinary workers by offer, `others` the offers of all others in their order.
 
-    Also by offer: `node_rank` of its machine, `before`, how many ordinary workers earlier offers of that machine have,
-    `on_machine`, how many it has in all, and `totals`, with the other roles.
+    Also by offer: the `node_rank` of its machine; `before`, the number of ordinary workers of earlier offers of that
+    machine; `on_machine`, the number of all of them on it; and `totals`, with the other roles.
     """
 
     def __init__(self, offers: Sequence[HostOffer], counts: Sequence[int], others: Sequence[int]) -> None:
@@ -187,7 +187,7 @@ class _Layout:
 
 
 def _with_roles(workers: list[WorkerPlace], roles: Roles) -> list[WorkerPlace]:
-    """Give the ordinary workers their roles."""
+    """Assign roles to the ordinary workers."""
     lead = 1 if roles.first else 0
     named = []
     for worker in workers:
@@ -200,7 +200,7 @@ def _with_roles(workers: list[WorkerPlace], roles: Roles) -> list[WorkerPlace]:
 
 
 def _with_worlds(workers: list[WorkerPlace], roles: Roles) -> list[WorkerPlace]:
-    """Number the workers of each command for themselves: those of another would never come to their rendezvous."""
+    """Number the workers of each command separately: workers of another would never join their rendezvous."""
     worlds = [worker.role if roles.command(worker.role) else "" for worker in workers]
     sizes, seen = Counter(worlds), Counter[str]()
     numbered = []
@@ -211,7 +211,7 @@ def _with_worlds(workers: list[WorkerPlace], roles: Roles) -> list[WorkerPlace]:
 
 
 def _others(layout: _Layout, role: str, count: int, *, first: int, needed: bool) -> list[WorkerPlace]:
-    """Place the processes of a role that are not ordinary workers; ranks from `first`."""
+    """Place the processes of a role other than the ordinary workers; their ranks start at `first`."""
     start = first - sum(layout.counts)
     places = layout.others[start : start + count]
     own, seen = Counter(places), Counter[int]()
@@ -285,12 +285,12 @@ def _misfit(
 
 
 def is_part(gpu: str) -> bool:
-    """Say whether an id names a MIG slice."""
+    """Return whether an id names a MIG slice."""
     return gpu.startswith("MIG-")
 
 
 def _uses_gpus(offer: HostOffer, count: int, nproc: int | str | None, gpus_per_proc: int | None) -> bool:
-    """Ids that only the environment names are handed out where they suffice, but they limit nothing."""
+    """Return whether workers get GPUs: ids known only from the environment are used if there are enough of them."""
     if nproc == "cpu" and gpus_per_proc is None:
         return False
     return bool(offer.gpus) and (offer.gpus_verified or count * (gpus_per_proc or 1) <= len(offer.gpus))
@@ -306,13 +306,13 @@ def _worker(
     visible: str | None = None
     bound = False
     if _uses_gpus(offer, count, nproc, gpus_per_proc):
-        size = min(gpus_per_proc or 1, len(offer.gpus))  # CUDA shows none at all if one is listed twice
-        # A task that sees as many GPUs as its machine has workers shares them with the others; else they are its own.
+        size = min(gpus_per_proc or 1, len(offer.gpus))  # CUDA shows no GPU if one is listed twice
+        # If a task sees enough GPUs for all workers of its machine, the tasks share them; else they are its own.
         bound = bool(offer.machine) and len(offer.gpus) < on_machine * size
         start = index if bound else local_rank
         own = tuple(offer.gpus[(start * size + k) % len(offer.gpus)] for k in range(size))
-        # By default each worker sees its host's whole list in slot order: `cuda:LOCAL_RANK` is then its own. But of MIG
-        # slices CUDA shows a process the first one alone: given the whole list, all workers would share that one.
+        # By default each worker sees its host's whole list in slot order: `cuda:LOCAL_RANK` is then its own. But CUDA
+        # shows a process only the first of several MIG slices: given the whole list, all workers would share that one.
         in_parts = any(map(is_part, offer.gpus))
         bound = bound or (in_parts and gpus_per_proc is None)
         whole = gpus_per_proc is None and not isolate and not in_parts

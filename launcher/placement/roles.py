@@ -1,4 +1,4 @@
-"""Roles: processes beside the ordinary workers, such as parameter servers, and which of them a run waits for. Pure."""
+"""Roles: processes besides the ordinary workers, such as parameter servers, and which of them a run waits for. Pure."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 from launcher.errors import UsageError
 
-DEFAULT_ROLE = "default"  # of the ordinary workers, as torchrun has it
+DEFAULT_ROLE = "default"  # role of the ordinary workers, as in torchrun
 MAX_COUNT = 100_000
 _NAME = r"[A-Za-z][A-Za-z0-9_.-]*"
 
 
 @dataclass(frozen=True)
 class Role:
-    """`count` processes over all hosts; `command` are the words of their own command, empty for the run's."""
+    """`count` processes over all hosts; `command` is the argv of their own command, empty for the run's."""
 
     name: str
     count: int
@@ -25,9 +25,9 @@ class Role:
 
 @dataclass(frozen=True)
 class Roles:
-    """Who is who in a run. `worker` names the ordinary workers, `first` the first of them if it has a role of its own.
+    """The roles of a run. `worker` is that of ordinary workers, `first` that of the first of them if it has its own.
 
-    The run has ended when the processes of the roles `waits_for` have ended well (empty: all of them); the others are
+    The run has ended when the processes of the roles in `waits_for` have succeeded (empty: all roles); the others are
     then stopped, which is no failure.
     """
 
@@ -50,16 +50,16 @@ class Roles:
         return [*([self.first] if self.first else []), self.worker, *(role.name for role in self.others)]
 
     def needs(self, name: str) -> bool:
-        """Whether the run waits for the end of a role's processes."""
+        """Return whether the run waits for the end of a role's processes."""
         return not self.waits_for or name in self.waits_for
 
     def command(self, name: str) -> tuple[str, ...]:
-        """Return the words of a role's own command, empty for the run's."""
+        """Return the argv of a role's own command, empty for the run's."""
         return next((role.command for role in self.others if role.name == name), ())
 
 
 def parse_role(text: str) -> Role | str:
-    """Read `--role`: NAME for the ordinary workers, or NAME:COUNT[:COMMAND] for processes beside them.
+    """Parse `--role`: NAME for the ordinary workers, or NAME:COUNT[:COMMAND] for other processes.
 
     >>> parse_role("ps:2:serve.py --port 0")
     Role(name='ps', count=2, command=('serve.py', '--port', '0'))
@@ -73,12 +73,12 @@ def parse_role(text: str) -> Role | str:
     if not 1 <= int(count) <= MAX_COUNT:
         raise UsageError(f"--role {name}: its count is {count}; it must be 1 to {MAX_COUNT}")
     try:
-        words = tuple(shlex.split(command)) if command is not None else ()
+        argv = tuple(shlex.split(command)) if command is not None else ()
     except ValueError as error:
         raise UsageError(f"--role {name}: its command {command!r} cannot be read: {error}") from error
-    if command is not None and not words:
-        raise UsageError(f"--role {name}: its command is empty; leave the last ':' out for the run's own")
-    return Role(name, int(count), words)
+    if command is not None and not argv:
+        raise UsageError(f"--role {name}: its command is empty; omit the last ':' to use the run's command")
+    return Role(name, int(count), argv)
 
 
 def roles_of(
@@ -89,10 +89,10 @@ def roles_of(
     evaluator: bool = False,
     ends_with: str | None = None,
 ) -> Roles:
-    """Return the roles of a run from its options. TensorFlow's come with their own end, unless `ends_with` names one.
+    """Return the roles of a run from its options. TensorFlow's imply when the run ends, unless `ends_with` is given.
 
-    Its parameter servers and evaluators never end by themselves, nor do workers that parameter servers serve: then the
-    run ends with the chief, which leads them.
+    Its parameter servers and evaluators never end by themselves, nor do workers that use parameter servers: in that
+    case the run ends with the chief, which leads them.
     """
     parsed = [parse_role(text) for text in given]
     named = [role for role in parsed if isinstance(role, str)]

@@ -202,7 +202,7 @@ def test_a_variable_that_cannot_hold_all_processes_is_an_error_and_no_worker_sta
     assert messages(drive.say("a", PortsReserved(0, "10.0.0.9", ports)), StartWorker) == []
     drive.goodbye()
     assert isinstance(drive.outcome.error, PlacementError)
-    assert "TF_CONFIG names every process, and would have " in str(drive.outcome.error)
+    assert "TF_CONFIG names every process, and would need " in str(drive.outcome.error)
 
 
 def test_the_cluster_of_tensorflow_is_sent_to_each_host_once_before_its_workers() -> None:

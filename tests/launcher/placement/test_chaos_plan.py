@@ -39,7 +39,9 @@ def test_times_have_limits(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["cut host every 30s", "slow every 1m", "kill worker every 9s, cut every 9s"])
 def test_faults_of_the_network_are_refused_with_the_reason(text: str) -> None:
-    with pytest.raises(UsageError, match=r"fault of the network.*hosts of --simulate share that of this machine"):
+    with pytest.raises(
+        UsageError, match=r"fault of the network.*hosts of --simulate share the network of this machine"
+    ):
         parse_chaos(text)
 
 
