@@ -1,10 +1,10 @@
-"""The one decoder of what another process says: JSON becomes a dataclass of exactly the annotated types, or an error.
+"""The one decoder of data from other processes: JSON becomes a dataclass of exactly the annotated types, or an error.
 
-Used for the messages of protocol/, the words between nodes that are started by hand, the leftovers of lost agents
+Used for the messages of protocol/, the messages between nodes that are started by hand, the leftovers of lost agents
 and the answers of `dtrain check`. Annotations may be str, bool, int, float, bytes (which JSON never has), enums by
-their value, `X | None`, list[X], tuple[X, ...], tuple[X, Y], dict[str, X], dataclasses of these, and Any. Pure; what is
-wrong is named by its field and its type, never by its value, which may be secret. msgspec (0.22) would name the value
-of an enum, take integers of any size, and add a compiled package to every host for no less time.
+their value, `X | None`, list[X], tuple[X, ...], tuple[X, Y], dict[str, X], dataclasses of these, and Any. Pure; errors
+name the field and its type, never its value, which may be secret. msgspec (0.22) would name the value of an enum,
+accept integers of any size, and add a compiled package to every host without being faster.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from launcher.frozen import names_of
 
 T = TypeVar("T")
 _Field: typing.TypeAlias = tuple[Any, float | None, Callable[[Any], Any]]
-_LIMITS: dict[type, float] = {int: 2**63, float: sys.float_info.max}  # neither an overflow in C, nor infinity, nor NaN
-_parse = json.JSONDecoder().decode  # json.loads looks for options and encodings each time
+_LIMITS: dict[type, float] = {int: 2**63, float: sys.float_info.max}  # excludes overflows in C, infinity and NaN
+_parse = json.JSONDecoder().decode  # json.loads checks options and encodings each time
 
 
 def parse_json(text: bytes | str) -> Any:
-    """Return what a text in UTF-8 says. Raises ProtocolError."""
+    """Parse JSON in UTF-8. Raises ProtocolError."""
     try:
         return _parse(text if isinstance(text, str) else text.decode())
     except (ValueError, RecursionError) as error:
@@ -36,12 +36,12 @@ def parse_json(text: bytes | str) -> Any:
 
 
 def decode_json(cls: type[T], text: bytes | str) -> T:
-    """Return the dataclass that a text says. Raises ProtocolError."""
+    """Parse JSON and decode it as a dataclass. Raises ProtocolError."""
     return decode_dataclass(cls, parse_json(text))
 
 
 def decode_dataclass(cls: type[T], value: object) -> T:
-    """Make a dataclass of a mapping with its field names, which is left as it is. Raises ProtocolError."""
+    """Make a dataclass of a mapping with its field names, which is not changed. Raises ProtocolError."""
     if not isinstance(value, dict):
         raise ProtocolError(f"{cls.__name__}: expected an object, got {type(value).__name__}")
     known: dict[str, _Field] = _fields(cls)  # type: ignore[arg-type]  # a class can be hashed
@@ -50,7 +50,7 @@ def decode_dataclass(cls: type[T], value: object) -> T:
         if name not in known:
             raise ProtocolError(f"{cls.__name__}: it has no field of that name")
         kind, limit, convert = known[name]
-        if type(item) is kind and (limit is None or -limit <= item <= limit):  # of most fields; all else takes longer
+        if type(item) is kind and (limit is None or -limit <= item <= limit):  # for most fields; else slower
             continue
         try:
             converted = convert(item)
@@ -61,18 +61,18 @@ def decode_dataclass(cls: type[T], value: object) -> T:
             made[name] = converted
     try:
         return cls(**made)
-    except (TypeError, ValueError) as error:  # a field is missing, or the class itself objects
+    except (TypeError, ValueError) as error:  # a field is missing, or the class rejects a value
         raise ProtocolError(f"{cls.__name__}: {error}") from error
 
 
 def decode_value(kind: Any, value: object) -> Any:
-    """Return a value of an annotated type. Raises ProtocolError."""
+    """Decode a value of an annotated type. Raises ProtocolError."""
     return _converter(kind)(value)
 
 
 @cache
 def _fields(cls: Any) -> dict[str, _Field]:
-    """Return by name each field's type, its limit and what converts it: hashing a type each time would be slow."""
+    """Return each field's type, limit and converter by name: hashing a type each time would be slow."""
     hints = typing.get_type_hints(cls)
     kinds = {name: hints[name] for name in names_of(cls) or ()}
     return {name: (kind, _LIMITS.get(kind), _converter(kind)) for name, kind in kinds.items()}
@@ -80,7 +80,7 @@ def _fields(cls: Any) -> dict[str, _Field]:
 
 @cache
 def _converter(kind: Any) -> Callable[[Any], Any]:
-    """Return what makes a value of this type or raises ProtocolError; the value itself where nothing has to change."""
+    """Return a converter to this type, which raises ProtocolError; it returns the value itself if nothing changes."""
     if kind is Any:
         return lambda value: value
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
@@ -107,8 +107,8 @@ def _plain(kind: type[Any], value: Any) -> Any:
         return float(value)
     if type(value) is not kind:
         raise ProtocolError(f"expected {kind.__name__}, got {type(value).__name__}")
-    if kind in _LIMITS and not -_LIMITS[kind] <= value <= _LIMITS[kind]:  # NaN is neither
-        raise ProtocolError(f"expected {kind.__name__}, got one out of range")
+    if kind in _LIMITS and not -_LIMITS[kind] <= value <= _LIMITS[kind]:  # false for NaN as well
+        raise ProtocolError(f"expected {kind.__name__}, but it is out of range")
     return value
 
 
@@ -147,7 +147,7 @@ def _mapping(kind: Any) -> Callable[[Any], Any]:
     def mapping(value: Any) -> Any:
         if type(value) is not dict:
             raise ProtocolError(f"expected an object, got {type(value).__name__}")
-        if kind is str and {*map(type, value.values())} <= {str}:  # an environment is checked at once
+        if kind is str and {*map(type, value.values())} <= {str}:  # an environment is checked in one step
             return value
         return {name: convert(item) for name, item in value.items()}
 

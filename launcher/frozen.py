@@ -1,9 +1,9 @@
-"""Frozen dataclasses for what an agent and `dtrain run` import: those of `dataclasses` in use and for type checkers.
+"""Frozen dataclasses for modules that an agent and `dtrain run` import; used and type-checked like `dataclasses`.
 
-An agent starts on every host, and of the processor time until it greets nearly half would go into `dataclasses`: it
-imports `inspect`, and compiles six methods for each class (0.8 ms). `dtrain run` of an empty script would take 0.60 s
-of processor time in place of 0.50 s. Here all classes share theirs. The functions of `dataclasses` (fields, replace,
-asdict) know these classes too, without their types. No base class may be a dataclass itself.
+An agent starts on every host, and nearly half of the processor time until its Hello would be spent in `dataclasses`,
+which imports `inspect` and compiles six methods for each class (0.8 ms). `dtrain run` of an empty script would take
+0.60 s of processor time instead of 0.50 s. Here all classes share their methods. The functions of `dataclasses`
+(fields, replace, asdict) work with these classes too, but without types. No base class may be a dataclass itself.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ else:
         assert frozen
         return _make
 
-    class field:  # the name of dataclasses
-        """What is to be said of a field beside its type, by the words of dataclasses."""
+    class field:  # the name in dataclasses
+        """Field options; same meaning as in `dataclasses.field`."""
 
-        def __init__(self, **words):
-            if unknown := words.keys() - {"default", "default_factory", "compare", "repr"}:
+        def __init__(self, **options):
+            if unknown := options.keys() - {"default", "default_factory", "compare", "repr"}:
                 raise TypeError(f"a field has no {min(unknown)} here; see launcher/frozen.py")
-            self.words = words
+            self.options = options
 
     def replace(instance, /, **changes):
         """Return a copy with other values for some fields."""
         return type(instance)(**{**instance.__dict__, **changes})
 
     class _StandardFields:
-        """What the functions of `dataclasses` look for in a class; made when they first do."""
+        """The attribute that functions of `dataclasses` look for in a class; made at the first access."""
 
         def __get__(self, instance, cls):
             import dataclasses
 
             given = {
-                name: dataclasses.field(**value.words) if isinstance(value, field) else value
+                name: dataclasses.field(**value.options) if isinstance(value, field) else value
                 for name, value in cls._given.items()
             }
             standard = [(name, "Any", *([given[name]] if name in given else [])) for name in cls.__match_args__]
@@ -53,15 +53,15 @@ else:
         names = tuple(cls.__annotations__)
         known = frozenset(names)
         given = {name: cls.__dict__[name] for name in names if name in cls.__dict__}
-        words = {name: value.words for name, value in given.items() if isinstance(value, field)}
-        defaults = {name: value for name, value in given.items() if name not in words}
-        defaults.update((name, each["default"]) for name, each in words.items() if "default" in each)
-        factories = {name: each["default_factory"] for name, each in words.items() if "default_factory" in each}
-        compared = [name for name in names if words.get(name, {}).get("compare", True)]
-        shown = [name for name in names if words.get(name, {}).get("repr", True)]
-        for name in words:  # as in dataclasses, only a default is an attribute of the class
+        options = {name: value.options for name, value in given.items() if isinstance(value, field)}
+        defaults = {name: value for name, value in given.items() if name not in options}
+        defaults.update((name, each["default"]) for name, each in options.items() if "default" in each)
+        factories = {name: each["default_factory"] for name, each in options.items() if "default_factory" in each}
+        compared = [name for name in names if options.get(name, {}).get("compare", True)]
+        shown = [name for name in names if options.get(name, {}).get("repr", True)]
+        for name in options:  # as in dataclasses, only a default is an attribute of the class
             delattr(cls, name)
-        for name in defaults.keys() & words.keys():
+        for name in defaults.keys() & options.keys():
             setattr(cls, name, defaults[name])
 
         def __init__(self, *args, **kwargs):
@@ -71,7 +71,7 @@ else:
 
         def complete(args, values):
             """Return all values by name. Raises TypeError."""
-            placed = dict(zip(names, args))  # noqa: B905  # too many are an error
+            placed = dict(zip(names, args))  # noqa: B905  # too many args are an error below
             missing = known - placed.keys() - values.keys() - defaults.keys() - factories.keys()
             wrong = missing | (values.keys() - known) | (values.keys() & placed.keys())
             if wrong or len(args) > len(names):
@@ -105,6 +105,6 @@ else:
 
 
 def names_of(cls: type) -> tuple[str, ...] | None:
-    """Return the names of a dataclass's fields, be it one of ours or of `dataclasses`; None for any other class."""
+    """Return the names of a dataclass's fields, made here or by `dataclasses`; None for any other class."""
     fields = vars(cls).get("__dataclass_fields__")
     return tuple(fields) if isinstance(fields, dict) else fields and cls.__match_args__  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What a controller sends to an agent."""
+"""Messages from a controller to an agent."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from launcher.protocol.message import HEARTBEAT_S, STEP_TIMES, Command
 
 @dataclass(frozen=True)
 class Prepare(Command):
-    """Check that the job can start here and say what this host has; `export` is for the workers alone.
+    """Check whether the job can start here and report what this host has; `export` is for the workers alone.
 
-    `lost_agents` are the identities of those that were lost here: what is left of their workers is ended before the
+    `lost_agents` are the identities of agents that were lost here: leftovers of their workers are ended before the
     answer.
     """
 
@@ -19,26 +19,26 @@ class Prepare(Command):
     script: str | None  # a file that must be readable from workdir; None for modules and programs
     program: str | None  # with --no-python: must be found in PATH
     export: dict[str, str]
-    grace_s: float  # between a signal that ends the workers and SIGKILL
-    lease_s: float  # the host is given up when it was not heard for so long: kill everything then; 0: no such limit
+    grace_s: float  # between the signal that ends workers and SIGKILL
+    lease_s: float  # the host is given up after a silence this long: then kill everything; 0: no limit
     lost_agents: list[str]
-    part: int  # with --simulate: this is host `part` of `parts` on one machine, which share GPUs and cores
+    part: int  # with --simulate: this is host `part` of `parts` on one machine, sharing GPUs and cores
     parts: int
-    interfaces: list[str]  # the network interfaces of which the first that is up is to be used; empty: by the routes
-    through: str = ""  # as in StartWorker; what the workers are likely to run
-    target: str = ""  # of a function, the packages that it uses, with commas
-    workers: str = ""  # how many it will have: a number, gpu, gpu:2, auto or cpu; empty: as many as GPUs, or one
+    interfaces: list[str]  # network interfaces; the first that is up is used; empty: chosen by routes
+    through: str = ""  # as in StartWorker; how workers will probably be started
+    target: str = ""  # the script or module; for a function, the packages that it uses, separated by commas
+    workers: str = ""  # number of workers, gpu, gpu:2, auto or cpu; empty: one for each GPU, or one
     start_method: str = "auto"  # auto, fork or exec
-    heartbeat_s: float = HEARTBEAT_S  # the pause between heartbeats
-    reports_steps: bool = False  # Stepped is sent
-    step_times: int = STEP_TIMES  # of a worker, in a Timings at most
-    names: list[str] = field(default_factory=list)  # of the variables in a StartWorker, as far as they are known
-    keep_warm_s: float = 0.0  # so long after the run, what its workers were forked from is to stay; 0: it is ended
+    heartbeat_s: float = HEARTBEAT_S  # pause between heartbeats
+    reports_steps: bool = False  # send Stepped
+    step_times: int = STEP_TIMES  # most records of a worker in a Timings
+    names: list[str] = field(default_factory=list)  # known names of variables in a StartWorker
+    keep_warm_s: float = 0.0  # how long the process that workers are forked from stays after the run; 0: it is ended
 
 
 @dataclass(frozen=True)
 class Function(Command):
-    """A piece of what all workers call, and the position in it; before the first StartWorker that needs it."""
+    """A piece of the function that all workers call, and its position; sent before the first StartWorker using it."""
 
     at: int
     data: bytes = field(default=b"", repr=False)
@@ -48,14 +48,14 @@ class Function(Command):
 class OpenStore(Command):
     """Bind the rendezvous store's socket on `address`.
 
-    Empty: the address by which this host was reached, or that of its route `towards` another host.
+    Empty: the address at which this host was reached, or that of its route `towards` another host.
     """
 
     attempt: int
     address: str
     towards: str
     port: int
-    exact: bool  # the user named the port: do not take another
+    exact: bool  # the user chose the port: do not use another
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class ReservePorts(Command):
 
 @dataclass(frozen=True)
 class SharePrefixes(Command):
-    """Say how the values of some variables of StartWorker.env begin, which only have the rest: it may be long."""
+    """Set prefixes for values of variables in StartWorker.env, which contain only the rest: a prefix may be long."""
 
     attempt: int
     prefixes: dict[str, str] = field(repr=False)
@@ -80,27 +80,27 @@ class SharePrefixes(Command):
 class StartWorker(Command):
     rank: int
     attempt: int
-    # `script` or `module`: the first of argv is run by the agent's own Python; `function`: what came by Function is
-    # called, and argv is as in Prepare.target; empty: a program.
+    # `script` or `module`: the agent's own Python runs the first of argv; `function`: call the function sent by
+    # Function, argv is as in Prepare.target; empty: a program.
     through: str
     argv: list[str]
-    env: dict[str, str] = field(repr=False)  # it holds the run's key
-    defaults: dict[str, str]  # set only where the worker would not inherit a value
-    local_rank: int = 0  # on its host, whatever LOCAL_RANK says
-    numa_binding: str = ""  # bind it to processors near its GPU: which of them
+    env: dict[str, str] = field(repr=False)  # contains the run's key
+    defaults: dict[str, str]  # set only if the worker inherits no value
+    local_rank: int = 0  # on its host, which may differ from LOCAL_RANK
+    numa_binding: str = ""  # mode of binding it to processors near its GPU
     gpu: str = ""  # the id of its first GPU; empty if it has none
-    local_world_size: int = 1  # how many workers of its role the host has
-    wait_s: float = 0.0  # so long it may wait for the imports of the process from which it is forked
-    generation: int = 0  # the composition of the attempt that it is started for; 0: the first
-    restart_policy: int = 0  # as in Exited, until it says its own
-    has_input: bool = False  # its standard input is a pipe, for what Input brings; else it is empty
+    local_world_size: int = 1  # number of workers of its role on the host
+    wait_s: float = 0.0  # how long it may wait for the imports of the process that it is forked from
+    generation: int = 0  # composition of the attempt that it is started for; 0: the first
+    restart_policy: int = 0  # as in Exited, until it reports its own
+    has_input: bool = False  # its standard input is a pipe, for Input; else it is empty
 
 
 @dataclass(frozen=True)
 class Input(Command):
-    """Bytes for the standard input of a rank that has one, from the INPUT_BYTES that the agent keeps at most.
+    """Bytes for the standard input of a rank that has one. The agent queues INPUT_BYTES at most.
 
-    `is_end`: no more follow. A process that takes the place of a dead one reads on from what was not written to it.
+    `is_end`: no more follow. A process that replaces a dead one reads what was not written to that one.
     """
 
     rank: int
@@ -111,7 +111,7 @@ class Input(Command):
 
 @dataclass(frozen=True)
 class RestartWorker(Command):
-    """Start a worker of this attempt again that has failed, alone, once what it left is ended."""
+    """Restart a failed worker of this attempt alone, once its leftovers are ended."""
 
     rank: int
     attempt: int
@@ -120,7 +120,7 @@ class RestartWorker(Command):
 
 @dataclass(frozen=True)
 class KillWorker(Command):
-    """Send `signum` to a worker as if somebody else had: what becomes of it is its own failure."""
+    """Send `signum` to a worker as another process would: its end then counts as its own failure."""
 
     rank: int
     attempt: int
@@ -129,21 +129,21 @@ class KillWorker(Command):
 
 @dataclass(frozen=True)
 class LoseHost(Command):
-    """Kill every process of the run on this host at once, the agent and its guard too: a simulated host is lost."""
+    """Kill every process of the run on this host at once, including agent and guard: a simulated host is lost."""
 
 
 @dataclass(frozen=True)
 class NextGeneration(Command):
-    """Tell every worker the number of the attempt's newest composition, and what it is in that.
+    """Announce the attempt's newest composition to every worker, with its variables in it.
 
-    `when`: "now" they meet under it; "later" they stop, and wait for a newer number, since it is not known yet who
-    takes part; "at_commit" they meet once they have committed, since others have joined, and nobody has failed.
+    `when`: "now" they meet under it; "later" they stop and wait for a newer number, since the participants are not
+    known yet; "at_commit" they meet after their next commit, since others have joined and none has failed.
     """
 
     attempt: int
     number: int
     when: str = "now"
-    variables: dict[str, dict[str, str]] = field(default_factory=dict)  # by rank, those that are others from now on
+    variables: dict[str, dict[str, str]] = field(default_factory=dict)  # by rank, those that change
 
 
 @dataclass(frozen=True)
@@ -155,26 +155,26 @@ class SignalWorkers(Command):
 
 @dataclass(frozen=True)
 class Suspend(Command):
-    """Stop every process of the run where it is (SIGSTOP), or let it go on; the lease rests meanwhile."""
+    """Stop every process of the run (SIGSTOP), or continue it; the lease rests meanwhile."""
 
     suspended: bool
 
 
 @dataclass(frozen=True)
 class Collect(Command):
-    """Say where every living worker stands: an Evidence for each, then Collected, within `limit_s`."""
+    """Report the state of every living worker: an Evidence for each, then Collected, within `limit_s`."""
 
     number: int
     limit_s: float
     ranks: list[int] = field(default_factory=list)  # only these, if any are named
-    native: bool = False  # with the frames of C and C++, by py-spy
+    native: bool = False  # with C and C++ frames, by py-spy
 
 
 @dataclass(frozen=True)
 class OpenDebugger(Command):
-    """Have a debugger opened in a worker's main thread: DebuggerOpened once it is, DebuggerClosed at its end.
+    """Open a debugger in a worker's main thread: DebuggerOpened once it is open, DebuggerClosed at its end.
 
-    Between them ChannelData goes both ways. See agent/debugging/.
+    In between, ChannelData goes both ways. See agent/debugging/.
     """
 
     channel: int  # its number in the run
@@ -185,14 +185,14 @@ class OpenDebugger(Command):
 
 @dataclass(frozen=True)
 class CloseDebugger(Command):
-    """Have the worker go on without the debugger, whether it is open yet or not; there is no answer."""
+    """Let the worker continue without the debugger, even if it is not open yet; there is no answer."""
 
     channel: int
 
 
 @dataclass(frozen=True)
 class RestClocks(Command):
-    """Take no silence of a worker for a stall from now on, since a debugger is open in a rank of the run; or do again.
+    """Stop, or resume, counting silences of workers: meanwhile a debugger is open in a rank of the run.
 
     See agent/debugging/rest.py.
     """
@@ -210,6 +210,6 @@ class EndAttempt(Command):
 
 @dataclass(frozen=True)
 class Stop(Command):
-    """As EndAttempt, but answer with Bye and exit."""
+    """Like EndAttempt, but answer with Bye and exit."""
 
     signum: int

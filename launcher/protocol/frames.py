@@ -1,4 +1,4 @@
-"""Messages as bytes, and back."""
+"""Encodes messages as frames, and decodes them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from launcher.decode import decode_dataclass, parse_json
 from launcher.errors import ProtocolError
-from launcher.protocol import commands, reports, two_way  # noqa: F401  whose classes are the messages
+from launcher.protocol import commands, reports, two_way  # noqa: F401  their classes are the messages
 from launcher.protocol.message import (
     MAX_HEADER_BYTES,
     MAX_NOISE_BYTES,
@@ -22,7 +22,7 @@ from launcher.protocol.message import (
 
 _LENGTHS = struct.Struct(">II")
 _END = b"\n"
-_to_json = json.JSONEncoder(separators=(",", ":")).encode  # json.dumps would make one each time
+_to_json = json.JSONEncoder(separators=(",", ":")).encode  # json.dumps would create one each time
 _KINDS: dict[str, type[Message]] = {cls.kind: cls for way in (Command, Report) for cls in way.__subclasses__()}
 
 
@@ -36,15 +36,15 @@ def encode(message: Message) -> bytes:
 
 
 class Decoder:
-    """Turns the bytes of one direction of a stream into messages, however they were cut."""
+    """Decodes one direction of a stream into messages, in pieces of any size."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
         self._begun = False
-        self.noise = b""  # what came before the preamble
+        self.noise = b""  # data before the preamble
 
     def feed(self, data: bytes) -> list[Message]:
-        """Take the next bytes and return the messages that they complete.
+        """Decode the next bytes and return the messages that they complete.
 
         Raises ProtocolError for lengths, JSON or fields that this version does not send.
         """
@@ -71,7 +71,7 @@ class Decoder:
         start = self._buffer.find(PREAMBLE)
         if start < 0:
             if len(self._buffer) > MAX_NOISE_BYTES:
-                raise ProtocolError("over 1 MiB of other text came before the agent's greeting")
+                raise ProtocolError("over 1 MiB of other text precedes the agent's greeting")
             self.noise = bytes(self._buffer)
             return False
         self.noise = bytes(self._buffer[:start])

@@ -1,4 +1,4 @@
-"""What a message is, and the numbers that both ends of a stream have to agree on."""
+"""The base of all messages, and constants on which both ends of a stream must agree."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import ClassVar
 
 PROTOCOL = 12
 PREAMBLE = b"\n\x01dtrain-stream-1\n"
-MAX_HEADER_BYTES = 8 << 20  # the environment of a worker is the largest thing in a header
+MAX_HEADER_BYTES = 8 << 20  # the largest part is the environment of a worker
 MAX_PAYLOAD_BYTES = 1 << 20
-INPUT_BYTES = 1 << 16  # of a rank's standard input that are sent and not taken yet
+INPUT_BYTES = 1 << 16  # of a rank's standard input, sent but not acknowledged
 CHANNEL_BYTES = 256 << 10  # see ChannelData
-MAX_NOISE_BYTES = 1 << 20  # what a login shell may print before the preamble
-RESILIENT = 3  # of restart_policy: the process can meet others in any composition
-MEETS_SUCCESSOR = (RESILIENT, 4)  # of restart_policy; the latter only among as many ranks as before
+MAX_NOISE_BYTES = 1 << 20  # output of a login shell before the preamble
+RESILIENT = 3  # a restart_policy: the process can meet others in any composition
+MEETS_SUCCESSOR = (RESILIENT, 4)  # restart policies; the latter only with the same number of ranks
 HEARTBEAT_S = 1.0
-STEP_TIMES = 10  # of one worker, between two heartbeats
-HEARTBEATS = 10  # at least so many in the heartbeat timeout
-MACHINE_HEARTBEATS = 100  # a second, of all the agents on one machine: else they would be most of what many do
-# What an agent gets through its environment from who starts it, where that is not the controller.
+STEP_TIMES = 10  # for one worker, between two heartbeats
+HEARTBEATS = 10  # least number in the heartbeat timeout
+MACHINE_HEARTBEATS = 100  # per second, for all agents on one machine: more would be most of the work of many agents
+# Set in an agent's environment by the process that starts it, if that is not the controller.
 AGENT_SLOTS = "DTRAIN_AGENT_SLOTS"
 AGENT_MACHINE = "DTRAIN_AGENT_MACHINE"
-AGENT_WORKDIR = "DTRAIN_AGENT_WORKDIR"  # where the command was typed there
-# The variables of a worker that may be others in another composition of its attempt.
+AGENT_WORKDIR = "DTRAIN_AGENT_WORKDIR"  # working directory of the command on that host
+# Variables of a worker that depend on the composition of its attempt.
 COMPOSED = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
     "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DTRAIN_ROLES",
@@ -30,7 +30,7 @@ COMPOSED = (
 
 
 class Message:
-    """Goes over a stream under its `kind`, the name of its class: `start_worker`. Command and Report say which way."""
+    """Sent under its `kind`, the name of its class: `start_worker`. Command and Report give the direction."""
 
     kind: ClassVar[str]
 
@@ -39,13 +39,13 @@ class Message:
 
 
 class Command(Message):
-    """What a controller sends."""
+    """A message from a controller."""
 
 
 class Report(Message):
-    """What an agent sends."""
+    """A message from an agent."""
 
 
 def heartbeat_pause_s(timeout_s: float, agents: int) -> float:
-    """Return how often an agent speaks, with so many on its machine; how soon its silence means something, too."""
+    """Return the pause between heartbeats of an agent, with so many on its machine; also the unit for a silence."""
     return min(max(HEARTBEAT_S, agents / MACHINE_HEARTBEATS), timeout_s / HEARTBEATS)

@@ -1,4 +1,4 @@
-"""What goes both ways; and what `dtrain check` asks of its examiner on a host, which says Hello as well."""
+"""Messages in both directions; and questions of `dtrain check` to its examiner on a host, which says Hello as well."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 from launcher.frozen import dataclass, field
 from launcher.protocol.message import Command, Report
 
-STEPS = 3  # after which the next ones of a worker may be expected to take as long
-START = 3  # a phase beside those of ddp/monitoring/progress.py: of one that takes another's place, until then
+STEPS = 3  # after these, the next steps of a worker are expected to take as long
+START = 3  # a phase besides those of ddp/monitoring/progress.py: of a replacement worker, for STEPS steps
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Question(Command):
 
 @dataclass(frozen=True)
 class Answer(Report):
-    """What was asked for, in the order of the questions; or why it cannot be said."""
+    """The answer to a question, in the order of the questions; or the reason why there is none."""
 
     value: Any
     problem: str = ""
@@ -27,7 +27,7 @@ class Answer(Report):
 
 @dataclass(frozen=True)
 class ChannelData(Command, Report):
-    """Bytes from or for a debugger. No more than CHANNEL_BYTES are on the way before the other end has taken some."""
+    """Bytes from or for a debugger. At most CHANNEL_BYTES are sent before the other end acknowledges some."""
 
     channel: int
     data: bytes = field(default=b"", repr=False)
@@ -35,7 +35,7 @@ class ChannelData(Command, Report):
 
 @dataclass(frozen=True)
 class ChannelTaken(Command, Report):
-    """So many bytes of the other direction have been passed on."""
+    """This number of bytes of the other direction was passed on."""
 
     channel: int
     count: int
@@ -43,14 +43,14 @@ class ChannelTaken(Command, Report):
 
 @dataclass(frozen=True)
 class Heartbeat(Command, Report):
-    time: float  # by the agent's clock, when it was sent; to an agent: when it was heard last, which renews its lease
+    time: float  # by the agent's clock, when it was sent; to an agent: when it was last heard, which renews its lease
     progress: int = 0  # of the host's workers: a number that changes when they write, or finish a step
-    saved: int = 0  # checkpoints that they said they saved in this attempt
-    steps: int = 0  # of training, that they said they made
-    silent_s: float = 0.0  # since the last sign of life of that worker of the host which has shown none for longest
+    saved: int = 0  # checkpoints that they reported in this attempt
+    steps: int = 0  # training steps that they reported
+    silent_s: float = 0.0  # since the last sign of life of the worker that has been silent longest
     silent_in: int = 0  # its phase
-    # By phase, the longest silence that has ended; at START, the longest start.
+    # By phase, the longest silence that has ended; for START, the longest start.
     longest_s: list[float] = field(default_factory=list)
-    stopped: list[int] = field(default_factory=list)  # ranks that a signal has stopped, at this look and at the last
-    resilient: bool = False  # whether all of them that run have restart policy 3, so can go on with other hosts
-    sent: float = 0.0  # to an agent: when, by the controller's clock, which Timings repeats
+    stopped: list[int] = field(default_factory=list)  # ranks stopped by a signal, at this look and the last
+    resilient: bool = False  # all running workers have restart policy 3, so they can continue with other hosts
+    sent: float = 0.0  # to an agent: sending time by the controller's clock, repeated by Timings
