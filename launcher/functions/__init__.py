@@ -1,1 +1,1 @@
-"""`launcher.launch()`: a function of a Python program or notebook in all workers of a run, and what it returned."""
+"""`launcher.launch()`: calls a function of a Python program or notebook in all workers of a run."""

@@ -1,4 +1,4 @@
-"""The options of `dtrain run` as keywords of a Python function: read, checked and completed as on the command line."""
+"""The options of `dtrain run` as keywords of a Python function: parsed, checked and completed like arguments."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from launcher.cli.main import cli
 from launcher.cli.options import Options, takes_options
 from launcher.errors import UsageError
 
-_WAITS = "launch() waits for the end of the run and returns what the workers return"
+_WAITS = "launch() waits for the end of the run and returns the results of the workers"
 _CALLS = "launch() calls a function"
-# Options that have no meaning there: why.
+# Options without a meaning there, and why.
 _NOT_HERE = {
     "detach": _WAITS,
     "requeue": _WAITS,
@@ -23,24 +23,24 @@ _NOT_HERE = {
     "module": _CALLS,
     "no_python": _CALLS,
     "run_path": _CALLS,
-    "stdin": "what launch() calls reads an empty standard input",
+    "stdin": "a function called by launch() has an empty standard input",
     "node_rank": "launch() starts the workers on all hosts by itself",
 }
 
 
-def words_of(keywords: Mapping[str, Any]) -> list[str]:
-    """Return options as they are typed after `dtrain run`.
+def argv_of(keywords: Mapping[str, Any]) -> list[str]:
+    """Return options as typed after `dtrain run`.
 
-    None is the default, True a flag, False none (see options_of); a list is several values, a mapping variables.
-    Raises UsageError for a name that is none.
+    None is the default, True a flag, False no flag (see options_of); a list is several values, a mapping variables.
+    Raises UsageError for an unknown name.
 
-    >>> words_of({"nnodes": (1, 2), "hosts": ["a", "b"], "simulate": True, "export": {"A": "1"}})
+    >>> argv_of({"nnodes": (1, 2), "hosts": ["a", "b"], "simulate": True, "export": {"A": "1"}})
     ['--nnodes', '1:2', '--hosts', 'a,b', '--simulate', '--export', 'A=1']
     """
     known = {
         param.name: param for param in cli.commands["run"].params if isinstance(param, click.Option) and param.name
     }
-    words = []
+    argv = []
     for name, value in keywords.items():
         option = known.get(name)
         if option is None:
@@ -52,8 +52,8 @@ def words_of(keywords: Mapping[str, Any]) -> list[str]:
                 f"{name} is {value!r}; it {'must be True or False' if option.is_flag else 'needs a value'}"
             )
         flag = f"--{name.replace('_', '-')}"
-        words += [flag] * value if option.is_flag else [word for text in _texts(option, value) for word in (flag, text)]
-    return words
+        argv += [flag] * value if option.is_flag else [each for text in _texts(option, value) for each in (flag, text)]
+    return argv
 
 
 def _texts(option: click.Option, value: Any) -> list[str]:
@@ -66,12 +66,12 @@ def _texts(option: click.Option, value: Any) -> list[str]:
     return [(":" if option.name == "nnodes" else ",").join(map(str, value))]
 
 
-def options_of(words: list[str], name: str, *, off: Collection[str] = ()) -> Options:
-    """Return the options of these words, with what the environment and the config file say besides.
+def options_of(argv: list[str], name: str, *, off: Collection[str] = ()) -> Options:
+    """Parse these arguments, together with the environment and the config file.
 
     The flags `off` are not set, whatever those say.
 
-    Raises UsageError where `dtrain run` would end with exit code 2.
+    Raises UsageError if `dtrain run` would exit with 2.
     """
     found: list[Options] = []
 
@@ -81,7 +81,7 @@ def options_of(words: list[str], name: str, *, off: Collection[str] = ()) -> Opt
     command = click.command("run", context_settings={"allow_interspersed_args": False})(takes_options(keep))
     group = Group("dtrain", commands={**cli.commands, "run": command})
     try:
-        group.main(["run", *words, "--", name], standalone_mode=False)
+        group.main(["run", *argv, "--", name], standalone_mode=False)
     except click.ClickException as error:
         raise UsageError(error.format_message()) from error
     (options,) = found
@@ -93,5 +93,5 @@ def options_of(words: list[str], name: str, *, off: Collection[str] = ()) -> Opt
         if value is not None and value is not False:
             origin = dict(options.origins).get(option)
             where = f" ({origin})" if origin and option not in options.typed else ""
-            raise UsageError(f"launch() takes no {option}{where}: {_NOT_HERE[option]}")
+            raise UsageError(f"launch() does not accept {option}{where}: {_NOT_HERE[option]}")
     return options

@@ -1,4 +1,4 @@
-"""`launcher.launch()`: a run whose workers call a function of this process. The controller is that of `dtrain run`."""
+"""`launcher.launch()`: a run whose workers call a function of this process, with the controller of `dtrain run`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from launcher.cli.options import Options, unknown_variables
 from launcher.cli.request import Request, read_request
 from launcher.cli.run_end import Ended, run_at_end
 from launcher.errors import LaunchError, UsageError, WorkerError
-from launcher.functions.keywords import options_of, words_of
+from launcher.functions.keywords import argv_of, options_of
 from launcher.functions.packing import Packed, Returns, pack
 from launcher.functions.streams import program_streams
 from launcher.job.failure import what_happened
@@ -40,27 +40,27 @@ def launch(
     nproc_per_node: int | str | None = None,
     **options: Any,
 ) -> list[T]:
-    """Call `function(*args)` in every worker of a run, and return what each returned, by rank.
+    """Call `function(*args)` in every worker of a run, and return the results by rank.
 
     The workers are processes of their own, started as `dtrain run` starts a script: with ranks, GPUs and a rendezvous
-    store in their environment, on this machine, on `hosts` by SSH, or in a SLURM allocation. What they print appears on
-    sys.stdout and sys.stderr. The run is in `dtrain ps`, has a folder, and can be stopped like others.
+    store in their environment, on this machine, on `hosts` by SSH, or in a SLURM allocation. Their output appears on
+    sys.stdout and sys.stderr. The run is listed in `dtrain ps`, has a folder, and can be stopped like others.
 
-    The options are those of `dtrain run` under the same names, with `_`: `nnodes=2, simulate=True, max_restarts=3`.
-    What is not given is read from DTRAIN_* variables, then from the config file. With `max_restarts`, the function is
-    called anew after a failure.
+    The options are those of `dtrain run` with the same names, with `_`: `nnodes=2, simulate=True, max_restarts=3`.
+    Options not given are read from DTRAIN_* variables, then from the config file. With `max_restarts`, the function is
+    called again after a failure.
 
-    `function`, its arguments and what it returns travel by cloudpickle: it may be a lambda, a closure, or defined in a
-    notebook. At most 256 MiB go to the hosts, and 1 GiB comes back from each worker. Modules that it uses must be on
-    every host, and so must cloudpickle, with the same minor version of Python.
+    `function`, its arguments and its results are sent by cloudpickle: it may be a lambda, a closure, or defined in a
+    notebook. At most 256 MiB are sent to the hosts, and 1 GiB is returned by each worker. Modules that it uses must be
+    on every host, and so must cloudpickle, with the same minor version of Python.
 
-    Blocks until the run has ended and nothing is left of it, also with an exception, and after Ctrl-C. In the main
-    thread of the process, SIGINT, SIGTERM and SIGHUP end the run, and take effect here after that; in another one they
-    do nothing to it, and `dtrain stop` ends it.
+    Blocks until the run has ended and nothing of it is left, also after an exception or Ctrl-C. In the main thread of
+    the process, SIGINT, SIGTERM and SIGHUP end the run, and take effect here after that; in another thread they do not
+    affect the run, and `dtrain stop` ends it.
 
-    Raises UsageError before any host is reached, for what `dtrain run` would not take and for what cannot be pickled;
-    HostError and its kind if the run cannot start; WorkerError if a worker failed; LaunchError if the run failed
-    otherwise, or was stopped.
+    Raises UsageError, before any host is reached, for options that `dtrain run` would reject and objects that cannot
+    be pickled; HostError and its subclasses if the run cannot start; WorkerError if a worker failed; LaunchError if the
+    run failed otherwise, or was stopped.
     """
     if "DTRAIN_RUN_KEY" in os.environ:
         raise UsageError(
@@ -68,8 +68,8 @@ def launch(
             'the run, under `if __name__ == "__main__":`'
         )
     packed = pack(function, args)
-    words = words_of({"hosts": hosts, "nproc_per_node": nproc_per_node, **options})
-    settings = options_of(words, packed.name, off=[name for name, value in options.items() if value is False])
+    argv = argv_of({"hosts": hosts, "nproc_per_node": nproc_per_node, **options})
+    settings = options_of(argv, packed.name, off=[name for name, value in options.items() if value is False])
     limits = Limits(settings.keep_runs, settings.log_max_size)
     to_file = error_file(settings.error_json)
     request = _request(settings, packed)
@@ -78,7 +78,7 @@ def launch(
         as_json = settings.log_format == "json"
         say = partial(_say_json if as_json else _say, err)
         verbosity = Verbosity(settings.quiet, settings.verbose, as_json, say, to_file)
-        caller = Caller([*words, "--", packed.name], out, err, function=packed.frames, take=returns.take)
+        caller = Caller([*argv, "--", packed.name], out, err, function=packed.frames, take=returns.add)
         with hold(request.spec.log_dir, request.spec.run_id):
             if not verbosity.quiet:
                 for notice in [*unknown_variables(), *request.notices]:
@@ -86,7 +86,7 @@ def launch(
             ended = control(request, settings, limits, verbosity, caller)
         run_at_end(ended, settings, verbosity, caller)
     for signum in ended.caught[:1]:
-        signal.raise_signal(signum)  # as if it came now: for SIGINT, KeyboardInterrupt
+        signal.raise_signal(signum)  # as if received now: KeyboardInterrupt for SIGINT
     if ended.outcome.exit_code != 0:
         _fail(ended, returns)
     found: list[T] = _results(ended, returns)
@@ -95,7 +95,7 @@ def launch(
 
 @contextmanager
 def _file_limit_restored() -> Iterator[None]:
-    """At the end of the last run of this process, undo what they have raised: others may go on in other threads."""
+    """Restore the limit of open files after the last run of this process: others may still run in other threads."""
     global _runs
     with _runs_lock:
         _runs += 1
@@ -131,16 +131,16 @@ def _say_json(descriptor: int, text: str) -> None:
 
 
 def _results(ended: Ended, returns: Returns) -> list[Any]:
-    """Return the results by rank; None of a process that ended well without one."""
+    """Return the results by rank; None for a process that succeeded without one."""
     by_rank: dict[int, Any] = {}
     world_size = 0
     for process in returns.processes:
         try:
             said = returns.read(process)
         except Exception as error:
-            problem = f"what rank {process} returned cannot be read here: {type(error).__name__}: {error}"
+            problem = f"the result of rank {process} cannot be read here: {type(error).__name__}: {error}"
             raise WorkerError(
-                f"{problem}; the modules that it uses must be here as well",
+                f"{problem}; the modules that it uses must be installed here as well",
                 exit_code=1, host=returns.hosts[process], rank=process, type="ResultError", message=problem,
             ) from error  # fmt: skip
         if said is not None and said.ok:
@@ -167,7 +167,7 @@ def _fail(ended: Ended, returns: Returns) -> None:
 
 
 def _traceback(returns: Returns, rank: int) -> str:
-    """Return what the worker's error file has of it; see launcher/agent/workers/bootstrap.py."""
+    """Return the traceback from the worker's error file; see launcher/agent/workers/bootstrap.py."""
     try:
         text: str = json.loads(returns.error_files[rank] or "")["message"]["extraInfo"]["py_callstack"]
     except (ValueError, KeyError, TypeError):  # it was killed, or ended by an exit code
@@ -176,7 +176,7 @@ def _traceback(returns: Returns, rank: int) -> str:
 
 
 def _exception(returns: Returns, rank: int) -> BaseException | None:
-    """Return the worker's own exception, if it could be pickled and can be read here."""
+    """Return the worker's own exception, if it could be pickled and can be unpickled here."""
     try:
         said = returns.read(rank)
     except Exception:

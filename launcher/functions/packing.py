@@ -1,7 +1,7 @@
-"""A function and its arguments, made ready to travel, and what workers returned, read again.
+"""Pickles a function and its arguments for the workers, and unpickles what they return.
 
-Pickles go only between processes of one user: this one writes the function, the workers read it; they write what they
-return, and this one reads that at the end of the run. Both ways are the authenticated streams to the run's agents.
+Pickles are exchanged only between processes of one user: this one writes the function, the workers read it; they write
+their results, and this one reads those at the end of the run. Both use the authenticated streams to the run's agents.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ __all__ = ["MAX_FUNCTION_BYTES", "Packed", "Returns", "Said", "pack"]
 
 MAX_FUNCTION_BYTES = 256 << 20  # it goes to every host before its workers start
 _INSTALLED = ("stdlib", "platstdlib", "purelib", "platlib")
-_ZIPPED = f"{os.sep}python{sys.version_info.major}{sys.version_info.minor}.zip"  # the standard library, if it is there
+_ZIPPED = f"{os.sep}python{sys.version_info.major}{sys.version_info.minor}.zip"  # the standard library, if zipped
 _NOT_IN_WORKERS = ("__main__", "_pytest")
 
 
 @dataclass(frozen=True)
 class Packed:
-    """`modules` are those that the function uses; `path` where those are that are not installed."""
+    """`modules` are those that the function uses; `path` are the folders of modules that are not installed."""
 
     name: str
     modules: tuple[str, ...]
@@ -51,7 +51,7 @@ class Packed:
 
 
 def pack(function: Callable[..., Any], args: tuple[Any, ...]) -> Packed:
-    """Return what goes to the hosts. Raises UsageError if that cannot be pickled, or is too large."""
+    """Return the data for the hosts. Raises UsageError if it cannot be pickled, or is too large."""
     if not callable(function):
         raise UsageError(f"launch() needs a function, not {type(function).__name__}")
     inner: Any = function
@@ -66,7 +66,7 @@ def pack(function: Callable[..., Any], args: tuple[Any, ...]) -> Packed:
     except Exception as error:
         raise UsageError(
             f"{name} and its arguments cannot be pickled: {type(error).__name__}: {error}; "
-            "make what cannot travel inside of the function"
+            "create objects that cannot be pickled inside the function"
         ) from error
     lines = pickle.dumps({path: found for path in pickler.files if (found := linecache.getlines(path))})
     data = lines + file.getvalue()
@@ -79,7 +79,7 @@ def pack(function: Callable[..., Any], args: tuple[Any, ...]) -> Packed:
     if (code := getattr(inspect.unwrap(inner), "__code__", None)) is not None:
         modules += imports_of_code(code)
     if "torch" in modules and b"optim" in data and not NAMES_TORCH.search(data):
-        modules.append("torch._dynamo")  # which an optimizer's first step imports, in seconds
+        modules.append("torch._dynamo")  # imported by an optimizer's first step, which takes seconds
     pieces = range(0, len(data), MAX_PAYLOAD_BYTES)
     return Packed(
         name=name,
@@ -90,7 +90,7 @@ def pack(function: Callable[..., Any], args: tuple[Any, ...]) -> Packed:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
-    """Notes which modules will be imported, and from which files the code is that goes along."""
+    """Records the modules that will be imported, and the source files of pickled code."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -98,7 +98,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
         self.files: dict[str, None] = {}
 
     def persistent_id(self, item: Any) -> None:
-        """Look at each object; all are pickled as they are."""
+        """Record each object; all are pickled normally."""
         if isinstance(item, CodeType):
             self.files.setdefault(item.co_filename)
         elif isinstance(item, ModuleType):
@@ -111,9 +111,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
 
 @contextmanager
 def _by_value_if_out_of_reach(name: str | None) -> Iterator[None]:
-    """Have what is defined in a module go along that workers cannot import, as one that pytest has loaded by its file.
+    """Pickle a module's definitions by value if workers cannot import it, as one that pytest has loaded from its file.
 
-    What is in `__main__` goes along anyway.
+    Definitions in `__main__` are always pickled by value.
     """
     module = sys.modules.get(name or "__main__")
     if name == "__main__" or module is None or _can_be_imported(module.__name__):
@@ -123,12 +123,12 @@ def _by_value_if_out_of_reach(name: str | None) -> Iterator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(ValueError):  # another thread has done so
+        with contextlib.suppress(ValueError):  # another thread has done that
             cloudpickle.unregister_pickle_by_value(module)
 
 
 def _can_be_imported(name: str) -> bool:
-    """Whether what this Python finds modules by, such as the finder of an editable installation, finds this one."""
+    """Return whether Python's finders, including those of editable installations, find a module."""
     path: list[str] | None = None
     found = ""
     for part in name.split("."):
@@ -141,7 +141,7 @@ def _can_be_imported(name: str) -> bool:
 
 
 def _finders() -> list[Any]:
-    """Return those that a worker has as well."""
+    """Return the finders that a worker has as well."""
     kinds = ((finder, finder if isinstance(finder, type) else type(finder)) for finder in sys.meta_path)
     return [
         finder
@@ -151,7 +151,7 @@ def _finders() -> list[Any]:
 
 
 def _own_path() -> tuple[str, ...]:
-    """Return where this process finds modules beside those that every Python of this installation finds."""
+    """Return the folders in sys.path, except those that every Python of this installation has."""
     folders = [*map(sysconfig.get_path, _INSTALLED), *site.getsitepackages()]
     installed = tuple(os.path.realpath(folder) + os.sep for folder in folders)
     paths = dict.fromkeys(os.path.abspath(entry) for entry in sys.path)
@@ -166,7 +166,7 @@ def _own_path() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Said:
-    """What a worker has returned (`ok`) or raised, under the rank that it had then."""
+    """The result of a worker (`ok`) or its exception, with its rank at that time."""
 
     ok: bool
     value: Any
@@ -175,9 +175,9 @@ class Said:
 
 
 class Returns:
-    """What the workers have said, as it comes in: of the newest attempt, and of each rank's newest process.
+    """Results of the workers as they arrive: of the newest attempt, and of each rank's newest process.
 
-    Processes are named by their ranks in orders and reports, which RANK may not be where hosts were lost.
+    Processes are named by their ranks in orders and reports, which may differ from RANK after hosts were lost.
     """
 
     def __init__(self) -> None:
@@ -191,8 +191,8 @@ class Returns:
     def processes(self) -> list[int]:
         return sorted(self._data)
 
-    def take(self, host: str, said: Returned | Exited) -> None:
-        """Take what the agent of a host says, in the order in which it does."""
+    def add(self, host: str, said: Returned | Exited) -> None:
+        """Add a report of a host's agent; call it in the order of the reports."""
         if said.attempt > self._attempt:
             self._attempt = said.attempt
             self._coming, self._data, self.error_files = {}, {}, {}
@@ -205,6 +205,6 @@ class Returns:
             self.hosts[said.rank], self.error_files[said.rank] = host, said.error_file
 
     def read(self, process: int) -> Said | None:
-        """Return what a process has said, once; None if nothing. Raises what reading a pickle raises."""
+        """Return the result of a process, once; None if there is none. Raises the exceptions of unpickling."""
         data = self._data.pop(process, None)
         return Said(*pickle.loads(data)) if data else None

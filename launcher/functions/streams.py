@@ -1,4 +1,4 @@
-"""Where the output of launcher.launch() goes: to sys.stdout and sys.stderr of the Python program, whatever they are."""
+"""Output of launcher.launch(): goes to sys.stdout and sys.stderr of the Python program, whatever they are."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _READ_BYTES = 1 << 16
 
 @contextmanager
 def program_streams() -> Iterator[tuple[int, int]]:
-    """Yield descriptors that lead to sys.stdout and sys.stderr; at the end all that was written has arrived there."""
+    """Yield descriptors that lead to sys.stdout and sys.stderr; at the end all output has arrived there."""
     with ExitStack() as stack:
         yield stack.enter_context(_leading_to(sys.stdout)), stack.enter_context(_leading_to(sys.stderr))
 
 
 def descriptor_of(stream: TextIO | None) -> int | None:
-    """Return the descriptor of a plain file, pipe or terminal; None for what only has `write`, as in a notebook.
+    """Return the descriptor of a plain file, pipe or terminal; None if it only has `write`, as in a notebook.
 
-    The stream of a notebook has a descriptor too, which is that of the terminal where the notebook was started.
+    The stream of a notebook has a descriptor too: that of the terminal where the notebook was started.
     """
     if type(stream) is not io.TextIOWrapper:
         return None
@@ -41,7 +41,7 @@ def descriptor_of(stream: TextIO | None) -> int | None:
 def _leading_to(stream: TextIO | None) -> Iterator[int]:
     descriptor = descriptor_of(stream)
     if descriptor is not None and stream is not None:
-        stream.flush()  # what the program has written stands before the output of the run
+        stream.flush()  # earlier output of the program comes before that of the run
         yield descriptor
         return
     reading, writing = os.pipe()
@@ -52,7 +52,7 @@ def _leading_to(stream: TextIO | None) -> Iterator[int]:
     try:
         yield writing
     finally:
-        # What --on-end has left in the background may have the pipe as well: its end may be far.
+        # Background processes of --on-end may hold the pipe as well, so its end may come much later.
         with contextlib.suppress(OSError):
             os.write(writing, end)
         os.close(writing)
@@ -60,7 +60,7 @@ def _leading_to(stream: TextIO | None) -> Iterator[int]:
 
 
 def _pass_on(reading: int, stream: TextIO | None, end: bytes, arrived: threading.Event) -> None:
-    """Write to the stream what comes; set `arrived` after `end`, which is not written, and go on."""
+    """Copy data to the stream; set `arrived` after `end`, which is not written, and continue."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     held = b""
     try:
@@ -69,14 +69,14 @@ def _pass_on(reading: int, stream: TextIO | None, end: bytes, arrived: threading
                 before, found, after = (held + data).partition(end)
                 data = before + after
                 at = data.rfind(b"\0")
-                held = data[at:] if at >= 0 and end.startswith(data[at:]) else b""  # perhaps its first part
+                held = data[at:] if at >= 0 and end.startswith(data[at:]) else b""  # perhaps the first part of `end`
                 text = decoder.decode(data.removesuffix(held))
                 try:
                     if text and stream is not None and not stream.closed:
                         stream.write(text)
                         stream.flush()
-                except (OSError, ValueError):  # it was closed just now, or nobody reads it: the log files have all
-                    stream = None  # nobody wants it, and the run is not to wait
+                except (OSError, ValueError):  # just closed, or no longer read: the log files have all output
+                    stream = None  # drop the output, so that the run does not wait
                 if found:
                     arrived.set()
     finally:

@@ -162,7 +162,7 @@ def test_a_result_that_cannot_travel_names_the_rank() -> None:
     assert error.type == "ResultError"
     assert error.message.startswith(f"the result of rank {error.rank}, of type lock, cannot be pickled: TypeError")
 
-    with pytest.raises(WorkerError, match="what rank 0 returned cannot be read here: AssertionError: only there"):
+    with pytest.raises(WorkerError, match="the result of rank 0 cannot be read here: AssertionError: only there"):
         launch(_OnlyThere)
 
 
@@ -189,7 +189,7 @@ def test_what_cannot_be_pickled_or_is_wrong_is_an_error_before_a_host_is_reached
         launch(3, **far)
     with pytest.raises(UsageError, match="launch\\(\\) has no option 'nprocs_per_node'; did you mean 'nproc_per_node'"):
         launch(print, nprocs_per_node=2, **far)
-    with pytest.raises(UsageError, match="launch\\(\\) takes no detach: "):
+    with pytest.raises(UsageError, match="launch\\(\\) does not accept detach: "):
         launch(print, detach=True, **far)
     for wrong in (["--nproc-per-node", "none"], ["--grace-s", "soon"], ["--nnodes", "0"], ["--keep-runs", "0"]):
         typed = run_dtrain("run", "--hosts", "no-such-host.invalid", *wrong, "x.py")
@@ -210,7 +210,7 @@ def test_options_come_from_the_environment_and_the_config_file_as_well(
     assert launch(_rank, simulate=False, nnodes=1) == [0, 1], "the program is stronger than the file"
     assert launch(os.getenv, "SENT", nnodes=(1, 2), nproc_per_node=1, export={"SENT": "x"}) == ["x", "x"]
     monkeypatch.setenv("DTRAIN_NODE_RANK", "0")
-    with pytest.raises(UsageError, match=r"launch\(\) takes no node_rank \(DTRAIN_NODE_RANK\)"):
+    with pytest.raises(UsageError, match=r"launch\(\) does not accept node_rank \(DTRAIN_NODE_RANK\)"):
         launch(_rank)
 
 
