@@ -23,8 +23,7 @@ from launcher.agent.cleanup.killed_runs import find_killed_runs, leave_identity
 from launcher.agent.cleanup.lease import ENDS_WITHIN_S, Lease, Limits
 from launcher.agent.cleanup.leftovers import AgentIdentity, LeftoverSweep
 from launcher.agent.cleanup.run_tag import RunTag, make_folder
-from launcher.agent.debugging.channels import DebuggerChannels
-from launcher.agent.debugging.rest import Rest
+from launcher.agent.debugging.channels import DebuggerChannels, Rest
 from launcher.agent.evidence import EvidenceRound
 from launcher.agent.host_facts import find_facts, likely_workers
 from launcher.agent.kept_copy import KeptCopy

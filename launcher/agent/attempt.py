@@ -20,7 +20,6 @@ from launcher.agent.signs_of_life import SignsOfLife
 from launcher.agent.step_times import StepTimesReader
 from launcher.agent.store import StoreProcess
 from launcher.agent.stream_writer import StreamWriter
-from launcher.agent.workers.cores import CoreChooser
 from launcher.agent.workers.memory_file import MemoryFile
 from launcher.agent.workers.output_pipes import OutputPipes
 from launcher.agent.workers.standard_input import StandardInput
@@ -47,6 +46,7 @@ from launcher.protocol.reports import (
 from launcher.protocol.two_way import Heartbeat
 
 if TYPE_CHECKING:
+    from launcher.machine.numa import Topology
     from launcher.machine.oom import OomWatch
 
 __all__ = ["FUNCTION", "Attempt"]
@@ -100,7 +100,7 @@ class Attempt:
         self._writer = writer
         self._interfaces = prepared.interfaces
         self._sockets: dict[str, str] | None = None  # variables for gloo and NCCL, once known
-        self._cores = CoreChooser()
+        self._cores = _CoreChooser()
         self._memory: OomWatch | None = None
         self.rendezvous = Rendezvous(number, selector, writer, store_process)
         self._output = OutputPipes(selector, writer)
@@ -455,6 +455,28 @@ class Attempt:
         """Pause or resume reading the workers' output."""
         for worker in self.workers.values():
             self._output.hold(worker, hold)
+
+
+class _CoreChooser:
+    """Chooses the processors that a worker is bound to. Reads the topology once, for the first: it asks drivers."""
+
+    def __init__(self) -> None:
+        # With the ids of the GPUs and their NUMA nodes.
+        self._topology: tuple[Topology, tuple[str, ...], list[int]] | None = None
+
+    def choose(self, message: StartWorker) -> tuple[int, ...]:
+        """Return the processors to bind a worker to; empty: no binding. Raises DtrainError."""
+        if not message.numa_binding:
+            return ()
+        from launcher.machine import numa, processors
+        from launcher.machine.gpus.visible import find_gpus
+
+        if self._topology is None:
+            gpus = find_gpus(os.environ)
+            self._topology = numa.read_topology(processors.cores()), gpus.ids, numa.nodes_of_gpus(gpus)
+        topology, ids, nodes = self._topology
+        own = ids.index(message.gpu) if nodes and message.gpu in ids else message.local_rank
+        return numa.choose_cores(message.numa_binding, topology, nodes, own, message.local_world_size)
 
 
 def _hint(number: int | None) -> str:

@@ -194,7 +194,7 @@ class CloseDebugger(Command):
 class RestClocks(Command):
     """Stop, or resume, counting silences of workers: meanwhile a debugger is open in a rank of the run.
 
-    See agent/debugging/rest.py.
+    See Rest in agent/debugging/channels.py.
     """
 
     resting: bool

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from launcher.agent.attempt import Attempt
 from launcher.agent.stream_writer import StreamWriter
-from launcher.agent.workers.worker import Worker
+from launcher.agent.workers.worker import DEBUGGER_FILE, Worker
 from launcher.machine.socket_folder import peer
 from launcher.protocol.commands import CloseDebugger, OpenDebugger
 from launcher.protocol.message import CHANNEL_BYTES
@@ -270,6 +270,33 @@ class _Channel:
             if wanted:
                 self._selector.register(self._connection, wanted, self._ready)
             self._watched = wanted
+
+
+class Rest:
+    """Whether a debugger is open in a rank of the run, on any host: meanwhile silences of workers do not count.
+
+    Workers read that from a file (DTRAIN_DEBUGGER_FILE in workers/worker.py) before they give up waiting for others:
+    ddp/monitoring/debuggers.py.
+    """
+
+    def __init__(self) -> None:
+        self.now = False
+        self._file: Path | None = None
+
+    def set_folder(self, folder: str) -> None:
+        """Set the folder of the workers' files."""
+        self._file = Path(folder, DEBUGGER_FILE)
+
+    def update(self, resting: bool) -> None:
+        self.now = resting
+        if self._file is None:
+            return
+        news = Path(f"{self._file}.new")
+        try:
+            news.write_text("open" if resting else repr(time.monotonic()))
+            os.replace(news, self._file)  # atomic for the workers
+        except OSError as error:  # a full disk: then the time limits of their waits still apply
+            print(f"dtrain agent: {self._file}: {error}", file=sys.stderr)
 
 
 _CODE = """\

@@ -13,9 +13,9 @@ from testbed.agent import AgentProcess
 from testbed.processes import wait_until
 
 from launcher.agent.cleanup.run_tag import RunTag
+from launcher.agent.host_facts import FILES_EACH
 from launcher.agent.workers.warm_start import ForkServer, Warmth
 from launcher.agent.workers.worker import spawn
-from launcher.machine.limits import FILES_EACH
 from launcher.protocol.commands import StartWorker
 from launcher.protocol.message import Report
 from launcher.protocol.reports import Exited, Started, StoreFailed

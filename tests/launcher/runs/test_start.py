@@ -10,6 +10,7 @@ import pytest
 from testbed.job_drive import Drive, messages, notices, opened
 from testbed.processes import run_dtrain, run_program
 
+from launcher.agent import host_facts
 from launcher.errors import PlacementError
 from launcher.hosts.folding import StartError, fold, lines_by_reason
 from launcher.hosts.host import Host, HostKind
@@ -17,7 +18,6 @@ from launcher.hosts.ranges import expand
 from launcher.job.events import Notice
 from launcher.job.fleet import CONNECT_AT_ONCE
 from launcher.job.gathering import OTHER_REASONS_S, SHOW_S
-from launcher.machine import limits
 from launcher.protocol.commands import StartWorker
 
 MANY = tuple(f"n{k}" for k in range(1, 1001))
@@ -115,16 +115,16 @@ def test_processes_are_limited_by_the_user_and_by_the_control_group(
 ) -> None:
     (tmp_path / "pids.max").write_text("100\n")
     (tmp_path / "pids.current").write_text("72\n")
-    monkeypatch.setattr(limits, "folders_of", lambda _: [tmp_path, tmp_path / "none"])
-    room, said = limits.room_for_workers(2)
+    monkeypatch.setattr(host_facts, "folders_of", lambda _: [tmp_path, tmp_path / "none"])
+    room, said = host_facts.room_for_workers(2)
     assert room == 10
     assert said.startswith("the limit of processes in its control group, 100 with 72 in use (pids.max in ")
     (tmp_path / "pids.max").write_text("max\n")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (50, 50))
-    monkeypatch.setattr(limits, "_threads_of", lambda _: 45)
-    monkeypatch.setattr(limits, "_files", lambda: None)
-    room, said = limits.room_for_workers(1)
+    monkeypatch.setattr(host_facts, "_threads_of", lambda _: 45)
+    monkeypatch.setattr(host_facts, "_files", lambda: None)
+    room, said = host_facts.room_for_workers(1)
     assert (room, said.partition(" (")[0]) == (0, "the user's limit of processes, 50 with 45 in use")
 
 
