@@ -57,7 +57,7 @@ class NodeZeroTakenError(UsageError):
 
 
 class HostError(DtrainError):
-    """One host cannot be used. `reason` ends with the next step if there is one."""
+    """A host cannot be used. `reason` ends with the next step if there is one."""
 
     def __init__(self, host: str, reason: str) -> None:
         super().__init__(f"{host}: {reason}")

@@ -1,4 +1,4 @@
-"""One attempt on this host: its workers and what they share. Owned by agent.py, ended by attempt_end.py."""
+"""An attempt on this host: its workers and their shared resources. Owned by agent.py, ended by attempt_end.py."""
 
 from __future__ import annotations
 
@@ -48,8 +48,6 @@ from launcher.protocol.two_way import Heartbeat
 if TYPE_CHECKING:
     from launcher.machine.numa import Topology
     from launcher.machine.oom import OomWatch
-
-__all__ = ["FUNCTION", "Attempt"]
 
 FUNCTION = "function"  # file in the agent's folder with the function that workers call
 
@@ -112,7 +110,7 @@ class Attempt:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing ever ran: no worker was started, and no client connected to the store."""
+        """Return whether nothing ever ran: no worker was started, and no client connected to the store."""
         return not self.workers and not self.rendezvous.is_used
 
     @property
@@ -142,7 +140,7 @@ class Attempt:
         self._learn_imports()
 
     def _learn_imports(self) -> None:
-        """Have the fork server import what the workers imported late, once the number of their records has settled."""
+        """Make late imports of the workers in the fork server, once the number of their records has settled."""
         records = [
             str(worker.files.imports)
             for worker in self.running
@@ -201,7 +199,7 @@ class Attempt:
 
     @property
     def is_resilient(self) -> bool:
-        """Whether the workers that run here, if any, can join a new composition."""
+        """Return whether the workers that run here, if any, can join a new composition."""
         return bool(self.workers) and all(worker.restart_policy == RESILIENT for worker in self.running)
 
     @property
@@ -428,7 +426,7 @@ class Attempt:
 
     @property
     def reported(self) -> bool:
-        """Whether there is nothing more to report, or the controller is gone."""
+        """Return whether there is nothing more to report, or the controller is gone."""
         ended = (worker for worker in self.workers.values() if worker.status is not None)
         return self._writer.closed or (not self._writer.holding and all(worker.reported for worker in ended))
 

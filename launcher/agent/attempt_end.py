@@ -15,8 +15,6 @@ from launcher.agent.store import StoreProcess
 from launcher.agent.workers.warm_start import ForkServer
 from launcher.machine.processes import Sweep
 
-__all__ = ["AttemptEnd"]
-
 # A failed worker gets half of the grace period, FAILED_S at most, to write its error and run its exit handlers, which
 # SIGTERM would cut short. The other half is for its handling of that signal.
 FAILED_S = 10.0

@@ -27,8 +27,6 @@ from launcher.machine.processes import descendants
 from launcher.protocol.commands import Collect
 from launcher.protocol.reports import Collected, Evidence
 
-__all__ = ["STACK_SIGNAL", "Collection", "EvidenceRound", "Subject", "find_py_spy"]
-
 # Real-time signals in use: glibc 32-33, musl 34, .NET 34, PAPI 36, HPCToolkit 37, LTTng 44-48, the JVM 62, valgrind
 # the last. An unhandled signal ends a process, so it is never sent unless /proc shows our handler.
 STACK_SIGNAL = 51
@@ -114,7 +112,7 @@ class EvidenceRound:
 
 
 class Collection:
-    """One look at all workers: call `step` every `pause_s` until it returns the result, at the latest after `limit_s`.
+    """A look at all workers: call `step` every `pause_s` until it returns the result, at the latest after `limit_s`.
 
     The subjects are children of this process that are not reaped yet, so their pids cannot be reused until `reaped` is
     called.
@@ -164,7 +162,7 @@ class Collection:
 
 
 class _Look:
-    """One worker: it is asked first, then py-spy, then the kernel."""
+    """A look at one worker: it is asked first, then py-spy, then the kernel."""
 
     def __init__(self, subject: Subject, found: Evidence, *, answers: bool, native: bool) -> None:
         self._subject = subject

@@ -17,8 +17,6 @@ from launcher.agent.workers.worker import Worker
 from launcher.machine.processes import descendants
 from launcher.protocol.reports import HostUse
 
-__all__ = ["HostUseWatch"]
-
 LOOK_S = 3.0  # between two measurements
 OLD_S = 15.0  # an answer of the driver as old as this is not shown
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")

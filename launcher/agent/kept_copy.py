@@ -18,8 +18,6 @@ import sys
 
 from launcher.agent.workers.worker import spawn
 
-__all__ = ["KeptCopy"]
-
 _WRITE_S = 10.0  # for the program at the end of the run, within what the controller waits for (job/stopping.py)
 
 

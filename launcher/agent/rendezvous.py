@@ -15,8 +15,6 @@ from launcher.errors import DtrainError
 from launcher.protocol.commands import OpenStore, ReservePorts
 from launcher.protocol.reports import PortsReserved, StoreFailed, StoreOpened
 
-__all__ = ["Rendezvous"]
-
 
 class Rendezvous:
     """Holds the store, if this host has it, until `close_store`; and reserved ports until workers start."""
@@ -33,7 +31,7 @@ class Rendezvous:
 
     @property
     def is_used(self) -> bool:
-        """Whether a client has connected to the store."""
+        """Return whether a client has connected to the store."""
         return self._store is not None and self._store.listening is None
 
     def open_store(self, message: OpenStore, address: str) -> None:

@@ -17,8 +17,6 @@ from launcher.agent.workers.worker import Worker
 from launcher.machine import processes
 from launcher.protocol.two_way import START, STEPS
 
-__all__ = ["PHASES", "SignsOfLife", "is_traced"]
-
 OUTPUTS = 10
 PHASES = 3  # see ddp/monitoring/progress.py
 LATE = 3.0  # times the pause between two looks: this process was delayed then, and perhaps the workers too

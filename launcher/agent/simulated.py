@@ -20,8 +20,6 @@ from launcher.agent.main import main as run_agent
 from launcher.agent.warm.handover import hand_over
 from launcher.machine import oom  # noqa: F401  # else each agent would import it for its first worker
 
-__all__ = ["serve"]
-
 MESSAGE_BYTES = 64
 
 

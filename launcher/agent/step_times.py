@@ -17,8 +17,6 @@ from launcher.agent.workers.memory_file import MemoryFile
 from launcher.protocol.reports import Timings
 from launcher.timeline.records import PHASES, SPANS, Detail, Record, Span, StepTimes, pack
 
-__all__ = ["RECORDS", "StepTimesReader"]
-
 RECORDS = 1024  # in the ring of a worker: about a second
 SPANS_AT_MOST = 32  # for a worker, in one message
 DETAILS = 4  # for each StepTimes of a worker; the longest are kept

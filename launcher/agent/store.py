@@ -18,8 +18,6 @@ from launcher.agent.workers.warm_start import ForkServer
 from launcher.agent.workers.worker import BOOTSTRAP
 from launcher.errors import StoreError
 
-__all__ = ["RendezvousStore", "StoreProcess", "holder"]
-
 RELEASE_S = 0.3  # to close a store; the agent is blocked meanwhile
 
 _BACKLOG = 4096  # every rank's first connection waits here while the store imports torch

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from launcher.protocol.frames import encode
 from launcher.protocol.message import Report
 
-__all__ = ["StreamWriter"]
-
 HOLD_BYTES = 1 << 20  # with so much unsent, workers' pipes are not read: workers wait, and memory here stays bounded
 
 

@@ -69,7 +69,7 @@ def _texts(option: click.Option, value: Any) -> list[str]:
 def options_of(argv: list[str], name: str, *, off: Collection[str] = ()) -> Options:
     """Parse these arguments, together with the environment and the config file.
 
-    The flags `off` are not set, whatever those say.
+    The flags `off` are not set, even if those set them.
 
     Raises UsageError if `dtrain run` would exit with 2.
     """

@@ -26,8 +26,6 @@ from launcher.machine.processes import restore_file_limit
 from launcher.placement.job_spec import CommandKind, WorkerCommand
 from launcher.runs.housekeeping import Limits, hold
 
-__all__ = ["launch"]
-
 T = TypeVar("T")
 _runs, _runs_lock = 0, threading.Lock()
 

@@ -32,8 +32,6 @@ from launcher.protocol.frames import encode
 from launcher.protocol.message import MAX_PAYLOAD_BYTES
 from launcher.protocol.reports import Exited, Returned
 
-__all__ = ["MAX_FUNCTION_BYTES", "Packed", "Returns", "Said", "pack"]
-
 MAX_FUNCTION_BYTES = 256 << 20  # it goes to every host before its workers start
 _INSTALLED = ("stdlib", "platstdlib", "purelib", "platlib")
 _ZIPPED = f"{os.sep}python{sys.version_info.major}{sys.version_info.minor}.zip"  # the standard library, if zipped

@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TextIO
 
-__all__ = ["descriptor_of", "program_streams"]
-
 _READ_BYTES = 1 << 16
 
 

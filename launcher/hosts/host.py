@@ -48,13 +48,13 @@ class Host:
 
     @property
     def remote(self) -> bool:
-        """Whether it is, or may be, another machine: its connection can break."""
+        """Return whether it is, or may be, another machine: its connection can break."""
         return self.kind in (HostKind.SSH, HostKind.SRUN, HostKind.JOINED)
 
 
 @dataclass(frozen=True)
 class HostEntry:
-    """One entry of a list as written, with several names if it has ranges. `slots` may be 0 here."""
+    """An entry of a list as written, with several names if it has ranges. `slots` may be 0 here."""
 
     names: tuple[str, ...]
     slots: int | None = None

@@ -65,7 +65,7 @@ class WorkerCommand:
 
     @property
     def is_standard_input(self) -> bool:
-        """Whether the script is read from the standard input of one rank; that of the others is empty."""
+        """Return whether the script is read from the standard input of one rank; that of the others is empty."""
         return self.kind is CommandKind.SCRIPT and self.target in _STANDARD_INPUT
 
 
@@ -83,7 +83,7 @@ TORCHRUN_START_METHODS = ("spawn", "forkserver")  # besides fork; it does not st
 
 @dataclass(frozen=True)
 class SshOptions:
-    """How remote hosts are reached; None and 0 mean OpenSSH's own defaults."""
+    """Options for reaching remote hosts; None and 0 mean OpenSSH's own defaults."""
 
     config: Path | None = None
     accept_new: bool = False
@@ -91,7 +91,7 @@ class SshOptions:
 
 @dataclass(frozen=True)
 class JobSpec:
-    """One run. `nproc` is a number of workers for each host, or `gpu`, `cpu`, `auto`, or None: the number of its slots,
+    """A run. `nproc` is a number of workers for each host, or `gpu`, `cpu`, `auto`, or None: the number of its slots,
     else one for each GPU, else one."""
 
     command: WorkerCommand
@@ -142,7 +142,7 @@ class JobSpec:
 
     @property
     def elastic(self) -> bool:
-        """Whether an attempt may run without one of the hosts, so that losing a host costs no restart."""
+        """Return whether an attempt may run without one of the hosts, so that losing a host costs no restart."""
         return self.min_hosts < max(self.max_hosts, len(self.hosts))
 
     def command_of(self, role: str) -> WorkerCommand:

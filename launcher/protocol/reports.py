@@ -140,7 +140,7 @@ class Exited(Report):
 
 @dataclass(frozen=True)
 class Timings(Report):
-    """How the workers of a host spent their time since the last such message: timeline/records.py unpacks `data`.
+    """Time use of the workers of a host since the last such message: timeline/records.py unpacks `data`.
 
     Also relates this host's clock to the controller's, by the newest heartbeat that had a sending time.
     """

@@ -20,8 +20,6 @@ from launcher.errors import ProtocolError
 from launcher.machine import processes
 from launcher.machine.processes import Process
 
-__all__ = ["find_killed_runs", "leave_identity"]
-
 IDENTITY = "agent.json"
 MAX_BYTES = 1 << 16
 _AGENT, _COMMANDS = b"launcher.agent", (b"dtrain", b"dtrain-torchrun")

@@ -1,4 +1,4 @@
-"""How long this host may continue without hearing from the controller; shared by the agent and its guard.
+"""The lease: time that this host may continue without hearing from the controller. Agent and guard share it.
 
 A controller that hears nothing from a host gives it up after a while and may start its workers elsewhere; so a host
 that cannot be heard must have ended them by then (the proof is in job/fleet.py). The agent does so; if it cannot (it
@@ -10,8 +10,6 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
-
-__all__ = ["ENDS_WITHIN_S", "Lease", "Limits"]
 
 ENDS_WITHIN_S = 20.0  # for an agent to end, beyond the grace period: kill, sweep, last messages, with all their limits
 LATE_S, LATE = 1.0, 0.03  # how much later than the agent the guard acts; at most that part of the lease

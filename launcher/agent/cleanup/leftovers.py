@@ -22,14 +22,12 @@ from launcher.machine import processes
 from launcher.machine.cgroup import Cgroup
 from launcher.machine.processes import Process, Sweep
 
-__all__ = ["AgentIdentity", "LeftoverSweep"]
-
 GUARD_WAIT_S = 5.0  # as long as a guard takes if it cannot end a process
 
 
 @dataclass(frozen=True)
 class AgentIdentity:
-    """Where to look: boot and pid namespace, run tag, and pid and start time of agent and guard."""
+    """Boot and pid namespace, run tag, and pid and start time of agent and guard."""
 
     boot: str
     run_tag: str
@@ -53,7 +51,7 @@ class AgentIdentity:
 
     @property
     def is_from_here(self) -> bool:
-        """Whether its processes may still be here, under the same pids."""
+        """Return whether its processes may still be here, under the same pids."""
         return bool(self.boot) and self.boot == _boot()
 
     def __str__(self) -> str:

@@ -22,14 +22,12 @@ from launcher.machine import processes
 from launcher.machine.cgroup import Cgroup
 from launcher.machine.processes import Process
 
-__all__ = ["NAME", "RunTag", "clear_folder", "folders_for_files", "make_folder", "mark_unless_nested", "remove_folder"]
-
 NAME = "DTRAIN_AGENT"
 _WORKER_BITS = 20  # bits of the number for the worker; the other 40 are the agent's
 
 
 class RunTag:
-    """One agent's run tag: 32 hexadecimal digits, and the control group with that name."""
+    """The run tag of an agent: 32 hexadecimal digits, and the control group with that name."""
 
     def __init__(self, value: str, cgroup: Cgroup | None, began: int = 0) -> None:
         """`began` is the earliest time at which a process can have got it, in clock ticks since boot."""
@@ -89,7 +87,7 @@ class RunTag:
             self.cgroup.kill()
 
     def remove(self) -> None:
-        """Remove what the run tag has outside of processes: the group and the folder for files.
+        """Remove the control group and the folder for files.
 
         The folder goes last: the next run finds leftovers of a killed one by it.
         """

@@ -26,8 +26,6 @@ from launcher.protocol.message import CHANNEL_BYTES
 from launcher.protocol.reports import DebuggerClosed, DebuggerOpened
 from launcher.protocol.two_way import ChannelData, ChannelTaken
 
-__all__ = ["DEBUGGER_SIGNAL", "DebuggerChannels"]
-
 DEBUGGER_SIGNAL = 52  # used by no other library: evidence.py lists those
 READY_S = 10.0  # for a process that has just started to install its handler
 LOOK_S = 0.05
@@ -109,7 +107,7 @@ class DebuggerChannels:
 
 
 class _Channel:
-    """One debugger. `closed_because` is set once it is closed, empty if the worker closed it."""
+    """A debugger in a worker. `closed_because` is set once it is closed, empty if the worker closed it."""
 
     def __init__(
         self, order: OpenDebugger, worker: Worker, selector: selectors.BaseSelector, writer: StreamWriter, *,
@@ -273,7 +271,7 @@ class _Channel:
 
 
 class Rest:
-    """Whether a debugger is open in a rank of the run, on any host: meanwhile silences of workers do not count.
+    """While a debugger is open in a rank of the run, on any host, `now` is True: silences of workers do not count.
 
     Workers read that from a file (DTRAIN_DEBUGGER_FILE in workers/worker.py) before they give up waiting for others:
     ddp/monitoring/debuggers.py.

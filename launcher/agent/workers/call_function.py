@@ -17,8 +17,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-__all__ = ["MAX_RESULT_BYTES", "FunctionError", "ResultError", "call_function"]
-
 MAX_RESULT_BYTES = 1 << 30  # for one rank; all of them are in the memory of the process that called launch()
 
 

@@ -79,8 +79,10 @@ def _state(path: str) -> tuple[int, int] | None:
 
 
 class Keeper:
-    """One process that stays warm. `open_files` are descriptors that its imports need; `why_not_script` returns why
-    they differ from the imports of a script."""
+    """A process that stays warm.
+
+    `open_files` are descriptors that its imports need; `why_not_script` returns why those differ from a script's.
+    """
 
     def __init__(
         self,

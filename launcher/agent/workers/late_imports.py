@@ -22,8 +22,6 @@ if TYPE_CHECKING:  # this file is loaded in every worker
     from collections.abc import Iterator, Mapping, Sequence
     from typing import Any
 
-__all__ = ["Record", "Recorder", "process_state", "random_states", "read_records"]
-
 _INSTALLED = ("/site-packages/", "/dist-packages/")  # pip's and Debian's, in any place
 _STDLIB = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _OWN = os.path.abspath(__file__).rpartition("/launcher/")[0]

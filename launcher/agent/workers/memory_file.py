@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["MemoryFile"]
-
 
 class MemoryFile:
     """A file without a folder, at `path`; if memory files are not available, an empty file at the given path.

@@ -10,8 +10,6 @@ from launcher.agent.stream_writer import StreamWriter
 from launcher.agent.workers.worker import Worker
 from launcher.protocol.reports import Output
 
-__all__ = ["OutputPipes"]
-
 READ_BYTES = 1 << 16
 PIPE_READS = 32  # more than a pipe holds (at most 1 MiB)
 

@@ -18,8 +18,6 @@ import sysconfig
 import types
 from collections.abc import Iterator, Sequence
 
-__all__ = ["NAMES_TORCH", "NEVER", "Found", "find_hidden", "find_preloads", "folder_of", "imports_of_code"]
-
 # They start threads, open connections or read the worker's rank when imported.
 NEVER = {
     "cupy", "deepspeed", "grpc", "horovod", "jax", "jaxlib", "keras", "lightning", "lightning_fabric",
@@ -37,7 +35,7 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Pass)
 
 
 class Found:
-    """What to import: `(module, names)` in order, as in `import module` or `from module import names`.
+    """Imports to make: `(module, names)` in order, as in `import module` or `from module import names`.
 
     `variables` are set to constants: number of imports before it, name, value, and whether it replaces another value.
     """
@@ -56,7 +54,7 @@ class Found:
 
     @property
     def imports_dynamo(self) -> bool:
-        """Whether it will import torch._dynamo, which may be imported early."""
+        """Return whether it will import torch._dynamo, which may be imported early."""
         return self.uses_optimizer and not self.sets_torch
 
 

@@ -109,7 +109,7 @@ class StandardInput:
 
     @property
     def _is_waited_for(self) -> bool:
-        """Whether a debugger in the process waits for a command."""
+        """Return whether a debugger in the process waits for a command."""
         worker = self._worker
         if worker is None or worker.status is not None or self._write_end is None or self._unread():
             return False

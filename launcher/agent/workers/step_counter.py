@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-__all__ = ["count_optimizer_steps", "step"]
-
 _VARIABLE = "DTRAIN_PROGRESS_FILE"
 _SIZE_BYTES = 64
 _STEPS_OF_DDP, _OPTIMIZER_STEPS, _CALLS, _ENDED_NS = 0, 5, 6, 7

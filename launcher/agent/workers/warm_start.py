@@ -31,8 +31,6 @@ from launcher.frozen import dataclass, field
 from launcher.machine.secret_names import may_be_secret
 from launcher.protocol.commands import Prepare, StartWorker
 
-__all__ = ["PROGRAM", "ForkServer", "Warmth"]
-
 PROGRAM = Path(__file__).with_name("fork_server.py")
 _ANSWER_S = 4.0  # a fork takes milliseconds, and the agent is blocked meanwhile
 _LATE_S = 100.0  # for all late imports
@@ -114,7 +112,7 @@ def _in_memory(order: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class Warmth:
-    """What an agent was started with: name prefix of a process that may stay warm, and surroundings that must match.
+    """Start values of an agent: name prefix of a process that may stay warm, and surroundings that must match.
 
     If the agent was forked from a process kept warm: the path of that one's socket, and the pid and control socket of
     the fork server that it forked for this run.

@@ -1,4 +1,4 @@
-"""One worker process, as its agent sees it: its start, its pipes and files, its progress, its end.
+"""A worker process, as its agent sees it: its start, its pipes and files, its progress, its end.
 
 The agent is single-threaded, so a worker is made by fork and exec: between the two it gets its own session and the
 run tag, is set to die with its agent, and keeps nothing inherited but its three standard streams.
@@ -49,8 +49,6 @@ from launcher.agent.cleanup.run_tag import RunTag
 from launcher.machine import processes
 from launcher.protocol.message import MAX_PAYLOAD_BYTES
 from launcher.protocol.reports import Exited, Failing
-
-__all__ = ["BOOTSTRAP", "DEBUGGER_FILE", "Files", "GenerationPipe", "Worker", "spawn"]
 
 DEBUGGER_FILE = "debugger"
 BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
@@ -159,7 +157,7 @@ class GenerationPipe:
 
     def __init__(self, path: Path) -> None:
         """Raises OSError."""
-        with contextlib.suppress(FileExistsError):  # made when this worker was to be started in another way
+        with contextlib.suppress(FileExistsError):  # made by an earlier try to start this worker
             os.mkfifo(path, 0o600)
         # Open for reading as well: data then stays until the worker opens it, and there is always a reader.
         self._descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -264,7 +262,7 @@ class Worker:
 
     @property
     def has_unfinished_line(self) -> bool:
-        """Whether it has an unfinished line that is no progress bar."""
+        """Return whether it has an unfinished line that is no progress bar."""
         return "prompt" in self._begun.values()
 
     @property
@@ -275,7 +273,7 @@ class Worker:
 
     @property
     def is_known_by_output(self) -> bool:
-        """Whether new lines of output are its signs of life: until ddp counts its steps and reports its phases."""
+        """Return whether new lines of output are signs of life: until ddp counts its steps and reports its phases."""
         return self._said()[0] == 0
 
     @property
@@ -333,7 +331,7 @@ class Worker:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it has failed by itself; its process may still run, held by a thread or exit handlers."""
+        """Return whether it has failed by itself; its process may still run, held by a thread or exit handlers."""
         return not self.provoked and _read_json(self.files.facts) is not None
 
     def look(self, attempt: int, *, grace_s: float) -> Failing | None:

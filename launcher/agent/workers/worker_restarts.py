@@ -14,8 +14,6 @@ from launcher.agent.workers.worker import Worker
 from launcher.machine.processes import Sweep
 from launcher.protocol.commands import RestartWorker
 
-__all__ = ["WorkerRestarts"]
-
 
 class _Place:
     """The place of a dead worker: `sweep` ends its leftovers, next at `due`, and is None once that is done.

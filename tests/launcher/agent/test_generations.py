@@ -139,7 +139,7 @@ def test_the_files_are_the_user_s_alone_and_go_with_the_attempt(agent: AgentProc
 def test_a_pipe_that_nobody_reads_keeps_the_newest_number(tmp_path: Path) -> None:
     pipe = GenerationPipe(tmp_path / "pipe")
     for number in range(1, 20_001):
-        pipe.tell(number)
+        pipe.announce(number)
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     data = b""
     while len(data) % 8 == 0 and not data.endswith(struct.pack("<Q", 20_000)):
