@@ -123,7 +123,7 @@ def test_what_a_login_shell_says_is_kept_as_noise() -> None:
 def test_endless_noise_is_an_error() -> None:
     decoder = Decoder()
     decoder.feed(b"y\n" * (MAX_NOISE_BYTES // 2))
-    with pytest.raises(ProtocolError, match="other text came before"):
+    with pytest.raises(ProtocolError, match="other text precedes"):
         decoder.feed(b"y\n")
 
 
