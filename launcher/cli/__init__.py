@@ -1,1 +1,1 @@
-"""What the user types: options in, one command of `dtrain`, an exit code. Start at main.py."""
+"""The command line: from options to an exit code, one function per command. Start at main.py."""

@@ -1,4 +1,4 @@
-"""Who asks for a run, and what is said to them: in a terminal by `dtrain run`, or from a Python program."""
+"""The caller of a run, and the messages it gets: `dtrain run` in a terminal, or a Python program."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Verbosity:
-    """How much dtrain says of itself, in what form, by what, and where it writes how the run ended."""
+    """Which messages dtrain prints, in which form, with which function, and the file for how the run ended."""
 
     quiet: bool
     verbose: bool
@@ -26,20 +26,20 @@ class Verbosity:
     say: Callable[[str], None]
     error_json: Path | None
 
-    def tell(self, text: str) -> None:
-        """Say what is neither an error nor the report."""
+    def inform(self, text: str) -> None:
+        """Print a message that is neither an error nor the report."""
         if not self.quiet:
             self.say(text)
 
 
 @dataclass(frozen=True)
 class Caller:
-    """Who asks for a run: the `words` that its record keeps, and the descriptors that it writes to.
+    """The caller of a run: the arguments that its record keeps, and the descriptors that it writes to.
 
-    Of a Python program: `function` are the frames with what the workers call, and `take` gets what they say of that.
+    For a Python program, `function` holds the frames with the function that workers call; `take` receives its results.
     """
 
-    words: list[str]
+    argv: list[str]
     out: int = 1
     err: int = 2
     detachment: Detachment | None = None
@@ -52,7 +52,7 @@ class Caller:
 
 
 def error_file(text: str | None) -> Path | None:
-    """Return where --error-json is to be written. Raises UsageError."""
+    """Return the file of --error-json. Raises UsageError."""
     if text is None:
         return None
     path = Path(text).expanduser()
@@ -64,7 +64,7 @@ def error_file(text: str | None) -> Path | None:
 
 
 def write_all(descriptor: int, data: bytes) -> None:
-    """Write the bytes, if anybody reads them."""
+    """Write the bytes; ignore a closed descriptor."""
     with contextlib.suppress(OSError):
         while data:
             data = data[os.write(descriptor, data) :]

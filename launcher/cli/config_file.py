@@ -1,6 +1,6 @@
-"""The config file: `dtrain.toml`, or `[tool.dtrain]` in pyproject.toml, of the current folder.
+"""The config file: `dtrain.toml`, or `[tool.dtrain]` in pyproject.toml, in the current folder.
 
-It has defaults of the command line's options, under the same names: flag > environment (DTRAIN_*) > file.
+It sets defaults of the command line's options, with the same names: flag > environment (DTRAIN_*) > file.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from launcher.frozen import dataclass
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """Its values by option name (with `_`), and where they came from for messages."""
+    """The values by option name (with `_`), and their origin, for messages."""
 
     values: Mapping[str, Any]
     source: str
 
 
 class Group(click.Group):
-    """Commands that take the options of `dtrain run` have their defaults from the config file, and from PET_* variables
-    for dtrain-torchrun. The others do not read it: a mistake there does not keep a user from looking at runs.
+    """Sets defaults of commands with the options of `dtrain run`, from the config file, for dtrain-torchrun also from
+    PET_* variables. The others do not read it: an error in the file does not keep a user from looking at runs.
     """
 
     command_class = Command
-    folder: Path | None = None  # of the config file; None: the current one
+    folder: Path | None = None  # that has the config file; None: the current one
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -54,12 +54,12 @@ class Group(click.Group):
 
 
 def _settings_of(command: click.Command) -> list[Option]:
-    """Return the options of a command that the file may set: those of `dtrain run`, and others of that class."""
+    """Return the options of a command that the file may set: all of class Option."""
     return [param for param in command.params if isinstance(param, Option)]
 
 
 def _defaults(command: click.Command, config_file: ConfigFile, ctx: click.Context) -> dict[str, Any]:
-    """Check the values that one command has options for; a wrong value is an error that names the file."""
+    """Check the values for a command's options; the error for an invalid value names the file."""
     defaults = {}
     for param in _settings_of(command):
         if param.name not in config_file.values:
@@ -88,17 +88,17 @@ def current_folder() -> Path:
     try:
         return Path.cwd()
     except FileNotFoundError as error:
-        raise UsageError("the current folder does not exist any more; change to another one") from error
+        raise UsageError("the current folder no longer exists; change to another one") from error
 
 
 def read_config_file(folder: Path, known: Collection[str]) -> ConfigFile:
     """Read the config file of `folder`; without one, the values are empty.
 
-    Raises UsageError for a file that is no TOML, for an unknown key (naming the nearest right one), and where both
-    files have settings.
+    Raises UsageError for a file that is not TOML, for an unknown key (naming the closest known one), and if both files
+    have settings.
     """
     own, project = folder / "dtrain.toml", folder / "pyproject.toml"
-    tables: dict[str, Any] = {}  # by where they are
+    tables: dict[str, Any] = {}  # by origin
     if own.is_file():
         tables[str(own)] = _load(own)
     if project.is_file():
@@ -122,7 +122,7 @@ def read_config_file(folder: Path, known: Collection[str]) -> ConfigFile:
 
 
 def nearest(name: str, known: Collection[str]) -> str:
-    """Return `; did you mean ...?` for the closest known name, or the list of all."""
+    """Return `; did you mean ...?` with the closest known name, or a list of all."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     if close:
         return f"; did you mean {close[0]!r}?"

@@ -1,6 +1,6 @@
-"""One run that this process controls, from the request to the outcome: opens what its output goes to.
+"""Controls one run in this process, from the request to the outcome, and opens its output.
 
-Called by run.py for the command line, and by functions/launch.py for a function of the user's.
+Called by run.py for the command line, and by functions/launch.py for a function of the user.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from launcher.frozen import replace
 from launcher.runs.housekeeping import Limits
 from launcher.transport.connect import start_agents
 
-_SWITCH_S = 0.0005  # what threads that connect wait for at each of their steps, while this one imports
+_SWITCH_S = 0.0005  # threads that connect wait this long at each step while this one imports
 
 
 def control(request: Request, options: Options, limits: Limits, verbosity: Verbosity, caller: Caller) -> Ended:
-    """Run the job to its end. The caller holds its folder, and calls `run_at_end` when it does so no more.
+    """Run the job to its end. The caller holds its folder, and calls `run_at_end` after releasing it.
 
-    Blocks. The report is shown, but for that of a failure to a program, which raises it.
+    Blocks. Shows the report, except that of a failure in a Python program, which raises it.
     """
     spec, node_role = request.spec, request.node_role
     if caller.is_program or _has_no_input():
@@ -35,10 +35,10 @@ def control(request: Request, options: Options, limits: Limits, verbosity: Verbo
     if node_role is not None:
         os.environ.update(node_role.agent_environment)
     with _early_interrupts("SIGINT" in spec.signals) as early:
-        # At once: an agent's start takes as long as the imports here. But not before it is certain that we are node 0.
+        # Early: starting an agent takes as long as the imports here. But not until we are known to be node 0.
         opened = start_agents(spec) if node_role is None else {}
         switch_s = sys.getswitchinterval()
-        if not caller.is_program:  # which has threads of its own, and perhaps several runs
+        if not caller.is_program:  # a program has its own threads, and perhaps several runs
             sys.setswitchinterval(_SWITCH_S)
 
         from launcher.controller.controller import Controller
@@ -61,7 +61,7 @@ def control(request: Request, options: Options, limits: Limits, verbosity: Verbo
         )
         folder = spec.log_dir / spec.run_id
         if spec.first_attempt == 0 and (moved := set_aside(folder)) is not None:
-            verbosity.tell(f"moved the files of an earlier run {spec.run_id} to {moved}")
+            verbosity.inform(f"moved the files of an earlier run {spec.run_id} to {moved}")
         logs = LogFiles(folder, console.say)
         output = OutputThread(console, logs, output_filter=request.output_filter)
         output.start()
@@ -69,7 +69,7 @@ def control(request: Request, options: Options, limits: Limits, verbosity: Verbo
         session = Session(
             spec,
             output,
-            words=caller.words,
+            argv=caller.argv,
             script=len(options.command),
             as_torchrun=options.as_torchrun,
             is_function=caller.is_program,
@@ -88,7 +88,7 @@ def control(request: Request, options: Options, limits: Limits, verbosity: Verbo
             with contextlib.ExitStack() as stack:
                 stack.callback(recording.close)
                 listener = None
-                if node_role is not None:  # there are commands of this run on other nodes
+                if node_role is not None:  # this run has commands on other nodes
                     from launcher.cli.run_node import listen_for_nodes  # cryptography is slow to import
 
                     listener = stack.enter_context(listen_for_nodes(node_role, spec, output.say))
@@ -127,7 +127,7 @@ def control(request: Request, options: Options, limits: Limits, verbosity: Verbo
 
 
 def _has_no_input() -> bool:
-    """Whether this process's standard input is /dev/null, or was closed, which is the same by now (main.py)."""
+    """Return whether standard input is /dev/null, or was closed, which main.py replaced by it."""
     try:
         return os.fstat(0).st_rdev == os.stat(os.devnull).st_rdev
     except OSError:
@@ -136,7 +136,7 @@ def _has_no_input() -> bool:
 
 @contextmanager
 def _early_interrupts(taken: bool) -> Iterator[list[int]]:
-    """Have Ctrl-C noted in the list that is yielded: its exception in the middle of an import could be lost."""
+    """Record Ctrl-C in the yielded list: an exception in the middle of an import could be lost."""
     early: list[int] = []
     if not taken or threading.current_thread() is not threading.main_thread():
         yield early

@@ -1,8 +1,8 @@
-"""`dtrain env`: what a bug report needs to say of this machine, and nothing that must not be published.
+"""`dtrain env`: facts on this machine for a bug report, without anything that must not be published.
 
-With --torch also what `python -m torch.utils.collect_env` prints, which takes seconds.
-Values of environment variables and settings are shown only where their names are known to be harmless; of the others
-only the names. In all texts the home folder becomes `~`, and user, host and addresses are replaced.
+With --torch also the output of `python -m torch.utils.collect_env`, which takes seconds.
+Values of environment variables and settings are shown only if their names are known to be harmless; otherwise only the
+names. In all text the home folder becomes `~`, and user, host and addresses are replaced.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from launcher.output.text import count, size
 
 FORMAT = 2
 ASK_S = 5.0
-TORCH_S = 120.0  # it imports torch, which takes long from a slow network folder
-PTRACE_BIT = 19  # of a process's capabilities
+TORCH_S = 120.0  # it imports torch, which is slow from a network folder
+PTRACE_BIT = 19  # CAP_SYS_PTRACE
 WITHHELD = "(set)"
 _PACKAGES = ("click", "cryptography", "nvidia-ml-py", "paramiko", "psutil", "pyzmq", "rich", "accelerate",
              "lightning", "transformers", "deepspeed", "tensorflow")  # fmt: skip
@@ -76,7 +76,7 @@ _VALUE = re.compile(r"[A-Za-z0-9_.,:;+=^@*()/ -]{0,120}")
 
 
 def run_env(settings: Mapping[str, Any], *, as_json: bool, with_torch: bool = False) -> int:
-    """Print the report; `settings` are those in force. Blocks for a few programs that are asked for their versions."""
+    """Print the report; `settings` are the effective ones. Blocks while some programs print their versions."""
     found = scrub({**_report(settings), **({"torch": {"collect_env": _collect_env()}} if with_torch else {})})
     sys.stdout.write(json.dumps(found, indent=2) + "\n" if as_json else _as_text(found))
     sys.stdout.flush()
@@ -84,10 +84,10 @@ def run_env(settings: Mapping[str, Any], *, as_json: bool, with_torch: bool = Fa
 
 
 def _collect_env() -> list[str]:
-    """Return the lines of torch's own report, or why there is none."""
+    """Return the lines of torch's report, or the reason why there is none."""
     argv = [sys.executable, "-m", "torch.utils.collect_env"]
     try:
-        return _output(argv, TORCH_S, cwd="/").splitlines()  # the current folder may have another torch
+        return _output(argv, TORCH_S, cwd="/").splitlines()  # the current folder may contain another torch
     except OSError as error:
         return [str(error)]
 
@@ -111,7 +111,7 @@ def _report(settings: Mapping[str, Any]) -> dict[str, Any]:
             and driver.driver + (f" (CUDA {driver.driver_cuda})" if driver.driver_cuda else ""),
             "numpy": packages.numpy,
             **{name: version_of(name) for name in _PACKAGES},
-            **{name: _version(*words) for name, words in _PROGRAMS.items()},
+            **{name: _version(*argv) for name, argv in _PROGRAMS.items()},
             "py-spy": _version(find_py_spy(), "--version"),
         },
         "system": {
@@ -124,7 +124,7 @@ def _report(settings: Mapping[str, Any]) -> dict[str, Any]:
             "ptrace": ptrace(),
         },
         "hardware": {
-            "processors": f"{os.cpu_count()}, {len(processors.cores())} to be used, {processors.cpu_limit()} at a time",
+            "processors": f"{os.cpu_count()}, {len(processors.cores())} usable, {processors.cpu_limit()} at a time",
             "memory": f"{size(total)}, {size(free)} free",
             "GPUs": [_gpu(gpu.name, gpu.memory_bytes, gpu.lost) for gpu in driver.gpus],
             "GPUs for workers": _for_workers(driver),
@@ -139,7 +139,7 @@ def _report(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shown(values: Mapping[str, Any], harmless: re.Pattern[str]) -> dict[str, str]:
-    """Return all names, with the values of those that are harmless, and look it."""
+    """Return all names, with values only if name and value are harmless."""
     return {
         name: str(value)
         if harmless.fullmatch(name) and not may_be_secret(name) and _VALUE.fullmatch(str(value))
@@ -158,7 +158,7 @@ def _as_text(report: Mapping[str, Any]) -> str:
 
 
 def scrub(value: Any) -> Any:
-    """Return the same data without the home folder, the names of user and host, and addresses, wherever they are."""
+    """Replace the home folder, the names of user and host, and addresses anywhere in the data."""
     replaced = _replacements()
 
     def clean(text: str) -> str:
@@ -181,11 +181,11 @@ def _replacements() -> list[tuple[re.Pattern[str], str]]:
     found = [(re.compile(rf"{re.escape(home)}(?=/|\b)"), "~")] if len(home) > 1 else []
     found.append((re.compile(r"/(home|Users)/[^/\s:,;]+"), r"/\1/USER"))
     host = socket.gethostname()
-    for words, new in (({_user(), os.environ.get("LOGNAME", "")}, "USER"), ({host, host.partition(".")[0]}, "HOST")):
-        known = [word for word in words if len(word) > 2 and word not in ("root", "localhost")]  # others are any word
+    for names, new in (({_user(), os.environ.get("LOGNAME", "")}, "USER"), ({host, host.partition(".")[0]}, "HOST")):
+        known = [name for name in names if len(name) > 2 and name not in ("root", "localhost")]  # too common otherwise
         found += [
-            (re.compile(rf"(?<![A-Za-z0-9]){re.escape(word)}(?![A-Za-z0-9])"), new)
-            for word in sorted(known, key=len, reverse=True)
+            (re.compile(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])"), new)
+            for name in sorted(known, key=len, reverse=True)
         ]
     found.append((re.compile(r"(?<![0-9.])[0-9]{1,3}(?:\.[0-9]{1,3}){3}(?![0-9.])"), "ADDRESS"))
     return found
@@ -194,24 +194,24 @@ def _replacements() -> list[tuple[re.Pattern[str], str]]:
 def _user() -> str:
     try:
         return getpass.getuser()
-    except (OSError, KeyError):  # a number without a name
+    except (OSError, KeyError):  # a uid without a name
         return ""
 
 
 def _version(program: str | None, option: str) -> str | None:
-    """Return the line in which a program says its version; None if it is not there, or does not say it."""
+    """Return the line with a program's version; None if the program is missing or prints none."""
     if program is None or shutil.which(program) is None:
         return None
     try:
         lines = _output([program, option], ASK_S).splitlines()
     except OSError as error:
-        return f"does not say: {error.strerror or error}"
+        return f"unknown: {error.strerror or error}"
     return next((line[:120] for line in lines if re.search(r"[0-9]\.[0-9]", line)), None)
 
 
 def _output(argv: Sequence[str], limit_s: float, cwd: str | None = None) -> str:
-    """Return what a program prints on both streams. Raises OSError, which TimeoutError is."""
-    asked = subprocess.Popen(
+    """Return a program's output on both streams. Raises OSError, such as TimeoutError."""
+    program = subprocess.Popen(
         argv,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -220,18 +220,18 @@ def _output(argv: Sequence[str], limit_s: float, cwd: str | None = None) -> str:
         cwd=cwd,
     )
     try:
-        said, _ = asked.communicate(timeout=limit_s)
+        output, _ = program.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
         raise TimeoutError(f"no answer within {limit_s:g} s") from None
     finally:
-        if asked.returncode is None:
-            os.killpg(asked.pid, signal.SIGKILL)  # also what it has started, which would keep the pipe open
-            asked.communicate()
-    return said.decode("utf-8", "replace").strip()
+        if program.returncode is None:
+            os.killpg(program.pid, signal.SIGKILL)  # its children, too, would keep the pipe open
+            program.communicate()
+    return output.decode("utf-8", "replace").strip()
 
 
 def slurm_job(env: Mapping[str, str]) -> dict[str, str]:
-    """Return what SLURM gave to this job; empty outside of one."""
+    """Return SLURM's allocation of this job; empty outside of one."""
     try:
         allocation = find_allocation(env)
     except UsageError as error:
@@ -248,13 +248,13 @@ def slurm_job(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def ptrace(proc: Path = Path("/proc")) -> str:
-    """Say whether py-spy can look into workers, which are not its own children."""
+    """Format whether py-spy may attach to workers, which are not its children."""
     scope = read_text(proc / "sys/kernel/yama/ptrace_scope") or "0"  # a kernel without Yama
     capabilities = re.search(r"^CapEff:\s*(\w+)", read_text(proc / "self/status"), re.MULTILINE)
     capable = capabilities is not None and int(capabilities[1], 16) >> PTRACE_BIT & 1
     if scope == "0" or (scope in ("1", "2") and capable):
         return "permitted"
-    return f"not permitted, so that py-spy cannot look into workers (kernel.yama.ptrace_scope is {scope})"
+    return f"not permitted, so py-spy cannot attach to workers (kernel.yama.ptrace_scope is {scope})"
 
 
 def _container() -> str:
@@ -285,7 +285,7 @@ def _gpu(name: str, memory_bytes: int | None, lost: str) -> str:
 
 
 def _for_workers(driver: Driver) -> str:
-    """Say how many GPUs a run here would hand out, and by which variable; or why it leaves those of `driver` alone."""
+    """Format how many GPUs a run here would assign, and the variable; or why it does not use those of `driver`."""
     try:
         gpus = find_gpus(os.environ)
     except UsageError as error:
@@ -293,8 +293,8 @@ def _for_workers(driver: Driver) -> str:
     if gpus.ids:
         return f"{len(gpus.ids)} ({gpus.variable})"
     vendor = vendor_named(driver.vendor)
-    if driver.gpus and vendor.name != "NVIDIA" and torch_build() != vendor.built:  # NVIDIA's count without torch, too
-        return f"none: {vendor.name}'s need a torch that is built for {vendor.platform}"
+    if driver.gpus and vendor.name != "NVIDIA" and torch_build() != vendor.built:  # NVIDIA's do not need torch
+        return f"none: {vendor.name}'s need a torch built for {vendor.platform}"
     return "none"
 
 

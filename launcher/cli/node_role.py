@@ -1,7 +1,7 @@
-"""Which of several commands of one run this is, where the command is typed on every node, or started there by srun.
+"""The role of this command in a run whose command is typed on every node, or started there by srun.
 
-Node 0 runs the controller, the others join it (run_node.py). Under srun every task is a node of the run, so that
-nothing is started twice, and each keeps the GPUs that SLURM gave it.
+Node 0 runs the controller, the others join it (run_node.py). Under srun every task is a node of the run, so nothing is
+started twice, and each keeps the GPUs that SLURM assigned to it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ _LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class NodeRole:
-    """Which of the run's commands this one is.
+    """The role of this command among those of the run.
 
-    `node_rank` is None where any free slot will do. `lead`: it is node 0, or, with no rank, may turn out to be.
-    `folder` and `name` are of the file by which the nodes find each other, where they share a folder. `address` is
-    empty where that file says it. `agent_environment` tells this node's agent how many workers it takes, as that was
-    said here (see agent/host_facts.py).
+    `node_rank` is None if any free slot will do. `lead`: it is node 0, or may become it if it has no rank. `folder` and
+    `name` locate the file through which the nodes find each other if they share a folder; `address` is empty if that
+    file has it. `agent_environment` gives this node's agent the number of workers given here (see agent/host_facts.py).
     """
 
     node_rank: int | None
@@ -44,19 +43,19 @@ class NodeRole:
     folder: Path | None = None
     name: str = ""
     token_file: Path | None = None
-    by_hand: bool = True  # somebody typed the command; otherwise srun started it everywhere
+    by_hand: bool = True  # a user typed the command; otherwise srun started it on every node
 
 
 def find_node_role(options: Options, *, nproc: int | str | None, has_source: bool) -> NodeRole | None:
-    """Return who we are among several commands of one run; None if this command starts the whole run.
+    """Return our role among several commands of one run; None if this command starts the whole run.
 
-    Raises UsageError where that was not said completely.
+    Raises UsageError if the options for it are incomplete.
     """
     if has_source:
         if options.node_rank is not None and not options.as_torchrun:
-            raise UsageError("--node-rank is for a command that is typed on every node; leave out the hosts, or it")
+            raise UsageError("--node-rank is for a command typed on every node; leave out the hosts or --node-rank")
         return None
-    if options.standalone:  # as under torchrun: a run of this node alone, however many there are
+    if options.standalone:  # as in torchrun: a run on this node only, however many there are
         return None
     step = _step()
     if step is not None:
@@ -65,7 +64,7 @@ def find_node_role(options: Options, *, nproc: int | str | None, has_source: boo
     if options.node_rank is None and not (options.as_torchrun and nodes[1] > 1):
         return None
     if options.nnodes is None:
-        raise UsageError("--node-rank says which node this is; say with --nnodes how many there are")
+        raise UsageError("--node-rank needs the number of nodes; add --nnodes")
     return _role_typed(options, nodes, nproc)
 
 
@@ -117,7 +116,7 @@ def _hosts(names: list[str]) -> tuple[Host, ...]:
 
 
 def _step() -> Step | None:
-    """Return the step of which this process is one of several tasks."""
+    """Return the SLURM step if this process is one of several tasks in it."""
     if "SLURM_STEP_ID" not in os.environ:
         return None
     from launcher.hosts.slurm_allocation import find_step, step_title
@@ -145,7 +144,7 @@ def _role_in_step(step: Step, options: Options, nproc: int | str | None) -> Node
     names = list(step.nodes) if one_a_node else _task_names(step)
     others = [name for name in step.nodes if name != here]
     token_file = _token_file(options)
-    named = options.master_addr  # where they meet; without a token, a file says it
+    named = options.master_addr  # the address of node 0; without a token, it is in a file
     if named is not None and find_token(os.environ, token_file) is None:
         named = None
     address = named or ""
@@ -168,7 +167,7 @@ def _role_in_step(step: Step, options: Options, nproc: int | str | None) -> Node
 
 
 def _task_names(step: Step) -> list[str]:
-    """Name every task, by its node where srun fills one after the other, as it does unless told otherwise."""
+    """Name every task, after its node if srun fills one node after the other, which is its default."""
     if not os.environ.get("SLURM_DISTRIBUTION", "block").startswith("block"):
         return [f"task{k}" for k in range(step.tasks)]
     counts = zip(step.nodes, step.tasks_per_node, strict=True)

@@ -1,8 +1,8 @@
 """The options of `dtrain run`, `plan` and `check`: one dataclass. Its fields are the options.
 
 A field's name is the long flag (`grace_s`: --grace-s), the variable (DTRAIN_GRACE_S) and the key in the config file;
-its annotation is the type. A new option is one field here, and its use. What the job takes over as it is stands in the
-list of request.py, under the same name in JobSpec. Defaults that the job has are JobSpec's.
+its annotation is the type. A new option is one field here, and its use. Options that the job has unchanged are listed
+in request.py, with the same name in JobSpec, which also has their defaults.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from launcher.errors import UsageError
 from launcher.machine.numa import MODES
 from launcher.placement.job_spec import INTERNAL_VARIABLES, START_METHODS, TORCHRUN_START_METHODS, JobSpec, parse_nnodes
 
-_OTHERS = "Options"  # the heading of options without a group
-CONFIG_SOURCE = "launcher.config_source"  # in click's context: which file defaults are from
+_OTHERS = "Options"  # heading of options without a group
+CONFIG_SOURCE = "launcher.config_source"  # in click's context: the file that the defaults are from
 
-# Variables that users set, and that are no option's.
+# Variables for users that belong to no option.
 _NO_OPTION = frozenset(f"DTRAIN_{name}" for name in ("BACKEND", "STRATEGY", "TOKEN", "TORCH_INDEX"))
 
 
@@ -39,7 +39,7 @@ class Option(click.Option):
 
 
 class Command(click.Command):
-    """A command of which the help lists the options by their groups."""
+    """A command whose help lists the options by group."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}
@@ -52,18 +52,18 @@ class Command(click.Command):
 
 
 class Listed(Option):
-    """An option of which the value is a list with commas; in the config file it may be a list."""
+    """An option whose value is a comma-separated list; in the config file it may be a list."""
 
 
 class _Several(Option):
-    """An option that may be given several times; its variable is split as a shell would, so that quotes hold blanks."""
+    """An option that may be repeated; its variable is split as by a shell, so that quoted values may have spaces."""
 
     def value_from_envvar(self, ctx: click.Context) -> Any:
         value = self.resolve_envvar_value(ctx)
         try:
             return None if value is None else shlex.split(value)
         except ValueError as error:
-            raise UsageError(f"{self.envvar} is {value!r}, which cannot be split into words: {error}") from error
+            raise UsageError(f"{self.envvar} is {value!r}, which cannot be split as by a shell: {error}") from error
 
 
 _TYPES: Mapping[str, Mapping[str, Any]] = {
@@ -94,145 +94,147 @@ def _option(
 
 _flag = functools.partial(_option, default=False)
 _several = functools.partial(_option, default=())
-_torchrun_word = functools.partial(_option, env=False, hidden=True)  # torchrun.py says what becomes of it
+_torchrun_option = functools.partial(_option, env=False, hidden=True)  # translated by torchrun.py
 
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked for: flag > environment > config file > default. request.py reads what is a text yet."""
+    """The options of a run: flag > environment > config file > default. request.py parses those that are still text."""
 
     # Hosts
-    nnodes: tuple[int, int] | None = _option("How many hosts.  [default: all that are named, else 1]", "N|MIN:MAX")
+    nnodes: tuple[int, int] | None = _option("Number of hosts.  [default: all named hosts, else 1]", "N|MIN:MAX")
     hosts: str | None = _option(
         "Hosts, reached by SSH: NAME, NAME:SLOTS, USER@NAME, NAME[01-16].", "A[:SLOTS],B,...", cls=Listed
     )
-    hostfile: str | None = _option("Read the hosts from a file of Open MPI, MPICH, PBS or DeepSpeed.", "FILE")
-    include: str | None = _option("Use only these of the hosts, and of their slots (GPUs).", "A[:SLOT,...]@B")
-    exclude: str | None = _option("Use all of them but these.", "A[:SLOT,...]@B")
-    hosts_script: str | None = _option("Run this program again and again to learn which hosts there are.", "CMD")
-    simulate: bool = _flag("Divide this machine's GPUs and cores between --nnodes hosts.")
+    hostfile: str | None = _option("Read the hosts from a host file of Open MPI, MPICH, PBS or DeepSpeed.", "FILE")
+    include: str | None = _option("Use only these hosts, and only these of their slots (GPUs).", "A[:SLOT,...]@B")
+    exclude: str | None = _option("Use all hosts and slots except these.", "A[:SLOT,...]@B")
+    hosts_script: str | None = _option("Run this program repeatedly to discover hosts.", "CMD")
+    simulate: bool = _flag("Divide this machine's GPUs and cores among --nnodes simulated hosts.")
     ssh_config: str | None = _option(
-        "Read this OpenSSH configuration, as ssh -F.  [default: ~/.ssh/config and /etc/ssh/ssh_config]", "FILE"
+        "Read this OpenSSH configuration, like ssh -F.  [default: ~/.ssh/config and /etc/ssh/ssh_config]", "FILE"
     )
-    accept_new_host_keys: bool = _flag("Accept and store keys of hosts that are in no known_hosts file.")
+    accept_new_host_keys: bool = _flag("Accept and store the keys of hosts that are in no known_hosts file.")
     interface: str | None = _option(
-        "Use the first of these network interfaces that is up on a host.", "NAME,...", cls=Listed
+        "On each host, use the first of these network interfaces that is up.", "NAME,...", cls=Listed
     )
 
     # Workers
     nproc_per_node: str | None = _option(
-        "Workers on each host.  [default: the host's slots, else one for each GPU, else 1]", "N|auto|gpu|cpu"
+        "Workers per host.  [default: the host's slots, else one per GPU, else 1]", "N|auto|gpu|cpu"
     )
-    module: bool = _flag("SCRIPT is a module's name, as for python -m.", short="-m", env=False)
+    module: bool = _flag("SCRIPT is the name of a module, as for python -m.", short="-m", env=False)
     no_python: bool = _flag("SCRIPT is any program.", env=False)
     export: tuple[str, ...] = _several(
-        "Set a variable for the workers, or pass on those of this name or glob.", "NAME[=VALUE]", short="-x"
+        "Set an environment variable for the workers, or pass on those that match this name or glob.",
+        "NAME[=VALUE]",
+        short="-x",
     )
-    workdir: str | None = _option("The workers' working directory.  [default: this one]", "DIR")
-    python: str | None = _option("The Python interpreter on the hosts.  [default: this one]", "PATH")
+    workdir: str | None = _option("Working directory of the workers.  [default: the current one]", "DIR")
+    python: str | None = _option("Python interpreter on the hosts.  [default: the current one]", "PATH")
     start_method: str = _option(
-        "Fork workers from a process that has imported their packages, where that is safe, or start each by exec; "
-        "fork: say why where it is not safe.",
+        "Fork workers from a process that has imported their packages, if that is safe, or start each by exec. fork "
+        "also says why if it is not safe.",
         type=click.Choice([*START_METHODS, *TORCHRUN_START_METHODS]),
         default=JobSpec.start_method,
         show_default=True,
     )
     keep_warm: str | None = _option(
-        "After a run on this machine alone, leave the process from which workers are forked for this time without use. "
-        "Later runs find it by themselves; with --keep-warm the time starts again. See dtrain warm.",
+        "After a run on this machine only, keep the process that workers are forked from until it was unused for this "
+        "time. Later runs find it by themselves; with --keep-warm the time restarts. See dtrain warm.",
         "10m|90s|1h",
     )
     stdin: str | None = _option(
-        "The rank that reads the standard input of this command; the others read an empty one. It is read ahead: in a "
-        "loop of the shell that reads its own input, write none.  [default: 0]",
+        "Rank that reads the standard input of this command; the others read an empty one. Input is read ahead: use "
+        "none in a shell loop that reads its own input.  [default: 0]",
         "RANK|none",
     )
 
     # GPUs and processors
-    gpus_per_proc: int | None = _option("Give each worker K GPUs and let it see only these.", "K")
+    gpus_per_proc: int | None = _option("Give each worker K GPUs and make only these visible to it.", "K")
     oversubscribe: bool = _flag("Allow more workers than GPUs.")
     numa_binding: str | None = _option("Bind each worker to processors near its GPU.", type=click.Choice(MODES))
 
     # Failure
     max_restarts: int = _option(
-        "Restart all workers after a failure, or the failed one alone if the others can go on. N times at most.",
+        "After a failure restart all workers, or only the failed one if the others can continue, at most N times.",
         "N",
         default=JobSpec.max_restarts,
         show_default=True,
     )
     grow: bool = _flag(
-        "With --nnodes MIN:MAX: restart with more hosts as soon as another one has joined; resilient workers go on."
+        "With --nnodes MIN:MAX: restart with more hosts as soon as another one joins; resilient workers continue."
     )
     hang: str = _option(
-        "What to do about a rank for which the others wait and that does nothing, for far longer than it ever took in "
-        "this run: nothing, say so, or take it as failed (auto; at once, if it is stopped). A time is auto with that "
-        "as the least; without it, 2m.",
+        "What to do if the others wait for a rank that does nothing, for far longer than ever before in this run: "
+        "nothing, report it, or treat it as failed (auto; immediately if it is stopped). TIME is auto with this "
+        "minimum; without it, 2m.",
         "off|report|auto|TIME",
         default="report",
         show_default=True,
     )
     stall_timeout_s: float | None = _option(
-        "Time without any output or training step after which the run has failed. Until the first step, "
-        "no less than --start-timeout-s after the start of the workers."
+        "Fail the run after this time without any output or training step. Until the first step, not before "
+        "--start-timeout-s after the start of the workers."
     )
     on_nonfinite: str = _option(
-        "What ddp does when an optimizer is about to step with gradients that are infinite or NaN: warn once, or stop "
-        "the run before the weights change.",
+        "What ddp does if an optimizer is about to step with infinite or NaN gradients: warn once, or stop the run "
+        "before the weights change.",
         type=click.Choice(["warn", "stop"]),
         default=JobSpec.on_nonfinite,
         show_default=True,
     )
     heartbeat_timeout_s: float = _option(
-        "Time without a sign of life after which a host is lost. It ends its workers by itself then. A cut of the "
-        "network shorter than 0.85 of it ends nothing, if the connections go on right after that.",
+        "Consider a host lost after this time without a heartbeat; the host then ends its workers by itself. Network "
+        "outages shorter than 85 % of this do no harm if the connections recover.",
         default=JobSpec.heartbeat_timeout_s,
     )
-    start_timeout_s: float = _option("Time until all workers must be running.", default=JobSpec.start_timeout_s)
+    start_timeout_s: float = _option("Time within which all workers must be running.", default=JobSpec.start_timeout_s)
     grace_s: float = _option("Time between SIGTERM and SIGKILL when workers are stopped.", default=JobSpec.grace_s)
-    requeue: bool = _flag("In SLURM: after SIGUSR1, end as soon as a checkpoint is saved, and requeue the job.")
+    requeue: bool = _flag("In SLURM: after SIGUSR1, end once a checkpoint is saved, and requeue the job.")
     chaos: str | None = _option(
-        "Make faults on purpose, and say at the end what each has cost: `kill worker every 30s`, `stop worker every "
-        "5m`, `kill host every 10m` (with --simulate), with commas; `seed 7` to hit the same ones again.",
+        "Inject faults, and report at the end what each cost: `kill worker every 30s`, `stop worker every 5m`, `kill "
+        "host every 10m` (with --simulate), separated by commas; `seed 7` repeats the same faults.",
         "FAULT every TIME,...",
     )
 
     # Output and runs
-    quiet: bool = _flag("Print nothing of dtrain's own but errors and the report of a failure.", short="-q", env=False)
+    quiet: bool = _flag("Print no messages of dtrain except errors and the report of a failure.", short="-q", env=False)
     verbose: bool = _flag(
-        "At the end, also print how many workers ran, for how long, and where the output is.", short="-v", env=False
+        "At the end also print how many workers ran, for how long, and where the output is.", short="-v", env=False
     )
     detach: bool = _flag(
-        "Print the run's id and return once all workers have started; see dtrain ps, logs, attach, stop.", env=False
+        "Print the run's id and return once all workers have started. See dtrain ps, logs, attach, stop.", env=False
     )
-    log_dir: str = _option("Keep the output in this folder.", "DIR", default=str(JobSpec.log_dir))
-    run_id: str | None = _option("The name of this run.  [default: made from the time]", "ID")
+    log_dir: str = _option("Folder for the output.", "DIR", default=str(JobSpec.log_dir))
+    run_id: str | None = _option("Name of this run.  [default: derived from the time]", "ID")
     keep_runs: int | None = _option(
-        "Of the runs in --log-dir, keep so many, this one too; remove ended ones, the oldest first.", "N"
+        "Keep N runs in --log-dir, including this one; remove ended runs, the oldest first.", "N"
     )
     log_max_size: str | None = _option(
-        "Remove ended runs, the oldest first, until all in --log-dir take no more.", "20G|500M"
+        "Remove ended runs, the oldest first, until --log-dir is not larger than this.", "20G|500M"
     )
-    error_json: str | None = _option("Write to this file how the run ended, for programs.", "FILE")
+    error_json: str | None = _option("Write how the run ended to this file, for programs.", "FILE")
     on_end: str | None = _option(
-        "Run this shell command here when the run has ended, however; how it ended is in DTRAIN_RUN, DTRAIN_STATE, "
+        "Run this shell command here after the run, however it ended. The result is in DTRAIN_RUN, DTRAIN_STATE, "
         "DTRAIN_EXIT_CODE, DTRAIN_CAUSE and DTRAIN_FOLDER.",
         "CMD",
     )
-    only_rank: str | None = _option("Show only the output of these ranks; all of it is kept.", "R,R", cls=Listed)
+    only_rank: str | None = _option("Show only the output of these ranks; all output is kept.", "R,R", cls=Listed)
     local_ranks_filter: str | None = _option("Show only the output of these local ranks.", "L,L")
     redirects: str | None = _option(
         "Keep streams off the terminal: 1 stdout, 2 stderr, 3 both; or LOCAL_RANK:N,... such as 0:3,1:1.",
         "STD",
         short="-r",
     )
-    tee: str | None = _option("Show these streams on the terminal all the same.", "STD", short="-t")
+    tee: str | None = _option("Show these streams on the terminal anyway.", "STD", short="-t")
     lines: str | None = _option(
-        "Show equal lines that many ranks write in the same moment once, as [all 8] or [2-7]; or all of them.  "
+        "Show equal lines that many ranks write at the same time once, as [all 8] or [2-7], or show all of them.  "
         "[default: merge on a terminal, else all]",
         type=click.Choice(["merge", "all"]),
     )
     log_format: str = _option(
-        "What is shown: text, or one JSON object a line.",
+        "Show text, or one JSON object per line.",
         type=click.Choice(["text", "json"]),
         default="text",
         show_default=True,
@@ -241,53 +243,53 @@ class Options:
     # Roles, and other frameworks
     ps: int = _option("Start N parameter servers, of ddp.strategy; with --chief, of TensorFlow.", "N", default=0)
     role: tuple[str, ...] = _several(
-        "Start COUNT processes of this role beside the workers, over all hosts; or name the workers.",
+        "Start COUNT processes of this role in addition to the workers, on all hosts together; or name the workers.",
         "NAME[:COUNT[:COMMAND]]",
     )
     ends_with: str | None = _option(
-        "End the run when these roles have ended; stop the others.  [default: all]", "ROLE,...", cls=Listed
+        "End the run once these roles have ended, and stop the others.  [default: all]", "ROLE,...", cls=Listed
     )
-    evaluator: bool = _flag("Start one evaluator of TensorFlow.")
+    evaluator: bool = _flag("Start a TensorFlow evaluator.")
     chief: bool = _flag("Make the first worker TensorFlow's chief.")
     env_for: str | None = _option(
-        "Also set the variables of these launchers for the workers.", "tf,mpi,deepspeed,horovod", cls=Listed
+        "Also set the environment variables of these launchers for the workers.", "tf,mpi,deepspeed,horovod", cls=Listed
     )
 
     # Nodes started by hand
-    node_rank: int | None = _option("Take part as node K; type the command on every node.", "K")
-    master_addr: str | None = _option("Address at which the other hosts reach the first.  [default: found]", "ADDR")
+    node_rank: int | None = _option("Join as node K; type the command on every node.", "K")
+    master_addr: str | None = _option("Address at which the other hosts reach the first.  [default: detected]", "ADDR")
     master_port: int | None = _option("Port of the rendezvous store.  [default: 29500, or a free one]", "PORT")
     token_file: str | None = _option(
-        "Read the secret shared by nodes started by hand; DTRAIN_TOKEN can hold it instead.", "FILE"
+        "Read the secret shared by nodes started by hand from this file; DTRAIN_TOKEN can hold it instead.", "FILE"
     )
-    print_commands: bool = _flag("Print what to type on each node, and start nothing.", env=False)
+    print_commands: bool = _flag("Print the command to type on each node; start nothing.", env=False)
 
     # torchrun's
-    virtual_local_rank: bool = _flag("Let each worker see its own GPU only, and LOCAL_RANK 0.")
+    virtual_local_rank: bool = _flag("Make only its own GPU visible to each worker, and set LOCAL_RANK to 0.")
     pass_local_rank: bool = _flag("Pass --local-rank=N to the script, as torch.distributed.launch did.")
-    rdzv_backend: str | None = _torchrun_word()
-    rdzv_endpoint: str | None = _torchrun_word()
-    rdzv_id: str | None = _torchrun_word()
-    rdzv_conf: str | None = _torchrun_word()
-    standalone: bool = _torchrun_word(default=False)
-    run_path: bool = _torchrun_word(default=False)
-    shutdown_timeout: float | None = _torchrun_word()
-    signals_to_handle: str | None = _torchrun_word()
-    monitor_interval: str | None = _torchrun_word(no_meaning="the end of a worker is noticed at once")
-    event_log_handler: str | None = _torchrun_word(no_meaning="see --error-json for how a run ended")
-    logs_specs: str | None = _torchrun_word(no_meaning="all output is kept in --log-dir")
-    local_addr: str | None = _torchrun_word(
+    rdzv_backend: str | None = _torchrun_option()
+    rdzv_endpoint: str | None = _torchrun_option()
+    rdzv_id: str | None = _torchrun_option()
+    rdzv_conf: str | None = _torchrun_option()
+    standalone: bool = _torchrun_option(default=False)
+    run_path: bool = _torchrun_option(default=False)
+    shutdown_timeout: float | None = _torchrun_option()
+    signals_to_handle: str | None = _torchrun_option()
+    monitor_interval: str | None = _torchrun_option(no_meaning="the end of a worker is noticed immediately")
+    event_log_handler: str | None = _torchrun_option(no_meaning="see --error-json for how a run ended")
+    logs_specs: str | None = _torchrun_option(no_meaning="all output is kept in --log-dir")
+    local_addr: str | None = _torchrun_option(
         no_meaning="addresses come from the routes between the hosts; see --interface"
     )
-    duplicate_stdout_filters: str | None = _torchrun_word(no_meaning="all output is kept in --log-dir, for grep")
-    duplicate_stderr_filters: str | None = _torchrun_word(no_meaning="all output is kept in --log-dir, for grep")
+    duplicate_stdout_filters: str | None = _torchrun_option(no_meaning="all output is kept in --log-dir, for grep")
+    duplicate_stderr_filters: str | None = _torchrun_option(no_meaning="all output is kept in --log-dir, for grep")
 
-    # No options
+    # Not options
     command: tuple[str, ...] = ()  # SCRIPT [ARGS]
-    typed: frozenset[str] = frozenset()  # the names of the options that are on the command line
-    origins: tuple[tuple[str, str], ...] = ()  # where each option is from that is not at its default
+    typed: frozenset[str] = frozenset()  # names of the options on the command line
+    origins: tuple[tuple[str, str], ...] = ()  # origin of each option that is not at its default
     as_torchrun: bool = False  # the command is dtrain-torchrun
-    # What torchrun's words may also say.
+    # Set by torchrun's options.
     any_port: bool = False
     rdzv_is_host: bool | None = None
     last_call_s: float | None = JobSpec.last_call_s
@@ -295,7 +297,7 @@ class Options:
 
 
 _DECLARED = tuple(found for found in fields(Options) if found.metadata)
-_GROUPS = {  # in help; by the first option of each
+_GROUPS = {  # headings in help, by the first option of each group
     "nnodes": "Hosts",
     "nproc_per_node": "Workers",
     "gpus_per_proc": "GPUs and processors",
@@ -309,7 +311,7 @@ _LAUNCH_GROUPS = ("Hosts", "Workers", "Failure", "Nodes started by hand")
 
 
 def takes_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Give a command all options and SCRIPT [ARGS]; it is called with them as Options, and with what else it takes."""
+    """Add all options and SCRIPT [ARGS] to a command; call it with them as Options, and with its other parameters."""
 
     @functools.wraps(function)
     def command(**values: Any) -> None:
@@ -329,14 +331,14 @@ def takes_options(function: Callable[..., None]) -> Callable[..., None]:
         "command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...", shell_complete=_complete_file
     )(command)
     for option in reversed(_shared_options()):
-        # click asks a class for the option; this one is made already.
+        # click expects a class; the option exists already.
         click.option(cls=lambda *_, option=option: option)(command)  # type: ignore[arg-type]
     return command
 
 
 @functools.cache
 def _shared_options() -> list[Option]:
-    """Make the options once for all commands: to make them for each takes some 12 ms of every start."""
+    """Make the options once for all commands: making them for each costs about 12 ms of every start."""
     made = []
     group = ""
     for declared in _DECLARED:
@@ -346,17 +348,17 @@ def _shared_options() -> list[Option]:
 
 
 def launch_options() -> set[str]:
-    """Return the long options that say where workers run, how many, and what a failure costs."""
+    """Return the long options on where workers run, how many, and failures."""
     return {option.opts[-1] for option in _shared_options() if option.group in _LAUNCH_GROUPS}
 
 
 def _complete_file(_: click.Context, __: click.Parameter, begun: str) -> list[CompletionItem]:
-    """Let the shell complete the names of files."""
+    """Make the shell complete file names."""
     return [CompletionItem(begun, type="file")]
 
 
 def _origin(context: click.Context, name: str) -> str:
-    """Say where an option's value is from; empty for the default."""
+    """Return the origin of an option's value; empty for the default."""
     match context.get_parameter_source(name):
         case ParameterSource.COMMANDLINE:
             return "command line"
@@ -382,7 +384,7 @@ def _variable(declared: Field[Any]) -> str:
 
 
 def unknown_variables() -> list[str]:
-    """Name DTRAIN_* variables of this process that are no option's but look as if they were meant to be."""
+    """List the DTRAIN_* variables of this process that look like misspelled options."""
     known = [_variable(declared) for declared in _DECLARED if declared.metadata["env"]]
     unknown = [name for name in os.environ if name.startswith("DTRAIN_") and name not in known]
     return [

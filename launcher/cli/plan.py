@@ -16,21 +16,21 @@ from launcher.protocol.reports import Facts
 
 
 def show_plan(spec: JobSpec, *, as_json: bool) -> str:
-    """Return the workers of a run by what is known here. Raises UsageError, PlacementError."""
+    """Return the workers of a run as far as known on this machine. Raises UsageError, PlacementError."""
     workers = _plan_workers(spec)
     return json.dumps([asdict(worker) for worker in workers], indent=2) if as_json else _as_table(workers)
 
 
 @dataclass(frozen=True)
 class _PlannedWorker:
-    """`assumed` says that the host was not asked: its GPUs are a guess and its cores not known."""
+    """A worker of the plan. `assumed`: the host was not asked, so its GPUs are a guess and its cores unknown."""
 
     rank: int
     role: str
     host: str
     local_rank: int
     gpus: tuple[str, ...]
-    visible: str | None  # the value of `gpu_variable`, empty for none; None: left as it is on the host
+    visible: str | None  # value of `gpu_variable`, empty for none; None: unchanged on the host
     gpu_variable: str
     cores: tuple[int, ...]
     threads: int | None  # OMP_NUM_THREADS, if it is not inherited
@@ -46,7 +46,7 @@ def _plan_workers(spec: JobSpec) -> list[_PlannedWorker]:
             "" if any(host.kind in (HostKind.JOINED, HostKind.SRUN) for host in hosts) else f"{unknown[0]}:SLOTS or "
         )
         raise UsageError(
-            f"how many workers run on {', '.join(unknown)} is not known before a run asks there; "
+            f"the number of workers on {', '.join(unknown)} is unknown until a run asks these hosts; "
             f"write {by_slots}--nproc-per-node N"
         )
     offers = [_assume(host, spec) if host.remote else _look(host) for host in hosts]
@@ -76,7 +76,7 @@ def _look(host: Host) -> HostOffer:
 
 
 def _asked_for(host: Host, spec: JobSpec) -> int | None:
-    """Return how many workers run on a host as far as that was said; None for `gpu`, `cpu` and `auto`."""
+    """Return the number of workers on a host if the options give it; None for `gpu`, `cpu` and `auto`."""
     if spec.nproc is None:
         return host.slots
     return spec.nproc if isinstance(spec.nproc, int) else None
@@ -94,9 +94,9 @@ def _as_table(workers: list[_PlannedWorker]) -> str:
     lines = table([_cells(worker, with_roles=with_roles) for worker in workers])
     others = {worker.gpu_variable for worker in workers if worker.visible is not None} - {"CUDA_VISIBLE_DEVICES"}
     if others:
-        lines.append(f"workers are told their GPUs by {', '.join(sorted(others))}")
+        lines.append(f"workers get their GPUs by {', '.join(sorted(others))}")
     if any(worker.assumed for worker in workers):
-        lines.append("? the host was not asked: its GPUs are assumed to be numbered from 0, its cores are not known")
+        lines.append("? the host was not asked: its GPUs are assumed to be numbered from 0, its cores are unknown")
     return "\n".join(lines)
 
 

@@ -1,6 +1,6 @@
-"""From the options of the command line to what is asked for: the JobSpec, who we are in it, what is shown.
+"""Converts the command line's options to a request: the JobSpec, our role in it, the output filter.
 
-Reads files that options name, and looks around on this machine; starts nothing.
+Reads files named by options, and looks at this machine; starts nothing.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from launcher.placement.job_spec import (
 from launcher.placement.roles import Roles, roles_of
 
 _SOURCES = ("hosts", "hostfile", "hosts_script", "simulate")
-# Options that the job takes over as they are, under the same name; _spec makes the other fields of the job.
-_TAKEN_OVER = (
+# Options that JobSpec has unchanged, with the same name; _spec makes its other fields.
+_UNCHANGED = (
     "nnodes", "gpus_per_proc", "oversubscribe", "start_timeout_s", "grace_s", "max_restarts", "grow",
     "heartbeat_timeout_s", "stall_timeout_s", "on_nonfinite", "master_addr", "master_port", "pass_local_rank",
     "virtual_local_rank", "last_call_s", "signals", "start_method", "hosts_script", "requeue",
@@ -53,11 +53,11 @@ _MADE = (
 
 
 def _check_fields() -> None:
-    """Raise TypeError if a field of the job is in neither list above, or is declared otherwise than its option."""
+    """Raise TypeError if a field of JobSpec is in neither list above, or has another type than its option."""
     job, options = ({found.name: found.type for found in fields(declared)} for declared in (JobSpec, Options))
-    wrong = {*_TAKEN_OVER, *_MADE} ^ job.keys() | {name for name in _TAKEN_OVER if options.get(name) != job.get(name)}
+    wrong = {*_UNCHANGED, *_MADE} ^ job.keys() | {name for name in _UNCHANGED if options.get(name) != job.get(name)}
     if wrong:
-        raise TypeError(f"request.py fills these fields of JobSpec in no way, or with another type: {sorted(wrong)}")
+        raise TypeError(f"request.py does not set these fields of JobSpec, or has another type: {sorted(wrong)}")
 
 
 _check_fields()
@@ -65,9 +65,9 @@ _check_fields()
 
 @dataclass(frozen=True)
 class Request:
-    """`node_role`: which of several commands of one run this is, None if the run needs only this one.
+    """The checked request. `node_role`: our role among several commands of one run, None if there is only this one.
 
-    `notices` are to be said once.
+    Each of the `notices` should be printed once.
     """
 
     spec: JobSpec
@@ -77,14 +77,14 @@ class Request:
 
 
 def read_request(options: Options, *, wait: bool = False) -> Request:
-    """Check everything that can be checked here.
+    """Check the options and make the request from them.
 
     Raises UsageError. With `wait`, blocks until a discovery script names enough hosts, at most --start-timeout-s.
     """
     changed, notices = torchrun.translate(options)
     options = replace(options, **changed)
     if options.typed.intersection(_SOURCES) and "node_rank" not in options.typed:
-        options = replace(options, node_rank=None)  # from the environment or a file: a flag is stronger
+        options = replace(options, node_rank=None)  # from the environment or a file: a flag takes precedence
     sources = _sources(options)
     roles = roles_of(
         options.role, chief=options.chief, ps=options.ps, evaluator=options.evaluator, ends_with=options.ends_with
@@ -99,31 +99,31 @@ def read_request(options: Options, *, wait: bool = False) -> Request:
         hosts = _hosts(sources, options, spares=options.max_restarts > 0 or elastic, wait=wait)
         spec = _spec(options, hosts, nproc, roles, travels=any(host.remote for host in hosts))
     elif sources.include or sources.exclude:
-        raise UsageError("--include and --exclude are for lists of hosts; here every node is its own, see --nnodes")
+        raise UsageError("--include and --exclude are for lists of hosts; nodes started by hand have none (--nnodes)")
     else:
-        # Each node says for itself how many workers it takes, and has its user's variables.
+        # Each node has its own number of workers, and its user's variables.
         spec = replace(_spec(options, node_role.hosts, nproc, roles), nproc=None, master_port=None, master_addr=None)
     notices += _misplaced(spec.command, spec.workdir)
     return Request(spec, node_role, _output_filter(options), tuple(notices))
 
 
 def _misplaced(command: WorkerCommand, workdir: Path) -> list[str]:
-    """Name options of dtrain behind the script which, as far as its folder's files tell, are none of the script's."""
+    """Warn of dtrain's options after the script if no file in its folder mentions them."""
     ours = launch_options()
-    words = itertools.takewhile(lambda word: word != "--", command.args)
-    typed = [word for word in words if word.partition("=")[0].replace("_", "-") in ours]
+    args = itertools.takewhile(lambda arg: arg != "--", command.args)
+    typed = [arg for arg in args if arg.partition("=")[0].replace("_", "-") in ours]
     if not typed or command.kind is not CommandKind.SCRIPT:
         return []
     script = workdir / command.target
     try:
         texts = [file.read_text(encoding="utf-8", errors="replace") for file in {script, *script.parent.glob("*.py")}]
-    except OSError:  # it is not here, or cannot be read: nothing is known of its options
+    except OSError:  # the script is missing or unreadable here: its options are unknown
         return []
-    names = dict.fromkeys(word.partition("=")[0] for word in typed)
+    names = dict.fromkeys(arg.partition("=")[0] for arg in typed)
     unknown = [name for name in names if not _occurs(name, texts)]
     return [
-        f"{name} stands behind {command.target}, so it is given to that, which does not mention it; if it is dtrain's: "
-        f"dtrain run {name} ... {command.target}"
+        f"{name} comes after {command.target}, so it is passed to the script, which does not mention it; if it is for "
+        f"dtrain: dtrain run {name} ... {command.target}"
         for name in unknown
     ]
 
@@ -145,7 +145,7 @@ def _output_filter(options: Options) -> OutputFilter:
 
 
 def check_here(spec: JobSpec) -> None:
-    """Find a missing script before anything is started, where one of the hosts is this machine."""
+    """Raise UsageError for a missing script before anything is started, if one of the hosts is this machine."""
     if spec.command.is_standard_input and spec.stdin_rank != 0:
         raise UsageError(
             f"the script is {spec.command.target}, but rank 0 does not read the standard input of this command; "
@@ -155,7 +155,7 @@ def check_here(spec: JobSpec) -> None:
 
 
 def check_script(command: WorkerCommand, workdir: Path, *, is_seen: bool) -> None:
-    """Find a script that is none, and if the hosts' files are seen here (`is_seen`) also one that is missing."""
+    """Raise UsageError if the script is an interpreter, or missing although the hosts' files are here (`is_seen`)."""
     if command.kind is not CommandKind.SCRIPT:
         return
     if _is_interpreter(command.target, workdir):
@@ -169,16 +169,16 @@ def check_script(command: WorkerCommand, workdir: Path, *, is_seen: bool) -> Non
         raise UsageError(f"the script {script} does not exist{_hint_at_missing(command.target, workdir)}")
     if (shell := _shell_of(script)) is not None:
         raise UsageError(
-            f"{script} is no Python script, but one of {shell}: dtrain run --no-python {shell} {command.target}"
+            f"{script} is not a Python script but one for {shell}: dtrain run --no-python {shell} {command.target}"
         )
 
 
 def _hint_at_missing(target: str, workdir: Path) -> str:
-    """Return what may be meant by a script that is not there."""
+    """Suggest what the user may have meant by a script that does not exist."""
     folder, name = os.path.split(target)
     try:
         files = [file for file in os.listdir(workdir / folder) if (workdir / folder / file).is_file()]
-    except OSError:  # the folder is not there either
+    except OSError:  # the folder does not exist either
         files = []
     if close := difflib.get_close_matches(name, files, n=1, cutoff=0.7):
         return f"; did you mean {os.path.join(folder, close[0])}?"
@@ -186,15 +186,15 @@ def _hint_at_missing(target: str, workdir: Path) -> str:
 
 
 def _shell_of(script: Path) -> str | None:
-    """Return the interpreter in a script's first line, if it is not Python, and Python cannot read the script."""
+    """Return the interpreter in a script's first line, if it is not Python, and Python cannot parse the script."""
     try:
-        data = script.read_bytes() if script.is_file() else b""  # not a pipe, which can be read once
+        data = script.read_bytes() if script.is_file() else b""  # a pipe can be read only once
     except OSError:
         return None
     first = re.match(rb"#![ \t]*(\S+)(?:[ \t]+(\S+))?", data)
     if first is None or b"python" in first[0]:
         return None
-    import ast  # of few scripts is this worth the time
+    import ast  # needed for few scripts, and slow
 
     try:
         ast.parse(data)
@@ -204,7 +204,7 @@ def _shell_of(script: Path) -> str | None:
 
 
 def check_values(options: Options) -> None:
-    """Check the options whose values are read without a look at the hosts or this machine. Raises UsageError."""
+    """Check the options whose values do not depend on the hosts or this machine. Raises UsageError."""
     roles = roles_of(
         options.role, chief=options.chief, ps=options.ps, evaluator=options.evaluator, ends_with=options.ends_with
     )
@@ -215,13 +215,13 @@ def check_values(options: Options) -> None:
         parse_chaos(options.chaos)
     _output_filter(options)
     about_hosts = ("nnodes", "grow")
-    values = {name: getattr(options, name) for name in _TAKEN_OVER if name not in about_hosts}
+    values = {name: getattr(options, name) for name in _UNCHANGED if name not in about_hosts}
     values["run_id"] = options.run_id or new_run_id()
     JobSpec(parse_command(options), (Host("any", HostKind.SRUN),), **values)
 
 
 def _is_interpreter(target: str, workdir: Path) -> bool:
-    """Whether a Python stands in the place of the script: by its name in PATH, or by its path."""
+    """Return whether the script is a Python interpreter: by its name in PATH, or by its path."""
     path = workdir / target
     if not re.fullmatch(r"python(3(\.\d+)?)?", path.name):
         return False
@@ -230,13 +230,13 @@ def _is_interpreter(target: str, workdir: Path) -> bool:
 
 def _sources(options: Options) -> Sources:
     given: dict[str, Any] = {name: found for name in _SOURCES if (found := getattr(options, name)) not in (None, False)}
-    if chosen := [name for name in given if name in options.typed]:  # a flag beats the environment and a file
+    if chosen := [name for name in given if name in options.typed]:  # a flag takes precedence
         given = {name: given[name] for name in chosen}
     elif "node_rank" in options.typed or (options.as_torchrun and "nnodes" in options.typed):
         given = {}
     if options.standalone and given:
         raise UsageError(
-            f"--standalone is a run on this machine alone; leave it out, or --{min(given).replace('_', '-')}"
+            f"--standalone is a run on this machine only; leave out either it or --{min(given).replace('_', '-')}"
         )
     hostfile = given.get("hostfile")
     return Sources(
@@ -258,14 +258,14 @@ def listed_hosts(options: Options) -> tuple[Host, ...]:
     """Return the hosts of --hosts or --hostfile; empty without them. Raises UsageError."""
     sources = _sources(replace(options, as_torchrun=True))
     if sources.simulate or sources.script is not None:
-        raise UsageError("--print-commands is for nodes that are started by hand; leave --simulate, --hosts-script out")
+        raise UsageError("--print-commands is for nodes started by hand; leave out --simulate, --hosts-script")
     return choose_hosts(sources, nnodes=None, spares=True) if _has_source(sources) else ()
 
 
 def _hosts(sources: Sources, options: Options, *, spares: bool, wait: bool) -> tuple[Host, ...]:
     if sources.script is not None:
         if options.nnodes is None:
-            raise UsageError("--hosts-script needs to know how many hosts the run may have: --nnodes MIN:MAX")
+            raise UsageError("--hosts-script needs the number of hosts that the run may have: --nnodes MIN:MAX")
         if wait:
             wait_for_discovery(sources.script, options.nnodes[0], options.start_timeout_s)
     return choose_hosts(sources, nnodes=options.nnodes, spares=spares)
@@ -274,7 +274,7 @@ def _hosts(sources: Sources, options: Options, *, spares: bool, wait: bool) -> t
 def _spec(
     options: Options, hosts: tuple[Host, ...], nproc: int | str | None, roles: Roles, *, travels: bool = False
 ) -> JobSpec:
-    """Make the job; `travels`: variables of known libraries are sent to the hosts."""
+    """Make the JobSpec; `travels`: variables of known libraries are sent to the hosts."""
     spec = JobSpec(
         command=parse_command(options),
         hosts=hosts,
@@ -296,7 +296,7 @@ def _spec(
             config=Path(options.ssh_config).expanduser() if options.ssh_config else None,
             accept_new=options.accept_new_host_keys,
         ),
-        **{name: getattr(options, name) for name in _TAKEN_OVER},
+        **{name: getattr(options, name) for name in _UNCHANGED},
     )
     return _in_slurm(spec, named=bool(options.run_id))
 
@@ -312,7 +312,7 @@ def _stdin(options: Options, hosts: tuple[Host, ...]) -> int | None:
     elif any(host.kind in (HostKind.JOINED, HostKind.SRUN) for host in hosts) or in_slurm(os.environ):
         has_none = "a run of SLURM, or of nodes started by hand,"
     if has_none and "stdin" in options.typed and text != "none":
-        raise UsageError(f"--stdin {text}: {has_none} has no standard input to pass on; leave it out")
+        raise UsageError(f"--stdin {text}: {has_none} has no standard input to pass on; leave out --stdin")
     return None if has_none or text == "none" else int(text or 0)
 
 
@@ -321,16 +321,16 @@ def _nproc(text: str | None, roles: Roles) -> int | str | None:
         others = ", ".join(f"{role.count} of role {role.name}" for role in roles.others)
         raise UsageError(
             f"servers without workers: --nproc-per-node is {text}, beside {others}; "
-            "write how many workers each host is to have, 1 or more"
+            "write the number of workers on each host, 1 or more"
         )
     return parse_nproc(text)
 
 
 def _in_slurm(spec: JobSpec, *, named: bool) -> JobSpec:
-    """Take over what a SLURM job knows of its earlier starts; `named`: the user gave the run its id."""
+    """Apply what SLURM knows about earlier starts of the job; `named`: the user chose the run's id."""
     if not in_slurm(os.environ):
         if spec.requeue:
-            raise UsageError("--requeue is for jobs of SLURM, and this is none: SLURM_JOB_ID is not set")
+            raise UsageError("--requeue is for SLURM jobs, and this is not one: SLURM_JOB_ID is not set")
         return spec
     from launcher.hosts.slurm_allocation import restart_count, slurm_run_id
 
@@ -338,25 +338,25 @@ def _in_slurm(spec: JobSpec, *, named: bool) -> JobSpec:
     if not named and not spec.requeue:  # a job may have several runs
         name = f"{name}-{spec.run_id}"
     starts = restart_count(os.environ)
-    # Attempts of earlier lives, each of which may have had several, are counted on.
+    # Numbering continues after the attempts of earlier starts, which may have had several each.
     first = max([starts, *(number + 1 for number in attempts_in(spec.log_dir / name))]) if starts else 0
     return replace(spec, run_id=name, first_attempt=first)
 
 
 def parse_command(options: Options) -> WorkerCommand:
-    """Return what is to be run. Raises UsageError."""
-    words = options.command
-    if not words:
+    """Return the command that the workers run. Raises UsageError."""
+    argv = options.command
+    if not argv:
         raise UsageError("nothing to run: name a script, as in `dtrain run train.py`; see dtrain run --help")
     if options.module and options.no_python:
         raise UsageError("--module and --no-python exclude each other")
     program = options.no_python and not options.run_path
     kind = CommandKind.MODULE if options.module else CommandKind.PROGRAM if program else CommandKind.SCRIPT
-    return WorkerCommand(kind, words[0], words[1:])
+    return WorkerCommand(kind, argv[0], argv[1:])
 
 
 def workdir_of(named: str | None) -> Path:
-    """Return the working directory by the name under which the user knows it: other hosts may have no such links."""
+    """Return the working directory by the name that the user sees: other hosts may not have the same links."""
     if named is not None:
         return Path(named).expanduser().absolute()
     shell = os.environ.get("PWD", "")

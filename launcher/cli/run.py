@@ -1,4 +1,4 @@
-"""`dtrain run`, from the options to the exit code: the controller's (control.py), or that of a node that joins one.
+"""`dtrain run`, from the options to the exit code: of the controller (control.py), or of a node that joins a run.
 
 Called by main.py.
 """
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 
 def run_job(options: Options, say: Callable[[str], None]) -> int:
-    """Run what is asked for to its end, with --detach to its start, and return the exit code.
+    """Run the job to its end, with --detach to its start, and return the exit code.
 
-    Blocks; from the main thread only.
+    Blocks; call from the main thread only.
     """
     if options.log_format == "json":
         from launcher.output.json_lines import message
@@ -62,24 +62,24 @@ def _run(options: Options, say: Callable[[str], None], detachment: Detachment | 
         request = read_request(options, wait=True)
         check_here(request.spec)
         if detachment is not None and request.node_role is not None:
-            raise UsageError("--detach is for runs that dtrain starts on all nodes; those started by hand stay here")
-    except DtrainError as error:  # the file is for runs that end before they began, too
+            raise UsageError("--detach is for runs that dtrain starts on all nodes, not for nodes started by hand")
+    except DtrainError as error:  # also for runs that end before they start
         if verbosity.error_json is not None:
             from launcher.output.error_json import write_usage_error_json
 
-            with contextlib.suppress(OSError):  # the error itself is what is to be seen
+            with contextlib.suppress(OSError):  # the original error is more important
                 write_usage_error_json(verbosity.error_json, error)
         raise
     if detachment is not None and not verbosity.quiet:
         from launcher.runs.detach import ends_with_login
 
         if ends_with_login():
-            say("logind ends this run with your login (KillUserProcesses). To keep it: loginctl enable-linger,")
-            say("once, then start it by: systemd-run --user --scope dtrain run --detach ...")
+            say("logind ends this run when you log out (KillUserProcesses). To keep it, type once: loginctl")
+            say("enable-linger; then start runs with: systemd-run --user --scope dtrain run --detach ...")
     for notice in [*unknown_variables(), *request.notices]:
-        verbosity.tell(notice)
+        verbosity.inform(notice)
     spec, node_role, taken = request.spec, request.node_role, ""
-    if in_slurm(os.environ):  # which may send them while we start
+    if in_slurm(os.environ):  # SLURM may send them while we start
         for signum in (signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(signum, lambda *_: None)
     if node_role is None or node_role.lead:
@@ -91,10 +91,10 @@ def _run(options: Options, say: Callable[[str], None], detachment: Detachment | 
     from launcher.cli.run_node import join_run
     from launcher.transport.tcp.dial import JoinError
 
-    # Under srun all tasks share one terminal, where node 0 says everything.
-    tell = say if node_role.by_hand and not verbosity.quiet else lambda _: None
+    # Under srun all tasks share one terminal, where only node 0 prints messages.
+    notify = say if node_role.by_hand and not verbosity.quiet else lambda _: None
     try:
-        return join_run(node_role, spec, tell)
+        return join_run(node_role, spec, notify)
     except JoinError as error:
         raise JoinError(f"{error}{taken}") from error
 
@@ -110,7 +110,7 @@ def _control(
         except UsageError as error:
             if request.node_role is not None and request.node_role.node_rank is None:
                 raise NodeZeroTakenError(str(error)) from error
-            if not spec.first_attempt:  # SLURM starts a job again when its last start has ended, whoever holds a lock
+            if not spec.first_attempt:  # SLURM restarts a job only after its end, even if a lock is held
                 raise
         ended = control(request, options, limits, verbosity, caller)
     run_at_end(ended, options, verbosity, caller)

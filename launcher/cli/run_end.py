@@ -1,6 +1,6 @@
-"""What follows a run that has ended: its report, the job's place in SLURM's queue, the command of --on-end.
+"""The end of a run: its report, requeueing the job in SLURM, the command of --on-end.
 
-Called by control.py, and by those who call that.
+Called by control.py and its callers.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from launcher.timeline.goodput import Parts
     from launcher.timeline.stragglers import Straggler
 
-TOLD_S = 0.1  # a start that takes so much longer is worth a line
-GOODPUT_FROM_S = 60.0  # of a shorter run, most of the time is the start, whatever it does
+NOTABLE_S = 0.1  # a start that takes this much longer is worth a message
+GOODPUT_FROM_S = 60.0  # the time of a shorter run is mostly its start
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run ended. `caught`: signals to this process that ended it, and would have ended this process.
+    """How a run ended. `caught`: signals to this process that ended the run, and would have ended this process.
 
-    `state` is that of its record, `folder` None where its files could not be written.
+    `state` is the one in its record; `folder` is None if its files could not be written.
     """
 
     outcome: Outcome
@@ -41,7 +41,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Ending:
-    """What is known of a run at its end, and whom it is said to."""
+    """Everything known at the end of a run, and the caller to report it to."""
 
     request: Request
     verbosity: Verbosity
@@ -53,15 +53,15 @@ class Ending:
     stragglers: Sequence[Straggler]
 
     def report(self, output: OutputThread) -> str:
-        """Say how the run ended, and return it."""
+        """Print how the run ended, and return the report."""
         self._write_error_json()
-        self._tell_notes()
+        self._print_notes()
         text = self._report(output, self.folder, self.evidence_file)
         self._show(text)
         return text
 
     def kept_report(self, output: OutputThread) -> str:
-        """Return what the run's record keeps of the report: the same with absolute paths, to be read in any folder."""
+        """Return the report for the run's record: with absolute paths, valid in any folder."""
         folder, evidence_file = self.folder, self.evidence_file
         return self._report(output, folder and folder.absolute(), evidence_file and evidence_file.absolute())
 
@@ -88,8 +88,8 @@ class Ending:
         except OSError as error:
             self.verbosity.say(f"--error-json: {file} cannot be written: {error.strerror}")
 
-    def _tell_notes(self) -> None:
-        """Say what is worth knowing besides how it ended."""
+    def _print_notes(self) -> None:
+        """Print what else is worth knowing."""
         from launcher.output.insight import goodput_line
         from launcher.output.text import count
         from launcher.output.warm import warm_lines
@@ -103,9 +103,9 @@ class Ending:
                 were = f"{count(outcome.forked, 'worker')} {'was' if outcome.forked == 1 else 'were'}"
                 verbosity.say(f"{were} forked from processes that had imported their packages")
         for reason, costs_s in outcome.by_exec:
-            longer = f"; each such start takes at least {costs_s:.1f} s longer" if costs_s >= TOLD_S else ""
+            longer = f"; each such start takes at least {costs_s:.1f} s longer" if costs_s >= NOTABLE_S else ""
             if longer or verbosity.verbose or spec.start_method == "fork":
-                verbosity.tell(f"workers were started by exec: {reason}{longer}")
+                verbosity.inform(f"workers were started by exec: {reason}{longer}")
         ranks = self.request.output_filter.ranks
         if outcome.error is None and ranks and max(ranks) >= outcome.world_size:
             named = ",".join(map(str, sorted(ranks)))
@@ -115,9 +115,9 @@ class Ending:
                 f"--stdin {spec.stdin_rank}: there were only ranks 0 to {outcome.world_size - 1}; none read it"
             )
         for line in warm_lines(spec, outcome, verbose=verbosity.verbose):
-            verbosity.tell(line)
+            verbosity.inform(line)
         if parts is not None and (verbosity.verbose or parts.wall_s >= GOODPUT_FROM_S):
-            verbosity.tell(goodput_line(parts))
+            verbosity.inform(goodput_line(parts))
 
     def _show(self, text: str) -> None:
         from launcher.output.console import takes_colour
@@ -141,13 +141,13 @@ class Ending:
 
 
 def run_at_end(ended: Ended, options: Options, verbosity: Verbosity, caller: Caller) -> None:
-    """Run the command of --on-end, which may start the run again under its name. Blocks."""
+    """Run the command of --on-end, which may start the run again with the same name. Blocks."""
     if options.on_end is None:
         return
     from launcher.runs.on_end import IN_ON_END, run_on_end
 
     is_from_file = dict(options.origins).get("on_end") not in ("command line", "DTRAIN_ON_END")
-    if is_from_file and IN_ON_END in os.environ:  # the end of this run would start the next one, without end
+    if is_from_file and IN_ON_END in os.environ:  # the end of each run would start another one, endlessly
         return
     run_on_end(
         options.on_end, ended.outcome, ended.state, ended.folder,
@@ -160,10 +160,10 @@ def requeue(outcome: Outcome, verbosity: Verbosity) -> int:
     from launcher.hosts import slurm_allocation
 
     if outcome.signum is not None and slurm_allocation.is_cancelled(os.environ):
-        verbosity.tell("the job was cancelled; it is not queued again")
+        verbosity.inform("the job was cancelled; it is not requeued")
         return 128 + outcome.signum
-    verbosity.tell("queueing the job again")
-    problem = slurm_allocation.requeue(os.environ)  # SLURM ends this process for it, perhaps before it has answered
+    verbosity.inform("requeueing the job")
+    problem = slurm_allocation.requeue(os.environ)  # SLURM then ends this process, perhaps before it answers
     if problem is not None:
         verbosity.say(problem)
     return outcome.exit_code

@@ -1,8 +1,8 @@
-"""A run of which the command is typed on every node, or started there by srun: node 0 listens, the others join.
+"""A run whose command is typed on every node, or started there by srun: node 0 listens, the others join.
 
-Called by run.py, with who we are among them (node_role.py), and to say what to type on each (--print-commands). A node
-that joins dials node 0, has an agent started when node 0 wants one, carries what they say to each other, and ends as
-the run ends. It decides nothing about the run.
+Called by run.py, with our role among them (node_role.py), and for --print-commands. A node that joins dials node 0,
+starts an agent when node 0 wants one, relays between the two, and exits with the run's exit code. It decides nothing
+about the run.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _LEFT_OUT = _ABOUT_SSH | _ABOUT_HOSTS
 
 
 @contextmanager
-def listen_for_nodes(node_role: NodeRole, spec: JobSpec, tell: Callable[[str], None]) -> Iterator[Listener]:
-    """Listen for the other nodes of a run on node 0, and let those that share a folder with it know where.
+def listen_for_nodes(node_role: NodeRole, spec: JobSpec, notify: Callable[[str], None]) -> Iterator[Listener]:
+    """Listen for the other nodes of a run on node 0, and publish the address to nodes that share a folder with it.
 
-    Raises UsageError; NodeZeroTakenError where another command was first, and this one can join it.
+    Raises UsageError; NodeZeroTakenError if another command was first, and this one can join it.
     """
     token = _shared_token(node_role)
-    secret = token or new_token()  # which the others read in the file
+    secret = token or new_token()  # the others read a new one from the file
     try:
         listener = Listener(
             _resolved(node_role.address),
@@ -55,7 +55,7 @@ def listen_for_nodes(node_role: NodeRole, spec: JobSpec, tell: Callable[[str], N
             secret,
             expected=_fingerprint(node_role, spec),
             nodes=[host.name for host in node_role.hosts],
-            tell=tell,
+            notify=notify,
         )
     except UsageError as error:
         taken = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE
@@ -69,12 +69,12 @@ def listen_for_nodes(node_role: NodeRole, spec: JobSpec, tell: Callable[[str], N
             endpoint = Endpoint(listener.address, listener.port, os.fsdecode(secret))
             at_end.enter_context(publish(node_role.folder, node_role.name, endpoint))
         if node_role.by_hand and (others := node_role.nodes[1] - 1):
-            tell(f"node 0 waits for {count(others, 'other node')} at {listener.address}:{listener.port}")
+            notify(f"node 0 waits for {count(others, 'other node')} at {listener.address}:{listener.port}")
         yield listener
 
 
-def join_run(node_role: NodeRole, spec: JobSpec, tell: Callable[[str], None]) -> int:
-    """Be one of the other nodes until the run is over; return its exit code. Blocks. Raises DtrainError."""
+def join_run(node_role: NodeRole, spec: JobSpec, notify: Callable[[str], None]) -> int:
+    """Take part as another node until the run ends; return its exit code. Blocks. Raises DtrainError."""
     token = _shared_token(node_role)
     find: Endpoint | Callable[[], Endpoint | None]
     if token is not None:
@@ -89,18 +89,18 @@ def join_run(node_role: NodeRole, spec: JobSpec, tell: Callable[[str], None]) ->
             agent_command=agent_command(spec),
             deadline=time.monotonic() + spec.start_timeout_s,
             rejoin_s=spec.start_timeout_s,
-            tell=tell,
+            notify=notify,
             env={**os.environ, **dict(spec.export), **node_role.agent_environment, AGENT_WORKDIR: str(spec.workdir)},
         )
     except JoinError as error:
         if node_role.by_hand or node_role.folder is None:
             raise
         shared = f"the tasks of a step must share the folder {node_role.folder.absolute()} (--log-dir)"
-        raise JoinError(f"{error}; {shared}, or have DTRAIN_TOKEN and --master-addr") from error
+        raise JoinError(f"{error}; {shared}, or set DTRAIN_TOKEN and --master-addr") from error
 
 
 def _fingerprint(node_role: NodeRole, spec: JobSpec) -> dict[str, str]:
-    """Return what has to be the same on every node."""
+    """Return the parts of the command that must be the same on every node."""
     command = spec.command
     flag = {CommandKind.MODULE: ["-m"], CommandKind.PROGRAM: ["--no-python"], CommandKind.SCRIPT: []}[command.kind]
     least, most = node_role.nodes
@@ -118,14 +118,14 @@ def _fingerprint(node_role: NodeRole, spec: JobSpec) -> dict[str, str]:
 
 
 def _shared_token(node_role: NodeRole) -> bytes | None:
-    """Return the token that the user gave every node; None: node 0 makes one, and writes it where the others look.
+    """Return the token that the user gave every node; None: node 0 makes one and writes it to the shared folder.
 
-    That is so in a step, else where there is no other token. Raises UsageError where there is no such folder.
+    Node 0 makes one in a SLURM step, and if there is no other token. Raises UsageError if there is no shared folder.
     """
     token = find_token(os.environ, node_role.token_file) if node_role.by_hand or node_role.folder is None else None
     if token is None and node_role.folder is None:
         raise UsageError(
-            "there is no token, by which nodes started by hand authenticate each other. Make one by "
+            "there is no token; nodes started by hand authenticate each other with it. Make one with "
             "`(umask 077; mkdir -p ~/.config/dtrain; openssl rand -hex 32 > ~/.config/dtrain/token)` and copy that "
             "file to every node, or set DTRAIN_TOKEN; see dtrain run --print-commands"
         )
@@ -133,7 +133,7 @@ def _shared_token(node_role: NodeRole) -> bytes | None:
 
 
 def _resolved(address: str) -> str:
-    """Return the address of this machine that a name stands for; never a loopback one for a name that others know."""
+    """Resolve a name of this machine; never to a loopback address if the name is known to other hosts."""
     if address in ("0.0.0.0", "::"):
         raise UsageError(f"--master-addr {address} means all interfaces; name one address of this machine")
     try:
@@ -150,18 +150,18 @@ def _resolved(address: str) -> str:
 
 
 def _dialled(address: str) -> str:
-    """Return what reaches node 0 at --master-addr: on its own machine a name may mean an address where it is not."""
+    """Return the address to dial for --master-addr: on node 0's own machine, its name may resolve to loopback."""
     try:
         found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):  # dialling says so, unless the name becomes known until then
+    except (OSError, UnicodeError):  # dialling reports it, unless the name becomes known by then
         return address
     return _beyond_loopback(address, found) if all(is_loopback(str(where[0])) for *_, where in found) else address
 
 
 def _beyond_loopback(address: str, found: Sequence[tuple[Any, ...]]) -> str:
-    """Return the address at which node 0 listens, by what getaddrinfo says of its name on its own machine.
+    """Return the address at which node 0 listens, from the result of getaddrinfo for its name on its own machine.
 
-    If the name means loopback addresses only (Debian's 127.0.1.1), it is the one of the route out of here.
+    If the name has only loopback addresses (Debian's 127.0.1.1), it is the address of the default route.
     """
     resolved = [str(where[0]) for *_, where in found]
     if is_loopback(address):
@@ -170,13 +170,13 @@ def _beyond_loopback(address: str, found: Sequence[tuple[Any, ...]]) -> str:
 
 
 def commands_of_nodes(options: Options) -> str:
-    """Return what to type on each node for this run. Raises UsageError."""
+    """Return the commands to type on each node for this run. Raises UsageError."""
     parse_command(options)
     hosts = listed_hosts(options)
     nodes = options.nnodes[1] if options.nnodes else len(hosts)
     if nodes < 2:
         raise UsageError("--print-commands needs the number of nodes, 2 or more; write --nnodes N, or --hosts")
-    args = _typed_words(options)
+    args = _typed_options(options)
     if not (options.nnodes and "nnodes" in options.typed):
         args = ["--nnodes", str(nodes), *args]
     address = options.master_addr or (_address_of(hosts[0], options) if hosts else "ADDRESS_OF_NODE_0")
@@ -191,14 +191,14 @@ def commands_of_nodes(options: Options) -> str:
         own = [] if slots is None or options.nproc_per_node else ["--nproc-per-node", str(slots)]
         node = ["dtrain", "run", "--node-rank", str(k), "--master-addr", address]
         line = shlex.join([*node, *own, *args, *options.command])
-        if host is not None and host.chosen is not None:  # by --include or --exclude, which a node does not take
+        if host is not None and host.chosen is not None:  # by --include or --exclude, which a node does not accept
             line = f"CUDA_VISIBLE_DEVICES={','.join(map(str, host.chosen))} {line}"
         lines += [f"# on {host.name if host else f'node {k}'}", f"cd {folder} && {line}"]
     return "\n".join(lines)
 
 
 def _address_of(host: Host, options: Options) -> str:
-    """Return the name or address that ssh would connect to: the other nodes know no alias of this user's."""
+    """Return the name or address that ssh would connect to: the other nodes do not know this user's aliases."""
     from launcher.transport.ssh.config import Target, look_up
 
     config = Path(options.ssh_config).expanduser() if options.ssh_config else None
@@ -209,13 +209,13 @@ def _address_of(host: Host, options: Options) -> str:
     return found.get("hostname", [host.name])[0]
 
 
-def _typed_words(options: Options) -> list[str]:
-    """Return the options that were typed, but those that say who and where the nodes are."""
+def _typed_options(options: Options) -> list[str]:
+    """Return the options that were typed, except those that name the nodes."""
     args = []
     for name in (found.name for found in fields(Options) if found.name in options.typed - _LEFT_OUT):
         flag, value = f"--{name.replace('_', '-')}", getattr(options, name)
         if name == "nnodes":
             value = ":".join(map(str, dict.fromkeys(value)))
         given = value if isinstance(value, tuple) else [value]
-        args += [flag] if value is True else [word for one in given for word in (flag, str(one))]
+        args += [flag] if value is True else [arg for one in given for arg in (flag, str(one))]
     return args

@@ -1,10 +1,10 @@
-"""`dtrain sbatch`: a batch script for SLURM that runs `dtrain run`, shown or submitted.
+"""`dtrain sbatch`: prints or submits a batch script for SLURM that runs `dtrain run`.
 
     dtrain sbatch [OPTIONS OF sbatch] [--print] -- [OPTIONS OF dtrain run] SCRIPT [ARGS]
 
-Everything after `--` is what would follow `dtrain run`. The options before it become #SBATCH lines; `--print` shows the
-script instead of submitting it. With `--requeue` the job is told by USR1 two minutes before its end, `dtrain run` gets
---requeue as well, and the output of all its starts goes into one file. Called by main.py with the arguments as typed.
+The arguments after `--` are those of `dtrain run`. The options before it become #SBATCH lines; `--print` shows the
+script instead of submitting it. With `--requeue` the job receives USR1 two minutes before its end, `dtrain run` gets
+--requeue as well, and the output of all starts goes to one file. Called by main.py with the arguments as typed.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ Usage: dtrain sbatch [OPTIONS OF sbatch] [--print] -- [OPTIONS OF dtrain run] SC
   dtrain sbatch --nodes=2 --gpus-per-node=4 --time=4:00:00 -- train.py --lr 1e-3
   dtrain sbatch --nodes=2 --requeue --print -- --max-restarts 3 train.py
 
-  --print shows the script instead of submitting it. A script that does not exist here is not submitted; if only the
-  nodes have it: dtrain sbatch --print ... | sbatch. With --requeue, USR1 reaches every worker two minutes before
-  the job's end; once a checkpoint is saved, the job is queued again.
+  --print shows the batch script instead of submitting it. If SCRIPT does not exist here, nothing is submitted; if
+  only the nodes have it: dtrain sbatch --print ... | sbatch. With --requeue, every worker receives USR1 two minutes
+  before the job's end; once a checkpoint is saved, the job is requeued.
 """
-AHEAD_S = 120  # the time from USR1 to the end of the job
+AHEAD_S = 120  # from USR1 to the end of the job
 _SAFE = re.compile(r"[A-Za-z0-9_@%+=:,./\[\]~^-]+")
 _SHORT = {"-A": "account", "-C": "constraint", "-D": "chdir", "-G": "gpus", "-J": "job-name", "-M": "clusters",
           "-e": "error", "-o": "output", "-p": "partition", "-q": "qos", "-t": "time"}  # fmt: skip
-_VARIABLES = {"time": "TIMELIMIT"}  # of an option that is called otherwise
+_VARIABLES = {"time": "TIMELIMIT"}  # options whose variable has another name
 
 
 def run_sbatch(args: Sequence[str], cli: click.Group) -> int:
-    """Show or submit the job that the arguments ask for; return the exit code, which is sbatch's. Blocks while it runs.
+    """Show or submit the job; return sbatch's exit code. Blocks while sbatch runs.
 
     `cli` is the command `dtrain`.
 
-    Raises UsageError for arguments that make no job, DtrainError where there is no sbatch.
+    Raises UsageError for invalid arguments, DtrainError if there is no sbatch.
     """
     ours, theirs = _split(args)
     if {"-h", "--help"} & set(ours):
@@ -53,7 +53,7 @@ def run_sbatch(args: Sequence[str], cli: click.Group) -> int:
         return 0
     options = [arg for arg in ours if arg != "--print"]
     script = os.fsencode(batch_script(options, theirs, dtrain=_dtrain()))
-    is_shown = len(options) < len(ours)  # perhaps for another machine, which has the files
+    is_shown = len(options) < len(ours)  # perhaps for another machine that has the files
     if not _check(theirs, cli, Path(_named(options).get("chdir") or "."), is_submitted=not is_shown):
         return 0
     if is_shown:
@@ -64,12 +64,12 @@ def run_sbatch(args: Sequence[str], cli: click.Group) -> int:
 
 
 def batch_script(options: Sequence[str], args: Sequence[str], *, dtrain: Sequence[str]) -> str:
-    """Return a script with sbatch's `options` that runs `dtrain run ARGS`; `dtrain` is what that is here."""
+    """Return a script with sbatch's `options` that runs `dtrain run ARGS`; `dtrain` is the command for dtrain here."""
     names = _named(options)
     if not args:
         raise UsageError("nothing to run: name a script after --, as in `dtrain sbatch --nodes=2 -- train.py`")
     if "wrap" in names:
-        raise UsageError("--wrap is what dtrain sbatch does by itself; name what it is to run after --")
+        raise UsageError("dtrain sbatch does what --wrap does; leave it out, and name the script after --")
     added = [] if "job-name" in names else [f"--job-name={_job_name(args)}"]
     run = list(args)
     if "requeue" in names:
@@ -89,14 +89,14 @@ def batch_script(options: Sequence[str], args: Sequence[str], *, dtrain: Sequenc
     lines += [
         f"# Written by dtrain {__version__} (dtrain sbatch).",
         "",
-        "# exec: SLURM's signals to the batch script, such as USR1 ahead of the end, are then dtrain's.",
+        "# exec: dtrain then receives SLURM's signals to the batch script, such as USR1 before the end.",
         f"exec {shlex.join([*dtrain, 'run', *run])}",
     ]
     return "\n".join(lines) + "\n"
 
 
 def _check(args: Sequence[str], cli: click.Group, folder: Path, *, is_submitted: bool) -> bool:
-    """Refuse what `dtrain run ARGS` would refuse in the job, which starts in `folder`; return False for --help."""
+    """Raise the errors that `dtrain run ARGS` would raise in the job, started in `folder`; return False for --help."""
     from launcher.cli.config_file import Group
     from launcher.cli.options import Options, takes_options
     from launcher.cli.request import check_script, check_values, parse_command, workdir_of
@@ -134,13 +134,13 @@ def _split(args: Sequence[str]) -> tuple[list[str], list[str]]:
     if {"-h", "--help"} & set(before):
         return before, []
     raise UsageError(
-        "write -- between the options of sbatch and what dtrain is to run, as in "
+        "write -- between the options of sbatch and those of dtrain run, as in "
         "`dtrain sbatch --nodes=2 -- train.py`; see dtrain sbatch --help"
     )
 
 
 def _named(options: Sequence[str]) -> dict[str, str | None]:
-    """Return the options that were given, by their long names, with what seems to be their value."""
+    """Return the given options by their long names, with their probable values."""
     found: dict[str, str | None] = {}
     for at, arg in enumerate(options):
         following = options[at + 1] if at + 1 < len(options) else None
@@ -153,7 +153,7 @@ def _named(options: Sequence[str]) -> dict[str, str | None]:
 
 
 def _directive(arg: str) -> str:
-    """Write an argument as sbatch reads it in a #SBATCH line, which is not as a shell would."""
+    """Quote an argument for a #SBATCH line, which sbatch does not parse like a shell."""
     if any(character in arg for character in "\n\r\0"):
         raise UsageError(f"{arg!r}: an option of sbatch cannot have more than one line")
     if _SAFE.fullmatch(arg):
@@ -165,19 +165,19 @@ def _directive(arg: str) -> str:
 
 
 def _job_name(args: Sequence[str]) -> str:
-    """Return a name for the job: the script's, as far as it can be told from its ending."""
+    """Return a name for the job: that of the script, recognized by its suffix."""
     script = next((arg for arg in args if arg.endswith(".py")), "dtrain")
     return re.sub(r"[^A-Za-z0-9._-]", "_", Path(script).stem) or "dtrain"
 
 
 def _ahead_s(limit: str | None) -> int:
-    """Return how many seconds before the end of the job USR1 is to come: not in the first half of a short one."""
+    """Return how many seconds before the end of the job to send USR1: not in the first half of a short one."""
     limit_s = _limit_s(limit or "")
     return AHEAD_S if limit_s is None else max(1, min(AHEAD_S, limit_s // 2))
 
 
 def _limit_s(text: str) -> int | None:
-    """Read a time limit as sbatch takes it: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S; None for what is none of these."""
+    """Parse a time limit of sbatch: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S; None for anything else."""
     match = re.fullmatch(r"(?:([0-9]+)-)?([0-9]+)(?::([0-9]+))?(?::([0-9]+))?", text)
     if match is None:
         return None
@@ -191,7 +191,7 @@ def _limit_s(text: str) -> int | None:
 
 
 def _dtrain() -> list[str]:
-    """Return the command that starts this dtrain on another machine, whatever its PATH and working directory are."""
+    """Return the command that starts this dtrain on another machine, for any PATH and working directory."""
     typed = Path(sys.argv[0])
     if typed.name == "dtrain":
         return [str(typed.absolute())]
@@ -206,11 +206,11 @@ def _submit(script: bytes, options: Sequence[str]) -> int:
         return subprocess.run(["sbatch"], input=script, env=_without_defaults(os.environ, options)).returncode
     except OSError as error:
         raise DtrainError(
-            f"sbatch cannot be run here ({error.strerror}); type this where SLURM is, or write the script with --print"
+            f"sbatch cannot be run here ({error.strerror}); type this on a machine with SLURM, or use --print"
         ) from error
 
 
 def _without_defaults(env: Mapping[str, str], options: Sequence[str]) -> dict[str, str]:
-    """Return the environment without the defaults for options that were typed: to sbatch they outweigh its script."""
+    """Return the environment without defaults for typed options: sbatch prefers the environment to its script."""
     typed = {f"SBATCH_{_VARIABLES.get(name, name.replace('-', '_').upper())}" for name in _named(options)}
     return {name: value for name, value in env.items() if name not in typed}

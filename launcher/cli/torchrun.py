@@ -1,7 +1,7 @@
-"""torchrun's command line: what its options are here, and the defaults of `dtrain-torchrun` (main.py).
+"""torchrun's command line: translates its options, and has the defaults of `dtrain-torchrun` (main.py).
 
-`dtrain run` takes the same words. `dtrain-torchrun` differs from it where torchrun does: one worker a host unless said
-otherwise, several nodes are started by hand, and PET_* variables are its options' defaults.
+`dtrain run` accepts the same options. `dtrain-torchrun` differs where torchrun does: one worker per host by default,
+several nodes are started by hand, and PET_* variables set the defaults of options.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from launcher.errors import UsageError
 from launcher.placement.job_spec import TORCHRUN_START_METHODS, JobSpec
 
 _BACKENDS = ("static", "c10d")
-_SECONDS = ("join_timeout", "timeout")  # of --rdzv-conf: how long nodes are waited for
+_SECONDS = ("join_timeout", "timeout")  # of --rdzv-conf: how long to wait for nodes
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 
 
 def defaults(environment: Mapping[str, str], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options' defaults: PET_* variables, else what a file sets, else torchrun's."""
+    """Return the options' defaults: PET_* variables, else the config file, else torchrun's."""
     values: dict[str, Any] = {"nproc_per_node": "1", **settings}
     for name, is_flag in ((f.name, f.type == "bool") for f in fields(Options) if f.metadata):
         value = environment.get(f"PET_{name.upper()}")
-        if value is not None and name != "export":  # which is none of torchrun's
+        if value is not None and name != "export":  # torchrun has no such option
             values[name] = value == "1" if is_flag else [value] if name == "role" else value
     return values
 
 
 def translate(options: Options) -> tuple[dict[str, Any], list[str]]:
-    """Return what torchrun's words change in our options, and what is to be said once of those without a meaning."""
+    """Return the changes to our options by torchrun's, and notices about those without a meaning, to print once."""
     notices = [
         f"--{option.name.replace('_', '-')} has no meaning here: {option.metadata['no_meaning']}"
         for option in fields(Options)
@@ -55,10 +55,10 @@ def translate(options: Options) -> tuple[dict[str, Any], list[str]]:
 
 
 def _rendezvous(options: Options, notices: list[str]) -> dict[str, Any]:
-    """Return where the nodes meet and how long they wait, as --rdzv-endpoint and --rdzv-conf say it."""
+    """Return the options for --rdzv-endpoint and --rdzv-conf: where the nodes meet and how long they wait."""
     backend = (options.rdzv_backend or "static").lower()
     if backend not in _BACKENDS:
-        raise UsageError(f"--rdzv-backend {backend} is not there; dtrain holds the rendezvous itself: leave it out")
+        raise UsageError(f"--rdzv-backend {backend} is not supported; dtrain does the rendezvous itself: leave it out")
     ours: dict[str, Any] = {}
     if options.rdzv_endpoint:
         host, port = _endpoint(options.rdzv_endpoint)
@@ -85,7 +85,7 @@ def _signals(text: str) -> tuple[str, ...]:
     chosen = tuple(name.strip().upper() for name in text.split(",") if name.strip())
     for name in chosen:
         if name not in SIGNALS:
-            raise UsageError(f"--signals-to-handle {name} is not among: {', '.join(SIGNALS)}")
+            raise UsageError(f"--signals-to-handle {name} is not one of: {', '.join(SIGNALS)}")
     return chosen
 
 

@@ -1,4 +1,4 @@
-"""`dtrain warm`: lists, starts and stops what stays warm between runs on this machine. Called by main.py."""
+"""`dtrain warm`: lists, starts and stops processes kept warm between runs on this machine. Called by main.py."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KEEP_S = 600.0
 
 
 def list_warm(spec: JobSpec, *, as_json: bool, say: Callable[[str], None]) -> int:
-    """List what stays warm; return the exit code."""
+    """List warm processes; return the exit code."""
     found, problem = _asked(spec, describe)
     if as_json:
         print(json.dumps({spec.hosts[0].name: {"problem": problem, "warm": found}}, indent=2))
@@ -40,12 +40,12 @@ def list_warm(spec: JobSpec, *, as_json: bool, say: Callable[[str], None]) -> in
 
 
 def stop_warm(spec: JobSpec, *, say: Callable[[str], None]) -> int:
-    """Stop all that stays warm; return the exit code."""
+    """Stop all warm processes; return the exit code."""
     runs, problem = _asked(spec, stop)
     if not problem:
         say(f"stopped {count(len(runs), 'warm process')}" if runs else "nothing was warm")
     if in_use := sum(map(bool, runs)):
-        say(f"{in_use} of them in use by a run, with which they end")
+        say(f"{in_use} of them are in use by a run and end with it")
     return _exit_code(problem, say)
 
 
@@ -59,7 +59,7 @@ def start_warm(spec: JobSpec, *, say: Callable[[str], None]) -> int:
         started[host.name] = process
         order = prepare(spec, host, lease_s=0.0, lost_agents=[])
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), process.stdin:  # it has ended, and says why
+        with contextlib.suppress(BrokenPipeError), process.stdin:  # it ended, and reports why
             process.stdin.write(json.dumps(vars(order)).encode())
         process.stdin = None  # for communicate()
     problems = {name: _problem_of(process, deadline) for name, process in started.items()}
@@ -73,23 +73,23 @@ def start_warm(spec: JobSpec, *, say: Callable[[str], None]) -> int:
 
 
 def _problem_of(process: subprocess.Popen[bytes], deadline: float) -> str:
-    """Wait for the end of launcher.agent.warm.start; return why it has left nothing warm."""
+    """Wait for the end of launcher.agent.warm.start; return why it left nothing warm."""
     with process:
         try:
-            said, complaint = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
+            output, errors = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
             return "the imports take too long; see --start-timeout-s"
-    words = (complaint or said).decode("utf-8", "replace").strip().splitlines()
+    lines = (errors or output).decode("utf-8", "replace").strip().splitlines()
     if process.returncode != 0:
-        return (words or [f"it ended with {process.returncode}"])[-1]
-    return said.decode("utf-8", "replace").strip()
+        return (lines or [f"it ended with {process.returncode}"])[-1]
+    return output.decode("utf-8", "replace").strip()
 
 
 def _asked(spec: JobSpec, ask: Callable[[], list[Any]]) -> tuple[list[Any], str]:
-    """Return what those that are warm answer, and why they cannot be asked."""
+    """Return the answers of the warm processes, and why they cannot be asked."""
     if any(host.kind is HostKind.SSH for host in spec.hosts):
-        raise UsageError("dtrain warm is for this machine; type it on the other one, without --hosts")
+        raise UsageError("dtrain warm is for this machine; type it on the other machine, without --hosts")
     try:
         return ask(), ""
     except (OSError, SocketError) as error:

@@ -1,1 +1,1 @@
-"""The runs of this user: what is written of each, where they are listed, how one is asked and stopped."""
+"""The runs of this user: the record and the list entry of each, and the requests to an active one."""

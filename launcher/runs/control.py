@@ -1,9 +1,9 @@
-"""How a run is asked and told things while it goes on: one JSON request and one answer on its Unix socket.
+"""Requests to an active run: one JSON request and one answer on its Unix socket.
 
 A thread of the controller's process lists the run, then answers. Requests: {"ask": "status"}, {"ask": "top"},
-{"ask": "stop"}, {"ask": "kill"}, and {"ask": "wait"}, which is answered by the end of the connection once the run has
-ended. A long answer comes in pieces, up to the end of the connection. What begins with one of LONG is answered by the
-controller's loop, which takes the connection over (controller/askers.py). Only processes of this user are heard.
+{"ask": "stop"}, {"ask": "kill"}, and {"ask": "wait"}, which is answered by closing the connection once the run has
+ended. A long answer comes in pieces, up to the end of the connection. Requests in LONG are answered by the controller's
+loop, which takes over the connection (controller/askers.py). Only processes of this user are accepted.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ LONG = ("stacks", "debug")
 
 ANSWER_S = 5.0
 MOST_BYTES = 1 << 16
-RETRY_S = 0.1  # where no connection can be accepted: there may be no descriptor
-START_S = 5.0  # for the list to be written, at the end of a run that was very short
+RETRY_S = 0.1  # after a failed accept: there may be no descriptor left
+START_S = 5.0  # for listing the run, at the end of a very short one
 
 Answer = Mapping[str, Any]
 
 
 class Control:
-    """`register` lists the run; `answer` is called in a thread, with what is asked for, but for "wait"."""
+    """The thread that answers. `register` lists the run; `answer` is called in it with any request but "wait"."""
 
     def __init__(
         self, register: Callable[[], Registration], answer: Callable[[str], Answer], complain: Callable[[str], None],
         pass_on: Callable[[socket.socket, Mapping[str, Any]], None],
     ) -> None:  # fmt: skip
-        """`pass_on` takes the connections of LONG requests over."""
+        """Prepare the thread; `pass_on` takes over the connections of LONG requests."""
         self._register = register
         self._answer = answer
         self._pass_on = pass_on
@@ -46,11 +46,11 @@ class Control:
         self._registration: Registration | None = None
         self._waiting: list[socket.socket] = []
         self._closing = threading.Event()
-        self._listed = threading.Event()  # or it is known that it cannot be
+        self._listed = threading.Event()  # or listing failed
         self._thread = threading.Thread(target=self._serve, name="control", daemon=True)
 
     def start(self) -> None:
-        with contextlib.suppress(RuntimeError):  # no more threads can be had: the run matters more
+        with contextlib.suppress(RuntimeError):  # no thread left: the run matters more
             self._thread.start()
             return
         self._listed.set()
@@ -61,17 +61,17 @@ class Control:
         return self._registration is not None
 
     def note_end(self, state: str, exit_code: int, cause: str = "", report: str = "") -> None:
-        """Note in the list how the run has ended."""
+        """Record in the list how the run ended."""
         self._listed.wait(START_S)
         if self._registration is None:
             return
         try:
             self._registration.end(state, exit_code, cause, report)
         except (OSError, DtrainError) as error:
-            self._complain(f"dtrain ps shows this run as lost, since its end could not be noted: {error}")
+            self._complain(f"dtrain ps shows this run as lost, since its end could not be recorded: {error}")
 
     def close(self) -> None:
-        """Let those know who wait for the end; call after `note_end`."""
+        """Notify the commands that wait for the end; call after `note_end`."""
         if self._registration is None:
             return
         self._closing.set()
@@ -91,19 +91,19 @@ class Control:
         finally:
             self._listed.set()
         while not self._closing.is_set():
-            self._forget_those_who_left()
+            self._close_abandoned()
             try:
                 connection, _ = self._registration.listening.accept()
-            except OSError:  # it was shut down, or all descriptors are used
+            except OSError:  # it was shut down, or no descriptor is left
                 self._closing.wait(RETRY_S)
                 continue
             try:
-                if not self._take(connection):
+                if not self._answer_one(connection):
                     connection.close()
-            except (OSError, ValueError, RunError):  # who asked has gone, or does not know how to
+            except (OSError, ValueError, RunError):  # the asker is gone, or sent an invalid request
                 connection.close()
 
-    def _forget_those_who_left(self) -> None:
+    def _close_abandoned(self) -> None:
         """Close the connections of commands that were interrupted while they waited."""
         poll = select.poll()
         for connection in self._waiting:
@@ -113,7 +113,7 @@ class Control:
             self._waiting.remove(connection)
             connection.close()
 
-    def _take(self, connection: socket.socket) -> bool:
+    def _answer_one(self, connection: socket.socket) -> bool:
         """Answer one request; return whether the connection stays open until the run ends."""
         if peer(connection)[1] != os.geteuid():
             return False
@@ -143,12 +143,12 @@ def ask(entry: Entry, what: str) -> Answer | None:
             if not data:
                 return None
             answer: Answer = json.loads(data)
-        except (ConnectionError, BrokenPipeError):  # it ended just now
+        except (ConnectionError, BrokenPipeError):  # it has just ended
             return None
         except (OSError, ValueError) as error:
             raise RunError(
-                f"run {entry.run_id} does not answer; if its process, pid {entry.pid}, is stopped, it does so "
-                f"once it goes on: kill -CONT {entry.pid}"
+                f"run {entry.run_id} does not answer; if its process (pid {entry.pid}) is stopped, "
+                f"resume it: kill -CONT {entry.pid}"
             ) from error
     return answer
 
@@ -158,7 +158,7 @@ def wait_for_end(entry: Entry) -> None:
     with connect(entry, ANSWER_S) as connection:
         if connection is None:
             return
-        with contextlib.suppress(OSError):  # it ended just now
+        with contextlib.suppress(OSError):  # it has just ended
             connection.send(json.dumps({"ask": "wait"}).encode())
             connection.settimeout(None)
             connection.recv(MOST_BYTES)

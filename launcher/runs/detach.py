@@ -1,7 +1,7 @@
-"""`--detach`: the controller goes on in a session of its own, and the command that was typed returns.
+"""`--detach`: the controller continues in its own session, and the command that was typed returns.
 
-Until all workers have started, both are one run in the foreground: its words reach the terminal, its signals the
-controller, and if it ends, its exit code is the command's.
+Until all workers have started, both act as one run in the foreground: messages reach the terminal, signals the
+controller, and if the run ends, its exit code is the command's.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 class Detachment:
-    """The controller's side: `leave` lets the command that was typed return."""
+    """The controller's side: `leave` makes the typed command return."""
 
     def __init__(self, run_id_to: int) -> None:
         self._run_id_to: int | None = run_id_to
 
     def leave(self, run_id: str, output: int) -> None:
-        """Write to `output` from now on instead of the terminal, and say that the run has started."""
+        """Switch from the terminal to `output`, and report that the run has started."""
         if self._run_id_to is None:
             return
         for descriptor in (1, 2):
             os.dup2(output, descriptor)
-        with contextlib.suppress(BrokenPipeError):  # the command that was typed was killed
+        with contextlib.suppress(BrokenPipeError):  # the typed command was killed
             os.write(self._run_id_to, f"{run_id}\n".encode())
         os.close(self._run_id_to)
         self._run_id_to = None
 
 
 def detached(run: Callable[[Detachment], int], announce: Callable[[str], None]) -> int:
-    """Call `run` in a process of its own; `announce` the id that it leaves with. Return the exit code, of either.
+    """Call `run` in another process; `announce` the run's id once it has started. Return the exit code of either.
 
-    Must be called while there is one thread.
+    Must be called while the process has a single thread.
     """
     reading, writing = os.pipe()
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)  # one that comes now would end this side alone
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)  # a signal now would end only this process
     try:
         pid = os.fork()
         if pid == 0:
             os.setsid()
-        else:  # the process is there, or not waited for yet: its id is no other's
+        else:  # the child was not waited for yet, so its pid cannot be reused
             for signum in _PASSED_ON:
                 if signal.getsignal(signum) != signal.SIG_IGN:
                     signal.signal(signum, lambda signum, _: os.kill(pid, signum))
@@ -70,14 +70,14 @@ def detached(run: Callable[[Detachment], int], announce: Callable[[str], None]) 
 
 
 def ends_with_login() -> bool:
-    """Return whether systemd-logind ends this process when its login ends. Without its answer it may."""
+    """Return whether systemd-logind ends this process at logout; true if it does not answer."""
     if not re.search(r"/session-[^/\n]+\.scope", Path("/proc/self/cgroup").read_text(errors="surrogateescape")):
         return False
     import subprocess
 
     argv = ["loginctl", "show-session", "--property=KillUserProcesses"]
     try:
-        said = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=_LOGIND_S, check=False)
+        shown = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=_LOGIND_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return True
-    return said.stdout.strip() != b"KillUserProcesses=no"
+    return shown.stdout.strip() != b"KillUserProcesses=no"

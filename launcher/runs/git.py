@@ -1,4 +1,4 @@
-"""Which state of the code a run has: the commit of its working directory, and what was changed since."""
+"""The state of a run's code: the commit of its working directory, and the uncommitted changes."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from launcher.frozen import dataclass
 MOST_BYTES = 16 << 20  # of a diff
 UNTRACKED = 100  # names
 ASK_S = 60.0
-# Nothing of git's own may stay behind, wait for another git, or run a program that the repository names; but for its
-# clean filters, without which the diff would be wrong.
+# git must not leave processes behind, wait for another git, or run a program named by the repository, except its clean
+# filters, without which the diff would be wrong.
 _GIT = ("git", "-c", "core.fsmonitor=false", "-c", "core.quotepath=false", "--no-pager")
 _PLAIN = ("--no-ext-diff", "--no-textconv", "--no-color")
 
 
 @dataclass(frozen=True)
 class GitState:
-    """`clean`: nothing that git tracks is changed; `untracked` are files that it does not know nor ignore.
+    """The state. `clean`: no tracked file is changed; `untracked` are files neither tracked nor ignored.
 
-    `diff` is None if it is too large to be kept.
+    `diff` is None if it is too large to keep.
     """
 
     commit: str
@@ -45,7 +45,7 @@ class GitState:
 
 
 class Git:
-    """One look at a repository, which another thread may end."""
+    """One query of a repository, which another thread may end."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -54,7 +54,7 @@ class Git:
         self._ended = False
 
     def look(self) -> GitState | None:
-        """Return the state of the code; None without git, a commit, or the time for it. Blocks."""
+        """Return the state of the code; None without git, without a commit, or at a timeout. Blocks."""
         commit = self._ask("rev-parse", "--verify", "HEAD")
         status = self._ask("status", "--porcelain=v1", "-z") if commit else None
         if not commit or status is None:
@@ -68,33 +68,33 @@ class Git:
         return GitState(commit.decode().strip(), clean, untracked, diff if len(diff) <= MOST_BYTES else None)
 
     def end(self) -> None:
-        """End the look, which then has found nothing."""
+        """End the query, which then returns None."""
         with self._lock:
             self._ended = True
         self._kill()
 
-    def _ask(self, *words: str) -> bytes | None:
+    def _ask(self, *args: str) -> bytes | None:
         environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
         with self._lock:
             if self._ended:
                 return None
             try:
                 process = self._process = subprocess.Popen(
-                    [*_GIT, *words],
+                    [*_GIT, *args],
                     cwd=self._folder,
                     env=environment,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.DEVNULL,
-                    start_new_session=True,  # a Ctrl-C at dtrain is not for it
+                    start_new_session=True,  # Ctrl-C must not reach git
                 )
-            except OSError:  # there is no git here
+            except OSError:  # git is not installed
                 return None
         assert process.stdout is not None
         timer = threading.Timer(ASK_S, self._kill)
         timer.daemon = True
         with process:
-            with contextlib.suppress(RuntimeError):  # no more threads can be had: `end` still ends it
+            with contextlib.suppress(RuntimeError):  # no thread left: `end` still ends it
                 timer.start()
             try:
                 out = process.stdout.read(MOST_BYTES + 1)
@@ -109,13 +109,13 @@ class Git:
     def _kill(self) -> None:
         """End git and the filters that it runs."""
         with self._lock:
-            if self._process is not None:  # not waited for: the group's number is no other's
+            if self._process is not None:  # not waited for, so the group's id cannot be reused
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def write_diff(path: Path, state: GitState) -> bool:
-    """Keep the changes beside the manifest, for this user's eyes; return whether there are any and they are kept."""
+    """Write the changes beside the manifest, readable only by this user; return whether any were written."""
     if state.clean or state.diff is None:
         return False
     try:
@@ -123,6 +123,6 @@ def write_diff(path: Path, state: GitState) -> bool:
             file.write(state.diff)
     except OSError:
         with contextlib.suppress(OSError):
-            path.unlink()  # half of it, of a full disk
+            path.unlink()  # partly written, on a full disk
         return False
     return True

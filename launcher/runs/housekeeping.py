@@ -1,7 +1,7 @@
-"""Which runs stay in a log folder: one under one name at a time, and of those that have ended as many as fit.
+"""Manages the runs in a log folder: one active run per name, and removal of old ones beyond the limits.
 
-A living run holds a lock on the file `.RUN_ID.lock` beside its folder; the kernel lets go of it when the process ends.
-Nothing is removed that has no manifest, whose lock is held, or that is another user's.
+An active run holds a lock on the file `.RUN_ID.lock` beside its folder; the kernel releases it when the process ends.
+A folder is never removed if it has no manifest, its lock is held, or another user owns it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from launcher.errors import UsageError
 
 MANIFEST = "run.json"
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.ENOLCK)  # of file systems that have none
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.ENOLCK)  # from file systems without locks
 _TRIES = 100
 _REMOVED = ".removed"
 
 
 class Limits:
-    """How many runs a log folder may have, this one too, and how many bytes; None: as many as there are."""
+    """The number of runs, including this one, and of bytes that a log folder may have; None: unlimited."""
 
     def __init__(self, runs: int | None, size: str | None) -> None:
         if runs is not None and runs < 1:
@@ -40,7 +40,7 @@ class Limits:
 
 
 def parse_size(text: str, option: str) -> int:
-    """Read `500M`, `20G` or a number of bytes. Raises UsageError."""
+    """Parse `500M`, `20G` or a number of bytes. Raises UsageError."""
     match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,3})?) ?([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if match is None:
         raise UsageError(f"{option} is {text!r}; write a size such as 500M, 20G or 1T")
@@ -49,9 +49,9 @@ def parse_size(text: str, option: str) -> int:
 
 @contextmanager
 def hold(log_dir: Path, run_id: str) -> Iterator[bool]:
-    """Be the one run of this name in a log folder for a while. Raises UsageError if there is another that lives.
+    """Hold the name of a run in a log folder. Raises UsageError if another active run has it.
 
-    Yields whether that is certain: some file systems have no locks.
+    Yields whether this is certain: some file systems have no locks.
     """
     is_new = not log_dir.exists()
     try:
@@ -59,10 +59,10 @@ def hold(log_dir: Path, run_id: str) -> Iterator[bool]:
         descriptor = _lock(_lock_file(log_dir, run_id))
     except BlockingIOError as error:
         raise UsageError(
-            f"a run {run_id} is going on and writes to {log_dir / run_id}; choose another --run-id or --log-dir, "
+            f"run {run_id} is active and writes to {log_dir / run_id}; choose another --run-id or --log-dir, "
             f"or stop it first: dtrain stop {run_id}"
         ) from error
-    except OSError:  # nothing can be written here, which the log files will say
+    except OSError:  # the folder cannot be written, which LogFiles reports
         descriptor = None
     try:
         yield descriptor is not None
@@ -72,22 +72,21 @@ def hold(log_dir: Path, run_id: str) -> Iterator[bool]:
                 _lock_file(log_dir, run_id).unlink()
             os.close(descriptor)
             if is_new:
-                with contextlib.suppress(OSError):  # something is kept in it
+                with contextlib.suppress(OSError):  # it is not empty
                     log_dir.rmdir()
 
 
 def remove_oldest(log_dir: Path, limits: Limits, *, own: str) -> list[str]:
-    """Remove ended runs, oldest first, until the limits are kept; return their names. `own` is this run's id.
+    """Remove ended runs, oldest first, until the limits are met; return their names. `own` is this run's id.
 
-    Runs that live count, and stay; other users' do not count. Blocks for as long as reading and removing the files
-    takes.
+    Active runs count, but stay; other users' do not count. Blocks while it reads and removes files.
     """
     for half in log_dir.glob(f".*{_REMOVED}"):
         if _is_ours(half):
             _remove_half(half)
     runs = []
     for path in log_dir.glob(f"[!.]*/{MANIFEST}"):
-        with contextlib.suppress(OSError):  # another run removes it just now
+        with contextlib.suppress(OSError):  # another run is removing it
             if _is_ours(path.parent):
                 runs.append((path.stat().st_mtime, path.parent))
     others = (folder for _, folder in sorted(runs, reverse=True) if folder.name != own)
@@ -108,13 +107,13 @@ def remove_oldest(log_dir: Path, limits: Limits, *, own: str) -> list[str]:
 
 
 def _remove(log_dir: Path, folder: Path) -> bool:
-    import shutil  # a run that removes nothing needs not load it
+    import shutil  # only if a run removes something
 
     try:
         with hold(log_dir, folder.name) as is_locked:
             if not is_locked or _may_live_elsewhere(folder):
                 return False
-            away = log_dir / f".{folder.name}{_REMOVED}"  # what a run that is killed here leaves, the next one finds
+            away = log_dir / f".{folder.name}{_REMOVED}"  # found by the next run if this one is killed here
             folder.rename(away)
             try:
                 shutil.rmtree(away)
@@ -122,7 +121,7 @@ def _remove(log_dir: Path, folder: Path) -> bool:
                 if (away / MANIFEST).exists():  # it is still a run
                     away.rename(folder)
                 raise
-    except (UsageError, OSError):  # it lives, or cannot be removed
+    except (UsageError, OSError):  # it is active, or cannot be removed
         return False
     return True
 
@@ -130,17 +129,17 @@ def _remove(log_dir: Path, folder: Path) -> bool:
 def _is_ours(folder: Path) -> bool:
     try:
         return folder.lstat().st_uid == os.geteuid()
-    except OSError:  # another run removes it just now
+    except OSError:  # another run is removing it
         return False
 
 
 def _is_run(folder: Path) -> bool:
-    """Whether a folder is a run's of dtrain: other programs have files of that name, too."""
+    """Return whether a folder belongs to a run of dtrain: other programs may have files of the same name."""
     return {"dtrain", "run_id", "attempts"} <= _manifest(folder).keys()
 
 
 def _may_live_elsewhere(folder: Path) -> bool:
-    """Whether another host's run has noted no end: the locks of some network file systems are not seen here."""
+    """Return whether another host's run has no recorded end: some network file systems do not share locks."""
     content = _manifest(folder)
     controller = content.get("controller")
     here = isinstance(controller, dict) and controller.get("host") == os.uname().nodename
@@ -175,7 +174,7 @@ def _lock_file(log_dir: Path, run_id: str) -> Path:
 
 
 def _lock(path: Path) -> int | None:
-    """Return a descriptor that holds the lock; None where there are no locks. Raises BlockingIOError if it is held."""
+    """Return a descriptor that holds the lock; None if there are no locks. Raises BlockingIOError if it is held."""
     for _ in range(_TRIES):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
@@ -188,5 +187,5 @@ def _lock(path: Path) -> int | None:
             if error.errno in _NO_LOCKS:
                 return None
             raise
-        os.close(descriptor)  # its holder has just removed the file: another is the lock now
+        os.close(descriptor)  # its holder has just removed the file: lock the new one
     return None

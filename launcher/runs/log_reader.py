@@ -1,4 +1,4 @@
-"""Reads the log files of a run in the order in which its workers wrote, second by second, while it goes on or later."""
+"""Reads the log files of an active or ended run in the order in which its workers wrote, second by second."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Attempt:
 
 
 class LogReader:
-    """What was written since the last `read`. `ranks`: all if None; `since`: a time of the clock, in seconds."""
+    """Reads what was written since the last `read`. `ranks`: all if None; `since`: seconds since the epoch."""
 
     def __init__(self, folder: Path, *, ranks: Collection[int] | None = None, since: float = 0.0) -> None:
         self._folder = folder
@@ -39,20 +39,20 @@ class LogReader:
         self._attempts: dict[int, _Attempt] = {}
 
     def skip(self) -> None:
-        """Leave out all that is there now."""
+        """Skip everything written so far."""
         for _ in self.read():
             pass
 
     def read(self) -> Iterator[Piece]:
-        """Yield what has come, attempt by attempt."""
+        """Yield new output, attempt by attempt."""
         for number in sorted(attempts_in(self._folder)):
             if number >= max(self._attempts, default=0):
                 yield from self._read_attempt(number, self._attempts.setdefault(number, _Attempt()))
 
     def _read_attempt(self, number: int, state: _Attempt) -> Iterator[Piece]:
         sizes = {key: self._size(number, key) for key in self._files(number)}
-        # By file, where parts of it begin: the second, which of all notes this is, the offset. In one second, what was
-        # noted first was written first.
+        # By file, the starts of its parts: the second, the index of the entry in times.log, the offset. Within a second
+        # the order of entries is the order of writing.
         begins: dict[tuple[int, int], list[tuple[int, int, int]]] = {key: [] for key in sizes}
         for order, (second, key, offset) in enumerate(self._times(number, state), start=1):
             if key in begins and offset < sizes[key]:
@@ -60,11 +60,11 @@ class LogReader:
         parts = []  # second, order, rank and stream, first and last byte
         for key, size in sizes.items():
             first = state.read.get(key, 0)
-            if not begins[key] and key not in state.read:  # there is no word of when: it is all taken for old
+            if not begins[key] and key not in state.read:  # no times recorded: treat all of it as old
                 begins[key] = [(0, 0, 0)]
             cuts = [(second, order, max(first, offset)) for second, order, offset in begins[key]]
             if not cuts or cuts[0][2] > first:
-                cuts.insert(0, (self._since, 0, first))  # goes on from what was read before
+                cuts.insert(0, (self._since, 0, first))  # continues after what was read before
             ends = [offset for *_, offset in cuts[1:]] + [size]
             parts += [(second, order, key, begin, end) for (second, order, begin), end in zip(cuts, ends, strict=True)]
         for second, _, key, begin, end in sorted(parts):

@@ -1,11 +1,11 @@
-"""`--on-end CMD`: the user's own command, run here when a run has ended, with how it ended in variables.
+"""`--on-end CMD`: the user's command, run here after a run, with the result in variables.
 
-DTRAIN_RUN        the run's id, as dtrain logs, history and rerun take it. Not DTRAIN_RUN_ID, which is an option:
-                  a run that the command starts would take the same name
+DTRAIN_RUN        the run's id, for dtrain logs, history and rerun. Not DTRAIN_RUN_ID, which is an option: a run that
+                  the command starts would get the same id
 DTRAIN_STATE      finished, failed, stopped or not started, as in dtrain ps and run.json
-DTRAIN_EXIT_CODE  what dtrain ends with
-DTRAIN_CAUSE      what failed first, in one line; empty where nothing did
-DTRAIN_FOLDER     the run's folder, absolute; empty where its files could not be written
+DTRAIN_EXIT_CODE  dtrain's exit code
+DTRAIN_CAUSE      what failed first, in one line; empty if nothing did
+DTRAIN_FOLDER     the run's folder, absolute; empty if its files could not be written
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from launcher.job.outcome import Outcome
 from launcher.output.text import printable
 from launcher.runs.secrets import without_secrets
 
-IN_ON_END = "DTRAIN_IN_ON_END"  # set for the command, whose own runs take no on_end from the config file
+IN_ON_END = "DTRAIN_IN_ON_END"  # set for the command, whose own runs ignore on_end in the config file
 
 LIMIT_S = 60.0  # for the command
-_NOT_PASSED_ON = ("DTRAIN_ON_END", "DTRAIN_TOKEN")  # it may start a run, and is not to be run for that one again
+_NOT_PASSED_ON = ("DTRAIN_ON_END", "DTRAIN_TOKEN")  # it may start a run, for which it must not run again
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class _StoppedError(Exception):
-    """The user wants no more to wait; `args` is the signal's number."""
+    """The user stopped waiting; `args` is the signal's number."""
 
 
 def run_on_end(
     command: str, outcome: Outcome, state: str, folder: Path | None, *,
     say: Callable[[str], None], out: int = 1, err: int = 2, limit_s: float = LIMIT_S,
 ) -> None:  # fmt: skip
-    """Run the command by /bin/sh, and say if it fails, which changes nothing. Blocks, at most `limit_s`.
+    """Run the command with /bin/sh; print a message if it fails, but do nothing else. Blocks, at most `limit_s`.
 
-    It writes to `out` and `err`. What it leaves in the background goes on if it ends in time.
+    It writes to `out` and `err`. Its background processes continue if it ends in time.
     """
     env = {name: value for name, value in os.environ.items() if name not in _NOT_PASSED_ON}
     env |= {
@@ -67,10 +67,10 @@ def run_on_end(
     except OSError as error:
         say(f"--on-end: /bin/sh cannot be started: {error.strerror}")
     except subprocess.TimeoutExpired:
-        say(f"--on-end: the command did not end within {limit_s:g} s and was killed; put what takes longer in the")
+        say(f"--on-end: the command did not end within {limit_s:g} s and was killed; run longer commands in the")
         say("background: CMD &")
     except _StoppedError as stopped:
-        say(f"--on-end: the command was killed, since dtrain got {signal_name(stopped.args[0])}")
+        say(f"--on-end: the command was killed, since dtrain received {signal_name(stopped.args[0])}")
     else:
         if status:
             how = f"ended with exit code {status}" if status > 0 else f"was killed by {signal_name(-status)}"
@@ -88,14 +88,14 @@ def _cause(outcome: Outcome) -> str:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):  # not waited for yet, so that the group is still its own
+    with contextlib.suppress(ProcessLookupError):  # not waited for yet, so the group's id cannot be reused
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 @contextmanager
 def _stopped_by_signals() -> Iterator[None]:
-    """Raise _StoppedError where a signal would end this process, which still has an exit code to give."""
+    """Raise _StoppedError if a signal would end this process, which still has to return an exit code."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,6 +1,6 @@
-"""How a run goes: what its ranks spend their time on, who is slow, what the hosts' memory and GPUs are used for.
+"""The progress of a run: how its ranks spend their time, stragglers, the hosts' use of memory and GPUs.
 
-The controller's loop shows it the job, after each event, and the records of ranks; others read, by session.py.
+The controller's loop feeds it, with the job after each event, and the records of ranks; others read via session.py.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from launcher.timeline.stragglers import Straggler, Stragglers
 from launcher.timeline.timeline import Timeline
 from launcher.timeline.windows import Windows
 
-RECENT = 10  # records of a rank that its times are the means of: of a second, if its steps are short
+RECENT = 10  # newest records of a rank, over which times are averaged: about a second each if steps are short
 _WAIT = PHASES.index("wait")
 
 Content = Mapping[str, Any]
 
 
 class Overview:
-    """`say` prints a line; `watch` and what subscribes to `timeline` are called in the loop alone."""
+    """The overview. `say` prints a line; `watch` and the subscription to `timeline` are called only in the loop."""
 
     def __init__(self, timeline: Timeline, say: Callable[[str], None]) -> None:
         self._timeline = timeline
@@ -38,23 +38,23 @@ class Overview:
         self._goodput: Goodput | None = None
         self._stragglers: Stragglers | None = None
         self._attempt: AttemptState | None = None
-        self._is_mending = False  # this attempt was begun since the one before failed, and is not whole yet
+        self._is_mending = False  # this attempt follows a failure, and not all of it runs yet
         self._has_news = False
         self._use: dict[str, HostUse] = {}  # by host
         self._faults: Counter[int] = Counter()  # by rank
         self._waits = ProcessorWaits()
         self._lost: Counter[str] = Counter()  # by host
         self._hosts: dict[int, str] = {}
-        timeline.subscribe(self._take)
+        timeline.subscribe(self._add)
 
-    def _take(self, record: Record) -> None:
+    def _add(self, record: Record) -> None:
         self._windows.add(record)
         self._has_news = True
         if isinstance(record, Span) and self._goodput is not None:
             self._goodput.add_span(record)
 
     def watch(self, job: Job, event: Event, now: float) -> None:
-        """Look at what an event has changed."""
+        """Update the overview after an event."""
         attempt = job.attempt
         if self._goodput is None:
             self._goodput = Goodput(job.began)
@@ -65,7 +65,7 @@ class Overview:
                 report=lambda found: self._say(straggler_line(found)),
             )
         if attempt is not self._attempt:
-            self._begin_attempt(attempt)
+            self._start_attempt(attempt)
         if attempt is not None:
             all_run = job.phase is Phase.RUNNING and attempt.all_started
             self._is_mending &= not all_run
@@ -79,7 +79,7 @@ class Overview:
                 self._hosts = {worker.rank: worker.host for worker in attempt.placement.workers}
             self._divide(is_over=False)
 
-    def _begin_attempt(self, attempt: AttemptState | None) -> None:
+    def _start_attempt(self, attempt: AttemptState | None) -> None:
         last, self._attempt = self._attempt, attempt
         self._use.clear()
         if last is not None and self._goodput is not None:
@@ -108,7 +108,7 @@ class Overview:
             self._lost[event.host] += job.phase not in (Phase.STOPPING, Phase.ENDED)
 
     def end(self, now: float) -> tuple[Parts | None, list[Straggler]]:
-        """Return what the time of the whole run went to, and who was slow; call it after the run's end."""
+        """Return how the whole run spent its time, and the stragglers; call after the run's end."""
         if self._goodput is None or self._stragglers is None:
             return None, []
         self._divide(is_over=True)
@@ -118,7 +118,7 @@ class Overview:
         return None if self._goodput is None else self._goodput.parts(now).goodput
 
     def status_line(self, attempt: AttemptState, per_s: float | None) -> str:
-        """Say in a few words how training goes."""
+        """Format the progress of training in a few words."""
         slowest = None if self._stragglers is None else self._stragglers.slowest
         fullest = max(self._use.values(), key=_fullness, default=None)
         busy = [gpu[0] for use in self._use.values() for gpu in use.gpus.values()]
@@ -132,7 +132,7 @@ class Overview:
         )
 
     def table(self, attempt: AttemptState | None, now: float) -> Content:
-        """Return what `dtrain top` shows beside the status: by host and by rank, and who is slow."""
+        """Return what `dtrain top` shows beside the status: by host and by rank, and stragglers."""
         if attempt is None:
             return {"hosts_used": [], "ranks": [], "stragglers": []}
         slow = [] if self._stragglers is None else self._stragglers.now

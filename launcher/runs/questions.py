@@ -1,4 +1,4 @@
-"""What a command asks of a run that takes a while, or where both speak: controller/askers.py has the words."""
+"""Requests to a run that take a while, or in which both sides send: controller/askers.py has the protocol."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ class Question:
                 return answer
 
     def answer(self, entry: Entry, wait_s: float) -> Mapping[str, Any]:
-        """Return the first answer of the run of `entry`. Blocks so long. Raises RunError if it is none."""
+        """Return the first answer of the run of `entry`. Blocks for `wait_s`. Raises RunError if there is none."""
         try:
             answer = self.receive(wait_s)
         except TimeoutError as error:
             raise RunError(
-                f"run {entry.run_id} does not answer; if its process, pid {entry.pid}, is stopped, it does so "
-                f"once it goes on: kill -CONT {entry.pid}"
+                f"run {entry.run_id} does not answer; if its process (pid {entry.pid}) is stopped, "
+                f"resume it: kill -CONT {entry.pid}"
             ) from error
         if not isinstance(answer, Mapping):
             raise RunError(f"run {entry.run_id} has ended meanwhile; see dtrain history")
@@ -62,13 +62,13 @@ class Question:
         return answer
 
     def send(self, data: bytes) -> None:
-        """Give the debugger something. Blocks while it takes nothing; to one that has gone, nothing is said."""
+        """Send bytes to the debugger. Blocks while it does not read; does nothing if it is gone."""
         with contextlib.suppress(OSError):
             for start in range(0, len(data), PACKET_BYTES // 2):
                 self._connection.send(data[start : start + PACKET_BYTES // 2])
 
     def close(self) -> None:
-        """End it, for both ends. From any thread."""
+        """Close the connection at both ends. Callable from any thread."""
         self.is_closed = True
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
@@ -76,11 +76,11 @@ class Question:
 
 @contextmanager
 def question(entry: Entry, request: Mapping[str, Any]) -> Iterator[Question]:
-    """Ask the controller of a run. Raises RunError if there is none any more."""
+    """Ask the controller of a run. Raises RunError if it has ended."""
     with connect(entry, ANSWER_S) as connection:
         if connection is None:
             how = f": {entry.state}" if entry.state else ""
             raise RunError(f"run {entry.run_id} has ended{how}; its output is in {entry.folder}")
-        with contextlib.suppress(OSError):  # what is read then is the end
+        with contextlib.suppress(OSError):  # the next read then returns the end
             connection.send(json.dumps(request).encode())
         yield Question(connection)

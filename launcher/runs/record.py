@@ -1,24 +1,24 @@
-"""What is written of one run: its manifest, `run.json` in the run's folder, and the answers to who asks it.
+"""The record of one run: its manifest, `run.json` in the run's folder, and the answers to status requests.
 
-    version         1; a new number where a key changes its meaning or goes
+    version         1; incremented when a key changes its meaning or is removed
     run_id, dtrain, state
                     state: "starting", "running", "restarting", "stopping", and at the end as `ended` in outcome
-    command         {as_torchrun, words: what was typed after `dtrain run`, script: how many of them are SCRIPT [ARGS],
+    command         {as_torchrun, words: the arguments of `dtrain run`, script: how many of them are SCRIPT [ARGS],
                     folder: where it was typed, is_function: by launcher.launch(), of SCRIPT}; secret values are `***`
-    options         {name: {value, from, text}} of all that are not at their default; from: "command line", the
-                    variable's or the file's name; text: the variable's, else null
+    options         {name: {value, from, text}} of all that are not at their default; from: "command line", or the name
+                    of the variable or file; text: the variable's, else null
     workdir, python of the workers
     controller      {host, pid, start: in clock ticks since boot}
-    versions        {name: version} of what is installed here
-    git             {commit, clean, untracked, diff_file, diff_too_large}, null where workdir is in no repository
-    hosts           the names of all that were asked for
+    versions        {name: version} of packages installed here
+    git             {commit, clean, untracked, diff_file, diff_too_large}, null if workdir is not in a repository
+    hosts           names of all hosts given to the run
     attempts        [{number, began, ended, hosts, world_size, workers: [[rank, host, local rank, GPUs]], cause}]
-    began, ended    seconds of the clock
+    began, ended    seconds since the epoch
     outcome         null until the run has ended, then as --error-json (output/error_json.py)
-    report          null until the run has ended, then the last screen, as in report.txt; its paths are absolute
+    report          null until the run has ended, then the final report, as in report.txt; its paths are absolute
 
-It is written when the hosts are ready, at each attempt and at the end, each time in the place of the one before. A run
-that could not start leaves no folder.
+It is written when the hosts are ready, at each attempt and at the end, each time replacing the previous one. A run that
+could not start leaves no folder.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ if TYPE_CHECKING:
     from launcher.runs.git import Git
 
 VERSION = 1
-SAMPLE_S = 1.0  # between looks at the steps
-RATE_S = 30.0  # over which steps are counted
-END_S = 2.0  # for the look at the repository, at the end of a run
-ANSWER_S = 3.0  # for the loop to say how far it is
+SAMPLE_S = 1.0  # interval of samples of the step
+RATE_S = 30.0  # window of the step rate
+END_S = 2.0  # for the query of the repository, at the end of a run
+ANSWER_S = 3.0  # for the loop to answer
 _PACKAGES = ("torch", "numpy")
 _DIFF = "uncommitted.diff"
 
@@ -58,7 +58,7 @@ Content = Mapping[str, Any]
 
 
 def read_manifest(entry: Entry) -> Content:
-    """Return the manifest of a run; empty if it is not there, or is another run's that has its name."""
+    """Return the manifest of a run; empty if it is missing, or belongs to another run of the same name."""
     try:
         content = json.loads((Path(entry.folder) / MANIFEST).read_bytes())
     except (OSError, ValueError):
@@ -70,7 +70,7 @@ def read_manifest(entry: Entry) -> Content:
 
 
 class RunRecord:
-    """`keep` writes the manifest, in another thread; `on_start` is called once, when all workers have started."""
+    """The record. `keep` writes the manifest, in another thread; `on_start` is called once all workers have started."""
 
     def __init__(
         self, spec: JobSpec, about: Content, *, folder: Path, limits: Limits,
@@ -110,10 +110,10 @@ class RunRecord:
         }
 
     def watch(self, job: Job) -> None:
-        """Look at what has changed; the loop calls it after each event, so it is quick."""
+        """Record what has changed; the loop calls it after each event, so it must be fast."""
         attempt = job.attempt
         if attempt is not self._attempt:
-            self._begin(attempt)
+            self._start_attempt(attempt)
         elif not self._has_started and attempt is not None and attempt.all_started:
             self._has_started = True
             self.state = "running"
@@ -130,9 +130,9 @@ class RunRecord:
             answer.put({**self._status(job), **(self._overview.table(attempt, time.monotonic()) if in_full else {})})
 
     def status(self, wake: Callable[[], None], *, in_full: bool = False) -> Content:
-        """Return how far the run is, from another thread than the loop's, which `wake` has call `watch`. Blocks.
+        """Return the status of the run. Call from another thread than the loop's; `wake` makes the loop call `watch`.
 
-        `in_full`: with every host and rank.
+        Blocks. `in_full`: with every host and rank.
         """
         answer: queue.SimpleQueue[Content] = queue.SimpleQueue()
         self._asked.put((answer, in_full))
@@ -144,14 +144,14 @@ class RunRecord:
 
     @property
     def steps_per_s(self) -> float | None:
-        """The steps of the last half minute in a second."""
+        """Steps per second over the last half minute."""
         if len(self._samples) < 2:
             return None
         (first_at, first), (last_at, last) = self._samples[0], self._samples[-1]
         return round((last - first) / (last_at - first_at), 3)
 
     def end(self, outcome: Content | None, state: str, report: str) -> None:
-        """Note the end: `outcome` is what --error-json has. What is slow comes with `finish`."""
+        """Record the end; `outcome` is as for --error-json. Slow facts follow in `finish`."""
         if not self._attempts:
             return
         self._look_at_code()
@@ -162,7 +162,7 @@ class RunRecord:
         self._write()
 
     def finish(self) -> None:
-        """Wait a while for what is known of the code, then remove old runs. Blocks; an exception may end it early."""
+        """Wait briefly for the state of the code, then remove old runs. Blocks; an exception may end it early."""
         if not self._attempts:
             return
         try:
@@ -175,7 +175,7 @@ class RunRecord:
         if self._limits:
             remove_oldest(self._folder.parent, self._limits, own=self._folder.name)
 
-    def _begin(self, attempt: AttemptState | None) -> None:
+    def _start_attempt(self, attempt: AttemptState | None) -> None:
         self._end_attempt()
         self._attempt = attempt
         self._samples.clear()
@@ -203,7 +203,7 @@ class RunRecord:
         self._attempts[-1] = {**self._attempts[-1], "ended": time.time(), "cause": how}
 
     def _write(self) -> None:
-        with self._lock:  # until it is written: what was known earlier must not take its place
+        with self._lock:  # until it is written: older content must not replace it
             self._keep({**self._content, "state": self.state, "attempts": [*self._attempts]})
 
     def _status(self, job: Job) -> Content:
@@ -229,7 +229,7 @@ class RunRecord:
             self._slow.start()
 
     def _find_slow_facts(self) -> None:
-        """Find what takes long to find out, while the workers run."""
+        """Collect facts that take long to find, while the workers run."""
         versions = installed(_PACKAGES)
         git = None
         if _in_repository(self._spec.workdir):

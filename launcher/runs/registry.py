@@ -1,7 +1,7 @@
-"""The list of this user's runs: a small file for each, beside the socket at which its controller answers.
+"""The list of this user's runs: a small file for each, beside the socket on which its controller answers.
 
-They are in one folder of the user's own, so that other users' runs are not seen. An entry outlives its run and the
-machine's boot: what is neither ended nor alive is lost. Hosts may share the folder.
+They are in one folder of this user, so other users' runs are not listed. An entry outlives its run and reboots: a run
+that is neither ended nor alive is lost. Hosts may share the folder.
 """
 
 from __future__ import annotations
@@ -29,37 +29,36 @@ _PREFIX = "run-"
 
 @dataclass(frozen=True)
 class Entry:
-    """What the list knows of a run. `state` is empty until it has ended; `exit_code` is the command's."""
+    """The entry of a run. `state` is empty until the run has ended; `exit_code` is the command's."""
 
     run_id: str
     folder: str  # of its files, absolute
     command: str  # for a person
     host: str
-    machine: str  # which tells hosts of one name apart
+    machine: str  # distinguishes hosts with the same name
     boot: str
     pid_namespace: int
     pid: int
     start: int
     socket: str
-    began: float  # seconds of the clock, as `ended`
+    began: float  # seconds since the epoch, like `ended`
     name: str = ""  # of the entry
     detached: bool = False
     state: str = ""
     exit_code: int = 0
     ended: float = 0.0
-    cause: str = (
-        ""  # in a few words, where it did not finish; empty until it has ended, as is `report`, the last screen
-    )
-    report: str = ""  # both are also empty of versions of dtrain that kept none
+    # Both are empty until the run has ended, and from versions of dtrain that did not keep them.
+    cause: str = ""  # in a few words, if it did not finish
+    report: str = ""  # the final report
 
     @property
     def here(self) -> bool:
-        """Whether its controller runs or ran on this host, and is seen from here: not in another container."""
+        """Whether its controller runs or ran on this host, and is visible: not in another container."""
         return self.machine == this_host() and (self.boot != this_boot() or self.pid_namespace == _pid_namespace())
 
     @property
     def lives(self) -> bool:
-        """Whether its controller is there, as far as this host can tell."""
+        """Whether its controller is running, as far as known on this host."""
         if self.state or not self.here or self.boot != this_boot():
             return False
         process = find(self.pid)
@@ -67,12 +66,12 @@ class Entry:
 
     @property
     def is_lost(self) -> bool:
-        """Whether its controller has gone without a word."""
+        """Whether its controller ended without recording an end."""
         return not self.state and self.here and not self.lives
 
 
 def place() -> Path:
-    """Return the path of the folder, whether or not it is there. Raises SocketError if this user has no home."""
+    """Return the path of the folder, which may not exist. Raises SocketError if this user has no home."""
     given = os.environ.get("XDG_STATE_HOME", "")
     try:
         return (Path(given) if os.path.isabs(given) else Path("~/.local/state").expanduser()) / "dtrain"
@@ -88,14 +87,14 @@ _FIELDS = frozenset(names_of(Entry) or ())
 
 
 class Registration:
-    """This process's own entry. `listening` is its socket."""
+    """The entry of this process. `listening` is its socket."""
 
     def __init__(self, entry: Entry, listening: socket.socket) -> None:
         self.listening = listening
         self._entry = entry
 
     def end(self, state: str, exit_code: int, cause: str = "", report: str = "") -> None:
-        """Note how the run has ended. Raises OSError or SocketError."""
+        """Record how the run ended. Raises OSError or SocketError."""
         self._entry = replace(
             self._entry, state=state, exit_code=exit_code, ended=time.time(), cause=cause, report=report
         )
@@ -105,7 +104,7 @@ class Registration:
                 _forget_oldest(folder)
 
     def close(self) -> None:
-        """Remove the socket: whoever waits at it learns that the run has ended."""
+        """Remove the socket, which notifies waiting commands that the run has ended."""
         self.listening.close()
         with contextlib.suppress(OSError, SocketError), SocketFolder.opened(str(place())) as folder:
             if folder is not None:
@@ -113,7 +112,7 @@ class Registration:
 
 
 def registered(run_id: str, run_folder: Path, command: str, *, detached: bool) -> Registration:
-    """List this process as the controller of a run. Raises OSError or SocketError if that cannot be written."""
+    """List this process as the controller of a run. Raises OSError or SocketError if the entry cannot be written."""
     us = find(os.getpid())
     assert us is not None
     began = time.time()
@@ -150,15 +149,15 @@ def entries() -> list[Entry]:
                 continue
             found.append(entry)
             if entry.is_lost and entry.socket in sockets:
-                with contextlib.suppress(OSError):  # of a home that cannot be written
-                    folder.remove(entry.socket)  # which its controller could not
+                with contextlib.suppress(OSError):  # the home may be read-only
+                    folder.remove(entry.socket)  # its controller could not
     return found
 
 
 def choose(word: str, among: Sequence[Entry]) -> Entry:
-    """Return the run with this id, the only one that begins so, or the newest for `last`. Raises RunError."""
+    """Return the run with this id or unique prefix, or the newest for `last`. Raises RunError."""
     if not among:
-        raise RunError("there are no runs of yours; start one with dtrain run")
+        raise RunError("you have no runs; start one with dtrain run")
     if word == "last":
         return among[0]
     fitting = {each.run_id: each for each in reversed(among) if each.run_id.startswith(word)}  # the newest of each id
@@ -168,13 +167,13 @@ def choose(word: str, among: Sequence[Entry]) -> Entry:
         raise RunError(f"there is no run {word}; see dtrain ps --all")
     if len(fitting) > 1:
         names = ", ".join(sorted(fitting)[:4]) + (" and others" if len(fitting) > 4 else "")
-        raise RunError(f"{word} may be {names}; write more of it")
+        raise RunError(f"{word} is ambiguous: {names}; write more of the id")
     return next(iter(fitting.values()))
 
 
 @contextmanager
 def connect(entry: Entry, wait_s: float) -> Iterator[socket.socket | None]:
-    """Connect to a run's controller; None where there is none any more. Raises RunError where it cannot be asked."""
+    """Connect to a run's controller; None if it has ended. Raises RunError if it cannot be asked."""
     if not entry.here and not entry.state:
         raise RunError(f"run {entry.run_id} was started on {entry.host}; type the command there")
     try:
@@ -194,12 +193,12 @@ def _write(folder: SocketFolder, entry: Entry) -> None:
 
 
 def _read(folder: SocketFolder, name: str) -> Entry | None:
-    """Return an entry; None if it is gone or, of a full disk, only half there. Fields of later versions are skipped."""
+    """Return an entry; None if it is gone or, after a full disk, incomplete. Fields of later versions are ignored."""
     try:
         values: Any = json.loads(folder.read(name))
         known = {field: value for field, value in values.items() if field in _FIELDS}
         return decode_dataclass(Entry, {**known, "name": name})
-    except (FileNotFoundError, ProtocolError, ValueError, AttributeError):  # the last: it is no object
+    except (FileNotFoundError, ProtocolError, ValueError, AttributeError):  # AttributeError: it is not an object
         return None
 
 

@@ -1,6 +1,6 @@
-"""What makes a run one that can be found again, from its start to its end: record, control socket, and leaving.
+"""The session of a run, from its start to its end: its record, its control socket, and detaching.
 
-cli/run.py makes one for the controller. Nothing here keeps a run from its work: what cannot be written is said once.
+cli/control.py makes one for the controller. A failure to write here is reported once and never stops the run.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ if TYPE_CHECKING:
     from launcher.controller.controller import Controller
     from launcher.runs.detach import Detachment
 
-CONSOLE_LOG = "console.log"  # what a detached run would show on its terminal
+CONSOLE_LOG = "console.log"  # the terminal output of a detached run
 
 
 class Session:
-    """`words` were typed after `dtrain run`; `script` of them are SCRIPT [ARGS], or the name of a function.
+    """The session. `argv` are the arguments of `dtrain run`; the last `script` ones are SCRIPT [ARGS], or a function.
 
-    `options` are the values that are not at their default, each with where it is from; `timeline` has the records of
-    ranks, `say` prints what becomes known of them.
+    `options` are the values that are not at their default, each with its origin; `timeline` has the records of ranks,
+    and `say` prints messages about them.
     """
 
     def __init__(
-        self, spec: JobSpec, output: OutputThread, *, words: list[str], script: int, as_torchrun: bool,
+        self, spec: JobSpec, output: OutputThread, *, argv: list[str], script: int, as_torchrun: bool,
         is_function: bool, options: Mapping[str, tuple[Any, str]], folder: Path, limits: Limits,
         detachment: Detachment | None,
         timeline: Timeline, say: Callable[[str], None],
@@ -58,12 +58,12 @@ class Session:
         self._job: Job | None = None
         us = find(os.getpid())
         assert us is not None
-        kept_words = without_secrets(words)
-        self._command = " ".join(kept_words[len(words) - script :])
+        kept_argv = without_secrets(argv)
+        self._command = " ".join(kept_argv[len(argv) - script :])
         about = {
             "command": {
                 "as_torchrun": as_torchrun,
-                "words": kept_words,
+                "words": kept_argv,
                 "script": script,
                 "folder": os.getcwd(),
                 "is_function": is_function,
@@ -80,24 +80,24 @@ class Session:
         )  # fmt: skip
 
     def watch(self, job: Job, event: Event, now: float) -> None:
-        """Look at what an event has changed; the controller's loop calls it."""
+        """Update record and overview after an event; the controller's loop calls it."""
         self._job = job
         self._overview.watch(job, event, now)
         self._record.watch(job)
 
     def status_line(self) -> str:
-        """Say in a few words how training goes; empty while it does not. In the loop."""
+        """Format the progress of training in a few words; empty if none runs. Call in the loop."""
         job = self._job
         if job is None or job.attempt is None or job.phase is not Phase.RUNNING or job.outcome is not None:
             return ""
         return self._overview.status_line(job.attempt, self._record.steps_per_s)
 
     def spent(self, outcome: Outcome) -> tuple[Parts | None, Sequence[Straggler]]:
-        """Return what the time of the run went to, and who was slow; after its end."""
+        """Return how the run spent its time, and the stragglers; call after its end."""
         return self._overview.end((0.0 if self._job is None else self._job.began) + outcome.duration_s)
 
     def listen(self, controller: Controller) -> None:
-        """List the run, and answer whoever asks it."""
+        """List the run, and answer requests."""
 
         def answer(what: str) -> Mapping[str, Any]:
             if what in ("status", "top"):
@@ -105,24 +105,24 @@ class Session:
             if what in ("stop", "kill"):
                 controller.signal(signal.SIGTERM)
                 if what == "kill":
-                    controller.signal(signal.SIGINT)  # while it stops: at once
+                    controller.signal(signal.SIGINT)  # a second signal while it stops: kill
                 return {"ok": True}
-            return {"error": f"it does not know how to {what}"}
+            return {"error": f"unknown request: {what}"}
 
         detached = self._detachment is not None
         self._control = Control(
             lambda: registered(self._spec.run_id, self._folder.absolute(), self._command, detached=detached),
             answer,
-            # A home that cannot be written is nothing new to a run in the foreground of a container.
+            # In the foreground of a container, a read-only home is common.
             self._output.say if detached else lambda _: None,
             controller.take_asker,
         )
         self._control.start()
 
     def end(self, outcome: Outcome, evidence_file: Path | None, report: str) -> str:
-        """Write down how the run has ended, and tell who waits for it; return the state that it has ended in.
+        """Record how the run ended, and notify waiting commands; return its final state.
 
-        `report` is kept, for `dtrain report` and those who wait.
+        `report` is kept, for `dtrain report` and waiting commands.
         Blocks for a while; Ctrl-C ends that early.
         """
         parts, stragglers = self.spent(outcome)
@@ -139,20 +139,20 @@ class Session:
         return state
 
     def abandon(self) -> None:
-        """Let go of a run that ends with an exception here, in a process that may go on."""
+        """End the session of a run that ends with an exception, in a process that may continue."""
         if self._control is not None:
             self._control.note_end("failed", 1)
             self._control.close()
 
     def _leave(self) -> None:
-        """Let the command return that was typed with --detach."""
+        """Make the command that was typed with --detach return."""
         detachment = self._detachment
         if detachment is None:
             return
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         try:
             log = os.open(self._folder / CONSOLE_LOG, flags, 0o666)
-        except OSError:  # the log files have said why nothing is kept
+        except OSError:  # LogFiles has reported why nothing is kept
             log = os.open(os.devnull, flags)
 
         def leave() -> None:
@@ -164,7 +164,7 @@ class Session:
 
 
 def _text_of(origin: str) -> str | None:
-    """Return the text of the variable that an option is from; None where it is from no variable."""
+    """Return the text of the variable that set an option; None if no variable did."""
     variable = origin.partition(" or ")[0]  # PET_NNODES or a file
     text = os.environ.get(variable) if variable.startswith(("DTRAIN_", "PET_")) else None
     return text if text is None or _without_secrets(text) == text else WITHHELD

@@ -1,1 +1,1 @@
-"""The commands for runs that have begun: which there are, what they write, how they are stopped and repeated."""
+"""The commands for existing runs: they list, show, stop and repeat them."""

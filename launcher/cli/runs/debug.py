@@ -1,4 +1,4 @@
-"""`dtrain debug`: pdb in this terminal, or debugpy at a port of this machine, in a rank of a run that goes on."""
+"""`dtrain debug`: pdb in this terminal, or debugpy on a port of this machine, for a rank of an active run."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from launcher.output.stacks import one_line_of
 from launcher.runs.questions import Question, question
 from launcher.runs.registry import Entry, choose, entries
 
-OPENS_S = 3.0  # after that it is said where the rank is
+OPENS_S = 3.0  # then print where the rank is
 ANSWER_S = 10.0
 LOOK_S = 0.1
 
 
 class _EndedError(Exception):
-    """The debugger is closed: why; `goes_on`: it was open, and has been left."""
+    """The debugger is closed, with the reason; `goes_on`: it was open, and the rank continues."""
 
     def __init__(self, why: str, *, goes_on: bool) -> None:
         super().__init__(why)
@@ -32,15 +32,15 @@ class _EndedError(Exception):
 
 
 def debug_rank(word: str, rank: int, *, port: int | None, say: Callable[[str], None]) -> int:
-    """Be a debugger of a rank until either ends; with `port`, one for an editor. Return the exit code.
+    """Run a debugger of a rank until either ends; with `port`, for an editor. Return the exit code.
 
-    Blocks; from the main thread only.
+    Blocks; call from the main thread only.
     """
     entry = choose(word, entries())
     debugger = "pdb" if port is None else "debugpy"
     with question(entry, {"ask": "debug", "rank": rank, "debugger": debugger}) as asked:
         answer = asked.answer(entry, ANSWER_S)
-        say(f"rank {rank} on {answer['host']} of run {entry.run_id}; Ctrl-C leaves it, and it goes on")
+        say(f"rank {rank} on {answer['host']} of run {entry.run_id}; Ctrl-C leaves it, and it continues")
         said = _Said(asked, rank)
         said.start()
         try:
@@ -65,12 +65,12 @@ def debug_rank(word: str, rank: int, *, port: int | None, say: Callable[[str], N
 
 
 class _Said:
-    """What the rank and the controller say, read in a thread: a queue of lines, and of bytes after the line `ready`."""
+    """Messages of the rank and the controller, read in a thread: a queue of lines, and of bytes after `ready`."""
 
     def __init__(self, asked: Question, rank: int) -> None:
         self._asked = asked
         self._rank = rank
-        # No SimpleQueue: in CPython 3.11 its `get` waits for ever if a signal, as Ctrl-C, comes as its time is over.
+        # Not SimpleQueue: in CPython 3.11 its `get` waits forever if a signal, such as Ctrl-C, comes at its timeout.
         self._queue: queue.Queue[Mapping[str, Any] | bytes | _EndedError] = queue.Queue()
         self._unread = b""
         self._ended = False
@@ -87,7 +87,7 @@ class _Said:
         return said
 
     def next_bytes(self, wait_s: float | None = None) -> bytes:
-        """Return what has come since the line `ready`, or the next of it. Raises as `next`."""
+        """Return the bytes received after the line `ready`, or the next ones. Raises like `next`."""
         said = self._next(wait_s)
         assert isinstance(said, bytes)
         return said
@@ -101,16 +101,16 @@ class _Said:
     def read_line(self, prompt: str) -> str:
         """Let the user type a line. Raises _EndedError, KeyboardInterrupt, EOFError.
 
-        readline shows its prompt, and then waits without a look at the signals that came before: only one that comes
-        while it waits has Python's handlers run. So a timer looks for Ctrl-C, and for the end of the debugger. It runs
-        in here only: its handler uses the queue.
+        readline shows its prompt and then ignores signals that came earlier: Python's handlers run only for a signal
+        that comes while it waits. So a timer checks for Ctrl-C and for the end of the debugger. It runs only in here,
+        since its handler uses the queue.
         """
 
         def look(_: int, __: object) -> None:
             if self._ended:
                 signal.setitimer(signal.ITIMER_REAL, 0)
                 while True:
-                    self.next()  # whose last one raises
+                    self.next()  # the last one raises
 
         before = signal.signal(signal.SIGALRM, look)
         signal.setitimer(signal.ITIMER_REAL, LOOK_S, LOOK_S)
@@ -127,26 +127,26 @@ class _Said:
         try:
             while (packet := self._asked.receive()) is not None:
                 if isinstance(packet, bytes):
-                    self._take(packet)
+                    self._add(packet)
                 elif "ended" in packet:
                     ended = self._how_ended(packet["ended"])
-        except ValueError as error:  # no JSON
-            ended = _EndedError(f"rank {self._rank} said what dtrain does not know: {error}", goes_on=False)
+        except ValueError as error:  # not JSON
+            ended = _EndedError(f"rank {self._rank} sent an unknown message: {error}", goes_on=False)
         if self._asked.is_closed:
             ended = self._how_ended("")
         self._queue.put(ended)
         self._ended = True
 
     def _how_ended(self, why: str) -> _EndedError:
-        """Take why a debugger is closed; nothing is said if the rank has closed it itself."""
+        """Return the reason why a debugger closed; `why` is empty if the rank closed it itself."""
         if why:
             return _EndedError(why, goes_on=False)
         if self._is_open:
             return _EndedError(f"rank {self._rank} goes on without the debugger", goes_on=True)
-        text = f"rank {self._rank} goes on: it closed the debugger before that was ready; see its output: dtrain logs"
+        text = f"rank {self._rank} continues: it closed the debugger before it was ready; see its output: dtrain logs"
         return _EndedError(text, goes_on=False)
 
-    def _take(self, data: bytes) -> None:
+    def _add(self, data: bytes) -> None:
         self._unread += data
         while not self._is_raw and b"\n" in self._unread:
             line, _, self._unread = self._unread.partition(b"\n")
@@ -160,27 +160,25 @@ class _Said:
 
 
 def _wait_until_open(entry: Entry, rank: int, said: _Said, say: Callable[[str], None]) -> Mapping[str, Any]:
-    """Return the first line of the debugger; say what the rank is doing if that takes long."""
+    """Return the first line of the debugger; print where the rank is if that takes long."""
     with contextlib.suppress(queue.Empty):
         return said.next(OPENS_S)
     try:
         (found,) = ask_stacks(entry, [rank]).evidence
         where = one_line_of(found)
-    except (DtrainError, ValueError):  # which the end of the wait will explain
+    except (DtrainError, ValueError):  # the end of the wait explains it
         where = f"rank {rank} has not answered yet"
-    say(f"{where}; the debugger opens when it comes back to Python. The others: dtrain stacks {entry.run_id}")
+    say(f"{where}; the debugger opens when it returns to Python. The others: dtrain stacks {entry.run_id}")
     return said.next()
 
 
 def _speak_pdb(asked: Question, said: _Said, first: Mapping[str, Any], say: Callable[[str], None]) -> None:
-    """Show what pdb says and give it lines, until the end. Raises _EndedError, KeyboardInterrupt, EOFError."""
-    say(
-        "to leave it, q or Ctrl-D; the rank goes on. Others wait for it: dtrain takes nobody's silence for a stall now,"
-    )
-    say("but torch's own timeouts go on: of a collective mostly 30 minutes, with NCCL 10 (init_process_group)")
+    """Show pdb's output and send it lines, until the end. Raises _EndedError, KeyboardInterrupt, EOFError."""
+    say("type q or Ctrl-D to leave; the rank then continues. Others wait for it: dtrain reports no stall meanwhile,")
+    say("but torch's own timeouts keep running: of a collective mostly 30 minutes, with NCCL 10 (init_process_group)")
     if os.isatty(0):
         with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  # lines can be edited, and called back
+            import readline  # noqa: F401  # line editing and history
     line = first
     while "end" not in line:
         if "text" in line:

@@ -1,6 +1,6 @@
-"""`dtrain debug --debugpy`: a port of this machine's loopback, behind which an editor finds the rank's debugpy.
+"""`dtrain debug --debugpy`: a loopback port of this machine through which an editor reaches the rank's debugpy.
 
-Only this user's processes are let in, and one editor: debugpy has one.
+It accepts only this user's processes, and one editor: debugpy supports one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from launcher.errors import RunError
 
 PIECE_BYTES = 64 << 10
-LOOK_S = 0.2  # between looks whether the rank is still there, while no editor has come
+LOOK_S = 0.2  # interval of checks that the rank is alive, until an editor connects
 
 
 def forward(
@@ -25,10 +25,10 @@ def forward(
     port: int,
     say: Callable[[str], None],
 ) -> None:
-    """Let an editor connect, and pass on what it and the rank say. Blocks; once the editor has left, `leave` is called.
+    """Let an editor connect, and relay between it and the rank. Blocks; calls `leave` once the editor disconnects.
 
-    `next_bytes` waits for what the rank says, not longer than it is told (queue.Empty); its end is an exception.
-    Raises RunError if the port is not free.
+    `next_bytes` waits for bytes of the rank, at most the given time (queue.Empty); their end is an exception. Raises
+    RunError if the port is not free.
     """
     try:
         listening = socket.create_server(("127.0.0.1", port), backlog=1)
@@ -43,7 +43,7 @@ def forward(
         editor = _accept(listening, next_bytes, early)
     with editor:
         threading.Thread(target=_read_editor, args=(editor, send, leave), daemon=True).start()
-        with contextlib.suppress(OSError):  # it has left
+        with contextlib.suppress(OSError):  # the editor disconnected
             for data in early:
                 editor.sendall(data)
             while True:
@@ -65,7 +65,7 @@ def _accept(listening: socket.socket, next_bytes: Callable[[float | None], bytes
 
 
 def _uid_of_peer(connection: socket.socket) -> int | None:
-    """Return whose the other end of a connection over loopback is; None if the kernel does not say."""
+    """Return the owner of the other end of a loopback connection; None if the kernel does not list it."""
     ours, theirs = (f":{end[1]:04X}" for end in (connection.getsockname(), connection.getpeername()))
     with open("/proc/net/tcp", encoding="ascii") as file:
         for line in list(file)[1:]:

@@ -1,4 +1,4 @@
-"""`dtrain logs` and `dtrain attach`: what a run has written, and what it writes while somebody looks."""
+"""`dtrain logs` and `dtrain attach`: the output of a run so far, and as it is written."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from launcher.runs.record import read_manifest
 from launcher.runs.registry import Entry, choose, entries
 from launcher.runs.session import CONSOLE_LOG
 
-LOOK_S = 0.2  # between looks at the files
-CONTEXT_BYTES = 4096  # of what was written before, for who comes back
+LOOK_S = 0.2  # interval of checks of the files
+CONTEXT_BYTES = 4096  # earlier output to show on attaching
 
 
 class _Shown:
@@ -35,9 +35,9 @@ class _Shown:
         self._hosts: dict[int, str] = {}
 
     def more(self) -> bool:
-        """Show what has come; return whether somebody still reads it."""
+        """Show new output; return whether stdout is still open."""
         for piece in self._reader.read():
-            if _nobody_reads():
+            if _is_stdout_closed():
                 return False
             if piece.attempt != self._attempt:
                 self._console.finish()
@@ -50,7 +50,7 @@ class _Shown:
                 self._console.add_worker(piece.rank, "?")
             self._console.write(piece.rank, piece.stream, piece.data)
         self._console.refresh(time.monotonic())
-        return not _nobody_reads()
+        return not _is_stdout_closed()
 
     def finish(self) -> None:
         self._console.finish()
@@ -61,7 +61,7 @@ def show_logs(word: str, *, follow: bool, ranks: Collection[int] | None, since_s
     entry = choose(word, entries())
     folder = Path(entry.folder)
     if not folder.is_dir():
-        raise RunError(f"the output of run {entry.run_id} is not there any more: {folder}")
+        raise RunError(f"the output of run {entry.run_id} no longer exists: {folder}")
     since = 0.0 if since_s is None else time.time() - since_s
     shown = _Shown(entry, LogReader(folder, ranks=ranks, since=since), lines="all")
     try:
@@ -78,7 +78,7 @@ def show_logs(word: str, *, follow: bool, ranks: Collection[int] | None, since_s
 def attach(word: str, *, say: Callable[[str], None]) -> int:
     """Show a run as if it were in the foreground, until its end; return its exit code. Ctrl-C asks what to do.
 
-    Of a run that has ended, only the report is shown.
+    For a run that has ended, show only the report.
     """
     entry = choose(word, entries())
     if entry.state or entry.is_lost:
@@ -101,9 +101,9 @@ def attach(word: str, *, say: Callable[[str], None]) -> int:
 
 
 def _follow(entry: Entry, more: Callable[[], bool], say: Callable[[str], None]) -> bool:
-    """Show what comes until the run ends, or until somebody leaves; return whether that is so."""
+    """Show new output until the run ends or the user leaves; return whether the user left."""
     what = "stop"
-    greeting = f"run {entry.run_id} goes on without this terminal; Ctrl-C asks whether to stop it"
+    greeting = f"run {entry.run_id} continues without this terminal; Ctrl-C asks whether to stop it"
     while True:
         try:
             if greeting:
@@ -116,14 +116,14 @@ def _follow(entry: Entry, more: Callable[[], bool], say: Callable[[str], None]) 
             return True
         except KeyboardInterrupt:
             if not _wants_to_stop(what):
-                say(f"run {entry.run_id} goes on: dtrain attach {entry.run_id}")
+                say(f"run {entry.run_id} continues: dtrain attach {entry.run_id}")
                 return True
             ask(entry, what)
             what = "kill"
 
 
 def _wants_to_stop(what: str) -> bool:
-    """Ask; where nobody can answer, the run goes on."""
+    """Ask the user; without a terminal, leave the run running."""
     if not os.isatty(0):
         return False
     while True:
@@ -131,7 +131,7 @@ def _wants_to_stop(what: str) -> bool:
         sys.stderr.flush()
         try:
             answer = sys.stdin.readline().strip().lower()
-        except KeyboardInterrupt:  # the second: who types it wants to go
+        except KeyboardInterrupt:  # the second one: the user wants to leave
             return False
         if answer and what.startswith(answer):
             return True
@@ -140,14 +140,14 @@ def _wants_to_stop(what: str) -> bool:
 
 
 def _console_of(file: BinaryIO) -> Callable[[], bool]:
-    """Return what shows the end of a file, then what comes."""
+    """Return a function that shows the end of a file, then what is appended."""
     size = os.fstat(file.fileno()).st_size
     if size > CONTEXT_BYTES:
         file.seek(size - CONTEXT_BYTES)
-        file.readline()  # half of one
+        file.readline()  # a partial line
 
     def more() -> bool:
-        if _nobody_reads():
+        if _is_stdout_closed():
             return False
         sys.stdout.flush()
         shutil.copyfileobj(file, sys.stdout.buffer)
@@ -158,7 +158,7 @@ def _console_of(file: BinaryIO) -> Callable[[], bool]:
 
 
 def _has_ended(entry: Entry) -> bool:
-    """Wait for a moment; return whether the run has ended meanwhile."""
+    """Wait for LOOK_S; return whether the run has ended."""
     time.sleep(LOOK_S)
     if entry.here:
         return not entry.lives
@@ -170,8 +170,8 @@ def _hosts_of(entry: Entry, attempt: int) -> dict[int, str]:
     return {worker[0]: worker[1] for each in attempts if each["number"] == attempt for worker in each["workers"]}
 
 
-def _nobody_reads() -> bool:
-    """Whether stdout is a pipe of which the reader has gone, as with `head`."""
+def _is_stdout_closed() -> bool:
+    """Return whether stdout is a pipe without a reader, as after `head`."""
     poll = select.poll()
     poll.register(1, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))

@@ -1,4 +1,4 @@
-"""`dtrain rerun`: the command of an earlier run again, in its folder and with the code that it had."""
+"""`dtrain rerun`: starts the command of an earlier run again, in its folder and at the same commit."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from launcher.runs.secrets import WITHHELD
 
 @dataclass(frozen=True)
 class Again:
-    """What is to be typed after `dtrain run`, and the variables that the options were taken from."""
+    """The arguments of `dtrain run`, and the variables that set options."""
 
-    words: tuple[str, ...]
+    argv: tuple[str, ...]
     as_torchrun: bool
     variables: Mapping[str, str]
 
 
 def prepare_rerun(word: str, more: Sequence[str], *, any_commit: bool, say: Callable[[str], None]) -> Again:
-    """Go to the folder of a run and return its command with `more` options. Raises RunError, UsageError."""
+    """Change to the folder of a run and return its command with `more` options. Raises RunError, UsageError."""
     entry = choose(word, entries())
     manifest = read_manifest(entry)
     if not manifest:
-        raise RunError(f"how run {entry.run_id} was started is not there any more: {entry.folder}/run.json")
+        raise RunError(f"the record of how run {entry.run_id} was started no longer exists: {entry.folder}/run.json")
     command: Mapping[str, Any] = manifest["command"]
-    words: list[str] = command["words"]
+    argv: list[str] = command["words"]
     if command.get("is_function"):
         raise RunError(
             f"run {entry.run_id} is of a function that a Python program gave to launcher.launch(); call it there"
         )
-    if withheld := [each for each in words if WITHHELD in each]:
-        before = words[words.index(withheld[0]) - 1 : words.index(withheld[0])]
+    if withheld := [arg for arg in argv if WITHHELD in arg]:
+        before = argv[argv.index(withheld[0]) - 1 : argv.index(withheld[0])]
         shown = " ".join([*before, withheld[0]])
         raise UsageError(
             f"the command of run {entry.run_id} has secret values, which are not kept: {shown}; "
@@ -50,13 +50,13 @@ def prepare_rerun(word: str, more: Sequence[str], *, any_commit: bool, say: Call
         raise RunError(f"the folder of run {entry.run_id}, {command['folder']}: {error.strerror}") from error
     os.environ["PWD"] = command["folder"]
     _check_code(entry.run_id, manifest, any_commit=any_commit, say=say)
-    first = len(words) - command["script"]
-    options = [each for each in words[:first] if each != "--"]
-    return Again((*options, *more, "--", *words[first:]), command["as_torchrun"], variables)
+    first = len(argv) - command["script"]
+    options = [arg for arg in argv[:first] if arg != "--"]
+    return Again((*options, *more, "--", *argv[first:]), command["as_torchrun"], variables)
 
 
 def _variables(run_id: str, manifest: Mapping[str, Any]) -> dict[str, str]:
-    """Return the variables that set options then, and that are not set now. Raises UsageError for a secret one."""
+    """Return the variables that set options then and are not set now. Raises UsageError for a secret one."""
     found = {}
     for option in manifest["options"].values():
         name, text = option["from"].partition(" or ")[0], option["text"]
@@ -83,6 +83,6 @@ def _check_code(run_id: str, manifest: Mapping[str, Any], *, any_commit: bool, s
         say(text)
     elif not git["clean"]:
         kept = f"compare them: {git['diff_file']} in its folder" if git["diff_file"] else "they were not kept"
-        say(f"run {run_id} had changes that are not committed; {kept}")
+        say(f"run {run_id} had uncommitted changes; {kept}")
     elif now is not None and not now.clean:
-        say(f"there are changes in {workdir} that run {run_id} had not: git diff")
+        say(f"{workdir} has changes that run {run_id} did not have: git diff")

@@ -16,12 +16,12 @@ from launcher.protocol.reports import Evidence
 from launcher.runs.questions import question
 from launcher.runs.registry import Entry, choose, entries
 
-LIMIT_S = 70.0  # for an answer: two rounds with native frames, one of them another command's, and some more
+LIMIT_S = 70.0  # for an answer: two rounds with native frames, one for another command, and a margin
 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """`missing` are the ranks that have not answered within `limit_s`, by host."""
+    """The answer. `missing` are the ranks that did not answer within `limit_s`, by host."""
 
     attempt: int
     evidence: tuple[Evidence, ...]
@@ -31,7 +31,7 @@ class Found:
 
 
 def show_stacks(word: str, ranks: Collection[int], *, native: bool, as_json: bool, say: Callable[[str], None]) -> int:
-    """Print the stacks of all ranks by groups, or those of `ranks` whole; return 1 if a rank has not answered."""
+    """Print the stacks of all ranks by group, or those of `ranks` in full; return 1 if a rank did not answer."""
     entry = choose(word, entries())
     found = ask_stacks(entry, ranks, native=native)
     if as_json:
@@ -45,7 +45,7 @@ def show_stacks(word: str, ranks: Collection[int], *, native: bool, as_json: boo
 
 
 def ask_stacks(entry: Entry, ranks: Collection[int] = (), *, native: bool = False) -> Found:
-    """Ask where the ranks of a run are, or only `ranks`. Blocks for some seconds. Raises RunError."""
+    """Ask where the ranks of a run are, or only `ranks`. Blocks for a few seconds. Raises RunError."""
     with question(entry, {"ask": "stacks", "ranks": [*ranks], "native": native}) as asked:
         answer = asked.answer(entry, LIMIT_S)
     evidence = tuple(decode_value(Evidence, each) for each in answer["evidence"])

@@ -28,7 +28,7 @@ Row = Mapping[str, Any]
 
 
 def show_runs(*, everything: bool, as_json: bool, say: Callable[[str], None]) -> int:
-    """Print the runs that go on, with `everything` those that have ended too; return the exit code."""
+    """Print the active runs, with `everything` also those that have ended; return the exit code."""
     found = entries()
     chosen = [entry for entry in found if everything or not (entry.state or entry.is_lost)]
     rows = _looked_at(chosen)
@@ -38,26 +38,26 @@ def show_runs(*, everything: bool, as_json: bool, say: Callable[[str], None]) ->
     elif rows:
         _print([_cells(row, with_cause=everything) for row in rows])
     else:
-        say("there are no runs of yours" if everything else "no run of yours goes on; see dtrain ps --all")
+        say("you have no runs" if everything else "you have no active runs; see dtrain ps --all")
     if lost:
         say(f"{count(len(lost), 'run')} lost, {lost[0]} the newest: dtrain ps --all")
     return 0
 
 
 def show_history(*, as_json: bool, say: Callable[[str], None]) -> int:
-    """Print when each run was started, how long it took, how it ended and where its output is."""
+    """Print when each run started, how long it took, how it ended and where its output is."""
     rows = [_past(entry) for entry in entries()]
     if as_json:
         print(json.dumps(rows, indent=2))
     elif rows:
         _print([_past_cells(row) for row in rows])
     else:
-        say("there are no runs of yours")
+        say("you have no runs")
     return 0
 
 
 def state_of(entry: Entry) -> str:
-    """Say in one word how a run is, as far as its entry tells; empty if its controller is to be asked."""
+    """Return the state of a run if its entry has it; empty if its controller must be asked."""
     if entry.state:
         return entry.state
     if not entry.here:
@@ -68,7 +68,7 @@ def state_of(entry: Entry) -> str:
 def _looked_at(chosen: Sequence[Entry]) -> list[Row]:
     if not chosen:
         return []
-    with ThreadPoolExecutor(min(len(chosen), ASKED_AT_ONCE)) as pool:  # one that is stopped holds up no other
+    with ThreadPoolExecutor(min(len(chosen), ASKED_AT_ONCE)) as pool:  # a stopped run must not delay the others
         return list(pool.map(_look, chosen))
 
 
@@ -134,11 +134,11 @@ def _past(entry: Entry) -> Row:
 
 
 def _cause(entry: Entry, manifest: Mapping[str, Any]) -> str:
-    """Say in a few words why a run that has ended did not finish; empty where it did."""
+    """Summarize why a run that has ended did not finish; empty if it did."""
     if entry.is_lost:
-        return "its controller has gone"
-    if not entry.report and (outcome := manifest.get("outcome")) is not None:  # an older version kept no cause
-        with contextlib.suppress(KeyError, TypeError, ValueError):  # which may have had other keys
+        return "its controller is gone"
+    if not entry.report and (outcome := manifest.get("outcome")) is not None:  # older versions kept no cause
+        with contextlib.suppress(KeyError, TypeError, ValueError):  # and may have had other keys
             return brief_cause(outcome)
     return entry.cause
 
@@ -158,7 +158,7 @@ def _past_cells(row: Row) -> dict[str, str]:
 
 
 def _print(rows: Sequence[Mapping[str, str]]) -> None:
-    """Print a table as wide as the terminal, at least as other tables; elsewhere each run on one line."""
+    """Print a table as wide as the terminal, at least TABLE_CHARACTERS; each run on one line if not on a terminal."""
     characters = max(TABLE_CHARACTERS, shutil.get_terminal_size().columns) if os.isatty(1) else _ONE_LINE
     lines = table(rows, characters=characters, wrapped=("cause", "command"))
     sys.stdout.write("".join(f"{line}\n" for line in lines))
@@ -177,7 +177,7 @@ def _cut(text: str) -> str:
 
 
 def span(seconds: float) -> str:
-    """Write a time as one reads it: 12s, 3m20s, 5h03m, 2d04h."""
+    """Format a duration: 12s, 3m20s, 5h03m, 2d04h."""
     whole = int(seconds)
     days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
     if days:

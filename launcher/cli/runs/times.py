@@ -1,4 +1,4 @@
-"""`dtrain trace` and `dtrain plot`: where the time of a run went, of one that lives or has ended."""
+"""`dtrain trace` and `dtrain plot`: how an active or ended run spent its time."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def plot_run(word: str, out: str | None, *, say: Callable[[str], None]) -> int:
 def _folder(entry: Entry) -> Path:
     folder = Path(entry.folder)
     if not folder.is_dir():
-        raise RunError(f"the output of run {entry.run_id} is not there any more: {folder}")
+        raise RunError(f"the output of run {entry.run_id} no longer exists: {folder}")
     return folder
 
 

@@ -1,4 +1,4 @@
-"""`dtrain top`: how the ranks of a run do, as a table that refreshes, or as JSON."""
+"""`dtrain top`: the ranks of a run as a refreshed table, or as JSON."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 REFRESH_S = 1.0
-AGO_S = 5.0  # a step that ended so long ago is not the one that runs
-FRAME = 6  # lines that are no row: the run (two), a blank one, the heads, what is cut, the cursor
+AGO_S = 5.0  # age from which the last step is shown as old
+FRAME = 6  # lines beside the rows: the run (two), a blank one, the heading, what is cut, the cursor
 _COLUMNS = ("host", "rank", "pid", "step", "ago", "time", "work", "wait", "memory", "GPU", "restarts", "faults")
 
 Content = Mapping[str, Any]
 
 
 def show_top(word: str, *, as_json: bool, say: Callable[[str], None]) -> int:
-    """Show a run until it ends or until Ctrl-C, once where stdout is no terminal; return the exit code."""
+    """Show a run until it ends or until Ctrl-C, once if stdout is not a terminal; return the exit code."""
     entry = choose(word, entries())
     found = _look(entry)
     if found is None:
@@ -61,12 +61,12 @@ def _look(entry: Entry) -> Content | None:
         return None
     answer = ask(entry, "top")
     if answer is not None and "ranks" not in answer:  # its loop is busy, or stopped
-        raise RunError(f"run {entry.run_id} (pid {entry.pid}) does not answer now; try again")
+        raise RunError(f"run {entry.run_id} (pid {entry.pid}) does not answer at the moment; try again")
     return answer
 
 
 def screen_of(entry: Entry, found: Content, *, height: int) -> RenderableType:
-    """Return what is shown: the run, who is slow, and a row for each rank, or for each host where they are too many."""
+    """Return the screen: the run, stragglers, and a row for each rank, or for each host if there are too many ranks."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -144,7 +144,7 @@ def _of_rank(rank: Content) -> list[str]:
 
 
 def _of_host(host: Content, ranks: Sequence[Content]) -> list[str]:
-    """Sum a host up: means of its ranks' times, the memory in use there, the sums of restarts and faults."""
+    """Summarize a host: means of its ranks' times, the memory in use there, the sums of restarts and faults."""
     step_s, wait_s = _mean(ranks, "step_s"), _mean(ranks, "wait_s")
     return [
         host["host"],
@@ -168,7 +168,7 @@ def _mean(ranks: Sequence[Content], name: str) -> float | None:
 
 
 def _ago(seconds: float | None) -> str:
-    """Say how old the last step is, where it is older than the records usually are."""
+    """Format the age of the last step, if it is older than the records usually are."""
     return "" if seconds is None or seconds < AGO_S else span(seconds)
 
 

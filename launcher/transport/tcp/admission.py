@@ -101,8 +101,8 @@ class NodeSlots:
 class RejectedPeers:
     """Counts those that were rejected, and shows each different one once, as far as there are not too many."""
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
+    def __init__(self, notify: Callable[[str], None]) -> None:
+        self._notify = notify
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._shown: defaultdict[str, set[str]] = defaultdict(set)
@@ -115,11 +115,11 @@ class RejectedPeers:
             if not text or text in shown or len(shown) >= SHOWN_OF_A_KIND:
                 return
             shown.add(text)
-        self._tell(text)
+        self._notify(text)
 
     def summarize(self) -> None:
         """Show one line about those that were not shown one by one, if there were any."""
         with self._lock:
             unshown = {kind: count - len(self._shown[kind]) for kind, count in self._counts.items()}
         if parts := [f"{count} {kind}" for kind, count in unshown.items() if count > 0]:
-            self._tell(f"other connections to the control port were turned away: {', '.join(parts)}")
+            self._notify(f"other connections to the control port were turned away: {', '.join(parts)}")

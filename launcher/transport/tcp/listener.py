@@ -41,7 +41,7 @@ class Listener:
     """Listens from the moment it is made until it is closed.
 
     `expected` is what must be the same in the command of every node, by name. `nodes` are their names by node rank; the
-    first is this one. `tell` gets lines for the terminal, from other threads.
+    first is this one. `notify` gets lines for the terminal, from other threads.
     """
 
     def __init__(
@@ -52,14 +52,14 @@ class Listener:
         *,
         expected: Mapping[str, str],
         nodes: Sequence[str],
-        tell: Callable[[str], None],
+        notify: Callable[[str], None],
     ) -> None:
         self._listening = _listen(address, port)
         self.address, self.port = str(self._listening.getsockname()[0]), int(self._listening.getsockname()[1])
         self._token = token
         self._slots = NodeSlots(nodes, expected)
-        self._tell = tell
-        self._rejected = RejectedPeers(tell)
+        self._notify = notify
+        self._rejected = RejectedPeers(notify)
         self._changed = threading.Condition()  # guards everything below, the slots, and what connections have
         self._connections: list[NodeConnection] = []  # all that have a thread, the oldest of each stage first
         self._refused: dict[int, str] = {}  # by node rank, why the last one that came for it could not have it
@@ -133,7 +133,7 @@ class Listener:
         assert slot.last is not None
         hostname = slot.last.hostname
         if not slot.introduced and slot.name.partition(".")[0] != hostname.partition(".")[0]:
-            self._tell(f"{slot.name} is {hostname} ({connection.peer})")
+            self._notify(f"{slot.name} is {hostname} ({connection.peer})")
         slot.introduced = True
         return stream
 

@@ -46,13 +46,13 @@ def join(
     agent_command: Sequence[str],
     deadline: float,
     rejoin_s: float,
-    tell: Callable[[str], None],
+    notify: Callable[[str], None],
     env: Mapping[str, str],
 ) -> int:
     """Take part in the run of node 0 to its end and return the exit code, 128+n when signal n told us to end.
 
     `find` is where node 0 listens, or says so before each attempt to reach it. `deadline` (monotonic) is for
-    the first time; after a break it is dialled again for `rejoin_s`. `tell` gets lines for the terminal. Blocks; must
+    the first time; after a break it is dialled again for `rejoin_s`. `notify` gets lines for the terminal. Blocks; must
     be called from the main thread, for the signals. Raises JoinError.
     """
     environment = {name: value for name, value in env.items() if name != _SECRET}
@@ -68,22 +68,22 @@ def join(
                     raise
                 raise JoinError(f"the connection to node 0 broke ({broke}); {error}") from error
             if isinstance(joined, RunEnd):
-                return _ended(joined, tell)
+                return _ended(joined, notify)
             host, again = joined.welcome.host, " again" if broke else ""
-            tell(f"joined {host} as node rank {joined.welcome.node_rank}{again}; its terminal shows the run")
+            notify(f"joined {host} as node rank {joined.welcome.node_rank}{again}; its terminal shows the run")
             end = Relay(joined.connection, agent_command, env=environment, signals=signals).run()
             if signals.stops:
                 return 128 + signals.stops[0]
             if isinstance(end, RunEnd):
-                return _ended(end, tell)
+                return _ended(end, notify)
             broke = end.reason
-            tell(f"the connection to node 0 ({host}) broke: {broke}; dialling again for {rejoin_s:g} s")
+            notify(f"the connection to node 0 ({host}) broke: {broke}; dialling again for {rejoin_s:g} s")
             deadline = time.monotonic() + rejoin_s
 
 
-def _ended(run_end: RunEnd, tell: Callable[[str], None]) -> int:
+def _ended(run_end: RunEnd, notify: Callable[[str], None]) -> int:
     if run_end.text:
-        tell(run_end.text)
+        notify(run_end.text)
     return run_end.exit_code
 
 

@@ -406,7 +406,7 @@ def test_a_run_that_uses_it_is_not_disturbed_by_its_end(runtime: Path, tmp_path:
         wait_until(lambda: [*tmp_path.glob("up-*")], "it runs")
         if how == "stop":
             stopped = run_dtrain("warm", "--stop").stderr
-            assert "1 of them in use by a run" in stopped
+            assert "1 of them are in use by a run" in stopped
         else:
             assert extend("", 1.0)
             wait_until(lambda: describe()[0]["left_s"] == 0.0, "the time is over")

@@ -69,7 +69,7 @@ def script(tmp_path: Path) -> Path:
         (["--workdir", "/no/such/folder"], "the working directory /no/such/folder does not exist; see --workdir"),
         (["-m", "--no-python"], "--module and --no-python exclude each other"),
         (["--nprocpernode", "2"], "Did you mean"),
-        (["--nproc", "2"], "what other launchers call --nproc is --nproc-per-node here"),
+        (["--nproc", "2"], "dtrain's option for --nproc is --nproc-per-node"),
         (["--nnodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1", "--token-file", "/"], "> ~/"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
@@ -171,7 +171,7 @@ def test_folder_that_is_gone_is_an_error(tmp_path: Path) -> None:
     command = f'mkdir {gone}; cd {gone}; rmdir {gone}; exec "$0" -m launcher run script.py'
     result = run_program("sh", "-c", command, sys.executable)
     assert result.returncode == 2
-    assert "the current folder does not exist any more" in result.stderr
+    assert "the current folder no longer exists" in result.stderr
 
 
 def test_wrong_pwd_variable_does_no_harm(script: Path) -> None:
@@ -200,7 +200,7 @@ def test_a_shell_script_in_the_place_of_the_script_is_named_with_what_to_type(tm
     result = run_dtrain("run", "go.sh", "far", cwd=tmp_path)
     shell = "bash" if "env" in first else "/bin/bash"
     assert (result.returncode, result.stdout) == (2, ""), result
-    assert f"go.sh is no Python script, but one of {shell}: dtrain run --no-python {shell} go.sh" in result.stderr
+    assert f"go.sh is not a Python script but one for {shell}: dtrain run --no-python {shell} go.sh" in result.stderr
     right = run_dtrain("run", "--nproc-per-node", "1", "--no-python", shell, "go.sh", "far", cwd=tmp_path)
     assert (right.returncode, "gone far" in right.stdout) == (0, True), right
 
@@ -234,5 +234,5 @@ def test_options_of_dtrain_behind_the_script_are_warned_of(tmp_path: Path, words
     (tmp_path / "arguments.py").write_text("options = ['--workdir', '--max-restarts']")
     result = run_dtrain("run", "--nproc-per-node", "1", "train.py", *words, cwd=tmp_path)
     assert (result.returncode, repr(words) in result.stdout) == (0, True), result
-    warned = re.findall(r"(\S+) stands behind train.py, .* dtrain run (\S+) \.\.\. train.py", result.stderr)
+    warned = re.findall(r"(\S+) comes after train.py, .* dtrain run (\S+) \.\.\. train.py", result.stderr)
     assert warned == [(name, name) for name in named]

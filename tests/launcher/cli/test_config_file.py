@@ -218,7 +218,7 @@ def test_a_wrong_file_blocks_no_command_that_does_not_use_it(folder: Path, text:
         result = run_dtrain(*words, cwd=folder, env=env)
         assert result.returncode == 0, result
     stopped = run_dtrain("stop", "last", cwd=folder, env=env)
-    assert "there are no runs of yours" in stopped.stderr
+    assert "you have no runs" in stopped.stderr
     for words in (["run", "show.py"], ["check", "show.py"], ["warm"]):
         refused = run_dtrain(*words, cwd=folder, env=env)
         assert (refused.returncode, "pyproject.toml" in refused.stderr) == (2, True), refused

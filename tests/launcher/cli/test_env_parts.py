@@ -115,10 +115,10 @@ def test_a_program_that_hangs_or_prints_nonsense_is_not_waited_for(
         (tmp_path / name).chmod(0o755)
     (tmp_path / "broken").write_text("#!/no/such/interpreter\n")
     (tmp_path / "broken").chmod(0o755)
-    assert env._version("hangs", "-v") == "does not say: no answer within 0.5 s"
+    assert env._version("hangs", "-v") == "unknown: no answer within 0.5 s"
     assert env._version("binary", "-v") is None
     assert env._version("missing", "-v") is None
-    assert env._version("broken", "-v") == "does not say: No such file or directory"
+    assert env._version("broken", "-v") == "unknown: No such file or directory"
     monkeypatch.setattr(env, "ASK_S", 60.0)
     assert env._version("tells", "-v") == "tool 1.2"
 
@@ -150,9 +150,7 @@ def test_a_machine_with_amd_s_gpus_is_described(tmp_path: Path) -> None:
     assert found["variables"]["HIP_VISIBLE_DEVICES"] == "1,2"
 
 
-@pytest.mark.parametrize(
-    ("built", "said"), [(None, "none: AMD's need a torch that is built for ROCm"), ("hip", "none")]
-)
+@pytest.mark.parametrize(("built", "said"), [(None, "none: AMD's need a torch built for ROCm"), ("hip", "none")])
 def test_why_workers_get_no_gpus_is_told(tmp_path: Path, built: str | None, said: str) -> None:
     machine = GpuMachine(tmp_path / "machine")
     machine.add_cpu_node()

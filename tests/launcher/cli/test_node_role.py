@@ -255,16 +255,19 @@ def test_torchrun_s_c10d_endpoint_decides_who_is_node_0(tmp_path: Path, port: in
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--node-rank", "1"], "say with --nnodes how many there are"),
+        (["--node-rank", "1"], "add --nnodes"),
         (["--node-rank", "2", "--nnodes", "2", "--master-addr", "127.0.0.1"], "it must be 0 to 1"),
         (["--node-rank", "1", "--nnodes", "2"], "the address of node 0 is missing; write --master-addr"),
         (["--node-rank", "0", "--nnodes", "2", "--master-addr", "192.0.2.7"], "is not this machine"),
-        (["--node-rank", "1", "--nnodes", "2", "--master-addr", "192.0.2.7"], "there is no token, by which"),
-        (["--node-rank", "0", "--nnodes", "2", "--hosts", "a,b"], "leave out the hosts, or it"),
+        (
+            ["--node-rank", "1", "--nnodes", "2", "--master-addr", "192.0.2.7"],
+            "there is no token; nodes started by hand",
+        ),
+        (["--node-rank", "0", "--nnodes", "2", "--hosts", "a,b"], "leave out the hosts or --node-rank"),
         (["--node-rank", "0", "--nnodes", "2", "--master-addr", "0.0.0.0"], "means all interfaces"),
-        (["--node-rank", "0", "--nnodes", "1", "--include", "a"], "here every node is its own"),
+        (["--node-rank", "0", "--nnodes", "1", "--include", "a"], "nodes started by hand have none"),
         (["--print-commands", "--nnodes", "1"], "--print-commands needs the number of nodes"),
-        (["--print-commands", "--simulate", "--nnodes", "2"], "is for nodes that are started by hand"),
+        (["--print-commands", "--simulate", "--nnodes", "2"], "is for nodes started by hand"),
     ],
 )
 def test_what_was_not_said_completely_is_an_error(tmp_path: Path, words: list[str], message: str) -> None:

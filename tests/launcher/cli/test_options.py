@@ -39,7 +39,7 @@ def test_what_was_typed_is_known_by_name() -> None:
 
 def test_what_the_job_takes_over_has_the_job_s_default() -> None:
     ours, theirs = ({found.name: found.default for found in fields(kind)} for kind in (Options, JobSpec))
-    assert {name: ours[name] for name in request._TAKEN_OVER} == {name: theirs[name] for name in request._TAKEN_OVER}
+    assert {name: ours[name] for name in request._UNCHANGED} == {name: theirs[name] for name in request._UNCHANGED}
 
 
 @pytest.mark.parametrize(("field", "kind"), [("grace_s", "int"), ("grace_seconds", "float")])

@@ -66,7 +66,7 @@ def test_the_table_says_the_same_to_a_person() -> None:
     assert [row[:3] for row in cells] == [["0", "localhost", "0"], ["1", "far.example", "0"], ["2", "far.example", "1"]]
     assert cells[2][3:] == ["2,3?", "2,3?", "?", "?"]
     assert cells[0][3:5] == ["-", "unchanged"]
-    assert note == "? the host was not asked: its GPUs are assumed to be numbered from 0, its cores are not known"
+    assert note == "? the host was not asked: its GPUs are assumed to be numbered from 0, its cores are unknown"
 
 
 def test_a_table_of_known_hosts_assumes_nothing() -> None:
@@ -84,7 +84,9 @@ def test_workers_that_only_a_run_could_count_are_a_usage_error(nproc: str | None
     options = () if nproc is None else ("--nproc-per-node", nproc)
     result = _plan("--hosts", "localhost,far1,far2", *options, "train.py")
     assert (result.returncode, result.stdout) == (2, "")
-    assert "how many workers run on far1, far2 is not known before a run asks there; write far1:SLOTS" in result.stderr
+    assert (
+        "the number of workers on far1, far2 is unknown until a run asks these hosts; write far1:SLOTS" in result.stderr
+    )
 
 
 @pytest.mark.parametrize("nproc", ["cpu", "gpu"])

@@ -58,11 +58,14 @@ def test_a_command_line_of_torchrun_s_runs_unchanged(tmp_path: Path) -> None:
 def test_what_other_launchers_call_an_option_is_translated_or_refused(tmp_path: Path) -> None:
     (tmp_path / "show.py").write_text(SHOW)
     for words, message in [
-        (["-np", "2"], "what other launchers call -n is --nproc-per-node here; it counts the workers of each host"),
-        (["--max-np", "4"], "what other launchers call --max-np is --nnodes MIN:MAX here"),
-        (["--reset-limit", "4"], "what other launchers call --reset-limit is --max-restarts here"),
-        (["--num_gpus", "2"], "what other launchers call --num-gpus is --nproc-per-node here"),
-        (["--standalone", "--hosts", "a,b"], "--standalone is a run on this machine alone; leave it out, or --hosts"),
+        (["-np", "2"], "dtrain's option for -n is --nproc-per-node; it counts the workers of each host"),
+        (["--max-np", "4"], "dtrain's option for --max-np is --nnodes MIN:MAX"),
+        (["--reset-limit", "4"], "dtrain's option for --reset-limit is --max-restarts"),
+        (["--num_gpus", "2"], "dtrain's option for --num-gpus is --nproc-per-node"),
+        (
+            ["--standalone", "--hosts", "a,b"],
+            "--standalone is a run on this machine only; leave out either it or --hosts",
+        ),
         (["--rdzv-conf", "rank=x"], "--rdzv-conf rank=x: it must be the number of this node"),
     ]:
         result = _torchrun(*words, "show.py", cwd=tmp_path)
@@ -113,12 +116,12 @@ def test_its_words_become_ours(given: dict[str, object], expected: dict[str, obj
     [
         (
             {"rdzv_backend": "etcd"},
-            "--rdzv-backend etcd is not there; dtrain holds the rendezvous itself: leave it out",
+            "--rdzv-backend etcd is not supported; dtrain does the rendezvous itself: leave it out",
         ),
         ({"rdzv_endpoint": "a:b:c"}, "write HOST:PORT"),
         ({"rdzv_conf": "timeout"}, "'timeout' is not KEY=VALUE"),
         ({"rdzv_conf": "timeout=soon"}, "it must be a number of seconds"),
-        ({"signals_to_handle": "SIGKILL"}, "--signals-to-handle SIGKILL is not among"),
+        ({"signals_to_handle": "SIGKILL"}, "--signals-to-handle SIGKILL is not one of"),
     ],
 )
 def test_wrong_words_are_errors(given: dict[str, object], message: str) -> None:

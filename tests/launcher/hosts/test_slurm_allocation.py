@@ -277,7 +277,7 @@ def test_bash_gives_the_arguments_on_as_they_were() -> None:
     [
         (["--nodes=2", "train.py"], "write -- between"),
         (["--nodes=2", "--"], "nothing to run"),
-        (["--wrap=ls", "--", "train.py"], "--wrap is what dtrain sbatch does"),
+        (["--wrap=ls", "--", "train.py"], "dtrain sbatch does what --wrap does"),
         (["--comment=a\nexit", "--", "train.py"], "more than one line"),
         (["--", "--nproc-per-node", "many", "train.py"], "--nproc-per-node is 'many'"),
         (["--", "--hang", "never", "train.py"], "hang"),

@@ -89,7 +89,7 @@ def test_variables_are_seen_and_changed_and_lines_are_stepped_through(start_meth
         debugger = Debugger(terminal, 1)
         opened = debugger.wait_prompt()
         assert "rank 1 on " in opened
-        assert "torch's own timeouts go on" in opened
+        assert "torch's own timeouts keep running" in opened
         assert_goes_on(0)
         while "count()" not in opened:
             opened = debugger.say("up")
@@ -276,13 +276,13 @@ def test_a_rank_in_a_collective_opens_when_it_comes_back(folder: Path) -> None:
     (folder / "script.py").write_text(COLLECTIVE)
     detached("--nproc-per-node", "2", "script.py")
     with dtrain_on_terminal("debug", "r", "--rank", "1", cwd=folder) as terminal:
-        terminal.read_until("the debugger opens when it comes back to Python")
+        terminal.read_until("the debugger opens when it returns to Python")
         assert f"rank 1 is at {folder}/script.py:12 in <module>, inside all_reduce" in terminal.shown
         assert PROMPT.format(1) not in terminal.shown
         terminal.type("\x03")
         assert terminal.wait() == 0
     with dtrain_on_terminal("debug", "r", "--rank", "1", cwd=folder) as terminal:
-        terminal.read_until("the debugger opens when it comes back to Python")
+        terminal.read_until("the debugger opens when it returns to Python")
         (folder / "come").touch()
         Debugger(terminal, 1).wait_prompt()
         terminal.type("q\n")

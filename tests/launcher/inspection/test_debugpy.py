@@ -165,7 +165,7 @@ def _listens(pid: int) -> bool:
     [
         ("raise ImportError", "debugpy is not installed for "),
         ("def configure(**_): raise RuntimeError('no such port')", "could not be opened: RuntimeError: no such port"),
-        ("import os" + CLOSES, "rank 0 goes on: it closed the debugger before that was ready"),
+        ("import os" + CLOSES, "rank 0 continues: it closed the debugger before it was ready"),
         ("USED = True", "debugpy is in use there already"),
     ],
     ids=["missing", "fails", "closes", "used"],

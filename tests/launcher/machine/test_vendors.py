@@ -212,4 +212,4 @@ def test_plan_shows_them(mi300: GpuMachine) -> None:
     ]  # fmt: skip
     table = _dtrain(mi300, "hip", "plan", "--nproc-per-node", "cpu").stdout
     assert " none " in table
-    assert table.splitlines()[-1] == "workers are told their GPUs by HIP_VISIBLE_DEVICES"
+    assert table.splitlines()[-1] == "workers get their GPUs by HIP_VISIBLE_DEVICES"

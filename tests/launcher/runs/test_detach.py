@@ -236,7 +236,7 @@ def test_two_runs_at_once_are_told_apart(folder: Path) -> None:
     assert [run["run_id"] for run in ps()] == ["exp-1"]
     refused = dtrain("run", "--run-id", "exp-1", "script.py")
     assert refused.returncode == 2
-    assert "a run exp-1 is going on and writes to runs/exp-1" in refused.stderr
+    assert "run exp-1 is active and writes to runs/exp-1" in refused.stderr
     elsewhere = detached("--run-id", "exp-1", "--log-dir", "others", "script.py")
     assert elsewhere.returncode == 0, elsewhere
     unknown = dtrain("logs", "nothing")
@@ -273,15 +273,15 @@ def test_attach_and_leave_then_come_back_and_stop(folder: Path, way: str) -> Non
             assert run.wait() == 0
         wait_until(lambda: [each["state"] for each in ps()] == ["running"], "it runs")
         with dtrain_on_terminal("attach", "last", cwd=folder) as terminal:
-            terminal.read_until("goes on without this terminal")
+            terminal.read_until("continues without this terminal")
             terminal.type("\x03")
             terminal.read_until("stop the run, or leave it running? [stop/leave]")
             terminal.type("leave\n")
             assert terminal.wait() == 0
-            assert "run there goes on: dtrain attach there" in terminal.shown
+            assert "run there continues: dtrain attach there" in terminal.shown
         assert [each["state"] for each in ps()] == ["running"]
         with dtrain_on_terminal("attach", "there", cwd=folder) as terminal:
-            terminal.read_until("goes on without this terminal")
+            terminal.read_until("continues without this terminal")
             terminal.type("\x03")
             terminal.read_until("[stop/leave]")
             terminal.type("s\n")
@@ -328,7 +328,7 @@ def test_a_run_that_is_suspended_says_that_it_does_not_answer(folder: Path) -> N
         assert (stopped.returncode, "does not answer" in stopped.stderr) == (1, True), stopped
     finally:
         os.kill(run["pid"], signal.SIGCONT)
-    assert dtrain("wait", "held").returncode == 143, "it stops once it goes on"
+    assert dtrain("wait", "held").returncode == 143, "it stops once it is resumed"
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root becomes somebody else")

@@ -74,10 +74,10 @@ def test_wait_and_attach_end_with_the_report_and_the_run_s_exit_code(folder: Pat
         wait_until(lambda: is_running("r"), "it runs")
         waits = looking.enter_context(dtrain_on_terminal("wait", "r", cwd=folder))
         attached = looking.enter_context(dtrain_on_terminal("attach", "r", cwd=folder))
-        attached.read_until("goes on without this terminal")
+        attached.read_until("continues without this terminal")
         refused = run_dtrain("report", "r")
         assert (refused.returncode, refused.stdout) == (1, ""), refused
-        assert "run r goes on; it has a report once it has ended: dtrain wait r" in refused.stderr
+        assert "run r is active; it has a report once it has ended: dtrain wait r" in refused.stderr
         (folder / "go").touch()
         for terminal in (waits, attached):
             assert terminal.wait() == 1, terminal.shown
@@ -122,7 +122,7 @@ def test_a_run_that_is_lost_has_a_cause_and_an_end_too(folder: Path) -> None:
     (entry,) = entries()
     change(entry.name, state="", cause="", report="")
     (run,) = history()
-    assert (run["state"], run["cause"]) == ("lost", "its controller has gone")
+    assert (run["state"], run["cause"]) == ("lost", "its controller is gone")
     for command, code in (("report", 0), ("wait", 1), ("attach", 1)):
         result = run_dtrain(command, "r")
         assert (result.returncode, "run r is lost" in result.stdout + result.stderr) == (code, True), result

@@ -130,7 +130,7 @@ def test_a_second_node_0_of_one_run_is_refused(folder: Path) -> None:
     with hold(folder / "runs", "r"):
         refused = run_dtrain("run", *words, env={"DTRAIN_TOKEN": "0" * 64})
     assert refused.returncode == 2
-    assert "a run r is going on and writes to runs/r" in refused.stderr
+    assert "run r is active and writes to runs/r" in refused.stderr
 
 
 def ended_run(folder: Path, name: str, age: int, size: int = 0) -> None:

@@ -120,7 +120,7 @@ def test_ctrl_c_ends_the_command_and_leaves_the_exit_code(folder: Path) -> None:
         wait_until(Path("pid").exists, "the command runs")
         run.send_signal(signal.SIGINT)
         assert run.wait() == 7
-        assert b"the command was killed, since dtrain got SIGINT" in run.stderr.read()
+        assert b"the command was killed, since dtrain received SIGINT" in run.stderr.read()
     assert not os.path.exists(f"/proc/{Path('pid').read_text().strip()}")
 
 

@@ -81,7 +81,7 @@ def test_a_job_that_has_saved_is_queued_again(tmp_path: Path, refused: bool) -> 
     assert len(re.findall(r"saved \d+ in attempt 1\n", out.decode())) == 2
     assert told.read_text() == "requeue 41\n"
     assert "to make room (USR1, --requeue); exit code 75" in err.decode()
-    assert "queueing the job again" in err.decode()
+    assert "requeueing the job" in err.decode()
     assert ("`scontrol requeue 41` failed: Access denied" in err.decode()) is refused
     assert (tmp_path / "runs" / "slurm-41" / "attempt_1" / "0").is_dir()
     assert list((tmp_path / "saved").glob("step-*.pt"))
@@ -168,7 +168,7 @@ def test_requeue_is_for_jobs_of_slurm(tmp_path: Path) -> None:
     (tmp_path / "end.py").write_text("")
     result = run_dtrain("run", "--requeue", "end.py", cwd=tmp_path)
     assert result.returncode == 2
-    assert "--requeue is for jobs of SLURM, and this is none: SLURM_JOB_ID is not set" in result.stderr
+    assert "--requeue is for SLURM jobs, and this is not one: SLURM_JOB_ID is not set" in result.stderr
 
 
 def test_only_more_checkpoints_than_before_count_as_saved() -> None:

@@ -286,7 +286,7 @@ def test_a_job_that_makes_room_goes_on_when_it_is_queued_again(folder: Folder, m
     folder.slurm.start_now(job)
     assert folder.ended(job) == "0:0"
     goes_on = r"goes on from (\d+) in attempt 1"
-    folder.await_said("queueing the job again")
+    folder.await_said("requeueing the job")
     folder.await_said(goes_on, 2)
     assert set(folder.said(goes_on)) == set(folder.said(r"saved (\d+)")[-1:])
 

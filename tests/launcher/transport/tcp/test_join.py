@@ -43,7 +43,7 @@ find = Endpoint(host, int(port), token) if host else functools.partial(read_endp
 try:
     code = join(find, greeting=Greeting.ours(1, {"command": "x"}), agent_command=command,
                 deadline=time.monotonic() + float(deadline_s), rejoin_s=float(rejoin_s),
-                tell=lambda text: print(text, flush=True), env=os.environ)
+                notify=lambda text: print(text, flush=True), env=os.environ)
 except DtrainError as error:
     print(error, file=sys.stderr)
     code = error.exit_code
@@ -70,7 +70,7 @@ class Run:
     def __init__(self, port: int = 0) -> None:
         self.shown: list[str] = []
         self.listener = Listener(
-            "127.0.0.1", port, TOKEN.encode(), expected={"command": "x"}, nodes=["a", "b"], tell=self.shown.append
+            "127.0.0.1", port, TOKEN.encode(), expected={"command": "x"}, nodes=["a", "b"], notify=self.shown.append
         )
 
     def wait(self, within_s: float = 60.0) -> JoinedStream:

@@ -43,7 +43,7 @@ class Lab:
             TOKEN,
             expected=COMMAND,
             nodes=["alpha", "beta", "gamma"],
-            tell=self.shown.append,
+            notify=self.shown.append,
         )
         self.joined: list[Joined] = []
         self.sockets: list[socket.socket] = []
@@ -538,7 +538,7 @@ def test_it_listens_on_its_address_only_and_says_why_it_cannot(lab: Lab) -> None
         socket.create_connection(("127.0.0.2", lab.listener.port), 60.0)
 
     def open_at(address: str, port: int) -> Listener:
-        return Listener(address, port, TOKEN, expected={}, nodes=["a"], tell=print)
+        return Listener(address, port, TOKEN, expected={}, nodes=["a"], notify=print)
 
     with pytest.raises(
         UsageError, match=rf"port {lab.listener.port} on 127\.0\.0\.1 is in use by pid {os.getpid()} \("
