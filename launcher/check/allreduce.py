@@ -90,7 +90,7 @@ def measure_allreduce(spec: JobSpec, backend: str) -> Measured:
         output = OutputThread(console, logs)
         output.start()
         try:
-            controller = Controller(spec, output, show_progress=lambda _: None, tell_user=lambda _: None, opened={})
+            controller = Controller(spec, output, show_progress=lambda _: None, notify_user=lambda _: None, opened={})
             outcome = controller.run()
         finally:
             output.close()

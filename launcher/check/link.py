@@ -57,7 +57,7 @@ class HostLink:
 
     def ask(self, deadline: float, ask: str, **about: Any) -> Any:
         """Return the answer as JSON has it. Raises HostError."""
-        self._link.tell(Question(ask, about))
+        self._link.send(Question(ask, about))
         answer = self._hear(deadline)
         if not isinstance(answer, Answer):
             raise HostError(self.host.name, f"said {answer.kind} where an answer was due")

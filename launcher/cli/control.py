@@ -97,7 +97,7 @@ def control(request: Request, options: Options, limits: Limits, verbosity: Verbo
                     spec if listener is None else replace(spec, master_addr=listener.address),
                     output,
                     show_progress=show_progress if shows_progress else lambda _: None,
-                    tell_user=output.say,
+                    notify_user=output.say,
                     quiet=verbosity.quiet,
                     opened=opened,
                     listener=listener,

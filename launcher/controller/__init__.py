@@ -1,1 +1,1 @@
-"""The one loop of a run, on the machine where the command was typed."""
+"""The controller of a run, on the machine where the command was typed: its only event loop."""

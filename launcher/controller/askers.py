@@ -1,8 +1,8 @@
-"""The connections of commands that ask something of the run while it goes on, each read and written by two threads.
+"""The connections of commands that query an active run, each read and written by two threads.
 
-The control socket (runs/control.py) accepts them. What they want becomes an event of the controller's loop, whose
-answers are queued here: a command that reads slowly holds nobody up. Packets to a command begin with one byte: `j`, and
-JSON (part of it: `.`), or `d`, and bytes of its debugger. Packets from it are bytes for its debugger.
+The control socket (runs/control.py) accepts them. A request becomes an event of the controller's loop, whose answers
+are queued here, so a command that reads slowly delays no one. Packets to a command start with one byte: `j` for JSON
+(`.` for a part of it), or `d` for bytes of its debugger. Packets from it are bytes for its debugger.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from launcher.job.events import (
 from launcher.protocol.message import CHANNEL_BYTES
 
 PACKET_BYTES = 32 << 10
-END_S = 2.0  # for all of them to have the last words
+END_S = 2.0  # for all of them to receive their last packets
 _DEBUGGERS = ("pdb", "debugpy")
 
 
 class Askers:
-    """`put` hands an event to the loop. `begin` is called by any thread, all else by the loop's."""
+    """The connections. `put` queues an event for the loop. Any thread may call `add`; only the loop calls the rest."""
 
     def __init__(self, put: Callable[[Event], None]) -> None:
         self._put = put
@@ -47,8 +47,8 @@ class Askers:
         self._connections: dict[int, _Asker] = {}
         self._closed = False
 
-    def begin(self, connection: socket.socket, request: Mapping[str, Any]) -> None:
-        """Take over the connection of a command, and close it at the end. Raises ValueError for a bad request."""
+    def add(self, connection: socket.socket, request: Mapping[str, Any]) -> None:
+        """Take ownership of a command's connection, to close it at the end. Raises ValueError for a bad request."""
         question = _question(request)
         with self._lock:
             if self._closed:
@@ -56,8 +56,8 @@ class Askers:
                 return
             number = next(self._numbers)
             asker = self._connections[number] = _Asker(number, connection, self._put)
-            self._put(Asked(number, question))  # before anything that it sends
-            asker.start()  # under the lock: `close` finds its threads started, or not at all
+            self._put(Asked(number, question))  # before any event of its reader
+            asker.start()  # under the lock: `close` finds its threads started, or does not find it
 
     def carry_out(self, command: Answer | PassOn | TookInput | CloseAsker) -> None:
         with self._lock:
@@ -66,25 +66,25 @@ class Askers:
             else:
                 asker = self._connections.get(command.asker)
         if asker is not None:
-            asker.take(command)
+            asker.carry_out(command)
 
     def left(self, number: int) -> None:
-        """Forget a command that has gone."""
+        """Remove a command that has disconnected."""
         with self._lock:
             asker = self._connections.pop(number, None)
         if asker is not None:
-            asker.take(CloseAsker(number))
+            asker.carry_out(CloseAsker(number))
 
     def close(self) -> None:
-        """Close all connections. Blocks for a moment."""
+        """Close all connections. Blocks for at most END_S."""
         with self._lock:
             self._closed = True
             askers, self._connections = self._connections, {}
         for number, asker in askers.items():
-            asker.take(CloseAsker(number))
+            asker.carry_out(CloseAsker(number))
         deadline = time.monotonic() + END_S
         for asker in askers.values():
-            if asker.writer.ident is not None:  # else no thread could be had
+            if asker.writer.ident is not None:  # otherwise no thread was left
                 asker.writer.join(max(0.0, deadline - time.monotonic()))
 
 
@@ -95,8 +95,8 @@ class _Asker:
         self._put = put
         self._outgoing: queue.SimpleQueue[Answer | PassOn | None] = queue.SimpleQueue()
         self._may_send = threading.Semaphore(CHANNEL_BYTES // PACKET_BYTES)
-        self._unacknowledged = 0  # bytes that the debugger has taken of the oldest packets; the loop's alone
-        self._sizes: queue.SimpleQueue[int] = queue.SimpleQueue()  # of the packets that are on their way
+        self._unacknowledged = 0  # bytes of the oldest packets that the debugger has read; used only by the loop
+        self._sizes: queue.SimpleQueue[int] = queue.SimpleQueue()  # of the packets in transit
         self._oldest = 0
         self.writer = threading.Thread(target=self._write, name=f"answer {number}", daemon=True)
         self._reader = threading.Thread(target=self._read, name=f"hear {number}", daemon=True)
@@ -105,25 +105,25 @@ class _Asker:
         try:
             self.writer.start()
             self._reader.start()
-        except RuntimeError:  # no more threads can be had
+        except RuntimeError:  # no thread left
             self._outgoing.put(None)
             if not self.writer.is_alive():
                 self._connection.close()
             self._put(AskerLeft(self._number))
 
-    def take(self, command: Answer | PassOn | TookInput | CloseAsker) -> None:
+    def carry_out(self, command: Answer | PassOn | TookInput | CloseAsker) -> None:
         if isinstance(command, TookInput):
             self._took_input(command.count)
         else:
             self._outgoing.put(None if isinstance(command, CloseAsker) else command)
 
     def _took_input(self, number: int) -> None:
-        """Let as many packets be read as have been passed on whole."""
+        """Allow reading as many packets as have been passed on completely."""
         self._unacknowledged += number
         while self._unacknowledged > 0:
             try:
                 self._oldest = self._oldest or self._sizes.get_nowait()
-            except queue.Empty:  # its agent acknowledges more than it was sent
+            except queue.Empty:  # its agent acknowledged more than it received
                 self._outgoing.put(None)
                 return
             if self._unacknowledged < self._oldest:
@@ -135,7 +135,7 @@ class _Asker:
     # In the reader's thread
 
     def _read(self) -> None:
-        with contextlib.suppress(OSError):  # it is closed at this end
+        with contextlib.suppress(OSError):  # closed by us
             self._connection.settimeout(None)
             while data := self._connection.recv(PACKET_BYTES):
                 self._sizes.put(len(data))
@@ -157,7 +157,7 @@ class _Asker:
                 for start in range(0, len(text), PACKET_BYTES):
                     part = text[start : start + PACKET_BYTES]
                     self._connection.send((b"." if start + PACKET_BYTES < len(text) else b"j") + part)
-        except OSError:  # it has gone, which the reader says, or takes nothing
+        except OSError:  # it disconnected, which the reader reports, or does not read
             self._put(AskerLeft(self._number))
         self._may_send.release()
         with contextlib.suppress(OSError):
@@ -172,4 +172,4 @@ def _question(request: Mapping[str, Any]) -> StacksQuestion | DebuggerQuestion:
             return StacksQuestion(tuple(sorted(set(ranks))), native)
     elif type(request.get("rank")) is int and request.get("debugger") in _DEBUGGERS:
         return DebuggerQuestion(request["rank"], request["debugger"])
-    raise ValueError("it is no question")
+    raise ValueError("not a valid request")

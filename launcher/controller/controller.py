@@ -1,6 +1,6 @@
-"""The controller: carries the job's commands out and brings it the events. The one loop of a run.
+"""The controller: carries out the job's commands and passes events to it, in the only loop of a run.
 
-Each host has a link (link.py), whose threads connect, read and write: a stuck host never holds the loop up. Only the
+Each host has a link (link.py), whose threads connect, read and write, so a stuck host never blocks the loop. Only the
 loop touches the job.
 """
 
@@ -57,14 +57,14 @@ from launcher.transport.stream import Stream
 if TYPE_CHECKING:
     from launcher.transport.tcp.listener import Listener
 
-ASLEEP_S = 5.0  # a wait that took so much longer than asked for; or a quarter of the heartbeat timeout
-LOOK_S = 0.1  # between looks for hosts that are not read
+ASLEEP_S = 5.0  # excess of a wait that means that we were suspended; at most a quarter of the heartbeat timeout
+LOOK_S = 0.1  # interval of checks for hosts that are not read
 CONNECT_S = 30.0  # for an attempt to reach a host again
-DISCOVERY_PAUSE_S = 2.0  # before a discovery script is asked again
+DISCOVERY_PAUSE_S = 2.0  # between runs of a discovery script
 RUN_KEY_BYTES = 32
-FLUSH_S = 1.0  # for what is sent to the hosts before this process stops itself
+FLUSH_S = 1.0  # for messages to the hosts before this process stops itself
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-CHOSEN = (*STOP_SIGNALS, signal.SIGQUIT)  # may be left to the system, by --signals-to-handle
+CHOSEN = (*STOP_SIGNALS, signal.SIGQUIT)  # handled unless --signals-to-handle leaves them out
 OTHER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT, signal.SIGTSTP, signal.SIGCONT)
 
 
@@ -77,7 +77,7 @@ class Controller:
         output: OutputThread,
         *,
         show_progress: Callable[[str], None],
-        tell_user: Callable[[str], None],
+        notify_user: Callable[[str], None],
         quiet: bool = False,
         opened: Mapping[str, Callable[[], Stream]],
         listener: Listener | None = None,
@@ -86,9 +86,10 @@ class Controller:
         function: Sequence[bytes] = (),
         take: Callable[[str, Returned | Exited], None] | None = None,
     ) -> None:
-        """`function` are the frames with what the workers call; `take` gets what they return, and how each ended.
+        """Prepare the job; start nothing.
 
-        `quiet`: of the job's notices, `tell_user` gets only those that are errors.
+        `function` are the frames with the function that workers call; `take` receives its results, and how each worker
+        ended. `quiet`: `notify_user` gets only those of the job's notices that are errors.
         """
         self._function = function
         self._take = take
@@ -100,21 +101,21 @@ class Controller:
         self._show_progress = show_progress
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.evidence_file: Path | None = None  # of the newest failure
-        self._tell_user = tell_user
+        self._notify_user = notify_user
         self._quiet = quiet
         self._recording = recording
-        self._watch = watch  # the job, after each event and its time
+        self._watch = watch  # called with the job after each event, and the time
         self._input = None if spec.stdin_rank is None else StandardInput(spec.stdin_rank, output, self.wake)
         self._job = Job(spec, time.monotonic(), run_key=os.urandom(RUN_KEY_BYTES).hex())
         self._connector = Connector(spec, listener=listener)
         self._askers = Askers(self._events.put)
         self._links: dict[str, Link] = {}  # the newest of each host
-        self._older: list[Link] = []  # those before, as long as they are not released
+        self._older: list[Link] = []  # previous ones that are not released yet
 
     def run(self, early_signals: Iterable[int] = ()) -> Outcome:
-        """Run the job to its end. Blocks. In another thread than the main one, signals do what they did before.
+        """Run the job to its end. Blocks. Signals are handled only if this is called in the main thread.
 
-        `early_signals` were caught before this one's handlers were there, by one that adds to them.
+        `early_signals` were caught by an earlier handler, which still adds to them.
         """
         over = threading.Event()
         discovery: threading.Thread | None = None
@@ -139,19 +140,19 @@ class Controller:
                 self._connector.close()
 
     def signal(self, signum: int) -> None:
-        """Have the job take a signal as if dtrain had got it. From any thread."""
+        """Handle a signal as if dtrain had received it. Callable from any thread."""
         self._events.put(Signalled(signum))
 
     def wake(self) -> None:
-        """Have the loop go round once. From any thread."""
+        """Run one iteration of the loop. Callable from any thread."""
         self._events.put(Tick())
 
-    def take_asker(self, connection: socket.socket, request: Mapping[str, Any]) -> None:
-        """Answer a command that asks for stacks or a debugger, and close its connection at the end. From any thread.
+    def add_asker(self, connection: socket.socket, request: Mapping[str, Any]) -> None:
+        """Answer a command that asks for stacks or a debugger, and close its connection at the end.
 
-        Raises ValueError for a request that is none.
+        Callable from any thread. Raises ValueError for an invalid request.
         """
-        self._askers.begin(connection, request)
+        self._askers.add(connection, request)
 
     def _loop(self) -> Outcome:
         next_look = time.monotonic()
@@ -166,12 +167,12 @@ class Controller:
                 event = Tick()
             over_s = time.monotonic() - max(until, now)
             now = time.monotonic()
-            if over_s > asleep_s:  # by Ctrl-Z, or a suspended machine: the hosts were not silent, nobody listened
+            if over_s > asleep_s:  # Ctrl-Z, or a suspended machine: the hosts were not silent, we did not listen
                 self._carry_out(self._job.handle(Slept(over_s), now))
             if now >= next_look:
                 next_look = now + LOOK_S
                 for link in self._links.values():
-                    if link.waiting:  # nothing is read from it because the output is behind: that is not its silence
+                    if link.waiting:  # not read because the output is behind, so it is not silent
                         self._carry_out(self._job.handle(ReaderBlocked(link.host.name), now))
             self._note(event)
             self._carry_out(self._job.handle(event, now))
@@ -179,19 +180,19 @@ class Controller:
                 self._recording.heard(event, self._job, now)
             if self._input is not None:
                 for host, message in self._input.outgoing():
-                    self._links[host].tell(message)
+                    self._links[host].send(message)
             self._watch(self._job, event, now)
         self._show_progress("")
         return self._job.outcome
 
     def _note(self, event: Event) -> None:
-        """Let the output side know what it needs: files to write, when nobody may wait for it."""
+        """Pass an event to the output and the askers: files to write, when to stop waiting for the terminal."""
         if isinstance(event, AgentMessage) and isinstance(event.message, Exited | Returned):
-            said = event.message
-            if isinstance(said, Exited) and said.error_file is not None:
-                self._output.error_file(said.rank, said.attempt, said.error_file)
+            message = event.message
+            if isinstance(message, Exited) and message.error_file is not None:
+                self._output.error_file(message.rank, message.attempt, message.error_file)
             if self._take is not None:
-                self._take(event.host, said)
+                self._take(event.host, message)
         elif isinstance(event, AgentMessage) and isinstance(event.message, InputTaken):
             if self._input is not None:
                 self._input.taken(event.host, event.message)
@@ -201,16 +202,16 @@ class Controller:
             self._askers.left(event.asker)
 
     def _discover(self, command: str, over: threading.Event) -> None:
-        """Ask the user's script again and again which hosts there are; in a thread of its own."""
+        """Run the user's discovery script repeatedly, in its own thread."""
         known: tuple[Host, ...] | None = self._spec.hosts
         complaint = ""
         while not over.wait(DISCOVERY_PAUSE_S):
             try:
                 hosts = discover(command, over)
             except DtrainError as error:
-                if str(error) != complaint and not over.is_set():  # once, until it says something else
+                if str(error) != complaint and not over.is_set():  # report each error once
                     complaint = str(error)
-                    self._tell_user(complaint)
+                    self._notify_user(complaint)
                 continue
             complaint = ""
             if hosts != known:
@@ -233,12 +234,12 @@ class Controller:
                         self._input.worker_starts(command.host, start)
                 elif isinstance(command.message, RestartWorker):
                     self._output.replace_worker(command.message.rank)
-                self._links[command.host].tell(command.message)
+                self._links[command.host].send(command.message)
             elif isinstance(command, Close):
                 self._links[command.host].close()
             elif isinstance(command, Notice):
                 if command.is_error or not self._quiet:
-                    self._tell_user(command.text)
+                    self._notify_user(command.text)
             elif isinstance(command, SaveEvidence):
                 self._keep(command)
             elif isinstance(command, Answer | PassOn | TookInput | CloseAsker):
@@ -248,13 +249,13 @@ class Controller:
                 self._suspend()
 
     def _pass_function_on(self, link: Link) -> None:
-        """Send the function, once to each agent."""
+        """Send the function once to each agent."""
         if link not in self._has_function:
             self._has_function.add(link)
             link.pass_on(self._function)
 
     def _open(self, host: Host, number: int) -> None:
-        """Connect to a host in the background; an older link to it was closed, and is let go without waiting."""
+        """Connect to a host in the background; an older link to it, already closed, is released without waiting."""
         name = host.name
         self._older = [link for link in self._older if not link.released(0.0)]
         if (old := self._links.get(name)) is not None and not old.released(0.0):
@@ -275,7 +276,7 @@ class Controller:
             self.evidence_file = self._output.evidence_path(keep.attempt, keep.number)
 
     def _suspend(self) -> None:
-        """Stop as Ctrl-Z does, once the order is on its way to the hosts; SIGCONT brings us back here."""
+        """Stop as Ctrl-Z does, once the order has been sent to the hosts; SIGCONT continues here."""
         deadline = time.monotonic() + FLUSH_S
         while any(not link.idle for link in self._links.values()) and time.monotonic() < deadline:
             time.sleep(0.005)

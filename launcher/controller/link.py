@@ -1,9 +1,8 @@
-"""The link to one host: it opens the stream, reads and writes it in two threads of its own, and releases it.
+"""The link to one host: opens the stream, reads and writes it in two threads, and releases it.
 
 Used by the controller (controller.py), whose loop never waits for a host, and by `dtrain check`, which has no output.
-Output goes straight to the output thread,
-whose full queue makes the reader wait, and with it the host; all else becomes an event. However the stream ends, and
-whatever goes wrong in a thread, the controller gets a `Lost` with the reason.
+Output goes directly to the output thread, whose full queue makes the reader wait, and thus the host; everything else
+becomes an event. However the stream ends or a thread fails, the controller gets a `Lost` with the reason.
 """
 
 from __future__ import annotations
@@ -27,22 +26,22 @@ from launcher.protocol.two_way import Heartbeat
 from launcher.transport.connect import why_not_started
 from launcher.transport.stream import Stream
 
-LET_GO_S = 10.0  # for the end of an agent whose stream has ended
-END_S = 2.0  # for all agents to end with the run, and again to give up those that do not
-ATTEMPT_S = 1.0  # for attempts to connect that are under way then: they may run ssh, or be starting an agent
+LET_GO_S = 10.0  # for an agent to end after its stream
+END_S = 2.0  # for all agents to end with the run, and then to give up those that do not
+ATTEMPT_S = 1.0  # for attempts to connect at the end of the run: they may be running ssh, or starting an agent
 _NO_THREAD = "this machine has no thread left for it; raise the limit of processes (ulimit -u), or name fewer hosts"
-READER_FIRST_S = 3.0  # the reader mostly knows better than the writer why a stream broke, and may ask for 2 s
+READER_FIRST_S = 3.0  # the reader usually knows better why a stream broke, and may take 2 s to find out
 
 
 class Link:
-    """One stream to a host; `number` counts the host's. `python` is what runs the agent there."""
+    """A stream to a host, the `number`-th to it. `python` is the interpreter of the agent there."""
 
     def __init__(
         self, host: Host, number: int, *, python: str, events: queue.SimpleQueue[Event],
         output: OutputThread | None = None, shows_prompts: bool = False,
     ) -> None:  # fmt: skip
         self.host = host
-        self._shows_prompts = shows_prompts  # who sits at the terminal can answer them
+        self._shows_prompts = shows_prompts  # the user at the terminal can answer them
         self.waiting = False  # the reader waits for the output
         self._number = number
         self._python = python
@@ -65,7 +64,7 @@ class Link:
         except RuntimeError:
             self._lose(_NO_THREAD)
 
-    def tell(self, message: AgentCommand) -> None:
+    def send(self, message: AgentCommand) -> None:
         if not isinstance(message, Heartbeat):
             self.pass_on(encode(message))
         elif self._stream is not None and not self._closed:
@@ -73,14 +72,14 @@ class Link:
             self.pass_on(())
 
     def pass_on(self, frames: bytes | Sequence[bytes]) -> None:
-        """Write a message, or one of many frames, which holds no heartbeat up; without frames: the next heartbeat."""
+        """Write a message, or one of many frames, which must not delay heartbeats; without frames: a heartbeat."""
         if self._stream is not None and not self._closed:
             self._queued += 1
             self._outgoing.put(frames)
 
     @property
     def idle(self) -> bool:
-        """Whether all messages are written; asked by the loop."""
+        """Whether all messages are written; for the loop."""
         return self._written == self._queued
 
     def close(self) -> None:
@@ -90,9 +89,9 @@ class Link:
             self._outgoing.put(None)
 
     def released(self, deadline: float) -> bool:
-        """Wait until the connection is released, but not beyond `deadline`; say whether it is, or was never made.
+        """Wait until the connection is released, at most until `deadline`; return whether it is, or was never made.
 
-        An attempt to connect that is under way has its own time limit.
+        An attempt to connect has its own time limit.
         """
         if self._stream is not None and self._reader is not None:
             self._reader.join(max(0.0, deadline - time.monotonic()))
@@ -100,12 +99,12 @@ class Link:
         return True
 
     def attempted(self, deadline: float) -> None:
-        """Wait for the end of an attempt to connect that is under way, for which there is no use any more."""
+        """Wait until `deadline` for the end of an attempt to connect that is no longer needed."""
         if self._stream is None and self._reader is not None and self._reader.is_alive():
             self._reader.join(max(0.0, deadline - time.monotonic()))
 
     def release(self, after_s: float = 0.0) -> threading.Thread:
-        """Give the agent up and release the connection, in the thread that is returned, since that may block."""
+        """Give up the agent and release the connection in the returned thread, since that may block."""
         stream = self._stream
         assert stream is not None
 
@@ -126,10 +125,10 @@ class Link:
     def _read(self, connect: Callable[[], Stream]) -> None:
         try:
             stream = connect()
-        except Exception as error:  # a host that fails in a way nobody thought of must still be answered for
+        except Exception as error:  # an unexpected failure of a host must be reported, too
             self._lose(_reason(error))
             return
-        if self._closed:  # given up meanwhile: its agent is not to wait for a word of ours
+        if self._closed:  # given up meanwhile: its agent must not wait for us
             stream.finish(0.0)
             return
         self._stream = stream
@@ -158,7 +157,7 @@ class Link:
                 greeted = True
                 said_bye = said_bye or isinstance(message, Bye)
                 if isinstance(message, Output):
-                    if self._closed or self._output is None:  # given up: by now its ranks may be another host's
+                    if self._closed or self._output is None:  # given up: its ranks may run on another host by now
                         continue
                     self.waiting = True
                     self._output.write(message.rank, message.stream, message.data)
@@ -167,7 +166,7 @@ class Link:
                     if not self._closed and self._shows_prompts and self._output is not None:
                         (self._output.ask if message.waits else self._output.withdraw)(message.rank)
                 else:
-                    # The job ignores what is none of an agent's messages.
+                    # The job ignores messages that are not an agent's.
                     self._events.put(AgentMessage(self.host.name, self._number, message))  # type: ignore[arg-type]
         if said_bye:
             return "ended"
@@ -201,9 +200,9 @@ class Link:
                 stream.finish(0.0)  # a blocked read returns
 
     def _write_frames(self, stream: Stream, frames: Sequence[bytes]) -> None:
-        """Write frames, and before each the heartbeats that have come, in the place of those behind all frames."""
+        """Write frames, and before each of them the waiting heartbeats, which would otherwise follow all frames."""
         if not frames:
-            with contextlib.suppress(queue.Empty):  # it was among some frames
+            with contextlib.suppress(queue.Empty):  # it was written between frames
                 stream.write(self._heartbeats.get_nowait())
         for frame in frames:
             while not self._heartbeats.empty():
@@ -212,7 +211,7 @@ class Link:
 
 
 def close_links(links: Sequence[Link]) -> None:
-    """Give all hosts up at once, and wait for all together. Blocks no longer for many than for one."""
+    """Give up all hosts, and wait for all together. Blocks no longer for many than for one."""
     for link in links:
         link.close()
     deadline = time.monotonic() + ATTEMPT_S
@@ -226,7 +225,7 @@ def close_links(links: Sequence[Link]) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Return what a `Lost` says of an error; one that nobody thought of with its name."""
+    """Return the reason for `Lost`; an unexpected error with the name of its type."""
     if isinstance(error, HostError):
         return error.reason
     return str(error) if isinstance(error, DtrainError) else f"{type(error).__name__}: {error}"

@@ -1,9 +1,9 @@
-"""What is typed or piped into this command, on its way to the rank that reads it.
+"""Forwards the standard input of this command to the rank that reads it.
 
-One thread reads descriptor 0, never more than INPUT_BYTES ahead of what the rank's host has taken. The controller's
-loop sends it on, and to the rank's next process what the last one has not taken.
+One thread reads descriptor 0, at most INPUT_BYTES ahead of what the rank's host has consumed. The controller's loop
+forwards it; input that a process did not consume goes to the rank's next process.
 
-A terminal is read only while this process is in its foreground: a run that is in the background is not stopped for it.
+A terminal is read only while this process is in its foreground, so a run in the background is not stopped by SIGTTIN.
 """
 
 from __future__ import annotations
@@ -21,39 +21,39 @@ from launcher.protocol.commands import Input, StartWorker
 from launcher.protocol.message import INPUT_BYTES
 from launcher.protocol.reports import InputTaken
 
-LOOK_S = 0.2  # between looks whether this process has come to the foreground
+LOOK_S = 0.2  # interval of checks whether this process is in the foreground
 
 
 class StandardInput:
-    """Of this command, for one rank. All but the thread's part is called by the controller's loop."""
+    """Standard input of this command, for one rank. The controller's loop calls everything but the thread's part."""
 
     def __init__(self, rank: int, output: OutputThread, wake: Callable[[], None]) -> None:
-        """`wake` is called whenever `outgoing` has something new, from the thread."""
+        """Prepare the thread, which calls `wake` whenever `outgoing` has something new."""
         self._rank = rank
         self._output = output
         self._wake = wake
         self.is_terminal = os.isatty(0)
         self._lock = threading.Lock()
         self._room = threading.Condition(self._lock)
-        self._kept = bytearray()  # what was read and not taken
+        self._kept = bytearray()  # read, but not consumed yet
         self._has_ended = False
         self._target: tuple[str, int] | None = None  # host and attempt of the rank's newest process
-        self._sent = 0  # of what is kept, to that one
+        self._sent = 0  # bytes of `_kept` sent to that process
         self._sent_end = False
         self._thread = threading.Thread(target=self._read, name="standard input", daemon=True)
 
     def worker_starts(self, host: str, start: StartWorker) -> None:
-        """Send it from now on to this worker, if that is to read it; the first time, begin to read."""
+        """Send later input to this worker if it reads standard input; the first time, start reading."""
         if not start.has_input:
             return
         is_first, self._target = self._target is None, (host, start.attempt)
         self._sent, self._sent_end = 0, False
         if is_first:
-            with contextlib.suppress(RuntimeError):  # no thread can be had: the rank waits for its input
+            with contextlib.suppress(RuntimeError):  # no thread left: the rank waits for its input
                 self._thread.start()
 
     def taken(self, host: str, message: InputTaken) -> None:
-        """Take note that a host has passed bytes on."""
+        """Record that a host has passed on bytes."""
         if (host, message.attempt) != self._target or message.rank != self._rank:
             return
         with self._lock:
@@ -63,7 +63,7 @@ class StandardInput:
             self._room.notify()
 
     def outgoing(self) -> Iterator[tuple[str, Input]]:
-        """Yield what is to be sent now, and where to."""
+        """Yield the messages to send now, each with its host."""
         if self._target is None:
             return
         host, attempt = self._target
@@ -85,7 +85,7 @@ class StandardInput:
                     self._room.wait()
                 room = INPUT_BYTES - len(self._kept)
             data = self._next(room)
-            if self.is_terminal:  # before the rank can say anything about it
+            if self.is_terminal:  # before the rank can react to it
                 self._output.answer(is_line=data.endswith(b"\n"))
             with self._lock:
                 self._kept += data
@@ -93,7 +93,7 @@ class StandardInput:
             self._wake()
 
     def _next(self, room: int) -> bytes:
-        """Wait for the next bytes; nothing at the end."""
+        """Wait for the next bytes; b"" at the end."""
         ready = select.poll()
         ready.register(0, select.POLLIN)
         while True:
@@ -104,15 +104,15 @@ class StandardInput:
                 continue
             try:
                 return os.read(0, room)
-            except BlockingIOError:  # somebody made it non-blocking, and somebody else was quicker
+            except BlockingIOError:  # it was made non-blocking, and another process was faster
                 continue
-            except OSError:  # it has gone; or this process is in the background since a moment
+            except OSError:  # it is closed, or this process has just gone to the background
                 if _in_foreground():
                     return b""
 
 
 def _in_foreground() -> bool:
-    """Whether this process may read its terminal; true where it has no part in any job control."""
+    """Return whether this process may read its terminal; true without job control."""
     try:
         return os.tcgetpgrp(0) == os.getpgrp()
     except OSError:

@@ -115,7 +115,7 @@ class Session:
             answer,
             # In the foreground of a container, a read-only home is common.
             self._output.say if detached else lambda _: None,
-            controller.take_asker,
+            controller.add_asker,
         )
         self._control.start()
 

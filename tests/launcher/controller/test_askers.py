@@ -29,7 +29,7 @@ def test_the_end_may_come_while_a_command_is_taken_over() -> None:
             go_on.wait(WAIT_S)
 
     askers = Askers(put)
-    begin = threading.Thread(target=askers.begin, args=(ours, STACKS))
+    begin = threading.Thread(target=askers.add, args=(ours, STACKS))
     close = threading.Thread(target=askers.close)
     begin.start()
     assert told.wait(WAIT_S)
@@ -48,7 +48,7 @@ def test_an_agent_that_acknowledges_more_than_it_was_sent_ends_that_connection_o
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     askers = Askers(events.put)
     ours, theirs = pair()
-    askers.begin(ours, DEBUG)
+    askers.add(ours, DEBUG)
     theirs.send(b"four")
     asked, sent = events.get(timeout=WAIT_S), events.get(timeout=WAIT_S)
     assert isinstance(asked, Asked)

@@ -115,8 +115,8 @@ def test_a_link_is_idle_only_when_all_messages_are_written(output: OutputThread)
                 assert may_pass.acquire(timeout=WAIT_S)
 
     link = opened(Slow(), queue.SimpleQueue(), output)
-    link.tell(Suspend(suspended=True))
-    link.tell(Suspend(suspended=True))
+    link.send(Suspend(suspended=True))
+    link.send(Suspend(suspended=True))
     for _ in range(2):
         assert begun.acquire(timeout=WAIT_S)
         assert not link.idle
@@ -141,10 +141,10 @@ def test_many_frames_hold_no_heartbeat_up(output: OutputThread) -> None:
     link.pass_on([b"one", b"two", b"three"])
     assert begun.acquire(timeout=WAIT_S)
     for message in (first, Suspend(suspended=True), second):
-        link.tell(message)
+        link.send(message)
     may_pass.release(6)
     wait_until(lambda: link.idle, "all is written")
-    link.tell(third)
+    link.send(third)
     may_pass.release()
     wait_until(lambda: link.idle, "the last one is written")
     beats = [encode(first), encode(second)]

@@ -468,7 +468,7 @@ def test_stacks_are_never_read_in_the_loop_which_has_heartbeats_to_send(tmp_path
     found = tuple(replace(one, stack=Stack(one.stack)) for one in STOOD)
     with output_thread(tmp_path) as sink:
         output = sink.output
-        controller = Controller(spec, output, show_progress=output.show_status, tell_user=output.say, opened={})
+        controller = Controller(spec, output, show_progress=output.show_status, notify_user=output.say, opened={})
         controller._carry_out([SaveEvidence(0, 1, found, asked=False), SaveEvidence(0, 2, found, asked=True)])
     assert controller.evidence_file == output.evidence_path(0, 1)
     assert controller.evidence_file.read_text() == write_out(STOOD)
