@@ -1,1 +1,1 @@
-"""One byte stream a host: pipes on this machine, SSH, srun, or TCP from nodes on which somebody types the command."""
+"""One byte stream per host: pipes on this machine, SSH, srun, or TCP from nodes started by hand."""

@@ -1,6 +1,6 @@
-"""The way to the hosts of a run: `Connector.connect` opens the stream to any of them, whatever carries it.
+"""Connects to the hosts of a run: `Connector.connect` opens the stream to any of them, over any transport.
 
-Used by the controller's links and by `dtrain check`. The streams are stream.py's; what carries them stands below:
+Used by the controller's links and by `dtrain check`. stream.py has the interface of streams; the transports are
 local.py, ssh/, srun.py, tcp/.
 """
 
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from launcher.transport.tcp.listener import Listener
 
 AGENT = "launcher.agent"
-LISTENER_S = 0.2  # so long before the time is up the listener is asked why nobody has come
+LISTENER_S = 0.2  # this long before the deadline, the listener is asked why no node has joined
 _GIVE_UP_S = 2.0
-_EARLY = 32  # as many SSH hosts at most; with more of them, this machine's processors are what they wait for
+_EARLY = 32  # SSH hosts at most; with more, this machine's processors are the bottleneck
 
 
 class Connector:
-    """Opens the streams of one run, to an agent or what else `module` is; owned by who owns the streams.
+    """Opens the streams of one run, to an agent or another `module`; the owner of the streams owns it.
 
-    `listener` is where the nodes come in that are started by hand.
+    `listener` accepts the nodes that are started by hand.
     """
 
     def __init__(
@@ -73,17 +73,17 @@ class Connector:
         return LocalStream(command)
 
     def close(self) -> None:
-        """End what still carries a stream, at the end of the run: nothing of it is to outlive this process."""
+        """End processes that still carry a stream, at the end of the run: none may outlive this process."""
         if self._srun is not None:
             self._srun.close()
 
 
 def start_agents(spec: JobSpec) -> dict[str, Callable[[], Stream]]:
-    """Begin to open the streams to the hosts on this machine and to a few SSH hosts, without waiting for their agents.
+    """Start opening the streams to the hosts on this machine and to a few SSH hosts, without waiting for their agents.
 
-    Called before the controller is even imported: that takes about as long as an agent's start, or half as long as a
-    connection. Returns by host name what waits for the stream and raises HostError; the start on this machine raises it
-    here.
+    Called before the controller is imported, which takes about as long as starting an agent, or half as long as
+    connecting. Returns functions, by host name, that wait for the stream and raise HostError; a failure on this machine
+    is raised here.
     """
     simulated = [host for host in spec.hosts if host.kind is HostKind.SIMULATED]
     if len(simulated) > 1:
@@ -104,13 +104,13 @@ def start_agents(spec: JobSpec) -> dict[str, Callable[[], Stream]]:
     by_ssh = [host for host in spec.hosts if host.kind is HostKind.SSH]
     if 0 < len(by_ssh) <= _EARLY:
         connector, deadline = Connector(spec), time.monotonic() + spec.start_timeout_s
-        with contextlib.suppress(RuntimeError):  # no thread left: the controller will say so
+        with contextlib.suppress(RuntimeError):  # no thread left: the controller reports it
             for host in by_ssh:
                 opened[host.name] = _Opening(partial(connector.connect, host, deadline)).wait
         with contextlib.suppress(Exception):  # the threads report that it cannot be imported
             from launcher.transport.ssh.stream import import_paramiko
 
-            import_paramiko()  # before the controller, which the threads would import it beside: they wait for it
+            import_paramiko()  # before the controller's imports, with which the threads would compete for it
     return opened
 
 
@@ -119,7 +119,7 @@ def _same(stream: Stream) -> Stream:
 
 
 def _give_up(streams: Collection[Stream]) -> None:
-    """End agents of which some could not be started, and wait for their ends."""
+    """End agents after one of them could not be started, and wait until they have ended."""
     for stream in streams:
         with contextlib.suppress(StreamError):
             stream.end()
@@ -127,11 +127,11 @@ def _give_up(streams: Collection[Stream]) -> None:
         stream.finish(_GIVE_UP_S)
 
 
-_PYTHONHOME = re.compile(r"PYTHONHOME = '([^']+)'")  # of what Python says then
+_PYTHONHOME = re.compile(r"PYTHONHOME = '([^']+)'")  # in Python's message
 
 
 class _Opening:
-    """A stream that is opened in a thread of its own."""
+    """A stream that is opened in another thread."""
 
     def __init__(self, connect: Callable[[], Stream]) -> None:
         self._connect = connect
@@ -141,7 +141,7 @@ class _Opening:
         self._thread.start()
 
     def wait(self) -> Stream:
-        """Return the stream, once it is open. Raises what kept it from that."""
+        """Return the stream once it is open. Raises the error that prevented it."""
         self._thread.join()
         if self._stream is None:
             assert self._error is not None
@@ -156,13 +156,13 @@ class _Opening:
 
 
 def agent_command(spec: JobSpec, host: Host | None = None) -> list[str]:
-    """Return what starts an agent, wherever; with the host: where something may be kept warm for it."""
+    """Return the command that starts an agent; with `host`, one that may use a process kept warm there."""
     key = "" if host is None else warm_key(spec, host)
     return [spec.python, "-m", AGENT, *([key, _script_word(spec)] if key else [])]
 
 
 def _script_word(spec: JobSpec) -> str:
-    """Return what is run, as a word that no shell changes: by it, what another script has left warm is compared."""
+    """Return the script as an argument safe in any shell, for comparison with that of a warm process."""
     target = spec.command.target
     if spec.command.kind is CommandKind.SCRIPT:
         target = os.path.join(spec.workdir, target)
@@ -171,7 +171,7 @@ def _script_word(spec: JobSpec) -> str:
 
 
 def warm_key(spec: JobSpec, host: Host) -> str:
-    """Return by what a process is found that was kept warm for this script; empty if none can be."""
+    """Return the key of a process kept warm for this script; empty if none can be."""
     if spec.start_method == "exec" or spec.command.kind is CommandKind.PROGRAM or host.remote:
         return ""
     words = (host.name, spec.command.kind.value, str(spec.workdir), spec.command.target)
@@ -179,7 +179,7 @@ def warm_key(spec: JobSpec, host: Host) -> str:
 
 
 def why_not_started(python: str, status: int | None, words: str, noise: bytes) -> str:
-    """Return why a stream ended before a greeting: by what `finish` returned, and what came instead."""
+    """Return why a stream ended before a greeting, from the result of `finish`, and what came instead."""
     if status in (126, 127):
         return f"there is no Python at {python}; name the one that has dtrain with --python"
     if "No module named launcher.check" in words:

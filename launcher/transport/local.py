@@ -1,4 +1,4 @@
-"""Agents on this machine, at the other end of pipes."""
+"""Agents on this machine, connected by pipes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import IO, Protocol
 
 from launcher.errors import HostError
 from launcher.machine.processes import file_limit_variables
-from launcher.transport.stream import LastWords, broken_by
+from launcher.transport.stream import StderrTail, broken_by
 
 READ_BYTES = 1 << 16
 
@@ -36,8 +36,8 @@ def start_process(
     stdout: int = subprocess.PIPE,
 ) -> subprocess.Popen[bytes]:
     """Start a program on this machine whose stderr is a pipe. Raises HostError."""
-    # In a session of its own: a Ctrl-C typed at dtrain must reach it as an order, not as a signal. In the root
-    # folder: a `launcher` package of the user's working directory must not be taken for ours.
+    # In its own session: Ctrl-C at dtrain must reach it as a command, not as a signal. In the root folder: a `launcher`
+    # package in the user's working directory must not be imported instead of ours.
     if variables := file_limit_variables():
         env = {**(os.environ if env is None else env), **variables}
     try:
@@ -61,7 +61,7 @@ def start_process(
 
 
 class LocalStream:
-    """An agent on this machine, at the other end of its pipes: that `process`, or what `command` starts. A `Stream`.
+    """A `Stream` to an agent on this machine, connected by pipes: a started process, or what `command` starts.
 
     Raises HostError if it cannot be started.
     """
@@ -75,11 +75,11 @@ class LocalStream:
         assert self._process.stderr is not None
         self._stdin = self._process.stdin
         self._stdout = self._process.stdout
-        self._buffer = memoryview(mmap.mmap(-1, READ_BYTES))  # of which only what was ever read takes memory
-        self._words = LastWords(self._process.stderr)
+        self._buffer = memoryview(mmap.mmap(-1, READ_BYTES))  # only pages that were read into use memory
+        self._words = StderrTail(self._process.stderr)
 
     def read(self) -> bytes:
-        # Not read(): it takes room for all that there could be, whose pieces glibc then keeps between small ones.
+        # Not read(): it allocates the maximum each time, which fragments glibc's heap.
         with broken_by():
             read = 0 if self._stdout.closed else os.readv(self._stdout.fileno(), [self._buffer])
         if read == 0:
@@ -100,7 +100,7 @@ class LocalStream:
         try:
             status: int | None = self._process.wait(wait_s)
         except subprocess.TimeoutExpired:
-            self._process.kill()  # given up: an agent whose guard is killed stops in good order, by itself
+            self._process.kill()  # given up: an agent whose guard is killed shuts down cleanly by itself
             self._process.wait()
             status = None
         return status, self._words.wait(1.0)

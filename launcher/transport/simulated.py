@@ -1,7 +1,7 @@
-"""Agents of simulated hosts, which are all on this machine: one process imports what an agent is, and forks them.
+"""Agents of simulated hosts, all on this machine: one process imports the agent's modules and forks them.
 
-A thousand of them then take the time of a few imports, and share that memory. Each is a process of its own, with its
-own guard, session and streams, as it is on a host of its own (agent/simulated.py).
+A thousand of them then take the time of a few imports, and share that memory. Each is a separate process with its own
+guard, session and streams, as on a real host (agent/simulated.py).
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from typing import IO
 from launcher.errors import HostError
 from launcher.machine.processes import raise_file_limit
 from launcher.transport.local import LocalStream, start_process
-from launcher.transport.stream import LastWords
+from launcher.transport.stream import StderrTail
 
-END_S = 1.0  # for the end of an agent to be reported that was killed, and for the process behind the last one
+END_S = 1.0  # for the report that a killed agent ended, and for the process to end after the last one
 _MESSAGE_BYTES = 64
 
 
 class SimulatedAgents:
-    """The process that forks the agents. It has ended once all of their streams are finished.
+    """The process that forks the agents. It has ended once all their streams are finished.
 
-    Raises HostError where it cannot be started.
+    Raises HostError if it cannot be started.
     """
 
     def __init__(self, command: Sequence[str]) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = start_process(command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL)
-        raise_file_limit()  # not before: the agents and workers are to have the user's
+        raise_file_limit()  # afterwards: agents and workers must have the user's limit
         assert self._process.stderr is not None
-        self.words = LastWords(self._process.stderr)
+        self.words = StderrTail(self._process.stderr)
         self._lock = threading.Lock()
         self._agents: list[_Agent] = []
         self._unfinished = 0
@@ -44,11 +44,11 @@ class SimulatedAgents:
         self._receiver.start()
 
     def __del__(self) -> None:
-        with contextlib.suppress(AttributeError):  # it was never opened
-            self._control.close()  # not before: another thread may be sending
+        with contextlib.suppress(AttributeError):  # never opened
+            self._control.close()  # not earlier: another thread may be sending
 
     def start(self, key: str) -> _Agent:
-        """Start an agent; the key says what may be kept warm for it. Raises OSError."""
+        """Start an agent; `key` identifies a process kept warm for it. Raises OSError."""
         with self._lock:
             agent = _Agent(self, len(self._agents))
             self._agents.append(agent)
@@ -58,7 +58,7 @@ class SimulatedAgents:
         with self._lock:
             self._unfinished += 1
         try:
-            # Where the process has ended, its agents' streams are closed, and say so.
+            # If the process has ended, its agents' streams are closed, which reports it.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 socket.send_fds(self._control, [f"{agent.number} {key}".encode()], theirs)
         finally:
@@ -67,14 +67,14 @@ class SimulatedAgents:
         return agent
 
     def kill(self, agent: _Agent) -> None:
-        """Kill an agent's guard, and the process as well if it does not report that in time: it may be stopped."""
+        """Kill an agent's guard; kill the process as well if it does not report that in time, as it may be stopped."""
         with contextlib.suppress(OSError):
             self._control.send(str(agent.number).encode())
         if not agent.ended.wait(END_S):
             self._process.kill()
 
     def finished(self) -> None:
-        """Note that one more stream is finished; after the last one, wait for the end of the process, or kill it."""
+        """Record that a stream is finished; after the last one, wait for the process to end, or kill it."""
         with self._lock:
             self._unfinished -= 1
             if self._unfinished:
@@ -87,10 +87,10 @@ class SimulatedAgents:
             self._receiver.join()
 
     def _receive(self) -> None:
-        """Pass on how agents ended; in a thread of its own, until the process ends."""
+        """Pass on how agents ended, in a separate thread, until the process ends."""
         with contextlib.suppress(ConnectionError):
-            while said := self._control.recv(_MESSAGE_BYTES):
-                number, _, status = said.partition(b" ")
+            while message := self._control.recv(_MESSAGE_BYTES):
+                number, _, status = message.partition(b" ")
                 self._agents[int(number)].ended_with(int(status))
         status_of_all = self._process.wait()
         with self._lock:
@@ -100,7 +100,7 @@ class SimulatedAgents:
 
 
 class _Agent:
-    """One of them, to LocalStream what a subprocess.Popen is."""
+    """A forked agent, with the interface of subprocess.Popen for LocalStream."""
 
     def __init__(self, agents: SimulatedAgents, number: int) -> None:
         self.number = number
@@ -112,7 +112,7 @@ class _Agent:
         self.ended = threading.Event()
 
     def open_pipes(self) -> list[int]:
-        """Open its pipes, and return the descriptors of their other ends. Raises OSError."""
+        """Open its pipes; return the descriptors of their other ends. Raises OSError."""
         with contextlib.ExitStack() as unless_open:
             ends = []
             for _ in range(3):
@@ -144,7 +144,7 @@ class _Agent:
 
 
 class SimulatedStream(LocalStream):
-    """An agent that was forked, at the other end of its pipes. A `Stream`."""
+    """A `Stream` to a forked agent, connected by pipes."""
 
     def __init__(self, agents: SimulatedAgents, key: str = "") -> None:
         try:

@@ -1,12 +1,12 @@
-"""Agents on the nodes of our SLURM allocation: one `srun` a node, whose pipes are the byte stream.
+"""Agents on the nodes of our SLURM allocation: one `srun` per node, whose pipes are the byte stream.
 
-One srun for all nodes would take less of this machine's time from some 32 nodes on, but its tasks' output comes as one
-stream, so each agent would have to connect back to a port here: which sites with a firewall do not allow, and which
-needs a second way for the nodes that cannot.
+A single srun for all nodes would use less time of this machine from about 32 nodes on. But its tasks' output is one
+stream, so each agent would have to connect back to a port here, which sites with a firewall do not allow; nodes that
+cannot would need a second transport.
 
-Each is a job step that overlaps all others and has everything that the job has on its nodes. What srun would read from
-the job's environment as options of its own is kept from it: those options are the job's, and mean something else or
-are refused in a step. Its messages of failures are put into words that name the next step.
+Each is a job step that overlaps all others and has all resources of the job on its nodes. Variables of the job that
+srun would read as options are removed from its environment: they are meant for the job, and mean something else or are
+rejected in a step. Its error messages are explained with the next step.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from launcher.hosts.slurm_allocation import Allocation, Node, find_allocation, s
 from launcher.machine.gpus.vendors import VENDORS
 from launcher.transport.local import LocalStream
 
-LOOK_FOR_S = 30.0  # an answer of SLURM's
+LOOK_FOR_S = 30.0  # for an answer of SLURM
 
-# Variables that are options of srun (SLURM_...), but for those that tell it where the cluster and the job are.
+# Variables that are options of srun (SLURM_...), except those that locate the cluster and the job.
 _OPTION_NAMES = """
     ACCOUNT ACCTG_FREQ ARBITRARY_NODELIST BCAST BCAST_EXCLUDE BURST_BUFFER CLUSTER_CONSTRAINT COMPRESS CONSTRAINT
     CONTAINER CONTAINER_ID CORE_SPEC CPU_FREQ_REQ CPUS_PER_GPU CPUS_PER_TASK DEBUG DEBUG_FLAGS DELAY_BOOT DEPENDENCY
@@ -43,12 +43,12 @@ _OPTION_NAMES = """
 """
 _OPTIONS = {"SLURMD_DEBUG", *(f"SLURM_{name}" for name in _OPTION_NAMES.split())}
 _OPTION_FAMILIES = ("SRUN_", "SLURM_CPU_BIND", "SLURM_MEM_BIND", "SLURM_PTY_")
-# Of those, what scripts read. It goes round srun, to the workers.
+# Those that scripts read. They bypass srun and are passed to the workers.
 _READ_BY_SCRIPTS = (
     "SLURM_CPUS_PER_GPU", "SLURM_CPUS_PER_TASK", "SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK",
     "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU", "SLURM_MEM_PER_NODE", "SLURM_NTASKS_PER_NODE",
 )  # fmt: skip
-# GPUs that SLURM named are those of this node.
+# GPUs named by SLURM are those of this node.
 _GPU_LISTS = tuple(name for vendor in VENDORS for name in vendor.lists)
 _SAYS_GPUS = ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE")
 
@@ -63,19 +63,19 @@ class Srun:
         self._running: set[SrunStream] = set()
 
     def connect(self, host: Host, command: Sequence[str], deadline: float) -> SrunStream:
-        """Start the agent on a node in a job step of its own; blocks until it, or srun, says something or ends.
+        """Start the agent on a node in its own job step; block until it or srun writes something or ends.
 
-        That is until `deadline` (monotonic). Raises HostError.
+        Blocks until `deadline` (monotonic) at most. Raises HostError.
         """
         if shutil.which("srun") is None:
-            raise HostError(host.name, "there is no srun in PATH here; bring SLURM's commands into it, or name --hosts")
+            raise HostError(host.name, "there is no srun in PATH here; add SLURM's commands to PATH, or name --hosts")
         try:
             allocation, granted = self._ask()
         except UsageError as error:
             raise HostError(host.name, str(error)) from error
         node = next((node for node in allocation.nodes if node.name == host.name), None) if allocation else None
         if allocation is None or node is None:
-            raise HostError(host.name, "is no node of this SLURM job; name it with --hosts to reach it by SSH")
+            raise HostError(host.name, "is not a node of this SLURM job; name it with --hosts to reach it by SSH")
         argv = srun_command(node, command, os.environ, granted=granted[node.name], deadline=deadline)
         stream = SrunStream(argv, srun_environment(os.environ), finished=self._running.discard)
         self._running.add(stream)
@@ -83,24 +83,24 @@ class Srun:
             stream.give_up()
             raise HostError(host.name, "the run has ended")
         if not stream.answers(deadline):
-            said = stream.give_up()
-            raise HostError(host.name, f"srun has started no agent there in time{': ' + said if said else ''}")
+            stderr = stream.give_up()
+            raise HostError(host.name, f"srun did not start an agent there in time{': ' + stderr if stderr else ''}")
         return stream
 
     def close(self) -> None:
-        """Kill every srun that nobody has finished: with nodes that never answered, and links that were given up.
+        """Kill every srun that is not finished: of nodes that never answered, and of links that were given up.
 
-        For the end of the run. An srun whose node is gone would stay for minutes, also after this process.
+        For the end of the run. An srun whose node is gone would stay for minutes, even after this process.
         """
-        self._closed.set()  # without the lock, which is held while SLURM is asked; no srun stays from now on
+        self._closed.set()  # without the lock, which is held while SLURM is asked; later sruns end themselves
         left = self._running.copy()
         for stream in left:
-            stream.kill()  # all at once
+            stream.kill()  # all of them before waiting
         for stream in left:
             stream.finish(0.0)
 
     def _ask(self) -> tuple[Allocation | None, dict[str, tuple[str, ...]]]:
-        """Return the allocation and what the job has on each node, asked once. Raises UsageError."""
+        """Return the allocation and the job's resources on each node; ask SLURM once. Raises UsageError."""
         with self._lock:
             if self._known is None:
                 allocation = find_allocation(os.environ, step_title())
@@ -116,9 +116,9 @@ class Srun:
 def srun_command(
     node: Node, command: Sequence[str], env: Mapping[str, str], *, granted: Sequence[str], deadline: float
 ) -> list[str]:
-    """Return what runs a command once on a node, with all that the job has there: `granted`, processors and memory.
+    """Return the srun command for a node, with all resources of the job there: `granted`, processors and memory.
 
-    srun gives up a while before `deadline` (monotonic) if the step cannot begin; by itself it would wait for ever.
+    srun gives up some time before `deadline` (monotonic) if the step cannot start; by default it would wait forever.
     """
     kept = [f"{name}={env[name]}" for name in _READ_BY_SCRIPTS if name in env]
     return [
@@ -144,16 +144,16 @@ def srun_command(
 
 
 def srun_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of srun, and by it of the agent: without options, and without this node's GPUs."""
+    """Return the environment of srun, and thus of the agent: without srun's options and this node's GPUs."""
     named = any(name in env for name in _SAYS_GPUS)
     dropped = {*_OPTIONS, *(_GPU_LISTS if named else ()), *_SAYS_GPUS}
     return {k: v for k, v in env.items() if k not in dropped and not k.startswith(_OPTION_FAMILIES)}
 
 
 def parse_granted(text: str) -> dict[str, tuple[str, ...]]:
-    """Read `scontrol --details show job`: what the job has on each node, as options of srun.
+    """Parse `scontrol --details show job`: return the job's resources on each node, as options of srun.
 
-    Empty where it has nothing but processors and memory on any node: a cluster may know no such things.
+    Empty if it has only processors and memory on every node: the cluster may not define other resources.
 
     >>> parse_granted("Nodes=n[1-2] CPU_IDs=0-3 Mem=0 GRES=gpu:a100:2(IDX:0-1),nic:1(CNT:1)")
     {'n1': ('--gpus=a100:2', '--gres=nic:1'), 'n2': ('--gpus=a100:2', '--gres=nic:1')}
@@ -169,9 +169,9 @@ def parse_granted(text: str) -> dict[str, tuple[str, ...]]:
 
 
 def presumed(env: Mapping[str, str], node: Node, nodes: int) -> tuple[str, ...]:
-    """Return the same for a node from variables, where SLURM could not be asked; they do not tell everything.
+    """Return the same for a node from variables if SLURM could not be asked; they are incomplete.
 
-    Without any of these options a step asks for what the job asked for on every node.
+    Without any of these options a step requests what the job requested for every node.
     """
     for variable, share in (("SLURM_GPUS_PER_TASK", float(node.tasks or 1)), ("SLURM_GPUS", 1 / nodes)):
         kind, colon, number = env.get(variable, "").rpartition(":")
@@ -181,7 +181,7 @@ def presumed(env: Mapping[str, str], node: Node, nodes: int) -> tuple[str, ...]:
 
 
 def _ask_granted(job: str) -> dict[str, tuple[str, ...]]:
-    """Ask SLURM; empty where it cannot be asked."""
+    """Ask SLURM for the resources of the job; empty if it does not answer."""
     try:
         done = subprocess.run(
             ["scontrol", "--details", "--oneliner", "show", "job", job],
@@ -191,12 +191,12 @@ def _ask_granted(job: str) -> dict[str, tuple[str, ...]]:
             start_new_session=True,
         )
         return parse_granted(done.stdout.decode("utf-8", "replace"))
-    except (OSError, subprocess.TimeoutExpired, UsageError):  # not there, busy, or of another form
+    except (OSError, subprocess.TimeoutExpired, UsageError):  # missing, busy, or an unknown format
         return {}
 
 
 class SrunStream(LocalStream):
-    """An srun and its pipes; when it is given up, the agent at its other end finds its input closed."""
+    """An srun and its pipes; when it is given up, its agent's input is closed."""
 
     def __init__(
         self, command: Sequence[str], env: Mapping[str, str], *, finished: Callable[[SrunStream], None]
@@ -205,8 +205,8 @@ class SrunStream(LocalStream):
         self._finished = finished
 
     def answers(self, deadline: float) -> bool:
-        """Wait until there is something to read, be it the end; return whether it came before the deadline."""
-        poll = select.poll()  # select() knows no descriptor from 1024 on
+        """Wait until there is something to read, or the end; return whether it came before the deadline."""
+        poll = select.poll()  # select() is limited to descriptors below 1024
         poll.register(self._stdout, select.POLLIN)
         return bool(poll.poll(max(0.0, 1000 * (deadline - time.monotonic()))))
 
@@ -214,22 +214,22 @@ class SrunStream(LocalStream):
         self._process.kill()
 
     def give_up(self) -> str:
-        """End it, though nothing was read from it; return what it said."""
-        _, said = self.finish(0.0)
+        """End it before anything was read from it; return its stderr."""
+        _, stderr = self.finish(0.0)
         self._stdin.close()
         self._stdout.close()
-        return said
+        return stderr
 
     def finish(self, wait_s: float) -> tuple[int | None, str]:
         status, words = super().finish(wait_s)
         self._finished(self)
         if status is not None and status < 0:
-            words += f"srun: its srun here was killed by signal {-status}\n"
+            words += f"srun: the srun here was killed by signal {-status}\n"
         return status, explain(words)
 
 
 def explain(words: str) -> str:
-    """Return in one line why srun ended, from all that it, slurmstepd and the agent said on stderr."""
+    """Return in one line why srun ended, from the stderr of srun, slurmstepd and the agent."""
     lines = [line for line in map(str.strip, words.splitlines()) if line and not _NOISE.search(line)]
     for pattern, meaning in _MEANINGS:
         for line in lines:
@@ -245,10 +245,10 @@ _NOISE = re.compile(
 )
 _MEANINGS = (
     (r"DUE TO TIME LIMIT", "the job may run longer with sbatch --time"),
-    (r"DUE TO PREEMPTION", "another job has taken the nodes; a job with --requeue comes back"),
-    (r"DUE TO NODE FAILURE|Node failure on", "SLURM has lost the node; see sinfo --list-reasons"),
-    (r"CANCELLED AT", "somebody cancelled the job or its step, or SLURM ended it"),
-    (r"[Nn]odes are busy|temporarily disabled", "other steps of the job have the node; start them with --overlap"),
+    (r"DUE TO PREEMPTION", "another job preempted it; a job with --requeue is requeued"),
+    (r"DUE TO NODE FAILURE|Node failure on", "SLURM lost the node; see sinfo --list-reasons"),
+    (r"CANCELLED AT", "the job or its step was cancelled, or SLURM ended it"),
+    (r"[Nn]odes are busy|temporarily disabled", "other steps of the job use the node; start them with --overlap"),
     (r"[Nn]ode.* not available|Invalid node name", "the node is down, or not the job's; see sinfo --list-reasons"),
     (r"\(gres\)|have GRES", "ask for GPUs by node: sbatch --gpus-per-node"),
     (

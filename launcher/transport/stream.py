@@ -1,8 +1,8 @@
-"""The seam between controller and agents: one byte stream a host, whatever carries it.
+"""The interface between controller and agents: one byte stream per host, over any transport.
 
-`connect` (connect.py) opens one: a pair of pipes (local.py), an `srun` (srun.py), an SSH channel
-(ssh/stream.py), or the connection of a node started by hand (tcp/). A stream is read by one thread,
-written and ended by another, and finished by any.
+`connect` (connect.py) opens one: a pair of pipes (local.py), an `srun` (srun.py), an SSH channel (ssh/stream.py), or
+the connection of a node started by hand (tcp/). One thread reads a stream, another writes and ends it, and any thread
+finishes it.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ class Stream(Protocol):
     our_address: str | None
 
     def read(self) -> bytes:
-        """Block until there is something to read and return it; b"" at the end. Raises StreamError."""
+        """Return the next bytes; b"" at the end. Blocks. Raises StreamError."""
 
     def write(self, data: bytes) -> None:
-        """Write everything; may block. Raises StreamError when the other end is gone."""
+        """Write all bytes; may block. Raises StreamError if the other end is gone."""
 
     def end(self) -> None:
-        """End our direction; the agent takes that as the order to stop. Its words can still be read.
+        """End our direction, which makes the agent stop. Its output can still be read.
 
         Raises StreamError.
         """
 
     def finish(self, wait_s: float) -> tuple[int | None, str]:
-        """Wait for the agent's end, then give it up and release everything; a blocked `read` returns.
+        """Wait for the agent to end, then give it up and release everything; a blocked `read` returns.
 
-        Returns its exit status (None if it did not end in time) and what its stderr said. May be called again.
+        Returns its exit status (None if it did not end in time) and its stderr. May be called again.
         """
 
 
 @contextmanager
 def broken_by(*kinds: type[Exception]) -> Iterator[None]:
-    """Have what breaks a stream raised as StreamError: OSError, EOFError, and these kinds of the library below."""
+    """Raise errors that break a stream as StreamError: OSError, EOFError, and `kinds` of the library used."""
     broken: tuple[type[Exception], ...] = (OSError, EOFError, *kinds)
     try:
         yield
@@ -54,8 +54,8 @@ def broken_by(*kinds: type[Exception]) -> Iterator[None]:
         raise StreamError(f"the connection broke: {words}") from error
 
 
-class LastWords:
-    """The last that a process says on its stderr: always read, so that the process never waits for a reader."""
+class StderrTail:
+    """The end of a process's stderr, which is always read, so that the process never waits for a reader."""
 
     def __init__(self, stderr: IO[bytes], kept_bytes: int = WORDS_BYTES) -> None:
         self._stderr = stderr
@@ -65,14 +65,14 @@ class LastWords:
         _selector().register(stderr, selectors.EVENT_READ, self._read)
 
     def wait(self, wait_s: float) -> str:
-        """Return it when the process has closed its stderr, but no later than that."""
+        """Return it once the process has closed its stderr, at most after `wait_s`."""
         self._ended.wait(wait_s)
         return self._words.decode("utf-8", "replace")
 
     def _read(self) -> None:
         try:
             words = os.read(self._stderr.fileno(), WORDS_BYTES)
-        except (OSError, ValueError):  # as its end: the thread reads for others too
+        except (OSError, ValueError):  # treated as its end: the thread reads for others too
             words = b""
         self._words = (self._words + words)[-self._kept_bytes :]
         if not words:
@@ -86,7 +86,7 @@ _found: list[selectors.BaseSelector] = []
 
 
 def _selector() -> selectors.BaseSelector:
-    """Return what one thread watches for all; with a thread for each, a thousand hosts would need as many more."""
+    """Return the selector that one thread watches for all; a thousand hosts would need a thousand threads otherwise."""
     with _lock:
         if not _found:
             selector = selectors.DefaultSelector()

@@ -1,1 +1,1 @@
-"""Agents on hosts that are reached by SSH. Start at stream.py."""
+"""Agents on hosts reached by SSH. Start at stream.py."""

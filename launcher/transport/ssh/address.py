@@ -1,7 +1,7 @@
-"""Where and how one host is reached, worked out from the ssh configuration. Nothing here connects to anything.
+"""The address of one host, and how to reach it, from the ssh configuration. Nothing here connects.
 
-What changes where a connection goes, or whom it trusts, is followed or is an error that names it. What only adds to
-a session of OpenSSH's client (forwards, SetEnv, RemoteCommand, ControlMaster, ...) has no meaning here.
+Options that change where a connection goes, or which keys it trusts, are honoured, or an error names them. Those that
+only add to a session of OpenSSH's client (forwards, SetEnv, RemoteCommand, ControlMaster, ...) have no meaning here.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from launcher.errors import DtrainError, HostError
 from launcher.placement.job_spec import SshOptions
 from launcher.transport.ssh.config import Target, defaults, look_up
 
-CONNECT_TIMEOUT_S = 20.0  # where the ssh configuration has no ConnectTimeout
-KEEPALIVE_S = 15  # at most; BatchMode sets ServerAliveInterval to 300, and firewalls forget sooner
+CONNECT_TIMEOUT_S = 20.0  # if the ssh configuration has no ConnectTimeout
+KEEPALIVE_S = 15  # at most; BatchMode sets ServerAliveInterval to 300, but firewalls drop idle connections sooner
 _FAMILIES = {"any": socket.AF_UNSPEC, "inet": socket.AF_INET, "inet6": socket.AF_INET6}
 _ALGORITHMS = ("kexalgorithms", "ciphers", "macs", "hostkeyalgorithms")
 _VOUCHING = ("KnownHostsCommand", "VerifyHostKeyDNS")
@@ -35,12 +35,12 @@ _USER_FILES = "~/.ssh/known_hosts ~/.ssh/known_hosts2"
 _SYSTEM_FILES = "/etc/ssh/ssh_known_hosts /etc/ssh/ssh_known_hosts2"
 _IN_PATHS = re.compile(r"\$\{(\w+)\}|%.?")
 _IN_COMMANDS = re.compile(r"%.?")
-_UNSAFE = re.compile(r"[\s'\"`$\\;&<>|(){}\x00-\x1f]|^-")  # to a shell; as OpenSSH has it
+_UNSAFE = re.compile(r"[\s'\"`$\\;&<>|(){}\x00-\x1f]|^-")  # in a shell; same as in OpenSSH
 
 
 @dataclass(frozen=True)
 class Address:
-    """One host after the ssh configuration. At most one of `jump` and `proxy_command` is set."""
+    """A host with its ssh configuration applied. At most one of `jump` and `proxy_command` is set."""
 
     host: str  # as the user named it
     hostname: str
@@ -58,17 +58,17 @@ class Address:
     accept_new: bool
     never_asks: bool  # StrictHostKeyChecking yes
     revoked: Path | None  # RevokedHostKeys
-    not_asked: tuple[str, ...]  # options that might vouch for its key, but are not followed
+    not_asked: tuple[str, ...]  # options that might confirm its key, but are not supported
     identities: tuple[str, ...]
-    default_identities: bool  # nobody named them
+    default_identities: bool  # not named in the configuration
     certificates: tuple[str, ...]
     only_identities: bool
     agent: str | None  # its socket
-    algorithms: Mapping[str, tuple[str, ...]]  # what alone may be used, by ssh's names for the four kinds
+    algorithms: Mapping[str, tuple[str, ...]]  # the only ones allowed, by ssh's names for the four kinds
     compress: bool
     connect_timeout_s: float
     keepalive_s: int
-    command: str  # what reaches it with OpenSSH
+    command: str  # to reach it with OpenSSH
 
     @property
     def where(self) -> str:
@@ -80,7 +80,7 @@ class Address:
 
     @property
     def known_name(self) -> str:
-        """Return the host's name in a known_hosts file."""
+        """The host's name in a known_hosts file."""
         return self.alias or (self.hostname if self.port == 22 else f"[{self.hostname}]:{self.port}")
 
 
@@ -106,7 +106,7 @@ class _Answer:
         return next(iter(self.all(name)), None)
 
     def none(self, name: str) -> bool:
-        """Whether it is there to say that there is nothing."""
+        """Return whether the option is set to `none`."""
         return bool(self._options.get(name)) and not self.all(name)
 
     def word(self, name: str, default: str) -> str:
@@ -120,7 +120,7 @@ class _Answer:
         try:
             return default if text is None else float(text)
         except ValueError:
-            raise ValueError(f"{name} in its ssh configuration is {text!r}, which is no number") from None
+            raise ValueError(f"{name} in its ssh configuration is {text!r}, which is not a number") from None
 
 
 def _address(target: Target, options: SshOptions, answer: _Answer) -> Address:
@@ -162,27 +162,27 @@ def _address(target: Target, options: SshOptions, answer: _Answer) -> Address:
         compress=answer.yes("compression"),
         connect_timeout_s=answer.number("connecttimeout", CONNECT_TIMEOUT_S) or CONNECT_TIMEOUT_S,
         keepalive_s=min(KEEPALIVE_S, int(answer.number("serveraliveinterval", 0)) or KEEPALIVE_S),
-        command=shlex.join(["ssh", *target.words(options.config), target.destination, "true"]),
+        command=shlex.join(["ssh", *target.ssh_args(options.config), target.destination, "true"]),
     )
 
 
 def _refuse(answer: _Answer) -> None:
-    """Refuse what would make the connection another one than is meant."""
+    """Raise ValueError for options that would make the connection a different one than intended."""
     if answer.one("proxycommand") and answer.yes("proxyusefdpass"):
-        raise ValueError("its ssh configuration has ProxyUseFdpass, which dtrain cannot follow")
+        raise ValueError("its ssh configuration has ProxyUseFdpass, which dtrain does not support")
     if answer.word("pubkeyauthentication", "yes") in _NO:
-        raise ValueError("its ssh configuration has PubkeyAuthentication no, but dtrain can show keys only")
+        raise ValueError("its ssh configuration has PubkeyAuthentication no, but dtrain supports only keys")
 
 
 def _algorithms(answer: _Answer) -> dict[str, tuple[str, ...]]:
-    """Return what the user has restricted; our own choice otherwise, which is not that of this machine's ssh."""
+    """Return the user's restrictions; otherwise we choose, and not as this machine's ssh does."""
     usual = _Answer(defaults())
     chosen = {name: answer.one(name) or "" for name in _ALGORITHMS if answer.one(name) != usual.one(name)}
     return {name: tuple(text.split(",")) for name, text in chosen.items() if text and text[0] not in "+-^"}
 
 
 def _jump(target: Target, answer: _Answer, tokens: Mapping[str, str], there: tuple[str, int, str]) -> Target | None:
-    """Return the last hop before the host; the hops before that one stand in it, instead of its own."""
+    """Return the last hop before the host; its `jump` has the hops before it, instead of those configured for it."""
     text = answer.one("proxyjump")
     if text is None:
         return None
@@ -230,14 +230,14 @@ def _files(answer: _Answer, name: str, default: str, tokens: Mapping[str, str]) 
     if answer.none(name):
         return ()
     text = answer.one(name) or default
-    # `ssh -G` leaves the quotes out: a name with a space in it is told from two names by which files there are.
+    # `ssh -G` omits the quotes: whether a space is part of a name is decided by which files exist.
     names = shlex.split(text) if '"' in text else re.split(r" (?=[/~])", text)
     split = [part for one in names for part in ([one] if os.path.exists(_home_in(one)) else one.split(" "))]
     return tuple(Path(_expand(one, tokens, strict=False)) for one in split if one)
 
 
 def _tokens(target: Target, hostname: str, port: int, user: str, answer: _Answer) -> dict[str, str]:
-    """Return what ssh_config(5) calls TOKENS, of those for files and proxies."""
+    """Return the TOKENS of ssh_config(5) for files and proxies."""
     here = socket.gethostname()
     jump = answer.one("proxyjump") or ""
     return {
@@ -258,7 +258,7 @@ def _tokens(target: Target, hostname: str, port: int, user: str, answer: _Answer
 
 
 def _expand(text: str, tokens: Mapping[str, str], *, path: bool = True, strict: bool = True) -> str:
-    """Put values in the places of `%h` and the like, and in a path of `~` and `${NAME}` as well."""
+    """Replace `%h` and other tokens by their values, in a path also `~` and `${NAME}`."""
 
     def value(match: re.Match[str]) -> str:
         if match[0].startswith("$"):
@@ -266,14 +266,14 @@ def _expand(text: str, tokens: Mapping[str, str], *, path: bool = True, strict: 
                 raise ValueError(f"its ssh configuration has ${{{match[1]}}}, which is not set here")
             return os.environ.get(match[1], match[0])
         if match[0] not in tokens and strict:
-            raise ValueError(f"its ssh configuration has {match[0]} in {text!r}, which means nothing there")
+            raise ValueError(f"its ssh configuration has {match[0]} in {text!r}, which has no meaning there")
         return tokens.get(match[0], match[0])
 
     return _IN_PATHS.sub(value, _home_in(text)) if path else _IN_COMMANDS.sub(value, text)
 
 
 def _home_in(path: str) -> str:
-    """Expand `~`: for ssh that is the home in /etc/passwd, whatever HOME says."""
+    """Expand `~`: for ssh this is the home in /etc/passwd, regardless of HOME."""
     if path == "~" or path.startswith("~/"):
         with contextlib.suppress(KeyError):  # in a container
             return pwd.getpwuid(os.getuid()).pw_dir + path[1:]

@@ -1,7 +1,7 @@
-"""Ask OpenSSH's client (`ssh -G`) for the user's ssh configuration of one host.
+"""Asks OpenSSH's client (`ssh -G`) for the user's ssh configuration of one host.
 
-Match, exec, Include, canonical names and whatever its version knows are then as on the command line. paramiko has a
-reader of its own, but it follows only a part of that: a host would be reached in another way than by `ssh`.
+Match, exec, Include, canonical names and everything else that its version supports then work as on the command line.
+paramiko has its own parser, which supports only a part: a host would be reached differently than by `ssh`.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ _INSTALL = "install it: apt-get install openssh-client, or dnf install openssh-c
 
 @dataclass(frozen=True)
 class Target:
-    """A host as it would be typed for ssh: what is given here wins over the configuration."""
+    """A host as typed for ssh: the values given here override the configuration."""
 
     name: str
     user: str | None = None
     port: int | None = None
     jump: str | None = None  # as in ProxyJump
 
-    def words(self, config: Path | None) -> list[str]:
-        """Return ssh's arguments up to the host."""
-        words = [] if config is None else ["-F", str(config)]
+    def ssh_args(self, config: Path | None) -> list[str]:
+        """Return ssh's arguments before the host."""
+        args = [] if config is None else ["-F", str(config)]
         if self.jump is not None:
-            words += ["-J", self.jump]
+            args += ["-J", self.jump]
         if self.port is not None:
-            words += ["-p", str(self.port)]
-        return words
+            args += ["-p", str(self.port)]
+        return args
 
     @property
     def destination(self) -> str:
@@ -48,14 +48,14 @@ class Target:
 
 
 def look_up(target: Target, config: Path | None, timeout_s: float) -> dict[str, list[str]]:
-    """Return the options that hold for a host, by their names in small letters, with their values as they are written.
+    """Return the options for a host, by their names in lower case, with their values as written.
 
-    Only IdentityFile and CertificateFile can have several values. `config` stands for the usual files. Blocks, for
-    Match exec and canonical names may; raises UsageError with ssh's own words, and TimeoutError.
+    Only IdentityFile and CertificateFile can have several values. `config` replaces the default files. Blocks, since
+    Match exec and canonical names may; raises UsageError with ssh's message, and TimeoutError.
     """
     if config is not None and not config.exists():
         raise UsageError(f"--ssh-config {config} does not exist")
-    argv = [_client().path, "-T", "-G", *target.words(config), "--", target.destination]
+    argv = [_client().path, "-T", "-G", *target.ssh_args(config), "--", target.destination]
     status, out, words = _ask(argv, timeout_s)
     if status == 0:
         return _options(out)
@@ -68,13 +68,13 @@ def look_up(target: Target, config: Path | None, timeout_s: float) -> dict[str, 
 
 
 def defaults() -> Mapping[str, list[str]]:
-    """Return the options where nothing is configured. Raises UsageError without OpenSSH's client."""
+    """Return the options without any configuration. Raises UsageError without OpenSSH's client."""
     return _client().defaults
 
 
 @dataclass(frozen=True)
 class _Client:
-    """OpenSSH's client on this machine: other programs are called ssh as well, and know no -G."""
+    """OpenSSH's client on this machine: other programs called ssh do not support -G."""
 
     path: str
     defaults: Mapping[str, list[str]]
@@ -82,7 +82,7 @@ class _Client:
 
 _lock = threading.Lock()
 _asking = threading.BoundedSemaphore(ASK_AT_ONCE)
-_found: list[_Client] = []  # once: all hosts ask at the same time
+_found: list[_Client] = []  # found once, although all hosts ask at the same time
 
 
 def _client() -> _Client:
@@ -101,11 +101,11 @@ def _find() -> _Client:
     except OSError as error:  # TimeoutError is one
         raise UsageError(f"OpenSSH's client {path} does not run: {error}") from error
     found = "there is no ssh on this machine" if path is None else f"{path} is not OpenSSH's"
-    raise UsageError(f"hosts are reached as OpenSSH's client says, but {found}; {_INSTALL}")
+    raise UsageError(f"dtrain needs OpenSSH's client to reach hosts, but {found}; {_INSTALL}")
 
 
 def _ask(argv: list[str], timeout_s: float) -> tuple[int, str, str]:
-    # In a session of its own: a Match exec must not ask on the terminal, and is ended with the rest.
+    # In its own session: Match exec must not prompt on the terminal, and is killed with its group.
     deadline = time.monotonic() + max(0.1, timeout_s)
     with (
         _asking,

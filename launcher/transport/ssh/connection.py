@@ -1,6 +1,6 @@
-"""An authenticated SSH connection to one host, through jump hosts where the configuration has them.
+"""An authenticated SSH connection to one host, through jump hosts if the configuration has them.
 
-Servers that are busy (MaxStartups), or just coming up, are tried again; nothing here goes on beyond its deadline.
+Connecting to busy servers (MaxStartups), or to those just starting, is retried; nothing here exceeds its deadline.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from launcher.transport.ssh.trust import Trust
 CLOSE_S = 1.0  # to close the connection through a jump host, which may hang
 MOST_HOPS = 8
 CONNECT_AT_ONCE = 32
-REFUSED_S = (0.3, 0.5, 0.9, 1.3)  # pauses after refused connections: a server that restarts, or a wrong port
+REFUSED_S = (0.3, 0.5, 0.9, 1.3)  # pauses after refused connections: a restarting server, or a wrong port
 DROPPED_S = (0.2, 3.0)  # the first pause after a dropped connection, and the longest
 _BUSY = re.compile(r"MaxStartups|Not allowed at this time|exchange_identification|closed by|reset by", re.IGNORECASE)
 _FINAL = re.compile(r"denied|verification failed|not resolve", re.IGNORECASE)
 
-logging.getLogger("paramiko").addHandler(logging.NullHandler())  # or it prints tracebacks where nobody has a handler
+logging.getLogger("paramiko").addHandler(logging.NullHandler())  # otherwise it prints tracebacks if there is no handler
 
 
 @dataclass
 class SshConnection:
-    """A connection and what it rests upon."""
+    """A connection with its route, and its jump host."""
 
     transport: paramiko.Transport
     route: Route
@@ -53,7 +53,7 @@ class SshConnection:
         if self.jump is None:
             self._close_own()
             return
-        # That sends something through the jump host's connection, which may take no more.
+        # Closing sends something through the jump host's connection, which may be blocked.
         closing = threading.Thread(target=self._close_own, name="close a tunnel", daemon=True)
         closing.start()
         closing.join(CLOSE_S)
@@ -66,7 +66,7 @@ class SshConnection:
 
 _connecting = threading.BoundedSemaphore(CONNECT_AT_ONCE)
 _met_lock = threading.Lock()
-_met: set[tuple[str, int]] = set()  # servers that have answered once; whoever lost one tries it again by himself
+_met: set[tuple[str, int]] = set()  # servers that have answered once; the caller retries if it loses one
 
 
 def open_connection(
@@ -77,7 +77,7 @@ def open_connection(
     `trail` are the hops for which this connection is opened. Raises HostError with the next step.
     """
     tries = 0
-    before: Dropped | ConnectionRefusedError | None = None  # how the try before ended
+    before: Dropped | ConnectionRefusedError | None = None  # error of the previous attempt
     while True:
         try:
             return _try(address, options, deadline, trail)
@@ -92,13 +92,13 @@ def open_connection(
         except HostError as error:
             if before is None or not isinstance(error.__cause__, TimeoutError):
                 raise
-            # The deadline cut this try short; what the server did before says more.
+            # The deadline cut this attempt short; the previous error says more.
             raise HostError(address.host, why(address, before, tries=tries)) from before
         time.sleep(pause_s)
 
 
 def _pause_s(address: Address, error: Exception, tries: int) -> float | None:
-    """Return how long to wait before the next try; None: there is no use."""
+    """Return how long to wait before the next attempt; None: do not retry."""
     chance = random.uniform(0.5, 1.5)
     if not isinstance(error, Dropped):
         known = (address.hostname, address.port) in _met
@@ -138,7 +138,7 @@ def _try(address: Address, options: SshOptions, deadline: float, trail: tuple[Ta
         except (Dropped, ConnectionRefusedError, HostError):
             raise
         except (OSError, EOFError, NotSsh, paramiko.SSHException) as error:
-            unless_connected.close()  # before the words: what explains the end may still come
+            unless_connected.close()  # before reading stderr, whose explanation may still come
             words = "" if route is None else route.words()
             raise HostError(address.host, why(address, error, words=words)) from error
         unless_connected.pop_all()
@@ -147,9 +147,9 @@ def _try(address: Address, options: SshOptions, deadline: float, trail: tuple[Ta
 
 @contextmanager
 def _place(deadline: float) -> Iterator[None]:
-    """Wait for a place among those who connect: sshd and this machine's processors take only so many key exchanges.
+    """Limit concurrent key exchanges, for sshd's and this machine's sake; wait for a place.
 
-    Names are looked up before, all at once. Raises TimeoutError.
+    Names are looked up before, all at the same time. Raises TimeoutError.
     """
     if not _connecting.acquire(timeout=max(0.0, deadline - time.monotonic())):
         raise TimeoutError(f"not tried, because connecting to {CONNECT_AT_ONCE} other hosts took all the time")
@@ -161,7 +161,7 @@ def _place(deadline: float) -> Iterator[None]:
 
 @dataclass(eq=False)
 class _Shared:
-    """A connection to a jump host, shared by all the hosts behind it, and closed when the last of them lets it go."""
+    """A connection to a jump host, shared by all hosts behind it, and closed when the last of them releases it."""
 
     key: Hashable
     users: int = 1
@@ -183,7 +183,7 @@ class _Shared:
             self.connection.close()
 
     def retire(self) -> None:
-        """Share it with nobody else from now on."""
+        """Stop sharing it with other hosts."""
         with _shared_lock:
             if _shared.get(self.key) is self:
                 del _shared[self.key]
@@ -194,7 +194,7 @@ _shared: dict[Hashable, _Shared] = {}
 
 
 def _acquire(address: Address, hop: Target, options: SshOptions, deadline: float, trail: tuple[Target, ...]) -> _Shared:
-    """Return the connection to the last hop before a host; the first who asks opens it, and all share its failure."""
+    """Return the connection to the last hop before a host; the first caller opens it, and all share its failure."""
     if hop in trail or len(trail) >= MOST_HOPS:
         way = ", ".join(step.destination for step in (*trail, hop))
         raise HostError(address.host, f"its jump hosts lead in a circle, or too far: {way}")
@@ -221,7 +221,7 @@ def _acquire(address: Address, hop: Target, options: SshOptions, deadline: float
         raise TimeoutError
     if shared.error is not None:
         reason = shared.error.reason
-        if not reason.startswith("its jump host"):  # of several hops, the innermost has said which it is
+        if not reason.startswith("its jump host"):  # with several hops, the innermost has named itself
             reason = f"its jump host {hop.destination}: {reason}"
         raise HostError(address.host, reason) from shared.error
     return shared
@@ -239,14 +239,14 @@ def _open_route(address: Address, found: list[Resolved], jump: _Shared | None, r
     except paramiko.ChannelException as error:
         hop = f"its jump host {address.jump.destination}"
         if error.code == 1:
-            reason = "forbids to go on from it (AllowTcpForwarding or PermitOpen in its sshd_config)"
+            reason = "forbids forwarding (AllowTcpForwarding or PermitOpen in its sshd_config)"
             raise HostError(address.host, f"{hop} {reason}") from error
         reason = f"cannot reach {address.where}; is its sshd running, and its name known there?"
         raise Unreached(address.host, f"{hop} {reason}") from error
     except (OSError, EOFError, paramiko.SSHException) as error:
         if not jump.connection.transport.is_active():
-            raise Dropped("its jump host's connection was closed by somebody") from error
-        # The host may be gone, or the jump host's connection hang: the next who comes gets a new one.
+            raise Dropped("its jump host's connection was closed") from error
+        # The host may be gone, or the jump host's connection hang: the next caller gets a new one.
         jump.retire()
-        reason = f"did not open a way to {address.where}: {error or type(error).__name__}"
+        reason = f"did not open a connection to {address.where}: {error or type(error).__name__}"
         raise HostError(address.host, f"its jump host {address.jump.destination} {reason}") from error

@@ -1,4 +1,4 @@
-"""The user's key files: private keys, whether locked or not, and public halves of keys that an agent holds."""
+"""The user's key files: private keys, locked or not, and public halves of keys in an agent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CLASSES: tuple[tuple[str, type[paramiko.PKey]], ...] = (
 
 @dataclass(frozen=True)
 class Identity:
-    """What a file of the user's holds: a private key, one that is locked, or the public half of one in an agent."""
+    """The content of a key file: a private key, a locked one, or the public half of one in an agent."""
 
     name: str
     exists: bool
@@ -34,11 +34,11 @@ class Identity:
 
 
 _cache_lock = threading.Lock()
-_cache: dict[tuple[str, int, int, int], Identity] = {}  # checking an RSA key takes long; 32 hosts have the same one
+_cache: dict[tuple[str, int, int, int], Identity] = {}  # checking an RSA key is slow, and many hosts use the same one
 
 
 def read_identity(name: str) -> Identity:
-    """Read a file of the user's, once until it changes. What is wrong with it is part of the answer."""
+    """Read a key file, once until it changes. A problem with it is part of the result."""
     try:
         stat = os.stat(name)
     except OSError:
@@ -61,14 +61,14 @@ def _read(name: str) -> Identity:
         return Identity(name, exists=True, blob=blob, problem="" if blob else "no key")
     blob = _blob_inside(text) or public_blob(Path(f"{name}.pub"))
     type_ = "" if blob is None else key_type(blob)
-    problem = "of a type that dtrain does not know"
+    problem = "of a type that dtrain does not support"
     for prefix, kind in _CLASSES:
         if type_ and not type_.startswith(prefix):
             continue
         try:
             key = kind.from_private_key(io.StringIO(_in_own_format(text)))
             return Identity(name, exists=True, blob=key.asbytes(), key=key)
-        except (paramiko.PasswordRequiredException, TypeError):  # the latter by cryptography
+        except (paramiko.PasswordRequiredException, TypeError):  # TypeError is cryptography's
             return Identity(name, exists=True, blob=blob, locked=True)
         except (paramiko.SSHException, ValueError, IndexError, AssertionError) as error:
             problem = str(error) or type(error).__name__
@@ -76,7 +76,7 @@ def _read(name: str) -> Identity:
 
 
 def _in_own_format(text: str) -> str:
-    """Return a key in PKCS8, which paramiko does not read, in OpenSSH's format. Raises TypeError if it is locked."""
+    """Convert a key from PKCS8, which paramiko does not read, to OpenSSH's format. Raises TypeError if it is locked."""
     if "BEGIN PRIVATE KEY" not in text and "BEGIN ENCRYPTED PRIVATE KEY" not in text:
         return text
     from cryptography.hazmat.primitives.serialization import (
@@ -100,7 +100,7 @@ def public_blob(path: Path) -> bytes | None:
 
 
 def _blob_inside(text: str) -> bytes | None:
-    """Return the public key in OpenSSH's own format of private keys, which can be read where the private is locked."""
+    """Return the public key in an OpenSSH private key file, which is readable even if the private key is locked."""
     match = re.search(r"-----BEGIN OPENSSH PRIVATE KEY-----(.*?)-----END", text, re.DOTALL)
     try:
         data = base64.b64decode("".join(match[1].split())) if match else b""

@@ -1,4 +1,4 @@
-"""From a way to an SSH server to a connection with keys of its own, by the algorithms that the configuration allows."""
+"""Exchanges keys with an SSH server over a route, with the algorithms that the configuration allows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from launcher.transport.ssh.route import Dropped, Route, await_greeting
 from launcher.transport.ssh.trust import Trust
 
 KEY_EXCHANGE_S = 15.0  # at least; ConnectTimeout is for TCP and the greeting
-# paramiko would choose counters with a MAC of their own: two passes in Python instead of one in OpenSSL.
+# paramiko prefers counter modes with a separate MAC: two passes in Python instead of one in OpenSSL.
 _FAST = {"ciphers": ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com")}
 
 
@@ -38,13 +38,13 @@ def _choice(address: Address, kind: str, spoken: Sequence[str]) -> tuple[str, ..
     if allowed is None:
         return ordered
     if not (chosen := tuple(name for name in ordered if name in allowed)):
-        only = f"allow only {', '.join(allowed)}, and dtrain speaks none of them"
+        only = f"allow only {', '.join(allowed)}, and dtrain supports none of them"
         raise HostError(address.host, f"{kind} in its ssh configuration {only}")
     return chosen
 
 
 def exchange_keys(transport: paramiko.Transport, route: Route, *, reach: float, deadline: float) -> None:
-    """Exchange keys. Raises Dropped if the server does not even greet; TimeoutError."""
+    """Exchange keys. Raises Dropped if the server closes before its greeting; TimeoutError."""
     try:
         if isinstance(route.sock, socket.socket):
             await_greeting(route.sock, reach)
@@ -70,7 +70,7 @@ def exchange_keys(transport: paramiko.Transport, route: Route, *, reach: float, 
 
 @contextmanager
 def cut_at(deadline: float, transport: paramiko.Transport) -> Iterator[None]:
-    """Close the connection at the deadline: some of paramiko's waits have none. Raises TimeoutError then."""
+    """Close the connection at the deadline, since some waits in paramiko have none. Raises TimeoutError then."""
     late = threading.Event()
 
     def cut() -> None:

@@ -1,6 +1,6 @@
-"""Proof of who we are: the user's keys and certificates, from files and from ssh-agent, in a sensible order.
+"""Authentication: the user's keys and certificates, from files and from ssh-agent, in a sensible order.
 
-Keys that the configuration names come before what else an agent holds: servers look at a few only (MaxAuthTries).
+Keys named in the configuration come before others in an agent: servers accept only a few attempts (MaxAuthTries).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _AGENT_S = 10.0  # for its list of keys; a signature may need a touch or a click
 
 
 def authenticate(transport: paramiko.Transport, address: Address, deadline: float) -> None:
-    """Show our keys until one is accepted. Raises HostError with the next step; may raise SSHException and OSError."""
+    """Offer our keys until one is accepted. Raises HostError with the next step; may raise SSHException and OSError."""
     identities = [read_identity(name) for name in address.identities]
     with _agent_keys(address, deadline) as agent:
         keys = _in_order(address, identities, agent)
@@ -49,8 +49,8 @@ def authenticate(transport: paramiko.Transport, address: Address, deadline: floa
             if not more:
                 return
             if "publickey" not in more:
-                wanted = f"accepts the key, but wants {' or '.join(more)} as well, and dtrain can answer no questions"
-                raise HostError(address.host, f"{address.login} {wanted}; a key alone must be enough from here")
+                wanted = f"accepts the key, but also wants {' or '.join(more)}, and dtrain cannot answer prompts"
+                raise HostError(address.host, f"{address.login} {wanted}; a key alone must suffice from here")
         allowed = _without_key(transport, address, deadline)
         if allowed is None:
             return
@@ -60,7 +60,7 @@ def authenticate(transport: paramiko.Transport, address: Address, deadline: floa
 
 
 def _without_key(transport: paramiko.Transport, address: Address, deadline: float) -> list[str] | None:
-    """Ask for what the server would take, once all keys are shown; None: it lets us in as we are."""
+    """Ask which methods the server accepts, after all keys; None: it accepts us without any."""
     if not transport.is_active():
         return []
     transport.auth_timeout = _left(deadline)
@@ -77,21 +77,21 @@ def _left(deadline: float) -> float:
 
 
 class _Agent(AgentSSH):
-    """An agent at a socket of our choice; paramiko's own takes that of the environment only."""
+    """An agent at a given socket; paramiko's class supports only the one of the environment."""
 
     def __init__(self, sock: socket.socket) -> None:
         super().__init__()
-        self._connect(sock)  # type: ignore[attr-defined]  # for subclasses, and unknown to the stubs
+        self._connect(sock)  # type: ignore[attr-defined]  # meant for subclasses, and missing in the stubs
 
 
 class _KeyInAgent(AgentKey):
-    """A key in an agent. If it cannot or must not sign, it is a key that is not accepted: the next has its turn."""
+    """A key in an agent. If it cannot or must not sign, it counts as not accepted: the next one follows."""
 
     def __init__(self, agent: AgentSSH, blob: bytes, comment: str) -> None:
         super().__init__(agent, blob, comment)
-        self.public_blob = None  # which some versions of paramiko ask for, and do not set
+        self.public_blob = None  # some versions of paramiko use it without setting it
         if self.name.endswith(_CERTIFICATE):
-            self.inner_key = None  # or the agent is asked for the signature of the plain key, which it may not have
+            self.inner_key = None  # otherwise the agent is asked for the plain key's signature, which it may not have
 
     def sign_ssh_data(self, data: Any, algorithm: str | None = None) -> Message:
         try:
@@ -105,7 +105,7 @@ class _KeyInAgent(AgentKey):
 
 @contextmanager
 def _agent_keys(address: Address, deadline: float) -> Iterator[list[_KeyInAgent]]:
-    """Yield the keys of the agent; none where there is no agent, or one that does not answer."""
+    """Yield the keys of the agent; none if there is no agent, or it does not answer."""
     if address.agent is None:
         yield []
         return
@@ -121,11 +121,11 @@ def _agent_keys(address: Address, deadline: float) -> Iterator[list[_KeyInAgent]
         yield keys
 
 
-_Order = dict[tuple[str, bytes], paramiko.PKey]  # keys by their names and what is shown of them, each once
+_Order = dict[tuple[str, bytes], paramiko.PKey]  # each key once, by its name and the blob offered
 
 
 def _in_order(address: Address, identities: Sequence[Identity], agent: Sequence[_KeyInAgent]) -> list[paramiko.PKey]:
-    """Certificates, then named keys, in the agent first, then what else the agent holds, then the default files."""
+    """Return certificates, then named keys (in the agent first), then other keys of the agent, then default files."""
     order: _Order = {}
     held = {key.blob: key for key in agent}
     named = {one.blob for one in identities}
@@ -146,7 +146,7 @@ def _blob(key: paramiko.PKey) -> bytes:
 
 
 def _add_certificate(order: _Order, path: str, signers: dict[bytes, paramiko.PKey]) -> None:
-    """Add the key that a certificate is for, with the certificate, if we have it."""
+    """Add the key of a certificate, with the certificate, if we have the key."""
     certificate = public_blob(Path(path))
     key = next((key for key in signers.values() if certificate and _is_for(certificate, key)), None)
     if certificate is None or key is None:
@@ -180,17 +180,17 @@ def _is_for(certificate: bytes, key: paramiko.PKey) -> bool:
 
 
 def _none_accepted(address: Address, identities: Sequence[Identity], *, shown: int, agent: bool) -> str:
-    # With the usual files, only those that are there tell anything.
+    # Of the default files, only those that exist are worth naming.
     named = [one for one in identities if one.exists or one.blob or not address.default_identities]
     tried = ", ".join(map(_state, named)) or "no default keys"
     if (locked := [one.name for one in named if one.locked]) and not (agent and shown > len(locked)):
         names = " ".join(map(shlex.quote, locked))
         others = f"; it accepts none of the other {shown}" if shown else ""
-        return f"the key for {address.login} is locked by a passphrase{others}; unlock it once by: ssh-add {names}"
+        return f"the key for {address.login} is locked by a passphrase{others}; unlock it once with: ssh-add {names}"
     agents = "ssh-agent" if agent else "no ssh-agent" if address.agent is None else "no keys in ssh-agent"
     if shown:
         return f"{address.login} accepts none of our keys ({tried}, {agents}); try: {address.command}"
-    return f"there is no key to show to {address.login} ({tried}, {agents}); try: {address.command}"
+    return f"there is no key to offer to {address.login} ({tried}, {agents}); try: {address.command}"
 
 
 def _state(identity: Identity) -> str:
@@ -203,16 +203,16 @@ def _state(identity: Identity) -> str:
 
 def _closed(address: Address, shown: int) -> str:
     if shown == 1:
-        return f"{address.login} closed the connection when it had seen our key; try: {address.command}"
+        return f"{address.login} closed the connection after our key; try: {address.command}"
     return (
-        f"{address.login} closed the connection when it had seen {shown} of our keys: too many authentication "
-        f"failures; say which is the right one by IdentityFile and IdentitiesOnly yes in the ssh configuration; "
+        f"{address.login} closed the connection after {shown} of our keys: too many authentication failures; "
+        f"select the right one by IdentityFile and IdentitiesOnly yes in the ssh configuration; "
         f"try: {address.command}"
     )
 
 
 def _no_keys_wanted(address: Address, allowed: Sequence[str]) -> str:
     return (
-        f"{address.login} takes no keys, only {' or '.join(allowed)}, and dtrain can answer no questions; "
+        f"{address.login} accepts no keys, only {' or '.join(allowed)}, and dtrain cannot answer prompts; "
         f"install a key there (ssh-copy-id), or ask its administrator to allow them"
     )

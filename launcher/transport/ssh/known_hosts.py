@@ -1,6 +1,6 @@
 """OpenSSH's known_hosts files: patterns, hashed names and markers, as `ssh` reads them.
 
-Each file is read and split once, until it changes: 32 hosts, or 5000 lines of hashed names, are then no work.
+Each file is parsed once until it changes, so that 32 hosts, or 5000 lines of hashed names, cost little.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MARKERS = ("", "@revoked", "@cert-authority")
 
 @dataclass(frozen=True)
 class KnownKey:
-    """A key that a line gives for a host: its type's name and the bytes that the host sends as well."""
+    """A host's key in a line: the name of its type, and the bytes that the host sends."""
 
     marker: str  # one of _MARKERS
     type: str
@@ -31,23 +31,23 @@ class KnownKey:
 
 
 def known_keys(files: Sequence[Path], name: str) -> list[KnownKey]:
-    """Return the keys that the files give for a host, in their order.
+    """Return the keys of a host in the files, in their order.
 
-    `name` is `host`, or `[host]:port` for another port than 22. Lines of other kinds (damaged ones, markers of the
-    future) say nothing about a key and are passed over, as by OpenSSH; so are files that cannot be read.
+    `name` is `host`, or `[host]:port` for another port than 22. Lines of other kinds (damaged ones, unknown markers)
+    and unreadable files are ignored, as by OpenSSH.
     """
     name = name.lower()
     return [key for file in files for key in _parsed(file).find(name)]
 
 
 def add_key(file: Path, name: str, *, key_type: str, blob: bytes, hashed: bool = False) -> None:
-    """Append a host's key, in one write, so that several runs may do so at once. Raises OSError."""
+    """Append a host's key, in one write, since several runs may do so at the same time. Raises OSError."""
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     line = f"{_hash(name.lower()) if hashed else name} {key_type} {base64.b64encode(blob).decode()}\n"
     descriptor = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
     try:
         size = os.fstat(descriptor).st_size
-        if size and os.pread(descriptor, 1, size - 1) != b"\n":  # somebody's editor left the last line open
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":  # the last line has no line feed
             line = "\n" + line
         os.write(descriptor, line.encode())
     finally:
@@ -56,7 +56,7 @@ def add_key(file: Path, name: str, *, key_type: str, blob: bytes, hashed: bool =
 
 @dataclass
 class _File:
-    """The keys of one file, by what the names in their lines look like."""
+    """The keys of one file, by the form of the names in their lines."""
 
     exact: dict[str, list[KnownKey]] = field(default_factory=dict)
     hashed: list[tuple[bytes, bytes, KnownKey]] = field(default_factory=list)  # salt, digest
@@ -92,7 +92,7 @@ def _parsed(path: Path) -> _File:
             if (known := _files.get(path)) is not None and known[0] == signature:
                 return known[1]
             text = path.read_text(encoding="utf-8", errors="replace")
-        except OSError:  # most people have only one of the usual files
+        except OSError:  # most users have only one of the default files
             return _File()
         parsed = _File()
         for number, line in enumerate(text.splitlines(), 1):

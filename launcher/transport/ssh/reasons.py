@@ -1,4 +1,4 @@
-"""Why a host could not be reached over SSH, in words that end with the next step. Pure."""
+"""Messages on why a host could not be reached over SSH, each with the next step. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FAMILY: dict[int, str] = {socket.AF_INET: "inet", socket.AF_INET6: "inet6"}
 
 
 def why(address: Address, error: Exception, *, words: str = "", tries: int = 1) -> str:
-    """Say why a connection failed after so many tries; `words` are the last of a ProxyCommand."""
+    """Format why a connection failed after `tries` attempts; `words` is the end of a ProxyCommand's stderr."""
     where = address.where
     then = f"try: {address.command}"
     lost = isinstance(error, Dropped) or (words and isinstance(error, (OSError, EOFError)))
@@ -31,15 +31,15 @@ def why(address: Address, error: Exception, *, words: str = "", tries: int = 1) 
     if isinstance(error, Dropped):
         said = f", saying {str(error)!r}," if str(error) else ""
         times = f"{tries} times" if tries > 1 else "the connection"
-        guess = "its sshd may be short of MaxStartups, or shut us out"
-        return f"{where} closed {times}{said} before it greeted; {guess}; {then}"
+        guess = "its sshd may have reached MaxStartups, or block us"
+        return f"{where} closed {times}{said} before its greeting; {guess}; {then}"
     if isinstance(error, NotSsh):
-        return f"{where} is no SSH server: it said {str(error)!r}; {then}"
+        return f"{where} is not an SSH server: it said {str(error)!r}; {then}"
     if isinstance(error, TimeoutError):
         silent = f": {error}" if error.errno is None and error.args else " does not answer"
         return f"{where}{silent}; {then}"
     if isinstance(error, EOFError):
-        return f"{where} closed the connection while keys were exchanged; {then}"
+        return f"{where} closed the connection during the key exchange; {then}"
     if isinstance(error, OSError) and error.strerror:
         return f"{where}: {error.strerror[0].lower()}{error.strerror[1:]}; {then}"
     if isinstance(error, paramiko.SSHException) and "acceptable" in str(error):

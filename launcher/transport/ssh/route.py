@@ -1,6 +1,6 @@
-"""The bytes' way to an SSH server, before SSH: a TCP connection, or the two ends of a ProxyCommand.
+"""The route to an SSH server, below SSH: a TCP connection, or the two ends of a ProxyCommand.
 
-Everything here has a deadline, also the look-up of a name and an address that swallows what is sent to it.
+Everything here has a deadline, including name lookups and addresses that drop packets.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from typing import TYPE_CHECKING, Any
 
 from launcher.errors import HostError
 from launcher.transport.ssh.address import Address
-from launcher.transport.stream import LastWords
+from launcher.transport.stream import StderrTail
 
 if TYPE_CHECKING:
     import paramiko
 
-_PROXY_WORDS_BYTES = 4096  # what decides about another try is in the last of them
+_PROXY_WORDS_BYTES = 4096  # of stderr; its end decides about another attempt
 LET_GO_S = 1.0  # for a ProxyCommand to end by itself, and after SIGTERM
 GREETING_BYTES = 8192
-_ENDED = getattr(select, "POLLRDHUP", 0)  # not everywhere: there the end behind some words shows at the deadline
+_ENDED = getattr(select, "POLLRDHUP", 0)  # Linux only: elsewhere an end after some bytes is noticed at the deadline
 
 Resolved = tuple[socket.AddressFamily, socket.SocketKind, int, str, Any]
 
 
 class Dropped(Exception):
-    """The other end closed the connection before it greeted; what it said is the text, if anything."""
+    """The other end closed the connection before its greeting; the text is what it sent, if anything."""
 
 
 class NotSsh(Exception):
-    """What answers is no SSH server."""
+    """The other end is not an SSH server."""
 
 
 class Unreached(HostError):
-    """A jump host did not get through to it. It may be coming up."""
+    """A jump host could not connect to it. It may be starting."""
 
 
 @dataclass
 class Route:
-    """A way to a server. `our_address` is this machine's address as the server sees it, where it sees this machine."""
+    """A route to a server. `our_address` is this machine's address as the server sees it, if it is direct."""
 
     sock: socket.socket | paramiko.Channel
     our_address: str | None = None
@@ -59,14 +59,14 @@ class Route:
             self.proxy.close()
 
     def words(self) -> str:
-        """Return the last that a ProxyCommand said on stderr."""
+        """Return the end of a ProxyCommand's stderr."""
         return "" if self.proxy is None else self.proxy.words()
 
 
 def open_tcp(address: Address, resolved: list[Resolved], deadline: float) -> Route:
     """Connect to the first of a host's addresses that answers, in the resolver's order, as OpenSSH does.
 
-    An address that swallows everything takes its share of the time only. Raises OSError; TimeoutError at the deadline.
+    An address that drops packets uses only its share of the time. Raises OSError; TimeoutError at the deadline.
     """
     errors: list[OSError] = []
     for number, one in enumerate(resolved):
@@ -79,15 +79,15 @@ def open_tcp(address: Address, resolved: list[Resolved], deadline: float) -> Rou
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         return Route(sock, our_address=str(sock.getsockname()[0]))
-    # An address that does not answer is no reason to try again; one that refuses says more than the rest.
+    # An address that does not answer is no reason to retry; a refusal says more than other errors.
     raise min(errors, key=lambda error: (not isinstance(error, TimeoutError), error.errno != errno.ECONNREFUSED))
 
 
 def look_up(address: Address, deadline: float) -> list[Resolved]:
-    """Return the addresses; in a thread of its own, for the system's resolver knows no deadline. Raises OSError."""
+    """Return the addresses; resolve in another thread, since the system's resolver has no deadline. Raises OSError."""
     try:
         return _get_addresses(address, socket.AI_NUMERICHOST)
-    except OSError:  # it is no address, but a name
+    except OSError:  # a name, not an address
         pass
     except UnicodeError as error:
         raise socket.gaierror(socket.EAI_NONAME, "no host can have this name") from error
@@ -130,7 +130,7 @@ def _connect(one: Resolved, address: Address, within_s: float) -> socket.socket:
 
 
 def _bind(sock: socket.socket, address: Address) -> None:
-    """Take the address of our own that BindAddress or BindInterface asks for."""
+    """Bind to our address that BindAddress or BindInterface asks for."""
     if address.bind_address is not None:
         ours = [address.bind_address]
         what = f"BindAddress {address.bind_address}"
@@ -146,11 +146,11 @@ def _bind(sock: socket.socket, address: Address) -> None:
         with contextlib.suppress(OSError):
             sock.bind((name, 0))
             return
-    raise OSError(errno.EADDRNOTAVAIL, f"{what} of its ssh configuration gives no address here that could be used")
+    raise OSError(errno.EADDRNOTAVAIL, f"{what} of its ssh configuration gives no usable address here")
 
 
 def open_proxy(address: Address) -> Route:
-    """Start the ProxyCommand; one socket is its standard input and output. Raises OSError."""
+    """Start the ProxyCommand with a socket as its standard input and output. Raises OSError."""
     assert address.proxy_command is not None
     ours, theirs = socket.socketpair()
     with theirs:
@@ -162,11 +162,11 @@ def open_proxy(address: Address) -> Route:
 
 
 class _Proxy:
-    """A ProxyCommand, and the last that it says on stderr."""
+    """A ProxyCommand, and the end of its stderr."""
 
     def __init__(self, line: str, end: socket.socket) -> None:
-        # By the user's shell, and exec'ed by it: that is what the line means in ssh_config(5). It is the user's own,
-        # not put together here. In a session of its own: a Ctrl-C typed at dtrain is not for it, nor may it prompt.
+        # Run by exec in the user's shell, as ssh_config(5) defines it. The line is the user's, not composed here. In
+        # its own session: Ctrl-C at dtrain must not reach it, and it must not prompt.
         shell = os.environ.get("SHELL") or "/bin/sh"
         self._process = subprocess.Popen(
             [shell, "-c", f"exec {line}"],
@@ -176,13 +176,13 @@ class _Proxy:
             start_new_session=True,
         )
         assert self._process.stderr is not None
-        self._words = LastWords(self._process.stderr, _PROXY_WORDS_BYTES)
+        self._words = StderrTail(self._process.stderr, _PROXY_WORDS_BYTES)
 
     def words(self) -> str:
-        return self._words.wait(0.2).strip()  # what explains the end of a connection may come right behind it
+        return self._words.wait(0.2).strip()  # an explanation may follow the end of the connection
 
     def close(self) -> None:
-        """End and reap it. Its input has been closed: most proxies end by that."""
+        """End and reap it. Its input has been closed, which ends most proxies."""
         for signum in (None, signal.SIGTERM, signal.SIGKILL):
             if signum is not None:
                 with contextlib.suppress(ProcessLookupError):
@@ -196,8 +196,8 @@ class _Proxy:
 def await_greeting(sock: socket.socket, deadline: float) -> None:
     """Wait for a server's greeting and leave it unread. Raises Dropped, NotSsh, OSError; TimeoutError at the deadline.
 
-    Before we say anything ourselves: a server that takes no more connections then has its words heard, which are lost
-    where it closes with something of ours unread.
+    Call before sending anything: the message of a server that accepts no more connections would be lost if it closes
+    with unread bytes from us.
     """
     poll = select.poll()
     poll.register(sock, select.POLLIN | _ENDED)
@@ -213,7 +213,7 @@ def await_greeting(sock: socket.socket, deadline: float) -> None:
             raise Dropped(_text(seen))
         if len(seen) == GREETING_BYTES or b"\0" in seen:
             break
-        time.sleep(0.01)  # until more has come; the socket stays readable meanwhile
+        time.sleep(0.01)  # the socket stays readable, so poll would not wait for more
     if seen:
         raise NotSsh(_text(seen))
     raise TimeoutError

@@ -1,6 +1,6 @@
-"""Agents on remote hosts, at the other end of an SSH channel: what the rest of this package serves.
+"""Agents on remote hosts, at the other end of an SSH channel. The rest of this package serves this module.
 
-They use the user's own ssh configuration (config.py, address.py), jump hosts and proxies (connection.py,
+It uses the user's own ssh configuration (config.py, address.py), jump hosts and proxies (connection.py,
 route.py), known hosts (trust.py, known_hosts.py), keys and agent (key_exchange.py, keys.py), through paramiko.
 """
 
@@ -31,7 +31,7 @@ READ_BYTES = 1 << 16
 def connect_ssh(host: Host, options: SshOptions, command: list[str], deadline: float) -> SshStream:
     """Connect, check the host's key, authenticate, and start `command` there. Blocks until `deadline`.
 
-    Raises HostError with the next step for every way in which that fails.
+    Raises HostError with the next step for every kind of failure.
     """
     address = resolve(Target(host.name, user=host.user, port=host.port), options, deadline)
     import_paramiko()
@@ -53,7 +53,7 @@ def connect_ssh(host: Host, options: SshOptions, command: list[str], deadline: f
             what = "opens no session (MaxSessions in its sshd_config?)"
             if not isinstance(error, paramiko.ChannelException):
                 what = "does not run our command (a restricted account?)"
-            reason = f"{address.hostname} lets {address.user} in, but {what}; try: {address.command}"
+            reason = f"{address.hostname} accepts {address.user}, but {what}; try: {address.command}"
             raise HostError(address.host, reason) from error
         unless_started.pop_all()
         return stream
@@ -63,11 +63,11 @@ _import_lock = threading.Lock()
 
 
 def import_paramiko() -> None:
-    """Import it without what it would import for Match exec, of which nobody here asks it: 60 of its 165 ms."""
+    """Import it without what it needs only for Match exec, which is not used here: 60 of its 165 ms."""
     with _import_lock:
         if "paramiko" in sys.modules or "invoke" in sys.modules:
             return
-        sys.modules["invoke"] = None  # type: ignore[assignment]  # makes the import fail, says the documentation
+        sys.modules["invoke"] = None  # type: ignore[assignment]  # documented to make the import fail
         try:
             import paramiko  # noqa: F401
         finally:
@@ -81,10 +81,10 @@ class SshStream:
         self._connection = connection
         self.our_address = connection.route.our_address
         self._channel = connection.transport.open_session(timeout=max(0.1, deadline - time.monotonic()))
-        # Only fixed words and the interpreter's path are on the remote command line; all else goes through the stream.
-        # With `;`, because that is the same to sh, csh and every fish; `cd /` does not fail.
+        # The remote command line has only constants and the interpreter's path; all else goes through the stream. With
+        # `;`, which means the same in sh, csh and every fish; `cd /` does not fail.
         self._words = bytearray()
-        self._begun = bytearray()  # what came, until the agent's preamble has
+        self._begun = bytearray()  # received before the agent's preamble
         self._has_agent = False
         self._channel.exec_command(f"cd /; exec {shlex.join(command)}")
 
@@ -117,9 +117,9 @@ class SshStream:
         return status, self._words.decode("utf-8", "replace")
 
     def _kill(self) -> None:
-        """Have sshd kill the shell whose start-up files have not ended, and what they started (RFC 4254, 6.9).
+        """Make sshd kill a shell still running its start-up files, and its children (RFC 4254, 6.9).
 
-        Without this they would outlive the connection. OpenSSH does so since 7.9; paramiko has no method for it.
+        Otherwise they would outlive the connection. OpenSSH supports it since 7.9; paramiko has no method for it.
         """
         import paramiko
 
@@ -130,15 +130,15 @@ class SshStream:
         message.add_boolean(False)
         message.add_string("KILL")
         with contextlib.suppress(StreamError), self._broken_by():
-            self._connection.transport._send_user_message(message)  # type: ignore[attr-defined]  # no other sends it
+            self._connection.transport._send_user_message(message)  # type: ignore[attr-defined]  # not public
 
     def _broken_by(self) -> AbstractContextManager[None]:
         import paramiko
 
-        return broken_by(paramiko.SSHException)  # such as of a key exchange that stalls, while the channel is open
+        return broken_by(paramiko.SSHException)  # such as a stalled key exchange while the channel is open
 
     def _listen(self) -> None:
-        """Keep the last that was said on stderr, and never let it fill the channel's window."""
+        """Keep the end of stderr, and never let it fill the channel's window."""
         while self._channel.recv_stderr_ready():
             self._words += self._channel.recv_stderr(READ_BYTES)
         del self._words[:-READ_BYTES]

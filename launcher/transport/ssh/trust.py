@@ -1,5 +1,5 @@
-"""Whether a host is the one that is meant: its key against the known_hosts files, or its certificate against their
-authorities. Always checked. An unknown or changed key is a refusal whose text has the command that would mend it.
+"""Verifies the identity of a host: its key against the known_hosts files, or its certificate against their
+authorities. Always checked. The error for an unknown or changed key has the command that fixes it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     import paramiko
 
 _CERTIFICATE = "-cert-v01@openssh.com"
-_RSA = ("rsa-sha2-512", "rsa-sha2-256")  # the ways to sign with a key of type ssh-rsa
+_RSA = ("rsa-sha2-512", "rsa-sha2-256")  # signature algorithms for keys of type ssh-rsa
 
 
 class Trust:
-    """What the known_hosts files say of one host. Read once, before its key is seen."""
+    """The known_hosts entries of one host, read once, before its key is received."""
 
     def __init__(self, address: Address) -> None:
         self._address = address
         keys = known_keys(address.known_hosts, address.known_name)
-        # As with ssh, what is known of the host without its port can vouch for it, but not speak against it.
+        # As with ssh, entries without the port can confirm the host's key, but not contradict it.
         bare = [] if address.alias or address.port == 22 else known_keys(address.known_hosts, address.hostname)
         revoked = {key.blob for key in (*keys, *bare) if key.marker == "@revoked"} | _revoked_in(address)
         self._revoked = revoked
@@ -41,9 +41,9 @@ class Trust:
         ]
 
     def in_order(self, spoken: Sequence[str]) -> tuple[str, ...]:
-        """Order the host key algorithms that we speak: first those by which the host is known.
+        """Order the host key algorithms that we support: first those for which the host is known.
 
-        A host has several keys. If it is asked for one that nobody knows, it seems to be unknown.
+        A host has several keys. If we asked for one that is in no file, the host would seem unknown.
         """
         plain = [name for name in spoken if not name.endswith(_CERTIFICATE)]
         known = [key.type for key in self._known or self._vouching]
@@ -53,7 +53,7 @@ class Trust:
         return tuple(dict.fromkeys([*names, *plain]))
 
     def check(self, key: paramiko.PKey) -> None:
-        """Raise HostError unless it is certain that the host may have this key."""
+        """Raise HostError unless the key is trusted for this host."""
         address, blob = self._address, key.asbytes()
         if blob in self._revoked:
             raise HostError(address.host, f"its host key {_fingerprint(key)} is revoked in {self._files}")
@@ -72,7 +72,7 @@ class Trust:
                 raise HostError(address.host, reason) from error
 
     def _doubt_certificate(self, key: paramiko.PKey) -> str | None:
-        """Return "" if the host has shown a certificate that holds, else why it does not; None if it has shown none."""
+        """Return "" if the host's certificate is valid, else why it is not; None if it has none."""
         shown = getattr(key, "public_blob", None)
         if not self._authorities or shown is None or not shown.key_type.endswith(_CERTIFICATE):
             return None
@@ -98,13 +98,13 @@ class Trust:
         if blob in self._revoked:
             return "its certificate's authority is revoked"
         if not any(known.blob == blob for known in self._authorities):
-            return "its certificate is of another authority than those in the known_hosts files"
+            return "its certificate is not of an authority in the known_hosts files"
         if certificate.type is not SSHCertificateType.HOST:
             return "its certificate is a user's, not a host's"
         if not certificate.valid_after <= time.time() < certificate.valid_before:
             return "its certificate is not valid at this time"
         if certificate.critical_options:
-            return "its certificate has critical options, of which none is known for hosts"
+            return "its certificate has critical options, which are unknown for hosts"
         principals = [principal.decode("utf-8", "replace").lower() for principal in certificate.valid_principals]
         if principals and not any(fnmatchcase(name.lower(), principal) for principal in principals):
             return f"its certificate is for {', '.join(principals)}, not for {name}"
@@ -118,8 +118,8 @@ class Trust:
         line = self._known[0]
         fix = f"ssh-keygen -f {shlex.quote(str(line.file))} -R {shlex.quote(self._address.known_name)}"
         return (
-            f"its host key has CHANGED: {_fingerprint(key)} is not the one in {line.file}, line {line.line}. Somebody "
-            f"may be in between; if you know that the key is new, forget the old one by: {fix}"
+            f"its host key has CHANGED: {_fingerprint(key)} is not the one in {line.file}, line {line.line}. The "
+            f"connection may be intercepted; if you know that the key is new, remove the old one with: {fix}"
         )
 
     def _unknown(self, key: paramiko.PKey, doubt: str | None) -> str:
@@ -139,13 +139,13 @@ class Trust:
 
 
 def _revoked_in(address: Address) -> set[bytes]:
-    """Read RevokedHostKeys: a public key a line."""
+    """Read RevokedHostKeys: one public key per line."""
     if address.revoked is None:
         return set()
     what = f"RevokedHostKeys {address.revoked} of its ssh configuration"
     try:
         data = address.revoked.read_bytes()
-    except OSError as error:  # ssh refuses all keys then, too
+    except OSError as error:  # ssh rejects all keys then, too
         raise HostError(address.host, f"{what} cannot be read: {error.strerror}") from error
     if data.startswith(b"SSHKRL\n\0"):
         raise HostError(address.host, f"{what} is a binary KRL; dtrain reads only text")

@@ -1,1 +1,1 @@
-"""Nodes on which somebody types the command: listener.py on node 0, dial.py on the others."""
+"""Nodes started by hand: listener.py on node 0, dial.py on the others."""

@@ -1,7 +1,7 @@
-"""Who gets in: which node has which slot of the run, and what node 0's terminal shows of those that get none.
+"""Admission of nodes: assigns the slots of the run, and reports rejected peers on node 0's terminal.
 
-Owned by listener.py; does no I/O but for what is shown. Anybody on the network can connect as often as they like, so
-nothing here grows with that.
+Owned by listener.py; does no I/O except these messages. Anyone on the network can connect any number of times, so
+nothing here grows with connections.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ SHOWN_OF_A_KIND = 8
 
 
 class Refused(Exception):
-    """A node that has proved itself cannot join."""
+    """An authenticated node cannot join."""
 
 
 @dataclass(eq=False)
 class Slot:
-    """One node of the run: who it is now, who it was last, who waits for it, and whether another claims it."""
+    """A node of the run: its connection now, its last greeting, its waiter, and whether another node claims it."""
 
     rank: int
     name: str
@@ -36,10 +36,10 @@ class Slot:
     last: Greeting | None = None
     waiter: object | None = None
     challenged: bool = False
-    introduced: bool = False  # it was said which machine has taken it
+    introduced: bool = False  # its machine was reported
 
     def taken(self) -> Refused:
-        """Return why it cannot be had by another node."""
+        """Return the refusal for another node that claims the slot."""
         assert self.last is not None
         return Refused(f"node rank {self.rank} is already taken by {self.last.who}; give each node its own --node-rank")
 
@@ -55,11 +55,11 @@ class NodeSlots:
         return next(slot for slot in self.all if slot.name == node)
 
     def last_of(self, greeting: Greeting) -> Slot | None:
-        """Return the slot that this very start of a node had last."""
+        """Return the slot that this same process of a node had last."""
         return next((slot for slot in self.all if slot.last is not None and slot.last.id == greeting.id), None)
 
     def find(self, greeting: Greeting) -> Slot:
-        """Return the slot that a node is to have. It may be another's still. Raises Refused."""
+        """Return the slot for a node. Another node may still have it. Raises Refused."""
         self._compare(greeting)
         rank, count = greeting.node_rank, len(self.all)
         if rank is None:
@@ -80,12 +80,12 @@ class NodeSlots:
         return None
 
     def _any(self, greeting: Greeting) -> Slot:
-        """Return its own slot to a node that comes again; else a free one, rather one that nobody ever had."""
+        """Return a rejoining node's own slot; otherwise a free one, preferably one never used."""
         if (own := self.last_of(greeting)) is not None:
             return own
         if free := [slot for slot in self.all[1:] if slot.connection is None]:
             return min(free, key=lambda slot: slot.last is not None)
-        raise Refused(f"all {len(self.all)} nodes of the run are there already; see --nnodes on node 0")
+        raise Refused(f"all {len(self.all)} nodes of the run have joined already; see --nnodes on node 0")
 
     def _compare(self, greeting: Greeting) -> None:
         node = printable(greeting.hostname)
@@ -99,7 +99,7 @@ class NodeSlots:
 
 
 class RejectedPeers:
-    """Counts those that were rejected, and shows each different one once, as far as there are not too many."""
+    """Counts rejected peers, and reports each different one once, up to SHOWN_OF_A_KIND."""
 
     def __init__(self, notify: Callable[[str], None]) -> None:
         self._notify = notify
@@ -108,7 +108,7 @@ class RejectedPeers:
         self._shown: defaultdict[str, set[str]] = defaultdict(set)
 
     def reject(self, kind: str, text: str = "") -> None:
-        """Note one of a `kind`, and show the text, if there is one. Any thread may call it."""
+        """Count a peer of a `kind`, and print the text, if there is one. Any thread may call it."""
         with self._lock:
             self._counts[kind] += 1
             shown = self._shown[kind]
@@ -118,8 +118,8 @@ class RejectedPeers:
         self._notify(text)
 
     def summarize(self) -> None:
-        """Show one line about those that were not shown one by one, if there were any."""
+        """Print one line about peers that were not reported individually, if there were any."""
         with self._lock:
             unshown = {kind: count - len(self._shown[kind]) for kind, count in self._counts.items()}
         if parts := [f"{count} {kind}" for kind, count in unshown.items() if count > 0]:
-            self._notify(f"other connections to the control port were turned away: {', '.join(parts)}")
+            self._notify(f"other connections to the control port were rejected: {', '.join(parts)}")

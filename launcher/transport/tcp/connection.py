@@ -1,9 +1,9 @@
-"""The TCP connection between node 0 and another node, as either end has it: proofs first, then encrypted records.
+"""The TCP connection between node 0 and another node, for either end: the handshake, then encrypted records.
 
-One thread receives, and alone closes; any thread sends or shuts it. TCP_USER_TIMEOUT is not used: Linux also counts the
-time in which the other end answers but takes no more, and a run whose output waits in `less`, or that was stopped by
-Ctrl-Z, is not lost (https://blog.cloudflare.com/when-tcp-sockets-refuse-to-die). So an idle connection is watched by
-keepalives, one with something under way by `dead`.
+One thread receives, and only that one closes; any thread sends or shuts it. TCP_USER_TIMEOUT is not used: Linux also
+counts the time in which the other end answers but does not read, and a run whose output waits in `less`, or that was
+stopped by Ctrl-Z, is not lost (https://blog.cloudflare.com/when-tcp-sockets-refuse-to-die). So keepalives watch an idle
+connection, and `dead` watches one with data in flight.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from launcher.transport.tcp.encrypted_records import Decryptor, Encryptor, Kind,
 from launcher.transport.tcp.handshake import Handshake, Side
 
 READ_BYTES = 1 << 16
-LOCKED_S = 0.1  # what is in the middle of being written gets so long before something else is to follow
+LOCKED_S = 0.1  # time to wait for another thread's write
 SILENCE_S = 20.0  # without an answer of the other machine's kernel, a connection is dead
-LOOK_S = 2.0  # how often that is looked at
+LOOK_S = 2.0  # interval of checks for that
 _KEEPALIVES = 3
 _UNANSWERED = 3
 _INFO_BYTES = 148
-_INFO = struct.Struct("=2x2B20xI24x2I84xI")  # of struct tcp_info: as `dead` names them
+_INFO = struct.Struct("=2x2B20xI24x2I84xI")  # of struct tcp_info; `dead` names the fields
 
 
 class Connection:
@@ -48,7 +48,7 @@ class Connection:
         self._sending = threading.Lock()
 
     def shake_hands(self, deadline: float) -> None:
-        """Have both ends prove that they know the token. Blocks. Raises HandshakeError, OSError."""
+        """Authenticate both ends by the token. Blocks. Raises HandshakeError, OSError."""
         if self._joins:
             self.post_raw(self.handshake.greeting)
         while self.handshake.keys is None:
@@ -74,10 +74,10 @@ class Connection:
                 continue
             data = self.sock.recv(READ_BYTES)
             if not data:
-                raise ConnectionError(self.closed_because or "it was closed at the other end")
+                raise ConnectionError(self.closed_because or "the other end closed it")
             self.heard = time.monotonic()
             return data
-        raise TimeoutError(errno.ETIMEDOUT, "it accepts the connection but says nothing")
+        raise TimeoutError(errno.ETIMEDOUT, "it accepts the connection but sends nothing")
 
     def look(self) -> None:
         """Raise ConnectionError if it was shut, or the other machine is gone."""
@@ -87,7 +87,7 @@ class Connection:
             raise ConnectionError(f"it did not answer for {SILENCE_S:g} s")
 
     def post(self, kind: Kind, data: bytes = b"") -> bool:
-        """Send a short record now or not at all, and hardly wait; say whether it is sent."""
+        """Send a short record immediately or not at all; wait at most LOCKED_S. Return whether it was sent."""
         assert self._encryptor is not None
         if self.closed_because is not None or not self._sending.acquire(timeout=LOCKED_S):
             return False
@@ -102,7 +102,7 @@ class Connection:
                 return True
         except OSError:
             pass
-        self.shut("it cannot be written to")  # part of a record may be out, and nothing can follow it
+        self.shut("it cannot be written to")  # part of a record may be sent, so nothing can follow
         return False
 
     def send(self, kind: Kind, data: bytes = b"", *, unless: Callable[[], bool] = lambda: False) -> None:
@@ -122,23 +122,23 @@ class Connection:
                     view = view[self.sock.send(view) :]
 
     def shut(self, why: str) -> None:
-        """End it, whoever waits for it. Any thread may do this; the first reason counts."""
+        """End the connection and all waits for it. Any thread may call this; the first reason counts."""
         if self.closed_because is None:
             self.closed_because = why
             try:
                 self.sock.shutdown(socket.SHUT_RDWR)
-            except OSError:  # it never was, or no longer is connected
+            except OSError:  # not connected, or no longer
                 return
 
     def close(self, why: str) -> None:
-        """Release it; a thread that is sending gets an error first. Only the thread that receives does this."""
+        """Release the connection; a sending thread gets an error first. Only the receiving thread calls this."""
         self.shut(why)
         with self._sending:
             self.sock.close()
 
 
 def _tune(connection: socket.socket) -> None:
-    """Make it non-blocking, prompt, and end by itself when the other machine is gone while nothing is under way."""
+    """Set the socket non-blocking, without delay, and with keepalives that end it if an idle peer's machine is gone."""
     connection.setblocking(False)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -149,10 +149,10 @@ def _tune(connection: socket.socket) -> None:
 
 
 def dead(connection: socket.socket) -> bool:
-    """Say whether nothing of the other machine's kernel was heard for SILENCE_S, though it was asked.
+    """Return whether the other machine's kernel did not answer for SILENCE_S, although it was asked.
 
-    Where nothing is under way it was asked by keepalives, whether they got out or not: the kernel does not count those
-    that it could not send, and tries for ever.
+    With no data in flight it was asked by keepalives, even if they could not be sent: the kernel does not count those
+    that failed, and retries forever.
     """
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
     if len(info) < _INFO.size:

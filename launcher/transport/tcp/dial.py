@@ -1,4 +1,4 @@
-"""How a node that was started by hand reaches node 0: it dials until it is let in, hears why not, or gets a signal."""
+"""Connects a node started by hand to node 0: dials until it is admitted, is refused, or gets a signal."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from launcher.transport.tcp.rendezvous import Endpoint
 
 FIRST_PAUSE_S, PAUSE_S = 0.05, 1.0  # between attempts
 CONNECT_S = 5.0
-ANSWER_S = 8.0  # for the whole of the handshake: node 0 may look first whether our slot is still taken
+ANSWER_S = 8.0  # for the whole handshake: node 0 may check first whether our slot is still in use
 _NO_ROUTE = (errno.EHOSTUNREACH, errno.ENETUNREACH)
 _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _OTHER = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 class JoinError(DtrainError):
-    """This node cannot take part in the run; says what to do."""
+    """This node cannot take part in the run; the message has the next step."""
 
 
 class Stopped(Exception):
-    """A signal told us to end while we dialled."""
+    """A signal to end came while dialling."""
 
 
 class Signals:
-    """Takes the signals while the context lasts; in the main thread only.
+    """Handles the signals while the context lasts; in the main thread only.
 
-    `stops` are those that told us to end, the first one first. `events` gets every signal; relay.py waits for it, and
-    puts its own events there.
+    `stops` are the signals to end, in order. `events` gets every signal; relay.py waits for it, and puts its own events
+    there.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class Signals:
         for signum in (*_STOP, *_OTHER):
             if signum == signal.SIGHUP and signal.getsignal(signum) == signal.SIG_IGN:
                 continue  # started by nohup
-            self._before[signum] = signal.signal(signum, self._take)
+            self._before[signum] = signal.signal(signum, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -66,7 +66,7 @@ class Signals:
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Have a signal that tells us to end raise Stopped while the context lasts."""
+        """Raise Stopped at a signal to end while the context lasts."""
         try:
             self._interrupts = True
             if self.stops:
@@ -75,7 +75,7 @@ class Signals:
         finally:
             self._interrupts = False
 
-    def _take(self, signum: int, _frame: FrameType | None) -> None:
+    def _handle(self, signum: int, _frame: FrameType | None) -> None:
         if signum in _STOP:
             self.stops.append(signum)
         if not self._interrupts:
@@ -86,7 +86,7 @@ class Signals:
 
 @dataclass(frozen=True)
 class Joined:
-    """A connection to node 0, on which this node has been let in."""
+    """A connection to node 0 that has admitted this node."""
 
     connection: Connection
     welcome: Welcome
@@ -95,12 +95,12 @@ class Joined:
 def dial(
     find: Endpoint | Callable[[], Endpoint | None], greeting: Greeting, *, deadline: float, signals: Signals
 ) -> Joined | RunEnd:
-    """Dial node 0 until it lets us in, or the run turns out to be over. Blocks until `deadline` (monotonic).
+    """Dial node 0 until it admits us, or the run turns out to be over. Blocks until `deadline` (monotonic).
 
-    `find` is where node 0 listens, or says so before each attempt. In the first case, what answers there is node 0 or
-    nothing is: another token, or something that is no dtrain, is an error at once. Raises JoinError, Stopped.
+    `find` is the endpoint of node 0, or returns it before each attempt. With a fixed endpoint, another token, or a peer
+    that is not dtrain, is an error immediately. Raises JoinError, Stopped.
     """
-    pause_s, problem = FIRST_PAUSE_S, "no run of this user has said where it is"
+    pause_s, problem = FIRST_PAUSE_S, "no run of this user has published its address"
     with signals.interrupting():
         while True:
             endpoint = find if isinstance(find, Endpoint) else find()
@@ -119,11 +119,11 @@ def dial(
 
 
 def _join(endpoint: Endpoint, greeting: Greeting, deadline: float) -> Joined | RunEnd:
-    """Try once to get in. Raises OSError, ProtocolError, JoinError, Stopped."""
+    """Try once to join. Raises OSError, ProtocolError, JoinError, Stopped."""
     sock = socket.create_connection((endpoint.address, endpoint.port), max(0.1, deadline - time.monotonic()))
     with contextlib.ExitStack() as unless_joined:
         unless_joined.callback(sock.close)
-        if sock.getsockname() == sock.getpeername():  # TCP lets a socket meet itself where nobody listens
+        if sock.getsockname() == sock.getpeername():  # without a listener, TCP may connect a socket to itself
             raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
         connection = Connection(sock, Side.JOINER, os.fsencode(endpoint.token))
         deadline = time.monotonic() + ANSWER_S
@@ -135,14 +135,14 @@ def _join(endpoint: Endpoint, greeting: Greeting, deadline: float) -> Joined | R
         if answer.kind is Kind.REFUSAL:
             raise JoinError(f"node 0 refuses this node: {without_controls(answer.data.decode('utf-8', 'replace'))}")
         if answer.kind is not Kind.WELCOME:
-            raise ProtocolError("node 0 answers otherwise than this version of dtrain")
+            raise ProtocolError("node 0 does not answer like this version of dtrain")
         welcome = decode_json(Welcome, answer.data)
         unless_joined.pop_all()
         return Joined(connection, welcome)
 
 
 def _why(endpoint: Endpoint, error: Exception) -> str:
-    """Say why node 0 was not reached, and what to do."""
+    """Format why node 0 was not reached, and what to do."""
     address = printable(endpoint.address)
     where = where_at(address, endpoint.port)
     start = "start dtrain on node 0 too, with --node-rank 0 and the same --master-addr"
@@ -155,7 +155,7 @@ def _why(endpoint: Endpoint, error: Exception) -> str:
     if isinstance(error, socket.gaierror):
         return f"DNS lookup of {address} failed: {error.strerror or error}; check --master-addr"
     if isinstance(error, ConnectionRefusedError):
-        return f"nobody listens at {where}; {start}"
+        return f"no process listens at {where}; {start}"
     if isinstance(error, OSError) and (isinstance(error, TimeoutError) or error.errno in _NO_ROUTE):
-        return f"{where}: {(error.strerror or str(error)).lower()}; check --master-addr, and firewalls in between"
+        return f"{where}: {(error.strerror or str(error)).lower()}; check --master-addr and firewalls"
     return f"{where}: {error or type(error).__name__}; {start}"

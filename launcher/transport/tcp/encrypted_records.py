@@ -1,9 +1,9 @@
-"""Encrypted records: what travels between node 0 and another node once both have proved themselves (handshake.py).
+"""Encrypted records between node 0 and another node, once both are authenticated (handshake.py).
 
 A record is one byte of kind, three bytes of length, then ChaCha20-Poly1305 of the data with that header authenticated.
-The nonce is the record's number in its direction, each direction has its own key: a record that was changed, left out,
-repeated or moved is an error. A stream that is cut short is one as well, since every good end is a record: a closed
-connection alone never means that something is over.
+The nonce is the record's number in its direction, and each direction has its own key: a record that was changed,
+dropped, repeated or moved is an error. So is a truncated stream, since every regular end is a record: a closed
+connection never means by itself that something is over.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _TAG_BYTES = 16
 
 
 class Kind(IntEnum):
-    """What a record is. The other end's agent is the one that START has started last."""
+    """The kind of a record. The other end's agent is the one started by the last START."""
 
     GREETING = 1  # joiner: who it is (greeting.py)
     WELCOME = 2  # node 0: which node it is
-    REFUSAL = 3  # node 0: why it cannot join, in words; final
+    REFUSAL = 3  # node 0: why it cannot join, as text; final
     START = 4  # node 0: start an agent
     DATA = 5  # node 0: the rest of one whole write, for the agent's input; joiner: what the agent wrote, any cut
     PART = 6  # node 0: a write that goes on in the next record
     END = 7  # node 0: end the agent's input
-    ENDED = 8  # joiner: the agent and its output have ended; its status and last words
+    ENDED = 8  # joiner: the agent and its output have ended; its status and the end of its stderr
     RUN_END = 9  # node 0: the run is over; its exit code
-    PING = 10  # node 0: is anybody there?
+    PING = 10  # node 0: are you alive?
     PONG = 11  # joiner: yes
 
 
@@ -44,7 +44,7 @@ class Record:
 
 
 class Encryptor:
-    """Makes the records of one direction. Not for several threads at once: each record has the next number."""
+    """Encrypts the records of one direction. Not thread-safe: each record has the next number."""
 
     def __init__(self, key: bytes) -> None:
         from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
@@ -53,7 +53,7 @@ class Encryptor:
         self._number = 0
 
     def encrypt(self, kind: Kind, data: bytes | memoryview = b"") -> bytes:
-        """Return a record of at most MAX_DATA_BYTES."""
+        """Return a record for data of at most MAX_DATA_BYTES."""
         assert len(data) <= MAX_DATA_BYTES
         header = _HEADER.pack(kind << 24 | len(data))
         nonce = _NONCE.pack(self._number)
@@ -61,7 +61,7 @@ class Encryptor:
         return header + self._cipher.encrypt(nonce, data, header)
 
     def encrypt_all(self, kind: Kind, data: bytes) -> Iterator[bytes]:
-        """Yield the records of data of any length, all but the last of which are of the kind PART."""
+        """Yield records for data of any length; all but the last are of the kind PART."""
         view = memoryview(data)
         while len(view) > MAX_DATA_BYTES:
             yield self.encrypt(Kind.PART, view[:MAX_DATA_BYTES])
@@ -70,7 +70,7 @@ class Encryptor:
 
 
 class Decryptor:
-    """Turns the bytes of one direction into records, however they were cut."""
+    """Decrypts the records of one direction, from pieces of any size."""
 
     def __init__(self, key: bytes) -> None:
         from cryptography.exceptions import InvalidTag
@@ -82,7 +82,7 @@ class Decryptor:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Record]:
-        """Take the next bytes and return the records that they complete. Raises ProtocolError, then and ever after."""
+        """Add the next bytes and return the records that they complete. Raises ProtocolError, then on every call."""
         self._buffer += data
         records = []
         at = 0
@@ -105,7 +105,7 @@ class Decryptor:
             data = self._cipher.decrypt(_NONCE.pack(self._number), encrypted, header)
             record = Record(Kind(kind), data)
         except self._invalid as error:
-            raise ProtocolError("what arrived is not what was sent: somebody or something changed it") from error
+            raise ProtocolError("an encrypted record was changed on the way") from error
         except ValueError as error:
             raise ProtocolError(f"an encrypted record of unknown kind {kind}") from error
         self._number += 1

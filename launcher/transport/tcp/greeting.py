@@ -1,6 +1,6 @@
-"""What node 0 and a node that was started by hand say to each other, and whether it is of this run. Pure.
+"""Messages between node 0 and a node started by hand, and the check that it belongs to this run. Pure.
 
-All of this travels in encrypted records, after both ends have proved themselves.
+All of them are sent in encrypted records, after both ends are authenticated.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from launcher.errors import ProtocolError
 from launcher.protocol.message import PROTOCOL
 from launcher.transport.tcp.encrypted_records import MAX_DATA_BYTES
 
-_VALUE_CHARS = 2000  # of each value; of a longer one only the beginning and a digest travel
+_VALUE_CHARS = 2000  # of each value; longer ones are sent as their beginning and a digest
 _NAMES = 64
 _SHOWN_CHARS = 160
 _MISSING = "(nothing)"
@@ -27,7 +27,7 @@ _MISSING = "(nothing)"
 
 @dataclass(frozen=True)
 class Greeting:
-    """A node: `id` is this start of dtrain on it, by which it is known when it dials again."""
+    """A node: `id` identifies this process of dtrain on it when it dials again."""
 
     version: str
     protocol: int
@@ -51,7 +51,7 @@ class Greeting:
 
     @classmethod
     def decode(cls, data: bytes) -> Greeting:
-        """Read a greeting. Raises ProtocolError."""
+        """Decode a greeting. Raises ProtocolError."""
         greeting = decode_json(cls, data)
         if len(greeting.command) > _NAMES:
             raise ProtocolError(f"the node's command has {len(greeting.command)} parts")
@@ -64,7 +64,7 @@ class Greeting:
 
 @dataclass(frozen=True)
 class Welcome:
-    """What a node gets to know that was let in: which one it is, and the name of node 0's machine."""
+    """The answer to an admitted node: its node rank, and the name of node 0's machine."""
 
     node_rank: int
     host: str
@@ -72,7 +72,7 @@ class Welcome:
 
 @dataclass(frozen=True)
 class Ended:
-    """How an agent ended: its exit status, None where there was none, and the last that it said on stderr."""
+    """How an agent ended: its exit status, None if there was none, and the end of its stderr."""
 
     status: int | None
     words: str
@@ -80,14 +80,14 @@ class Ended:
 
 @dataclass(frozen=True)
 class RunEnd:
-    """How the run ended, as node 0 says."""
+    """How the run ended, as reported by node 0."""
 
     exit_code: int
     text: str
 
     @classmethod
     def decode(cls, data: bytes) -> RunEnd:
-        """Read it, without what would steer the terminal. Raises ProtocolError."""
+        """Decode the end of a run, without control characters. Raises ProtocolError."""
         run_end = decode_json(cls, data)
         return replace(run_end, text=without_controls(run_end.text))
 
@@ -102,7 +102,7 @@ def encode(message: Greeting | Welcome | Ended | RunEnd) -> bytes:
 
 
 def differences(expected: Mapping[str, str], greeting: Greeting) -> list[str]:
-    """Return a line for each thing that was typed differently on node 0 (`expected`) and on the node."""
+    """Return a line for each part of the command that differs between node 0 (`expected`) and the node."""
     here = shortened(expected)
     there = greeting.command
     node = printable(greeting.hostname)
@@ -116,12 +116,12 @@ def differences(expected: Mapping[str, str], greeting: Greeting) -> list[str]:
 
 
 def shortened(command: Mapping[str, str]) -> dict[str, str]:
-    """Return the values at a length that can travel; different ones stay different."""
+    """Shorten the values for sending; different ones stay different."""
     return {name: _shortened(value) for name, value in command.items()}
 
 
 def _shortened(value: str) -> str:
-    value = value.encode("utf-8", "replace").decode()  # an argument that is no UTF-8 has surrogates in it
+    value = value.encode("utf-8", "replace").decode()  # an argument that is not UTF-8 contains surrogates
     if len(value) <= _VALUE_CHARS:
         return value
     digest = hashlib.sha256(value.encode()).hexdigest()
@@ -129,7 +129,7 @@ def _shortened(value: str) -> str:
 
 
 def _around_difference(one: str, other: str) -> tuple[str, str]:
-    """Return both texts for a line; of long ones the part where they begin to differ."""
+    """Return both texts for a line; of long ones, the part from which they differ."""
     if max(len(one), len(other)) <= _SHOWN_CHARS:
         return printable(one), printable(other)
     shorter = min(len(one), len(other))
@@ -141,12 +141,12 @@ def _around_difference(one: str, other: str) -> tuple[str, str]:
 
 
 def printable(text: str) -> str:
-    """Return a text of another machine without what would steer the terminal, and not too long."""
+    """Return a text from another machine without control characters, cut to a line."""
     return "".join(c if c.isprintable() else "?" for c in text[:_SHOWN_CHARS])
 
 
 def without_controls(text: str) -> str:
-    """Return lines of another machine without what would steer the terminal."""
+    """Return lines from another machine without control characters."""
     return "\n".join("".join(c if c.isprintable() else "?" for c in line) for line in text.splitlines())
 
 

@@ -1,28 +1,29 @@
-"""How node 0 and a node that was started by hand prove to each other that they know the run's token.
+"""The handshake by which node 0 and a node started by hand prove to each other that they know the run's token.
 
     joiner -> node 0   magic, nonce, X25519 key            80 bytes
     node 0 -> joiner   the same                            80 bytes
     joiner -> node 0   its proof                           32 bytes
     node 0 -> joiner   its proof, or WRONG                 32 bytes
 
-Both make HKDF-SHA256 of the token and of the shared secret of the two ephemeral keys, salted with the hash of the two
-greetings: a key for each proof (HMAC-SHA256 of that hash), one for each direction of encrypted_records.py.
+Both derive keys by HKDF-SHA256 from the token and the shared secret of the two ephemeral keys, salted with the hash of
+the two greetings: a key for each proof (HMAC-SHA256 of that hash), and one for each direction of encrypted_records.py.
 
-What it gives: the token never travels, neither does anything by which a listener could try tokens out; who does not
-know it learns and changes nothing and gets no further; nothing recorded, reflected or moved to another connection is
-accepted, since each proof has a key of its own that hangs on both greetings; and who learns the token later cannot read
-what was recorded before (forward secrecy). What it does not give: who answers in node 0's place gets one proof, and can
-try out weak tokens on it without hurry, so a token is long and random; whoever knows the token is a node of the run;
-and connections can be seen, counted, delayed and broken by anybody on the way.
+Guarantees: neither the token nor anything that allows an eavesdropper to test tokens is sent; a peer without the token
+learns nothing, changes nothing and is not admitted; recorded, reflected or relayed messages are not accepted, since the
+key of each proof depends on both greetings; a token learned later does not decrypt earlier recordings (forward
+secrecy). Not guaranteed: an impostor of node 0 gets one proof, and can test weak tokens against it offline, so tokens
+must be long and random; anyone who knows the token can join the run; and anyone on the path can see, count, delay and
+break connections.
 
 Why not TLS: with the standard library's ssl, a certificate made for the run, and proofs that are an HMAC of the token
 over both nonces and the certificate's digest, it would be no weaker. It was tried, and takes more code: 176 lines
-against 151 here and in encrypted_records.py. Frames with a kind, the magic that tells another version from another
-program, the limit on what is read of a peer that has proved nothing, and the proofs all stay. What comes in addition is
-the certificate, its key in a file (ssl takes no other), the memory BIOs, and a lock, since one thread receives while
-others send. It also moved 51 MB/s where this moves 88, and an unproven peer's bytes would reach a larger parser.
+against 151 here and in encrypted_records.py. Frames with a kind, the magic that distinguishes another version from
+another program, the limit on bytes read from an unauthenticated peer, and the proofs all remain. In addition it needs
+the certificate, its key in a file (ssl accepts nothing else), the memory BIOs, and a lock, since one thread receives
+while others send. It also moved 51 MB/s where this moves 88, and an unauthenticated peer's bytes would reach a larger
+parser.
 
-Bytes in, bytes out: no socket is touched here.
+Bytes in, bytes out: nothing here uses a socket.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ _PURPOSE = b"dtrain nodes started by hand"
 
 
 class HandshakeError(ProtocolError):
-    """The other end does not get in. `answer` is what it is sent before the connection is closed."""
+    """The other end is rejected. `answer` is sent to it before the connection is closed."""
 
     answer = b""
 
 
 class NotDtrain(HandshakeError):
-    """The other end speaks something else."""
+    """The other end speaks another protocol."""
 
 
 class OtherVersion(HandshakeError):
@@ -74,16 +75,17 @@ class Side(Enum):
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys of one connection, as one end has them."""
+    """The keys of one connection, for one end."""
 
     sending: bytes = field(repr=False)
     receiving: bytes = field(repr=False)
 
 
 class Handshake:
-    """One end of it. The joiner sends `greeting` first; then each end feeds in what arrives and sends what it gets.
+    """One end of a handshake. The joiner sends `greeting` first; each end then feeds what it receives, and sends the
+    result.
 
-    `keys` is set once the other end has proved itself.
+    `keys` is set once the other end is authenticated.
     """
 
     def __init__(self, side: Side, token: bytes) -> None:
@@ -100,38 +102,38 @@ class Handshake:
 
     @property
     def greeted(self) -> bool:
-        """Whether the other end has shown itself to be a dtrain, or something that plays one."""
+        """Whether the other end has sent the greeting of a dtrain, real or not."""
         return bool(self._proofs)
 
     def feed(self, data: bytes) -> bytes:
-        """Take the next bytes and return what is to be sent now. Raises HandshakeError."""
-        self._buffer += data[: GREETING_BYTES + PROOF_BYTES + 1]  # more can only be wrong
+        """Process the next bytes and return the bytes to send. Raises HandshakeError."""
+        self._buffer += data[: GREETING_BYTES + PROOF_BYTES + 1]  # more is always an error
         if not self._proofs:
             self._check_magic()
             return self._greeted() if self._complete(GREETING_BYTES) else b""
         return self._proved() if self._complete(PROOF_BYTES) else b""
 
     def _complete(self, size: int) -> bool:
-        """Say whether a message is there; nobody may send the next one before it was answered."""
+        """Return whether a message is complete; the other end must not send the next one before our answer."""
         if len(self._buffer) > size:
-            raise NotDtrain("the other end says more than this version of dtrain does")
+            raise NotDtrain("the other end sends more than this version of dtrain does")
         return len(self._buffer) == size
 
     def _check_magic(self) -> None:
-        said = self._buffer[: len(MAGIC)]
-        if MAGIC.startswith(said):
+        magic = self._buffer[: len(MAGIC)]
+        if MAGIC.startswith(magic):
             return
-        if said.startswith(_FAMILY):
-            if len(said) < len(MAGIC):
+        if magic.startswith(_FAMILY):
+            if len(magic) < len(MAGIC):
                 return
-            raise OtherVersion("the other end's dtrain has another way of joining; install the same version on both")
+            raise OtherVersion("the other end's dtrain has another handshake; install the same version on both")
         text = "".join(map(chr, self._buffer[:40])).split("\n")[0].strip()
-        raise NotDtrain(f"the other end is no dtrain; it says {text!a}")
+        raise NotDtrain(f"the other end is not dtrain; it sent {text!a}")
 
     def _greeted(self) -> bytes:
         theirs, self._buffer = self._buffer, b""
         if hmac.compare_digest(theirs, self.greeting):
-            raise NotDtrain("the other end only repeats what it hears")
+            raise NotDtrain("the other end only echoes")
         self._derive(theirs)
         return self.greeting if self._side is Side.LISTENER else self._proofs[self._side]
 
@@ -144,8 +146,8 @@ class Handshake:
         transcript = hashlib.sha256(greetings[Side.JOINER] + greetings[Side.LISTENER]).digest()
         try:
             shared = self._private.exchange(X25519PublicKey.from_public_bytes(theirs[-32:]))
-        except ValueError as error:  # a point of low order: the secret would be known to everybody
-            raise NotDtrain("the other end's key is none") from error
+        except ValueError as error:  # a point of low order: anyone would know the secret
+            raise NotDtrain("the other end's key is invalid") from error
         material = hashlib.sha256(self._token).digest() + shared
         derived = HKDF(algorithm=SHA256(), length=128, salt=transcript, info=_PURPOSE).derive(material)
         proofs = {Side.JOINER: derived[:32], Side.LISTENER: derived[32:64]}

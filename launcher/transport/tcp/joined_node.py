@@ -1,6 +1,6 @@
-"""A node that has joined, as node 0 has it: the connection, and the stream to the agent at its other end.
+"""A joined node, on node 0: the connection, and the stream to the agent at its other end.
 
-A connection outlives the agents behind it: each has a `JoinedStream` of its own. A thread of listener.py receives.
+A connection outlives its agents: each has its own `JoinedStream`. A thread of listener.py receives.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from launcher.transport.tcp.encrypted_records import Kind
 from launcher.transport.tcp.greeting import Ended
 from launcher.transport.tcp.handshake import Side
 
-HOLD_BYTES = 1 << 20  # so much unread, and no more is taken from the node: it waits, and nothing here grows
-LOOK_S = 0.1  # between looks at a connection that is not read
+HOLD_BYTES = 1 << 20  # with this much unread, nothing is received: the node waits, and nothing here grows
+LOOK_S = 0.1  # interval of checks of a connection that is not read
 
 
 class Stage(Enum):
-    """How far a connection has come. What is said in the last two counts no more."""
+    """The stage of a connection. Messages in the last two are ignored."""
 
     JOINING = auto()
     JOINED = auto()
-    LEAVING = auto()  # its last word was sent
+    LEAVING = auto()  # the last message to it was sent
     CUT = auto()
 
 
 class NodeConnection(Connection):
-    """A node's. `stream` is the agent's that runs behind it now; `ending`: one that nobody wants any more."""
+    """The connection of a node. `stream` is its current agent's; `ending`: its agent was given up and is ending."""
 
     def __init__(self, sock: socket.socket, token: bytes) -> None:
         super().__init__(sock, Side.LISTENER, token)
@@ -43,11 +43,11 @@ class NodeConnection(Connection):
 
 
 class JoinedStream:
-    """An agent on a node that has joined: a `Stream`."""
+    """A `Stream` to an agent on a joined node."""
 
     def __init__(self, connection: NodeConnection, give_up: Callable[[], None]) -> None:
         self.our_address: str | None = connection.our_address
-        self.over = False  # nothing more will come, and nobody is there who could be sent something
+        self.over = False  # nothing more will be received, and nothing can be sent
         self._connection = connection
         self._give_up = give_up
         self._changed = threading.Condition()
@@ -90,8 +90,8 @@ class JoinedStream:
     def full(self) -> bool:
         return self._unread_bytes > HOLD_BYTES
 
-    def take(self, data: bytes) -> None:
-        """Keep what the agent wrote; wait while too much is unread. Raises ConnectionError."""
+    def add(self, data: bytes) -> None:
+        """Add bytes that the agent wrote; wait while too much is unread. Raises ConnectionError."""
         with self._changed:
             if self.over:
                 return
@@ -102,7 +102,7 @@ class JoinedStream:
                 self._connection.look()
 
     def ended(self, how: Ended, *, lost: bool = False) -> None:
-        """Note how the agent ended, by the node's word; with `lost` by ours, since the connection is gone."""
+        """Record how the agent ended, as its node reports; with `lost`, because the connection is gone."""
         with self._changed:
             if self._ended is None:
                 self._ended, self._lost = how, lost

@@ -1,10 +1,10 @@
-"""Node 0's control port: where the nodes that were started by hand join.
+"""Node 0's control port, where the nodes started by hand join.
 
-Called by the command line on the node with --node-rank 0, and by the controller, which waits here for a node as it
-connects to a host elsewhere. Listens on one address only. A thread accepts, and each connection has a thread of its
-own, which lets a node in or rejects whoever it is, and then receives. Whoever says nothing, too much, or the wrong
-thing costs an entry in a table of fixed size for a few seconds; a full table loses its oldest entry, since a real node
-needs only milliseconds to get in.
+Called by the command line on the node with --node-rank 0, and by the controller, which waits here for a node where it
+would otherwise connect to a host. Listens on one address only. A thread accepts, and each connection has its own
+thread, which admits or rejects the peer, and then receives. A peer that sends nothing, too much, or something wrong
+costs an entry in a table of fixed size for a few seconds; a full table drops its oldest entry, since a real node needs
+only milliseconds to join.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from launcher.transport.tcp.joined_node import JoinedStream, NodeConnection, Sta
 JOINING = 128  # connections that have not joined, at once
 JOIN_S = 5.0  # to join
 LEAVING = 64
-LEAVE_S = 1.0  # for the other end to read its last word, and to close
+LEAVE_S = 1.0  # for the other end to read its last message, and to close
 CHALLENGE_S = 2.0  # for the node in a slot to answer when another claims it
-BREATH_S = 0.1  # without new connections, when there are no descriptors or threads for them
+BREATH_S = 0.1  # pause of accepting when no descriptors or threads are left
 ENDS_S = 2.0  # for the threads to end
 _BACKLOG = 1024
 _SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Listener:
-    """Listens from the moment it is made until it is closed.
+    """Listens from construction until it is closed.
 
-    `expected` is what must be the same in the command of every node, by name. `nodes` are their names by node rank; the
-    first is this one. `notify` gets lines for the terminal, from other threads.
+    `expected` are the parts of the command that must be the same on every node, by name. `nodes` are their names by
+    node rank; the first is this one. `notify` gets lines for the terminal, from other threads.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Listener:
         self._rejected = RejectedPeers(notify)
         self._changed = threading.Condition()  # guards everything below, the slots, and what connections have
         self._connections: list[NodeConnection] = []  # all that have a thread, the oldest of each stage first
-        self._refused: dict[int, str] = {}  # by node rank, why the last one that came for it could not have it
+        self._refused: dict[int, str] = {}  # by node rank, why the last node that claimed it was refused
         self._run_end: RunEnd | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._accept, name="listener", daemon=True)
@@ -71,7 +71,7 @@ class Listener:
     def wait(self, node: str, deadline: float) -> JoinedStream:
         """Wait until a node has joined, and return the stream to a new agent there.
 
-        Blocks until `deadline` (monotonic). Raises HostError when the node is not there by then, or the run is over.
+        Blocks until `deadline` (monotonic). Raises HostError if the node has not joined by then, or the run is over.
         """
         began, me = time.monotonic(), object()
         with self._changed:
@@ -85,12 +85,12 @@ class Listener:
                 if left_s <= 0:
                     raise HostError(node, self._missing(slot.rank, deadline - began))
                 self._changed.wait(left_s)
-        raise HostError(node, "the run is over" if self._run_end is not None else "somebody else waits for it")
+        raise HostError(node, "the run is over" if self._run_end is not None else "another caller waits for it")
 
     def close(self, exit_code: int, text: str = "", *, linger_s: float = 1.0) -> None:
-        """Tell every node how the run ended, also one that dials again within `linger_s`, and close everything.
+        """Report to every node how the run ended, also to one that dials again within `linger_s`, and close everything.
 
-        Blocks for that. Only the first call counts.
+        Blocks. Only the first call has an effect.
         """
         with self._changed:
             if self._run_end is not None:
@@ -100,7 +100,7 @@ class Listener:
                 if slot.connection is not None:
                     self._send_run_end(slot.connection)
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._expects_anybody(), linger_s)
+            self._changed.wait_for(lambda: not self._expects_nodes(), linger_s)
             self._closed.set()
             with contextlib.suppress(OSError):
                 self._listening.shutdown(socket.SHUT_RDWR)  # ends `accept`
@@ -115,12 +115,12 @@ class Listener:
     def _missing(self, rank: int, waited_s: float) -> str:
         at = f"as node rank {rank} at {where_at(self.address, self.port)}"
         if (refused := self._refused.get(rank)) is not None:
-            return f"nobody could join {at}: {refused}"
-        there = f"type there: the same command, with --node-rank {rank}"
-        return f"nobody has joined {at} within {max(0.0, waited_s):.0f} s; {there}"
+            return f"no node could join {at}: {refused}"
+        there = f"type the same command there, with --node-rank {rank}"
+        return f"no node joined {at} within {max(0.0, waited_s):.0f} s; {there}"
 
     def _start_agent(self, slot: Slot) -> JoinedStream | None:
-        """Return the stream to a new agent if the slot's node is there and its last agent is not."""
+        """Return the stream to a new agent if the slot's node is connected and its last agent has ended."""
         connection = slot.connection
         if connection is None or connection.stream is not None or connection.ending:
             return None
@@ -138,7 +138,7 @@ class Listener:
         return stream
 
     def _give_up(self, connection: NodeConnection, stream: JoinedStream) -> None:
-        """End an agent that nobody listens to any more; its node stays, for the next one."""
+        """End an agent whose stream was given up; its node stays, for the next agent."""
         with self._changed:
             if connection.stream is stream:
                 connection.stream, connection.ending = None, True
@@ -146,7 +146,7 @@ class Listener:
                     connection.shut("it was given up")
 
     def _send_run_end(self, connection: NodeConnection) -> None:
-        """Tell a node how the run ended, and let it go."""
+        """Report to a node how the run ended, and release it."""
         assert self._run_end is not None
         if connection.stream is not None:
             connection.stream.ended(Ended(None, "the run is over"), lost=True)
@@ -154,11 +154,11 @@ class Listener:
         sent = connection.post(Kind.RUN_END, encode(self._run_end))
         slot = self._slots.vacate(connection)
         if slot is not None and sent:
-            slot.last = None  # it will not come again
+            slot.last = None  # it will not dial again
         self._leave(connection)
 
-    def _expects_anybody(self) -> bool:
-        """Whether anybody is here, or may come again, who does not know yet how the run ended."""
+    def _expects_nodes(self) -> bool:
+        """Return whether a node that does not know yet how the run ended is connected, or may dial again."""
         missing = any(slot.connection is None and slot.last is not None for slot in self._slots.all)
         greeted = any(connection.handshake.greeted for connection in self._in(Stage.JOINING))
         return missing or greeted or bool(self._in(Stage.LEAVING))
@@ -170,23 +170,23 @@ class Listener:
             except OSError as error:
                 if error.errno in _SCARCE:
                     self._closed.wait(BREATH_S)
-                continue  # it was gone before we came
+                continue  # it was closed before accept
             try:
                 self._admit(sock)
-            except (OSError, RuntimeError):  # gone already, or no thread for it
+            except (OSError, RuntimeError):  # closed already, or no thread left
                 sock.close()
 
     def _admit(self, sock: socket.socket) -> None:
-        """Take a new connection among those that have to prove themselves."""
+        """Add a new connection to those that have to authenticate."""
         connection = NodeConnection(sock, self._token)
         with self._changed:
             if self._closed.is_set():
                 raise ConnectionError
             joining = self._in(Stage.JOINING)
             if len(joining) >= JOINING:
-                self._rejected.reject("for which there was no time")
+                self._rejected.reject("beyond the limit")
                 joining[0].stage = Stage.CUT
-                joining[0].shut("there was no time for it")
+                joining[0].shut("there were too many connections")
             threading.Thread(target=self._serve, args=(connection,), name="listener's peer", daemon=True).start()
             self._connections.append(connection)
 
@@ -194,13 +194,13 @@ class Listener:
         return [connection for connection in self._connections if connection.stage is stage]
 
     def _enter(self, connection: NodeConnection, stage: Stage) -> None:
-        """Let a connection be the youngest of a stage."""
+        """Make a connection the youngest of a stage."""
         connection.stage = stage
         self._connections.remove(connection)
         self._connections.append(connection)
 
     def _serve(self, connection: NodeConnection) -> None:
-        """Let a node in and receive from it until it ends, or reject it; in a thread of its own."""
+        """Admit a node and receive from it until it ends, or reject it, in its own thread."""
         why = ""
         try:
             self._let_in(connection)
@@ -209,7 +209,7 @@ class Listener:
         except HandshakeError as error:
             self._reject(connection, error)
         except TimeoutError:
-            self._count(connection, "that said nothing, or not enough in time")
+            self._count(connection, "that sent nothing, or not enough in time")
         except OSError as error:
             why = (error.strerror or str(error)).lower()
             self._count(connection, "that were closed again")
@@ -229,7 +229,7 @@ class Listener:
         connection.shake_hands(deadline)
         record = connection.receive(deadline)
         if record.kind is not Kind.GREETING:
-            raise ProtocolError("the node did not say who it is")
+            raise ProtocolError("the node did not send its greeting")
         greeting = Greeting.decode(record.data)
         try:
             with self._changed:
@@ -249,7 +249,7 @@ class Listener:
             return
         if record.kind is Kind.DATA:
             if stream is not None:
-                stream.take(record.data)  # waits while too much is unread
+                stream.add(record.data)  # waits while too much is unread
         elif record.kind is Kind.ENDED:
             how = decode_json(Ended, record.data)
             with self._changed:
@@ -261,11 +261,11 @@ class Listener:
             with self._changed:
                 self._changed.notify_all()
         else:
-            raise ProtocolError(f"the node said what only node 0 says: {record.kind.name}")
+            raise ProtocolError(f"the node sent a record that only node 0 sends: {record.kind.name}")
 
     def _claim(self, connection: NodeConnection, greeting: Greeting) -> None:
-        """Give a node its slot. Raises Refused; ConnectionError where it may be of another run."""
-        connection.look()  # there may have been no time for it
+        """Give a node its slot. Raises Refused; ConnectionError if it may belong to another run."""
+        connection.look()  # it may have been shut meanwhile
         if self._run_end is None:
             found = self._slots.find(greeting)
             if found.connection is not None:
@@ -279,22 +279,22 @@ class Listener:
                 connection.post(Kind.WELCOME, encode(Welcome(found.rank, own_name())))
                 return
         elif (own := self._slots.last_of(greeting)) is None:
-            raise ConnectionError("the run is over")  # it may be of the next run, which it finds if it dials again
+            raise ConnectionError("the run is over")  # it may belong to the next run, which it finds if it dials again
         else:
-            own.connection = connection  # it has dialled again
+            own.connection = connection  # it dialled again
         self._send_run_end(connection)
 
     def _challenge(self, slot: Slot, connection: NodeConnection) -> None:
-        """See whether the node in a slot is still there before another gets it. Raises Refused, ConnectionError."""
+        """Check whether the node in a slot is alive before another gets it. Raises Refused, ConnectionError."""
         holder = slot.connection
         assert holder is not None
         if slot.challenged:
             raise slot.taken()
         asked = time.monotonic()
-        self._enter(connection, Stage.JOINING)  # again, since it waits for us
+        self._enter(connection, Stage.JOINING)  # as the youngest, since it waits for us
 
         def answers() -> bool:
-            full = holder.stream is not None and holder.stream.full  # it is not read from, so it cannot be heard
+            full = holder.stream is not None and holder.stream.full  # it is not read, so no answer can arrive
             return full or holder.heard > asked
 
         slot.challenged = True
@@ -316,7 +316,7 @@ class Listener:
             raise slot.taken()
 
     def _reject(self, connection: NodeConnection, error: HandshakeError) -> None:
-        kind, text = "that were no dtrain", f"{connection.peer} connected to the control port: {error}"
+        kind, text = "that were not dtrain", f"{connection.peer} connected to the control port: {error}"
         if isinstance(error, WrongToken):
             kind = "with another token"
             text = f"a node at {connection.peer} has another token than this one; give both the same DTRAIN_TOKEN"
@@ -326,15 +326,15 @@ class Listener:
                 self._drain(connection)
 
     def _drain(self, connection: NodeConnection) -> None:
-        """Wait for one that was sent its last word to go. Raises OSError then, or when its time is up."""
-        # Not closed at once: with unread bytes here, the other end's kernel could drop what it has not read yet.
+        """Wait until a peer that was sent its last message closes. Raises OSError then, or at the timeout."""
+        # Not closed immediately: with unread bytes here, the other end could lose data that it has not read yet.
         self._leave(connection)
         deadline = time.monotonic() + LEAVE_S
         while True:
             connection.receive_raw(deadline)
 
     def _leave(self, connection: NodeConnection) -> None:
-        """Have nothing that it says count any more; its last word was sent."""
+        """Ignore all later messages of a connection; the last message to it was sent."""
         with self._changed:
             leaving = self._in(Stage.LEAVING)
             if len(leaving) >= LEAVING:
@@ -369,7 +369,7 @@ def _why(address: str, port: int, error: OSError) -> str:
             held = f"port {port} on {address} is in use by {holder(port)}"
             return f"{held}; name another by --master-port, the same on every node"
     if error.errno == errno.EADDRNOTAVAIL:
-        return f"no interface here has the address {address}; on node 0, --master-addr is an address of its own"
+        return f"no interface here has the address {address}; on node 0, --master-addr must be one of its own addresses"
     if error.errno == errno.EACCES:
-        return f"port {port} is not for this user (below 1024); name another by --master-port, the same on every node"
+        return f"this user may not use port {port} (below 1024); name another by --master-port, the same on every node"
     return f"cannot listen on {address}, port {port}: {os.strerror(error.errno or 0)}"

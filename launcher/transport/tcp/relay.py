@@ -1,10 +1,10 @@
-"""Take part in a run on a node that was started by hand: dial node 0, and carry all that passes to and from the agent.
+"""Takes part in a run on a node started by hand: dials node 0, and relays between it and the agent.
 
-Used by the command that is typed on the node (cli/run_node.py). It dials again when the connection broke.
+Used by the command that is typed on the node (cli/run_node.py). It dials again if the connection breaks.
 
-The main thread decides, by events and signals; one thread receives from node 0 and writes to the agent, another carries
-the agent's output. Each blocks when its reader is behind, so nothing grows. The agent is at the other end of three
-pipes, as a local one is; when this process dies, however, it sees the end of its input and ends everything.
+The main thread decides, from events and signals; one thread receives from node 0 and writes to the agent, another
+forwards the agent's output. Each blocks if its reader is behind, so nothing grows. The agent is connected by three
+pipes, like a local one; if this process dies, the agent sees the end of its input and ends everything.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from launcher.transport.tcp.encrypted_records import Kind, Record
 from launcher.transport.tcp.greeting import Ended, Greeting, RunEnd, encode
 from launcher.transport.tcp.rendezvous import Endpoint
 
-UNHEARD_S = 5.0  # an agent that ends after so much silence of node 0 has probably lost it: dial again
-END_S = 900.0  # for an agent to end: far more than any that works needs, its grace period included
+UNHEARD_S = 5.0  # an agent that ends after this much silence of node 0 has probably lost it: dial again
+END_S = 900.0  # for an agent to end: far more than a working one needs, including its grace period
 FLUSH_S = 2.0
 KILLED_S = 20.0
 LOOK_S = 0.1
@@ -49,11 +49,11 @@ def join(
     notify: Callable[[str], None],
     env: Mapping[str, str],
 ) -> int:
-    """Take part in the run of node 0 to its end and return the exit code, 128+n when signal n told us to end.
+    """Take part in the run of node 0 to its end and return the exit code, 128+n if signal n ended us.
 
-    `find` is where node 0 listens, or says so before each attempt to reach it. `deadline` (monotonic) is for
-    the first time; after a break it is dialled again for `rejoin_s`. `notify` gets lines for the terminal. Blocks; must
-    be called from the main thread, for the signals. Raises JoinError.
+    `find` is the endpoint of node 0, or returns it before each attempt. `deadline` (monotonic) is for the first time;
+    after a break, node 0 is dialled again for `rejoin_s`. `notify` gets lines for the terminal. Blocks; must be called
+    from the main thread, for the signals. Raises JoinError.
     """
     environment = {name: value for name, value in env.items() if name != _SECRET}
     broke = ""
@@ -89,25 +89,25 @@ def _ended(run_end: RunEnd, notify: Callable[[str], None]) -> int:
 
 @dataclass(frozen=True)
 class Broken:
-    """The connection is gone, and node 0 did not say that the run is over."""
+    """The connection is gone, and node 0 did not report the end of the run."""
 
     reason: str
 
 
 class _Agent(LocalStream):
-    """This node's agent (its guard's process, to be exact), which gets node 0's frames, and between them our own."""
+    """This node's agent (strictly, its guard's process), which receives node 0's frames, and between them our own."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
         self._started = start_process(command, env)
         super().__init__(self._started)
-        self.over = False  # it has ended, and its output is over
-        self.reported = False  # node 0 knows it, or never will
+        self.over = False  # it has ended, and its output too
+        self.reported = False  # its end was reported to node 0, or cannot be
         self._writing = threading.Lock()
-        self._between = False  # the last thing written ends a frame
+        self._between = False  # the last write ended a frame
         self._injected: list[bytes] = []
 
     def pass_on(self, data: bytes, *, whole: bool) -> None:
-        """Write to its input; with `whole` a frame may follow. Blocks. That it has ended is seen elsewhere."""
+        """Write to its input; with `whole`, the bytes end a frame. Blocks. Its end is noticed elsewhere."""
         with self._writing, contextlib.suppress(StreamError, ValueError):
             self._between = False
             self.write(data)
@@ -115,7 +115,7 @@ class _Agent(LocalStream):
             self._write_injected()
 
     def inject(self, frame: bytes) -> None:
-        """Have a frame of ours written as soon as that is between two of node 0's. Hardly waits."""
+        """Write a frame of ours as soon as possible between two of node 0's. Waits at most LOCKED_S."""
         self._injected.append(frame)
         if self._writing.acquire(timeout=LOCKED_S):
             try:
@@ -129,12 +129,12 @@ class _Agent(LocalStream):
             self.write(self._injected.pop(0))
 
     def end(self) -> None:
-        """End its input once what is being written is. Blocks for that."""
+        """End its input after the write in progress. Blocks."""
         with self._writing, contextlib.suppress(StreamError):
             super().end()
 
     def wait(self, output: threading.Thread) -> Ended:
-        """Wait for its end, and a moment for that of its output. Blocks."""
+        """Wait for its end, and briefly for that of its output. Blocks."""
         status = self._started.wait()
         output.join(LAST_OUTPUT_S)
         words = self._words.wait(LAST_OUTPUT_S)
@@ -145,7 +145,7 @@ class _Agent(LocalStream):
         self._started.terminate()
 
     def kill(self) -> None:
-        """Kill the agent itself: its guard ends what is left then. Without one, kill what there is."""
+        """Kill the agent itself, whose guard then ends the rest. Without children, kill the guard."""
         children = [child for child in processes.everything() if child.parent == self._started.pid]
         for child in children:
             processes.send(child, signal.SIGKILL)
@@ -154,27 +154,27 @@ class _Agent(LocalStream):
 
 
 class Relay:
-    """Serves one connection to node 0, with one agent after the other, until it is over."""
+    """Serves one connection to node 0, with one agent after another, until the connection ends."""
 
     def __init__(
         self, connection: Connection, command: Sequence[str], *, env: Mapping[str, str], signals: Signals
     ) -> None:
         self._connection = connection
         theirs, ours = connection.sock.getpeername(), connection.sock.getsockname()
-        # As sshd would say it: the agent's store listens where node 0 reaches this node.
+        # As set by sshd: the agent's store listens on the address at which node 0 reaches this node.
         self._env = {**env, "SSH_CONNECTION": f"{theirs[0]} {theirs[1]} {ours[0]} {ours[1]}"}
         self._command = command
         self._signals = signals
-        self._events = signals.events = queue.SimpleQueue()  # those of an earlier connection are over
+        self._events = signals.events = queue.SimpleQueue()  # drop those of an earlier connection
         self._agent: _Agent | None = None  # the last one
         self._end: RunEnd | Broken | None = None
-        self._limit: float | None = None  # until when the agent must have ended
-        self._stops = 0  # signals to end that an agent was told of
+        self._limit: float | None = None  # deadline for the agent to end
+        self._stops = 0  # signals to end that were passed on to an agent
 
     def run(self) -> RunEnd | Broken:
-        """Serve until the run is over, the connection broken, or a signal ends us; the agent has ended by then.
+        """Serve until the run is over, the connection breaks, or a signal ends us; the agent has ended by then.
 
-        Blocks. Raises JoinError where no agent can be started.
+        Blocks. Raises JoinError if no agent can be started.
         """
         receiver = threading.Thread(target=self._receive, name="receive from node 0", daemon=True)
         receiver.start()
@@ -203,12 +203,12 @@ class Relay:
         if isinstance(event, RunEnd | Broken):
             if self._end is None:
                 self._end = event
-                self._connection.shut("the run is over")  # nothing passes from now on
+                self._connection.shut("the run is over")  # relay nothing more
                 self._limit = self._limit or now + END_S
         elif isinstance(event, _Agent):  # it has ended
             silent_s = now - self._connection.heard
             if event is agent and self._end is None and silent_s > UNHEARD_S:
-                self._end = Broken(f"nothing was heard of node 0 for {silent_s:.0f} s")
+                self._end = Broken(f"node 0 was silent for {silent_s:.0f} s")
         elif isinstance(event, signal.Signals) and agent is not None and not agent.reported:
             if event in (signal.SIGUSR1, signal.SIGUSR2):
                 agent.inject(frame(SignalWorkers(signum=event)))
@@ -230,7 +230,7 @@ class Relay:
         if now >= self._limit:
             self._limit = now + KILLED_S
             if agent.over:
-                self._connection.shut("node 0 does not take the news")
+                self._connection.shut("node 0 does not accept the report")
             else:
                 agent.kill()
 
@@ -267,11 +267,11 @@ class Relay:
         elif record.kind is Kind.PING:
             self._connection.send(Kind.PONG)
         else:
-            raise ProtocolError(f"node 0 said what only a node says: {record.kind.name}")
+            raise ProtocolError(f"node 0 sent a record that only a node sends: {record.kind.name}")
 
     def _start(self) -> None:
         if self._signals.stops:
-            self._report(Ended(None, "this node was told to end"))
+            self._report(Ended(None, "this node is ending"))
             return
         try:
             self._agent = _Agent(self._command, self._env)
@@ -283,24 +283,24 @@ class Relay:
     # The agent's threads
 
     def _serve(self, agent: _Agent) -> None:
-        """Carry its output, wait for its end, and report that."""
-        output = threading.Thread(target=self._carry_output, args=(agent,), name="agent's output", daemon=True)
+        """Forward its output, wait for its end, and report that."""
+        output = threading.Thread(target=self._forward_output, args=(agent,), name="agent's output", daemon=True)
         output.start()
         ended = agent.wait(output)
         try:
             self._report(ended)
-        except OSError:  # the thread that receives says why
+        except OSError:  # the receiving thread reports why
             pass
         finally:
             agent.reported = True
             self._events.put(agent)
             agent.end()
 
-    def _carry_output(self, agent: _Agent) -> None:
+    def _forward_output(self, agent: _Agent) -> None:
         while data := agent.read():
             try:
                 self._connection.send(Kind.DATA, data, unless=lambda: agent.over)
-            except OSError:  # nobody wants it any more, and it must not block the agent
+            except OSError:  # no longer needed, but it must not block the agent
                 continue
 
     def _report(self, ended: Ended) -> None:

@@ -1,11 +1,11 @@
-"""What nodes that are started by hand know of their run: its token, and where node 0 listens.
+"""The rendezvous of nodes started by hand: the token of their run, and the address of node 0.
 
-The user gives every node the token, and node 0's address. Or the nodes share a folder: node 0 writes both into a file
-there when it listens, and removes it at the end; the other nodes read it. It is for this user's eyes only, and is
-believed only if it is. A file that a killed run has left misleads nobody for long: its reader dials in vain, reads
-again (dial.py does so before every attempt), and finds what the next run has put in its place.
+The user gives every node the token, and node 0's address. Or the nodes share a folder: node 0 writes both to a file
+there when it listens, and removes it at the end; the other nodes read it. Only this user may read it, and it is trusted
+only then. A file left by a killed run does no harm for long: its reader fails to connect, reads again (dial.py does
+before every attempt), and finds the file of the next run.
 
-Called by the command line. A token is in no message, log or command line.
+Called by the command line. A token is never in a message, log or command line.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MAX_FILE_BYTES = 8192
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where node 0 of a run listens, and the run's token, as os.fsdecode gives it."""
+    """The address and port of node 0 of a run, and the run's token, as decoded by os.fsdecode."""
 
     address: str
     port: int
@@ -44,7 +44,7 @@ class Endpoint:
 def find_token(env: Mapping[str, str], token_file: Path | None = None) -> bytes | None:
     """Return the token from DTRAIN_TOKEN, `token_file`, DTRAIN_TOKEN_FILE or the default file; None if there is none.
 
-    Raises UsageError for one that others can read or guess, and for a file that was named and is not there.
+    Raises UsageError for one that others can read or guess, and for a named file that does not exist.
     """
     if env.get("DTRAIN_TOKEN"):
         return _checked(os.fsencode(env["DTRAIN_TOKEN"]), "DTRAIN_TOKEN")
@@ -58,7 +58,7 @@ def find_token(env: Mapping[str, str], token_file: Path | None = None) -> bytes 
 
 
 def new_token() -> bytes:
-    """Return a random token, for nodes that learn it from a file."""
+    """Return a random token, for nodes that read it from a file."""
     return secrets.token_hex(32).encode()
 
 
@@ -71,9 +71,9 @@ def _read(path: Path, named: str) -> bytes:
         there = path if isinstance(error, FileNotFoundError) else DEFAULT_FILE
         raise UsageError(f"{named}: cannot read the token: {error.strerror}; {_how_to_make(there)}") from error
     if not stat.S_ISREG(status.st_mode):
-        raise UsageError(f"{named}: this is no file; {_how_to_make(DEFAULT_FILE)}")
+        raise UsageError(f"{named}: this is not a file; {_how_to_make(DEFAULT_FILE)}")
     if status.st_uid not in (0, os.geteuid()):
-        raise UsageError(f"{named}: it belongs to another user (uid {status.st_uid}), who knows the token then")
+        raise UsageError(f"{named}: it belongs to another user (uid {status.st_uid}), who then knows the token")
     if status.st_mode & 0o077:
         mode = stat.S_IMODE(status.st_mode)
         raise UsageError(f"{named}: others can read it (mode {mode:04o}); type: chmod 600 {shlex.quote(str(path))}")
@@ -81,7 +81,7 @@ def _read(path: Path, named: str) -> bytes:
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # a pipe in its place would block for ever
+    return os.open(path, flags | os.O_NONBLOCK)  # a pipe in its place would block forever
 
 
 def _checked(data: bytes, named: str) -> bytes:
@@ -99,13 +99,13 @@ def _checked(data: bytes, named: str) -> bytes:
 def _how_to_make(path: Path) -> str:
     place = str(path) if str(path).startswith("~/") else shlex.quote(str(path))
     folder = os.path.dirname(place) or "."
-    return f"make one by: (umask 077; mkdir -p {folder}; openssl rand -hex 32 > {place})"
+    return f"make one with: (umask 077; mkdir -p {folder}; openssl rand -hex 32 > {place})"
 
 
 def local_folder() -> Path:
-    """Return this user's folder for such files on this machine, which nobody else can enter; it is made if need be.
+    """Return this user's private folder for such files on this machine; make it if it does not exist.
 
-    Raises UsageError if something else has its place.
+    Raises UsageError if something else is in its place.
     """
     folder = Path(tempfile.gettempdir()) / f"dtrain-{os.geteuid()}"
     try:
@@ -120,7 +120,7 @@ def local_folder() -> Path:
 
 @contextmanager
 def publish(folder: Path, name: str, endpoint: Endpoint) -> Iterator[Path]:
-    """Have other nodes find node 0 in `folder` under `name` while the context lasts; replaces an older one."""
+    """Publish node 0's endpoint as `name` in `folder` while the context lasts; replaces an older one."""
     path = _path(folder, name)
     beside = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
@@ -129,22 +129,22 @@ def publish(folder: Path, name: str, endpoint: Endpoint) -> Iterator[Path]:
             with open(descriptor, "w", encoding="ascii") as file:
                 json.dump(asdict(endpoint), file)
                 file.flush()
-                os.fsync(descriptor)  # whoever sees the name sees the contents, on a shared file system too
+                os.fsync(descriptor)  # a visible name must have its contents, on a shared file system too
             os.replace(beside, path)
         finally:
             beside.unlink(missing_ok=True)
     except OSError as error:
-        raise UsageError(f"{path}: cannot be written, for the other nodes to find: {error.strerror}") from error
+        raise UsageError(f"{path}: cannot be written for the other nodes: {error.strerror}") from error
     try:
         yield path
     finally:
-        with contextlib.suppress(OSError, UsageError):  # a run that has replaced it keeps its own
+        with contextlib.suppress(OSError, UsageError):  # a run that replaced it keeps its own
             if read_endpoint(folder, name) == endpoint:
                 path.unlink()
 
 
 def read_endpoint(folder: Path, name: str) -> Endpoint | None:
-    """Return what the file says, None if there is none. Raises UsageError where others could have written it."""
+    """Return the endpoint in the file, None if there is none. Raises UsageError if others could have written it."""
     path = _path(folder, name)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -154,16 +154,16 @@ def read_endpoint(folder: Path, name: str) -> Endpoint | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        if error.errno == errno.ESTALE:  # replaced just now, on a shared file system
+        if error.errno == errno.ESTALE:  # just replaced, on a shared file system
             return None
-        raise UsageError(f"{path}: cannot be read, to find node 0: {error.strerror}") from error
+        raise UsageError(f"{path}: cannot be read to find node 0: {error.strerror}") from error
     mode = stat.S_IMODE(status.st_mode)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or mode & 0o077:
         raise UsageError(f"{path}: not a file of this user alone (uid {status.st_uid}, mode {mode:04o}); remove it")
     try:
         return decode_json(Endpoint, data)
     except ProtocolError as error:
-        raise UsageError(f"{path}: this is not how dtrain writes where node 0 is; remove it") from error
+        raise UsageError(f"{path}: not a file written by dtrain; remove it") from error
 
 
 def _path(folder: Path, name: str) -> Path:

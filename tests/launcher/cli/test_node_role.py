@@ -200,14 +200,14 @@ def test_a_node_that_does_not_come_is_named_with_what_to_type(tmp_path: Path, po
     words = _words(port, 0, "--start-timeout-s", "1.5", "show.py")
     result = run_dtrain(*words, cwd=tmp_path, env={"DTRAIN_TOKEN": TOKEN})
     assert result.returncode == 1
-    assert f"node1: nobody has joined as node rank 1 at 127.0.0.1:{port}" in result.stderr
-    assert "type there: the same command, with --node-rank 1" in result.stderr
+    assert f"node1: no node joined as node rank 1 at 127.0.0.1:{port}" in result.stderr
+    assert "type the same command there, with --node-rank 1" in result.stderr
     words = _words(port, 0, "--start-timeout-s", "8", "show.py")
     with started_dtrain(*words, cwd=tmp_path, env={"DTRAIN_TOKEN": TOKEN}) as lead:
         run_dtrain(*_words(port, 1, "show.py", "other"), cwd=tmp_path, env={"DTRAIN_TOKEN": TOKEN})
         code, _, err = _ends(lead)
     assert code == 1
-    assert "nobody could join as node rank 1" in err, "the last screen says why"
+    assert "no node could join as node rank 1" in err, "the report says why"
     assert "show.py other" in err
     alone = run_dtrain(
         *_words(port, 1, "--start-timeout-s", "1.5", "show.py"), cwd=tmp_path, env={"DTRAIN_TOKEN": TOKEN}

@@ -222,8 +222,11 @@ def test_a_step_asks_for_what_the_job_has_on_its_node() -> None:
         ("srun: error: Unable to create step for job 4: Requested nodes are busy", "start them with --overlap"),
         ("srun: error: Unable to confirm allocation for job 9: Invalid job id specified", "the job is over"),
         ("slurmstepd-n2: error: *** STEP 4.6 ON n2 CANCELLED AT 2026-11-21 DUE TO TIME LIMIT ***", "sbatch --time"),
-        ("slurmstepd-n2: error: *** STEP 4.6 ON n2 CANCELLED AT 2026-11-21T11:02:28 ***", "somebody cancelled"),
-        ("srun: error: Node failure on n2", "has lost the node"),
+        (
+            "slurmstepd-n2: error: *** STEP 4.6 ON n2 CANCELLED AT 2026-11-21T11:02:28 ***",
+            "the job or its step was cancelled",
+        ),
+        ("srun: error: Node failure on n2", "lost the node"),
     ],
 )
 def test_what_srun_says_comes_with_the_next_step(said: str, meaning: str) -> None:

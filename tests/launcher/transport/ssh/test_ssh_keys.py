@@ -131,7 +131,7 @@ def test_a_host_certificate_of_a_known_authority_is_enough(ssh_hosts: SshHosts, 
     line = f"@cert-authority *.1,[127.*]:*,127.* {public(authority)}\n"
     reach(write_config(ssh_hosts, 1, known_hosts=line, identity=True))
     other = line.replace(public(authority), public(new_key(tmp_path / "other")))
-    assert "; its certificate is of another authority" in refusal(
+    assert "; its certificate is not of an authority" in refusal(
         write_config(ssh_hosts, 1, known_hosts=other, identity=True)
     )
     withdrawn = f"{line}@revoked * {public(authority)}\n"
@@ -181,14 +181,14 @@ def test_the_named_key_is_found_among_many(
     right = f"IdentityFile {ssh_hosts.identity}"
     with agent(*others, ssh_hosts.locked_identity) as sock:
         monkeypatch.setenv("SSH_AUTH_SOCK", str(sock))
-        assert "seen 2 of our keys: too many authentication failures" in refusal(write_config(ssh_hosts, 1))
+        assert "after 2 of our keys: too many authentication failures" in refusal(write_config(ssh_hosts, 1))
         assert "IdentitiesOnly yes" in refusal(write_config(ssh_hosts, 1, *named))
         reach(write_config(ssh_hosts, 1, right))  # what is named goes first, even with a full agent
         reach(write_config(ssh_hosts, 1, right, "IdentitiesOnly yes"))
         reach(write_config(ssh_hosts, 1, f"IdentityFile {ssh_hosts.locked_identity}"))  # which the agent has
         reach(write_config(ssh_hosts, 1, f"IdentityFile {public_only}", "IdentitiesOnly yes"))
         no_agent = write_config(ssh_hosts, 1, f"IdentityFile {ssh_hosts.locked_identity}", "IdentityAgent none")
-        assert "is locked by a passphrase; unlock it once by: ssh-add" in refusal(no_agent)
+        assert "is locked by a passphrase; unlock it once with: ssh-add" in refusal(no_agent)
         monkeypatch.delenv("SSH_AUTH_SOCK")
         of_its_own = (f"IdentityAgent {sock}", f"IdentityFile {ssh_hosts.locked_identity}", "IdentitiesOnly yes")
         reach(write_config(ssh_hosts, 1, *of_its_own))
@@ -198,7 +198,7 @@ def test_the_named_key_is_found_among_many(
     reach(write_config(ssh_hosts, 1, right))
     missing = refusal(write_config(ssh_hosts, 1, f"IdentityFile {tmp_path}/none", "IdentitiesOnly yes"))
     there = f"{ssh_hosts.user}@127.0.0.2 port {ssh_hosts.port}"
-    assert f"there is no key to show to {there} ({tmp_path}/none, which does not" in missing
+    assert f"there is no key to offer to {there} ({tmp_path}/none, which does not" in missing
 
 
 def test_tokens_stand_for_what_they_do_in_ssh(
@@ -247,9 +247,9 @@ def test_certificates_of_a_users_authority_let_us_in(
 def test_what_keys_alone_cannot_do_is_said(ssh_hosts: SshHosts, tmp_path: Path) -> None:
     usual = write_config(ssh_hosts, 1, identity=True)
     ssh_hosts.configure(1, "PubkeyAuthentication no", "PasswordAuthentication yes")
-    assert "takes no keys, only password, and dtrain can answer no questions" in refusal(usual)
+    assert "accepts no keys, only password, and dtrain cannot answer prompts" in refusal(usual)
     ssh_hosts.configure(1, "AuthenticationMethods publickey,password", "PasswordAuthentication yes")
-    assert "accepts the key, but wants password as well" in refusal(usual)
+    assert "accepts the key, but also wants password" in refusal(usual)
     assert "PubkeyAuthentication no" in refusal(write_config(ssh_hosts, 1, "PubkeyAuthentication no", identity=True))
     broken = tmp_path / "broken"
     broken.write_text("-----BEGIN OPENSSH PRIVATE KEY-----\nAAAA\n-----END OPENSSH PRIVATE KEY-----\n")

@@ -125,7 +125,7 @@ def test_what_goes_wrong_at_a_hop_is_said_of_that_hop(ssh_hosts: SshHosts) -> No
 
     config = config_of(ssh_hosts, "hop", "Host node1\n  ProxyJump node3\nHost node4\n  ProxyJump node4")
     ssh_hosts.configure(3, "AllowTcpForwarding no")
-    assert "its jump host node3 forbids to go on from it (AllowTcpForwarding" in refusal(config, "node1")
+    assert "its jump host node3 forbids forwarding (AllowTcpForwarding" in refusal(config, "node1")
     assert "jumphost loop via node4" in refusal(config, "node4")
     around = config_of(
         ssh_hosts, "around", "Host node1\n ProxyJump node2\nHost node2\n ProxyJump node3\nHost node3\n ProxyJump node2"
@@ -150,7 +150,7 @@ def test_a_host_that_swallows_everything_behind_a_jump_host_is_given_up_alone(ss
         odd.write_text("Host node1 odd\n  ProxyJump node3\n" + odd.read_text())
         stream = connect(odd, "node1")
         began = time.monotonic()
-        assert "its jump host node3 did not open a way to 127.0.0.1" in refusal(odd, "odd", within_s=1.0)
+        assert "its jump host node3 did not open a connection to 127.0.0.1" in refusal(odd, "odd", within_s=1.0)
         assert time.monotonic() - began < 15  # of itself a connection has 20 s
         other = connect(odd, "node1")  # by a connection of its own: the first one might hang, for all that is known
         assert ssh_hosts.sessions(3) == 2
@@ -272,11 +272,11 @@ def server(
     [
         (b"", False, "does not answer"),
         (b"SSH-2.0-OpenSSH_9.2\r\n", False, "its key exchange hangs"),
-        (b"220 mail.example ESMTP\r\n", False, "is no SSH server: it said '220 mail.example ESMTP'"),
-        (b"\0\0\0", False, "is no SSH server"),
-        (b"", True, "before it greeted; its sshd may be short of MaxStartups"),
-        (b"Not allowed at this time\r\n", True, "saying 'Not allowed at this time', before it greeted"),
-        (b"Go away\r\n", True, "closed the connection, saying 'Go away', before it greeted"),
+        (b"220 mail.example ESMTP\r\n", False, "is not an SSH server: it said '220 mail.example ESMTP'"),
+        (b"\0\0\0", False, "is not an SSH server"),
+        (b"", True, "before its greeting; its sshd may have reached MaxStartups"),
+        (b"Not allowed at this time\r\n", True, "saying 'Not allowed at this time', before its greeting"),
+        (b"Go away\r\n", True, "closed the connection, saying 'Go away', before its greeting"),
     ],
 )
 def test_what_is_no_server_is_told_in_time(ssh_hosts: SshHosts, greeting: bytes, closes: bool, reason: str) -> None:
@@ -288,7 +288,7 @@ def test_what_is_no_server_is_told_in_time(ssh_hosts: SshHosts, greeting: bytes,
 
 def test_a_server_that_turns_us_away_and_then_does_not_answer_is_told_by_what_it_said(ssh_hosts: SshHosts) -> None:
     with server(ssh_hosts.ssh_config, greeting=b"Not allowed at this time\r\n", closes=True, greeted=1) as config:
-        assert "closed the connection, saying 'Not allowed at this time', before it greeted" in refusal(
+        assert "closed the connection, saying 'Not allowed at this time', before its greeting" in refusal(
             config, "odd", within_s=4
         )
 
@@ -347,7 +347,7 @@ def test_ipv6_address_family_bind_address_and_port(ssh_hosts: SshHosts) -> None:
         stream = connect_ssh(host, SshOptions(config=config), ["cat"], time.monotonic() + 10)
         assert stream.our_address == "::1"
         assert says(stream) == b"hello"
-    assert "bindAddress 192.0.2.1 of its ssh configuration gives no address here" in refusal(config, "wrong")
+    assert "bindAddress 192.0.2.1 of its ssh configuration gives no usable address here" in refusal(config, "wrong")
     assert "DNS lookup of 127.0.0.2 failed in its AddressFamily inet6" in refusal(config, "four")
     assert "DNS lookup of a..b failed: no host can have this name" in refusal(config, "noname")
 
@@ -416,5 +416,5 @@ def test_an_account_that_runs_nothing_or_something_else_says_so(ssh_hosts: SshHo
         cwd=tmp_path,
     )  # fmt: skip
     assert "node1: the agent did not start (status 1): This account is currently not available." in result.stderr
-    assert f"node2: 127.0.0.3 lets {ssh_hosts.user} in, but opens no session (MaxSessions" in result.stderr
+    assert f"node2: 127.0.0.3 accepts {ssh_hosts.user}, but opens no session (MaxSessions" in result.stderr
     assert "node3: the agent did not start (status 1): This service allows sftp connections only." in result.stderr

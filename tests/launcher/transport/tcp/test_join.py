@@ -280,7 +280,7 @@ def test_a_node_whose_run_never_comes_back_ends_with_an_error(run: Run) -> None:
         result = finished(process)
     assert result.returncode == 1
     assert "the connection to node 0 broke (" in result.stderr
-    assert f"nobody listens at 127.0.0.1:{relay.port}" in result.stderr
+    assert f"no process listens at 127.0.0.1:{relay.port}" in result.stderr
 
 
 def run_of(relay: CuttableRelay, **how: Any) -> contextlib.AbstractContextManager[Program]:
@@ -318,8 +318,11 @@ def test_why_a_node_cannot_join_is_said_with_what_to_do(run: Run) -> None:
         with contextlib.ExitStack() as stack:
             cases = [
                 (joiner(f"127.0.0.1:{run.listener.port}", ["x"], token="another token entirely"), "has another token"),
-                (joiner(f"127.0.0.1:{foreign.getsockname()[1]}", ["x"]), r"it says 'SSH-2.0-OpenSSH_9.2p1'; is that"),
-                (joiner("127.0.0.1:1", ["x"], deadline_s=0.5), "nobody listens at 127.0.0.1:1; start dtrain on node 0"),
+                (joiner(f"127.0.0.1:{foreign.getsockname()[1]}", ["x"]), r"it sent 'SSH-2.0-OpenSSH_9.2p1'; is that"),
+                (
+                    joiner("127.0.0.1:1", ["x"], deadline_s=0.5),
+                    "no process listens at 127.0.0.1:1; start dtrain on node 0",
+                ),
                 (joiner("no-such-host.invalid:1", ["x"], deadline_s=0.5), "DNS lookup of no-such-host.invalid failed"),
             ]
             processes = [(stack.enter_context(process), why) for process, why in cases]

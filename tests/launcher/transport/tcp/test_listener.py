@@ -182,7 +182,7 @@ def test_a_node_that_waits_first_and_one_that_is_waited_for_both_get_in(lab: Lab
 
 
 def test_a_node_that_does_not_come_is_an_error_that_says_what_to_type(lab: Lab) -> None:
-    with pytest.raises(HostError, match=r"nobody has joined as node rank 1 .* the same command, with --node-rank 1"):
+    with pytest.raises(HostError, match=r"no node joined as node rank 1 .* the same command there, with --node-rank 1"):
         lab.wait_for("beta", 0.05)
     node = lab.join(1)  # the one that nobody waits for any more gets no agent
     lab.wait_for("beta")
@@ -198,9 +198,9 @@ def test_a_broken_connection_is_an_error_after_what_had_arrived(lab: Lab) -> Non
     node.send(Kind.DATA, b"the last")
     node.sock.close()
     assert stream.read() == b"the last"
-    with pytest.raises(StreamError, match="closed at the other end"):
+    with pytest.raises(StreamError, match="the other end closed it"):
         stream.read()
-    assert stream.finish(60.0) == (None, "it was closed at the other end")
+    assert stream.finish(60.0) == (None, "the other end closed it")
 
 
 def test_an_agent_that_is_given_up_is_ended_and_its_node_kept(lab: Lab) -> None:
@@ -255,7 +255,7 @@ def test_nodes_without_a_rank_take_the_free_places_and_find_their_own_again(lab:
     assert isinstance(joined, Joined)
     assert joined.welcome.node_rank == 1
     assert lab.join(None).rank == 2
-    with pytest.raises(JoinError, match="all 3 nodes of the run are there already"):
+    with pytest.raises(JoinError, match="all 3 nodes of the run have joined already"):
         lab.join(None)
     joined.connection.sock.close()
     again = lab.dial(first)
@@ -422,9 +422,9 @@ def test_foreign_protocols_and_other_tokens_are_named_once_and_then_counted(lab:
     assert "connected to the control port" in lab.shown[0]
     assert "GET / HTTP/1.0" in lab.shown[0]
     assert "a node at 127.0.0.1 has another token" in lab.shown[1]
-    assert "another way of joining" in lab.shown[2]
+    assert "another handshake" in lab.shown[2]
     lab.listener.close(0, linger_s=0.0)
-    assert "2 that were no dtrain" in lab.shown[3]
+    assert "2 that were not dtrain" in lab.shown[3]
     assert TOKEN.decode() not in "".join(lab.shown)
 
 

@@ -63,9 +63,9 @@ def test_a_token_that_others_may_know_is_an_error_with_what_mends_it(tmp_path: P
 
 
 def test_a_token_that_can_be_guessed_or_is_none_is_an_error_that_makes_a_good_one(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"at least 16 characters, this one has 6; make one by: .*openssl rand"):
+    with pytest.raises(UsageError, match=r"at least 16 characters, this one has 6; make one with: .*openssl rand"):
         find_token({"DTRAIN_TOKEN": "canary"})
-    with pytest.raises(UsageError, match=r"cannot read the token: No such file.*make one by"):
+    with pytest.raises(UsageError, match=r"cannot read the token: No such file.*make one with"):
         find_token({"DTRAIN_TOKEN_FILE": str(tmp_path / "nowhere")})
     with pytest.raises(UsageError, match="Is a directory"):
         find_token({}, _folder(tmp_path / "folder"))
