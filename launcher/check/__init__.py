@@ -1,1 +1,1 @@
-"""`dtrain check`: command.py here, examiner.py on each host."""
+"""`dtrain check`: command.py on this machine, examiner.py on each host."""

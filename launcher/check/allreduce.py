@@ -1,6 +1,6 @@
-"""The all-reduce of `dtrain check`: a short run like any other, whose workers measure (ddp/comm/allreduce_speed.py).
+"""The all-reduce of `dtrain check`: a short normal run whose workers measure (ddp/comm/allreduce_speed.py).
 
-That it ends well proves that a run would start. It writes no log files.
+If it succeeds, a run would start. It writes no log files.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Measured:
 
 
 def allreduce_spec(spec: JobSpec, examined: Sequence[Examined]) -> tuple[JobSpec, str]:
-    """Return the run, and the backend: NCCL with all its workers where every host has GPUs that torch can use by it.
+    """Return the run, and the backend: NCCL with all workers if every host has GPUs that its torch supports.
 
-    Otherwise gloo, with one worker a host.
+    Otherwise gloo, with one worker per host.
     """
     usable = all(one.known.offered.gpus and one.known.torch_cuda for one in examined)
     on_gpus = usable and not spec.oversubscribe
@@ -75,7 +75,7 @@ def allreduce_spec(spec: JobSpec, examined: Sequence[Examined]) -> tuple[JobSpec
 
 
 def measure_allreduce(spec: JobSpec, backend: str) -> Measured:
-    """Run it to its end. Blocks; from the main thread only, for the signals."""
+    """Run the all-reduce to its end. Blocks; call from the main thread only, for the signals."""
     from launcher.controller.controller import Controller
     from launcher.output.console import Console
     from launcher.output.logfiles import LogFiles
@@ -103,7 +103,7 @@ def measure_allreduce(spec: JobSpec, backend: str) -> Measured:
 
 
 def _figures(lines: Sequence[str]) -> dict[str, Any] | None:
-    """Return what rank 0 has printed; torch may have said something before."""
+    """Return the figures printed by rank 0; torch may have printed something before."""
     for line in reversed(lines):
         if line.startswith('{"dtrain_allreduce":1'):
             found: dict[str, Any] = json.loads(line)

@@ -1,8 +1,8 @@
-"""`dtrain check`: whether a run would start on its hosts, and what would be wrong with it, before the job.
+"""`dtrain check`: checks whether a run would start on its hosts, and finds problems before the job.
 
-Starts an examiner on every host (link.py, examiner.py), asks all at once, lets them probe each other, then runs an
-all-reduce as a run of its own (allreduce.py). What is wrong is decided by hosts.py and pairs.py, printed by report.py.
-Leaves nothing anywhere.
+Starts an examiner on every host (link.py, examiner.py), asks all of them concurrently, makes them probe each other,
+then runs an all-reduce as a separate run (allreduce.py). hosts.py and pairs.py decide what is wrong, report.py prints.
+Leaves nothing on any host.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from launcher.output.text import size
 from launcher.placement.job_spec import DEFAULT_PORT, CommandKind, JobSpec
 from launcher.transport.connect import Connector
 
-FACTS_S = 20.0  # a driver without persistence mode takes seconds for each card
+FACTS_S = 20.0  # a driver without persistence mode takes seconds per card
 PROBE_S = 3.0
 LOGS_BYTES = 100 << 20
 HOSTS_AT_ONCE = 256
@@ -44,9 +44,9 @@ T = TypeVar("T")
 
 
 def run_check(asked: JobSpec, *, as_json: bool, say: Callable[[str], None], allreduce: bool = True) -> int:
-    """Check the hosts of a run, print what was found, and return 0 if it would start, 1 if not.
+    """Check the hosts of a run, print the findings, and return 0 if it would start, 1 if not, 128+n at signal n.
 
-    Blocks; from the main thread only. 128+n where signal n ended it.
+    Blocks; call from the main thread only.
     """
     began = time.monotonic()
     spec, findings = _from_here(asked)
@@ -81,18 +81,18 @@ def run_check(asked: JobSpec, *, as_json: bool, say: Callable[[str], None], allr
 
 
 def _from_here(spec: JobSpec) -> tuple[JobSpec, list[Finding]]:
-    """Leave out the hosts on which somebody has to type the command; if that is all of them, take this machine."""
+    """Leave out the nodes to be started by hand; if there are no other hosts, check this machine."""
     joined = [host for host in spec.hosts if host.kind is HostKind.JOINED]
     if not joined:
         return spec, []
     hosts = tuple(host for host in spec.hosts if host.kind is not HostKind.JOINED)
-    message = "nodes on which the command is typed cannot be reached from here; type `dtrain check` on each of them"
+    message = "nodes started by hand cannot be reached from here; type `dtrain check` on each of them"
     found = Finding(Severity.NOTE, "by-hand", tuple(host.name for host in joined), message, "dtrain check")
     return replace(spec, hosts=hosts or (Host(own_name(), HostKind.LOCAL),), nnodes=None), [found]
 
 
 def _log_dir(spec: JobSpec) -> list[Finding]:
-    """Say whether the output of a run could be kept; it is written on this machine."""
+    """Check whether the output of a run could be kept; it is written on this machine."""
     folder = spec.log_dir.absolute()
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
     where = (own_name(),)
@@ -106,7 +106,7 @@ def _log_dir(spec: JobSpec) -> list[Finding]:
 
 
 def _usable(spec: JobSpec, examined: Iterable[Examined], findings: Iterable[Finding]) -> list[Examined]:
-    """Return the hosts of which no error is known."""
+    """Return the hosts without an error."""
     bad = {name for finding in findings if finding.severity is Severity.ERROR for name in finding.hosts}
     return [one for one in examined if one.name not in bad][: spec.max_hosts]
 
@@ -121,7 +121,7 @@ def _failed(spec: JobSpec, measured: Measured) -> list[Finding]:
 
 
 class _Examination:
-    """The rounds of questions to the examiners of all hosts; owns their streams within the `with` block."""
+    """The requests to the examiners of all hosts; owns their streams within the `with` block."""
 
     def __init__(self, spec: JobSpec) -> None:
         self.examined: list[Examined] = []
@@ -167,7 +167,7 @@ class _Examination:
         self.findings += host_findings(spec, self.examined, code_here=code_digest(), script_here=script)
 
     def _listen(self, there: Mapping[str, Examined]) -> dict[str, Listening]:
-        """Have every examiner listen where a run would be reached; the first one at the store's port as well."""
+        """Make every examiner listen on the address that a run would use; the first one on the store's port as well."""
         spec = self._spec
         seen_from = [address for name in there if (address := self._links[name].our_address)]
         here = "" if spec.interfaces else (seen_from or ["127.0.0.1"])[0]
@@ -187,13 +187,13 @@ class _Examination:
             return decode_dataclass(Listening, answer)
 
         listening, reasons = self._ask(listen, there)
-        self._not_answered(there, reasons, "cannot-listen", "it cannot listen where the others would reach it")
+        self._not_answered(there, reasons, "cannot-listen", "it cannot listen on the address for the others")
         for name, found in listening.items():
             self.findings += store_findings(spec, name, found)
         return listening
 
     def _probe(self, there: Mapping[str, Examined], listening: Mapping[str, Listening]) -> None:
-        """Have every host that listens connect to the others."""
+        """Make every listening host connect to the others."""
         where = {name: targets(listening, name) for name in listening}
         rounds = -(-max(map(len, where.values())) // AT_ONCE)
 
@@ -216,7 +216,7 @@ class _Examination:
         self.findings += pair_findings(list(there.values()), listening, self.ways, gloo)
 
     def _ask(self, question: Callable[[HostLink], T], names: Iterable[str]) -> tuple[dict[str, T], dict[str, str]]:
-        """Ask hosts all at once; return the answers, and the reasons of those that give none."""
+        """Ask hosts concurrently; return the answers, and the reasons of those that failed."""
         answers: dict[str, T] = {}
         reasons: dict[str, str] = {}
 
@@ -225,7 +225,7 @@ class _Examination:
                 answers[name] = question(self._links[name])
             except DtrainError as error:
                 reasons[name] = getattr(error, "reason", str(error))
-            except Exception as error:  # a host that fails in a way nobody thought of must still be answered for
+            except Exception as error:  # an unexpected failure of a host must be reported, too
                 reasons[name] = f"{type(error).__name__}: {error}"
 
         all_at_once(ask, list(names), most=HOSTS_AT_ONCE)

@@ -1,8 +1,8 @@
 """The examiner: answers `dtrain check` on one host. Starts no process, writes no file, ends with its input.
 
-Started by link.py as an agent would be, as `python -m launcher.check.examiner`, with the protocol's stream on its
-standard input and output. The main thread only reads, so that the end of the input ends it whatever else hangs; each
-question has a thread of its own. An alarm ends it where even that is not seen.
+Started by link.py like an agent, as `python -m launcher.check.examiner`, with the protocol's stream on its standard
+input and output. The main thread only reads, so that the end of the input ends the process even if something hangs;
+each request has its own thread. An alarm ends it if even that fails.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from launcher.protocol.message import PREAMBLE, PROTOCOL
 from launcher.protocol.reports import Hello
 from launcher.protocol.two_way import Answer, Question
 
-LIFE_S = 600  # a question's own limits are far below
-# Read before the user's own exports can change it: "client address, port, server address, port".
+LIFE_S = 600  # the limits of requests are far below
+# Read before the user's exports can change it: "client address, port, server address, port".
 _REACHED_AT = ([*os.environ.get("SSH_CONNECTION", "").split(" "), "", ""])[2] or None
 
 
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def _write(data: bytes) -> None:
-    """Write to standard output. No two threads do so at a time: every question is answered before the next is asked."""
+    """Write to standard output. Never concurrent: each request is answered before the next one is sent."""
     view = memoryview(data)
     while view:
         view = view[os.write(1, view) :]
@@ -63,7 +63,7 @@ def _write(data: bytes) -> None:
 def _answer(question: Question) -> None:
     try:
         answer = encode(Answer(_find(question.ask, question.about)))
-    except Exception as error:  # an answer of which nobody thought must still be given
+    except Exception as error:  # an unexpected error must be reported, too
         traceback.print_exc()
         answer = encode(Answer(None, problem=f"{type(error).__name__}: {error}"))
     _write(answer)
@@ -83,7 +83,7 @@ def _find(asked: str, about: Mapping[str, Any]) -> Any:
     if asked == "probe":
         found = probe_all(decode_value(tuple[Target, ...], about["targets"]), token, about["limit_s"])
         return [vars(one) for one in found], socket_interfaces(about["master_addr"], about["interfaces"])
-    raise ValueError(f"{asked!r} is not known")
+    raise ValueError(f"unknown request {asked!r}")
 
 
 if __name__ == "__main__":

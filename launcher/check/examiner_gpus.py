@@ -1,4 +1,4 @@
-"""The GPUs of this host for `dtrain check`: who uses them, what is wrong with them. No runtime is ever started.
+"""The GPUs of this host for `dtrain check`: their processes and problems. No runtime is ever started.
 
 NVIDIA's by NVML, AMD's by sysfs.
 """
@@ -24,9 +24,9 @@ T = TypeVar("T")
 
 
 def find_cards() -> Driver:
-    """Return what the driver says of all GPUs here: of those that torch was built for, else of any.
+    """Return the driver's facts on all GPUs here: on those that torch was built for, otherwise on any.
 
-    Blocks while it does: seconds where NVIDIA's persistence mode is off.
+    Blocks, for seconds if NVIDIA's persistence mode is off.
     """
     for vendor in by_torch([vendor for vendor in VENDORS if vendor.is_present()]):
         found = {"NVIDIA": _by_nvml, "AMD": _by_amdgpu}[vendor.name]()
@@ -38,13 +38,13 @@ def find_cards() -> Driver:
 def _by_amdgpu() -> Driver:
     try:
         cards = amd.list_cards(os.environ)
-    except UsageError:  # a wrong list, which is another finding
+    except UsageError:  # an invalid list, which is a separate finding
         cards = amd.list_cards({})
     return Driver("AMD", _driver_version("amdgpu"), gpus=tuple(map(_amd, cards)))
 
 
 def _amd(card: Card) -> Gpu:
-    """Return what sysfs says of a card of AMD's; of some kinds and partitions it says less."""
+    """Return the facts in sysfs on an AMD card; some models and partitions have fewer."""
     device = SYSFS / "bus/pci/devices" / card.bus_id
     processes = [
         folder.name
@@ -64,13 +64,13 @@ def _amd(card: Card) -> Gpu:
 
 
 def _uncorrected(folder: Path) -> int | None:
-    """Return how many errors of the card's memory and other parts could not be corrected (`ue: 0`)."""
+    """Return the number of uncorrectable errors (`ue: 0`) of the card's memory and other parts."""
     counts = [re.match(r"ue: (\d+)", read_text(file)) for file in sorted(folder.glob("*_err_count"))]
     return sum(int(found[1]) for found in counts if found) if any(counts) else None
 
 
 def _driver_version(module: str) -> str | None:
-    """Return the version of a kernel module; the kernel's where it came with that."""
+    """Return the version of a kernel module; the kernel's version if it is part of that."""
     folder = SYSFS / "module" / module
     return read_text(folder / "version") or (f"of Linux {platform.release()}" if folder.is_dir() else None)
 
@@ -81,10 +81,10 @@ def _number(file: Path) -> int | None:
 
 
 def _by_nvml() -> Driver:
-    """Return what NVML says."""
+    """Return the facts from NVML."""
     try:
         ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:  # no driver on this host; saves the import below
+    except OSError:  # no driver on this host: skip the import below
         return Driver()
     import pynvml
 
@@ -144,12 +144,12 @@ def _describe(pid: int) -> str:
     try:
         process = psutil.Process(pid)
         return f"pid {pid} ({process.name()}, of {process.username()})"
-    except psutil.Error:  # of another container, or ended meanwhile
+    except psutil.Error:  # in another container, or ended meanwhile
         return f"pid {pid}"
 
 
 def _pending(card: object) -> str:
-    """Return what waits for a reset of the card: its memory has failed, and the failed rows are to be replaced."""
+    """Return what waits for a reset of the card: failed rows of its memory that must be replaced."""
     import pynvml
 
     rows = _ask(pynvml.nvmlDeviceGetRemappedRows, card)
@@ -163,11 +163,11 @@ def _pending(card: object) -> str:
 
 
 def _ask(question: Callable[..., T], *about: Any) -> T | None:
-    """Return the driver's answer, None where it or the card does not know such a thing."""
+    """Return the driver's answer; None if the driver or the card does not support the query."""
     import pynvml
 
     try:
         return question(*about)
-    # The last two: a function that this driver does not have yet, or only in an older form.
+    # The last two: a function that this driver does not have, or only in an older version.
     except (pynvml.NVMLError, AttributeError, pynvml.NVMLLibraryMismatchError):
         return None

@@ -1,6 +1,6 @@
-"""This host's own facts for `dtrain check` and `dtrain env`: system, memory, disks, limits, interfaces, packages.
+"""The facts of this host for `dtrain check` and `dtrain env`: system, memory, disks, limits, interfaces, packages.
 
-Reads /proc, /sys and the file system; starts no process and writes nothing. torch is not imported: that takes seconds.
+Reads /proc, /sys and the file system; starts no process, writes nothing, and does not import torch (seconds).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LIMITS = {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC, "me
 
 
 def find_host_facts(prepare: Prepare) -> HostFacts:
-    """Return what this host has for a job that is prepared so; takes on the job's environment, as an agent does."""
+    """Return this host's facts for a prepared job; sets the job's environment in this process, as an agent does."""
     os.environ.update(prepare.export)
     workdir = Path(prepare.workdir)
     total, free = memory()
@@ -75,7 +75,7 @@ def find_host_facts(prepare: Prepare) -> HostFacts:
 
 
 def system_name() -> str:
-    """Return what the system calls itself, as `Debian GNU/Linux 12 (bookworm)`."""
+    """Return the name of the system, such as `Debian GNU/Linux 12 (bookworm)`."""
     try:
         return platform.freedesktop_os_release().get("PRETTY_NAME", platform.system())
     except OSError:
@@ -83,7 +83,7 @@ def system_name() -> str:
 
 
 def memory() -> tuple[int, int]:
-    """Return in bytes how much memory processes here may use, and how much of it is free: a cgroup's, if less."""
+    """Return the bytes of memory that processes here may use, and those free: the cgroup's, if less."""
     host = psutil.virtual_memory()
     total, free = host.total, host.available
     for folder in folders_of("memory"):
@@ -95,12 +95,12 @@ def memory() -> tuple[int, int]:
 
 
 def disks(workdir: Path) -> list[Disk]:
-    """Return the file systems that a run uses, once each. Blocks as long as they do."""
+    """Return the file systems that a run uses, once each. Blocks as long as they block."""
     found = []
     for what, path in (("workdir", str(workdir)), ("temporary files", tempfile.gettempdir()), ("/dev/shm", "/dev/shm")):
         try:
             space = shutil.disk_usage(path)
-        except OSError:  # it is not there, which is another finding
+        except OSError:  # missing, which is a separate finding
             continue
         found.append(Disk(what, path, space.total, space.free))
     return found
@@ -123,7 +123,7 @@ def interfaces() -> list[Interface]:
 
 
 def find_packages() -> Packages:
-    """Return the versions by torch's own file and the metadata of packages."""
+    """Return versions, from torch's version file and the metadata of packages."""
     folder, text = folder_of("torch"), torch_file()
     cuda, rocm = (assigned(text, name) for name in ("cuda", "hip"))
     return Packages(
@@ -135,7 +135,7 @@ def find_packages() -> Packages:
 
 
 def code_digest() -> str:
-    """Return a SHA-256, its beginning, of dtrain's own files: one version may have different code, as in a clone."""
+    """Return the beginning of a SHA-256 of dtrain's files: in a clone, one version may have different code."""
     digest = hashlib.sha256()
     for package in ("launcher", "ddp"):
         folder = folder_of(package)
@@ -144,16 +144,16 @@ def code_digest() -> str:
         for file in sorted(Path(folder).rglob("*.py")):
             try:
                 content = file.read_bytes()
-            except OSError:  # gone meanwhile, or not for this user to read: the same for all hosts where it is so
+            except OSError:  # gone meanwhile, or unreadable: hosts where this holds have the same digest
                 content = b""
             name = f"{package}/{file.relative_to(folder).as_posix()}"
-            # Of each part its own hash: both have a fixed length, so that no byte counts as another file's.
+            # A hash of each part: both have a fixed length, so that no byte counts as another file's.
             digest.update(hashlib.sha256(os.fsencode(name)).digest() + hashlib.sha256(content).digest())
     return digest.hexdigest()[:SHA_DIGITS]
 
 
 def _nccl(torch_folder: str) -> str | None:
-    """Return NCCL's version: of the package that torch's wheels use, else of the library that would be loaded."""
+    """Return NCCL's version: of the package used by torch's wheels, otherwise of the library that would be loaded."""
     for major in ("13", "12", "11"):
         if version := version_of(f"nvidia-nccl-cu{major}"):
             return version
@@ -171,7 +171,7 @@ def _nccl(torch_folder: str) -> str | None:
 
 
 def _machine() -> str:
-    """Return what two names of one machine, or of one container's network, have in common."""
+    """Return an id that is equal for all names of one machine, or of one container's network."""
     boot = read_text("/proc/sys/kernel/random/boot_id")
     try:
         network = os.readlink("/proc/self/ns/net")
@@ -181,15 +181,15 @@ def _machine() -> str:
 
 
 def file_digest(path: Path) -> str | None:
-    """Return a SHA-256, its beginning, of a file; None where it cannot be read."""
+    """Return the beginning of a file's SHA-256; None if the file cannot be read."""
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()[:SHA_DIGITS]
-    except OSError:  # a folder, or not there, which is another finding
+    except OSError:  # a folder, or missing, which is a separate finding
         return None
 
 
 def _mark(folder: Path) -> str:
-    """Return what a folder on shared storage has in common on all hosts: its number and when it last changed."""
+    """Return an id that is equal on all hosts for a folder on shared storage: its inode and time of change."""
     try:
         known = folder.stat()
     except OSError:

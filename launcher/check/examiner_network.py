@@ -1,7 +1,7 @@
-"""The ways between hosts, for the examiner: it listens, echoes to those who know the token, and probes the others.
+"""Connections between hosts, for the examiner: it listens, echoes to peers with the token, and probes the others.
 
-A probe is a connection as a training makes it: small round trips, then some 100 KB at once, which is what shows a path
-that loses large packets.
+A probe is a connection as in training: small round trips, then about 100 KB at once, which reveals a path that drops
+large packets.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ AT_ONCE = 8  # probes
 ROUND_TRIPS = 5
 PING = b"dtrain check...\n"
 BULK_BYTES = 96 << 10  # far more than a window of small packets
-SENDS = (*(len(PING) for _ in range(ROUND_TRIPS)), BULK_BYTES)  # what a probe sends, each after the last came back
-CONNECTIONS = 512  # at once; others wait
+SENDS = (*(len(PING) for _ in range(ROUND_TRIPS)), BULK_BYTES)  # of a probe, each after the previous echo
+CONNECTIONS = 512  # at the same time; others wait
 CONNECTION_S = 15.0
 _IP_MTU, _IPV6_MTU = 14, 24
 _PROBLEMS = {
@@ -45,9 +45,9 @@ R = TypeVar("R")
 
 
 def listen(address: str, token: bytes, store_port: int) -> Listening:
-    """Listen on a free port of an address, and on the store's port unless that is 0, as long as this process lives.
+    """Listen on a free port of an address, and on the store's port unless that is 0, until this process ends.
 
-    Raises OSError where the address is none of this host's.
+    Raises OSError if the address is not one of this host's.
     """
     listening = _bind(address, 0)
     _serve(listening, token)
@@ -66,7 +66,7 @@ def _bind(address: str, port: int) -> socket.socket:
 
 
 def _serve(listening: socket.socket, token: bytes) -> None:
-    """Answer in the background: each connection in a thread of its own, a bounded number of them at once."""
+    """Answer in the background, each connection in its own thread, with a limited number of threads."""
     places = threading.BoundedSemaphore(CONNECTIONS)
 
     def answer(connection: socket.socket) -> None:
@@ -76,10 +76,10 @@ def _serve(listening: socket.socket, token: bytes) -> None:
 
     def accept() -> None:
         while True:
-            places.acquire()  # those that wait stay in the backlog
+            places.acquire()  # waiting connections stay in the backlog
             try:
                 connection, _ = listening.accept()
-            except OSError:  # it is gone already, or there are no descriptors left
+            except OSError:  # closed already, or no descriptor left
                 places.release()
                 time.sleep(0.01)
                 continue
@@ -89,7 +89,7 @@ def _serve(listening: socket.socket, token: bytes) -> None:
 
 
 def _echo_back(connection: socket.socket, token: bytes, deadline: float) -> None:
-    """Send back what a probe sends, and nothing to who does not begin with the token. Raises OSError."""
+    """Echo what a probe sends; send nothing to peers that do not start with the token. Raises OSError."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hmac.compare_digest(_receive(connection, len(token), deadline), token):
         for count in SENDS:
@@ -97,7 +97,7 @@ def _echo_back(connection: socket.socket, token: bytes, deadline: float) -> None
 
 
 def _receive(connection: socket.socket, count: int, deadline: float) -> bytes:
-    """Read so many bytes. Raises OSError, which TimeoutError is."""
+    """Read `count` bytes. Raises OSError, such as TimeoutError."""
     data = b""
     while len(data) < count:
         connection.settimeout(max(0.001, deadline - time.monotonic()))
@@ -109,7 +109,7 @@ def _receive(connection: socket.socket, count: int, deadline: float) -> bytes:
 
 
 def probe_all(targets: Sequence[Target], token: bytes, limit_s: float) -> list[Probe]:
-    """Probe every target, a few at a time, each within `limit_s`; return how that went, in their order. Blocks."""
+    """Probe every target, a few at a time, each within `limit_s`; return the results in order. Blocks."""
     return all_at_once(lambda target: probe(target, token, limit_s), targets, most=AT_ONCE)
 
 
@@ -135,26 +135,26 @@ def probe(target: Target, token: bytes, limit_s: float) -> Probe:
         except OSError as error:
             problem = "no large packets" if len(taken) == ROUND_TRIPS else "stranger"
             reason = error.strerror or str(error) or "the connection was closed"
-        # The least: what busy processors add is not the network's.
+        # The minimum: delays by busy processors are not the network's.
         took_s = 0.0 if problem else min(taken)
         way = Probe(**vars(target), problem=problem, reason=reason, round_trip_s=took_s, local=local)
         return replace(way, interface=interface_of(local) or "", mtu=_path_mtu(connection))
 
 
 def all_at_once(work: Callable[[T], R], things: Sequence[T], *, most: int) -> list[R]:
-    """Return the results in order, made in at most so many threads.
+    """Do the work for all things in at most `most` threads; return the results in order.
 
-    Blocks until all are there: each needs a deadline of its own. Raises what one of them raises.
+    Blocks until all are done, so each needs its own deadline. Raises the exception of one that fails.
     """
     pool = ThreadPoolExecutor(most)
     try:
         return list(pool.map(work, things))
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)  # whoever is interrupted does not wait for one that hangs
+        pool.shutdown(wait=False, cancel_futures=True)  # after an interrupt, do not wait for one that hangs
 
 
 def _echo(connection: socket.socket, data: bytes, deadline: float) -> None:
-    """Send bytes and read the same back. Raises OSError, which TimeoutError is."""
+    """Send bytes and read their echo. Raises OSError, such as TimeoutError."""
     connection.settimeout(max(0.001, deadline - time.monotonic()))
     connection.sendall(data)
     if _receive(connection, len(data), deadline) != data:

@@ -1,4 +1,4 @@
-"""What an examiner says of its host, as data that decode.py takes from an Answer (protocol/two_way.py)."""
+"""Facts of an examiner on its host, as dataclasses that decode.py reads from an Answer (protocol/two_way.py)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from launcher.protocol.reports import Facts
 
 @dataclass(frozen=True)
 class Gpu:
-    """A card as the driver sees it. What it does not tell is None; `lost` says why it cannot be used at all."""
+    """A card as the driver reports it. Unknown values are None; `lost` is the reason why it cannot be used at all."""
 
     index: int
     lost: str = ""
@@ -19,7 +19,7 @@ class Gpu:
     used_bytes: int | None = None
     busy_percent: int | None = None
     processes: tuple[str, ...] = ()  # "pid 812 (python, of ann)"
-    ecc_errors: int | None = None  # that could not be corrected, since the driver was loaded
+    ecc_errors: int | None = None  # uncorrectable ones since the driver was loaded
     pending: str = ""  # a repair that waits for a reset
     persistence: bool | None = None
     mig: bool | None = None
@@ -27,9 +27,9 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Driver:
-    """The driver's version and the newest CUDA that it can run; None where there is no driver, or it has no such.
+    """The driver's version and the newest CUDA that it supports; None if there is no driver, or not applicable.
 
-    `vendor` is whose driver: NVIDIA or AMD.
+    `vendor` is NVIDIA or AMD.
     """
 
     vendor: str = "NVIDIA"
@@ -40,7 +40,7 @@ class Driver:
 
 @dataclass(frozen=True)
 class Packages:
-    """Versions; None for what is not there. `torch_cuda`: the CUDA (or `ROCm x`) that torch was built for."""
+    """Versions; None if missing. `torch_cuda`: the CUDA (or `ROCm x`) that torch was built for."""
 
     torch: str | None = None
     torch_cuda: str | None = None
@@ -68,7 +68,7 @@ class Disk:
 
 @dataclass(frozen=True)
 class Limit:
-    """One of `ulimit`'s, -1 for none."""
+    """A limit as of `ulimit`; -1 is unlimited."""
 
     name: str
     soft: int
@@ -77,11 +77,10 @@ class Limit:
 
 @dataclass(frozen=True, kw_only=True)
 class HostFacts(Packages, Driver):
-    """All that is asked of a host without the others; `offered` is what its agent would report to a run.
+    """All facts of a single host; `offered` is what its agent would report to a run.
 
-    `machine` is the same for two names of one machine. `code` and `script` are beginnings of SHA-256 sums, of dtrain's
-    own files and of the script. `workdir_mark` is the same where the working directory is the same folder on shared
-    storage.
+    `machine` is equal for two names of one machine. `code` and `script` are beginnings of SHA-256 sums, of dtrain's
+    files and of the script. `workdir_mark` is equal if the working directory is the same folder on shared storage.
     """
 
     hostname: str
@@ -114,7 +113,7 @@ class HostFacts(Packages, Driver):
 
 @dataclass(frozen=True)
 class Listening:
-    """Where an examiner waits for the others. `store_problem`: why the store's port cannot be had."""
+    """The address on which an examiner listens. `store_problem`: why it cannot listen on the store's port."""
 
     address: str
     port: int
@@ -124,7 +123,7 @@ class Listening:
 
 @dataclass(frozen=True)
 class Target:
-    """A way from one host to where another one listens; the hosts by name."""
+    """A connection to try, from one host to the address of another; the hosts by name."""
 
     source: str
     to: str
@@ -134,7 +133,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Probe(Target):
-    """How that way is. `problem` is empty if data came back; else `reason` says more.
+    """The result of a connection. `problem` is empty if data came back; otherwise `reason` has details.
 
     `problem`: refused, no answer, no route, stranger (something else answers), no large packets, other.
     """

@@ -1,4 +1,4 @@
-"""What `dtrain check` has to say: findings, each with the line that fixes it. Pure."""
+"""The findings of `dtrain check`, each with the command that fixes it. Pure."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Severity(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """`kind` is a word for programs; `message` says what was found without the hosts' names.
+    """A finding. `kind` is an identifier for programs; `message` says what was found, without the hosts' names.
 
-    `fix` is a command to type here; in it `{host}` stands for each of `hosts`. Empty where there is none.
+    `fix` is a command to type here, in which `{host}` stands for each of `hosts`; empty if there is none.
     """
 
     severity: Severity
@@ -42,7 +42,7 @@ class Finding:
 
     @property
     def fixes(self) -> list[str]:
-        """Return the lines to type."""
+        """The commands to type."""
         if "{host}" not in self.fix:
             return [self.fix] if self.fix else []
         return [self.fix.replace("{host}", host) for host in self.hosts]
@@ -50,7 +50,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Examined:
-    """One host after its examination. `problem` says why there are no facts."""
+    """An examined host. `problem` is the reason if there are no facts."""
 
     host: Host
     problem: str = ""
@@ -65,28 +65,28 @@ class Examined:
 
     @property
     def known(self) -> HostFacts:
-        """Return its facts, of which it is certain that they are there."""
+        """Its facts, which must be known."""
         assert self.facts is not None
         return self.facts
 
     @property
     def offer(self) -> HostOffer:
-        """Return what a run could use of it."""
+        """What a run could use of it."""
         return HostOffer.of(self.host, self.known.offered)
 
     @property
     def gpus(self) -> str:
-        """Return how many GPUs a run could use, and of which kind; empty for none."""
+        """The number and kind of GPUs that a run could use; empty for none."""
         names = sorted({gpu.name for gpu in self.known.gpus if gpu.name})
         count = len(self.offer.gpus)
         return f"{count} {' and '.join(names)}".strip() if count else ""
 
     def finding(self, severity: Severity, kind: str, message: str, command: str = "", *, fix: str = "") -> Finding:
-        """Return a finding of this host alone; `command` is what mends it when it is run there."""
+        """Return a finding on this host only; `command` fixes it when run there."""
         return Finding(severity, kind, (self.name,), message, self.on_host(command) if command else fix)
 
     def on_host(self, command: str) -> str:
-        """Return what to type here to run a command on the host."""
+        """Return the command to type here to run another one on the host."""
         if self.host.kind is HostKind.SSH:
             return f"ssh {self._ssh_options('-p')}{self._ssh_name} {shlex.quote(command)}"
         if self.host.kind is HostKind.SRUN:
@@ -94,7 +94,7 @@ class Examined:
         return command
 
     def copy(self, file: Path) -> str:
-        """Return what to type here to copy a file to the same place on the host; for this machine, what shows it."""
+        """Return the command that copies a file to the same path on the host; for this machine, one that lists it."""
         path = shlex.quote(str(file))
         return f"scp {self._ssh_options('-P')}{path} {self._ssh_name}:{path}" if self.host.remote else f"ls -l {path}"
 
@@ -108,7 +108,7 @@ class Examined:
 
 
 def merged(findings: Iterable[Finding]) -> list[Finding]:
-    """Return the findings with those that say the same of several hosts as one; errors first."""
+    """Merge findings that are equal for several hosts; errors first."""
     same = grouped(findings, lambda finding: replace(finding, hosts=()))
     made = [
         replace(finding, hosts=tuple(dict.fromkeys(name for one in each for name in one.hosts)))
@@ -118,7 +118,7 @@ def merged(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def grouped(things: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
-    """Return the things by their keys, in their order."""
+    """Group things by key, in their order."""
     groups: dict[K, list[T]] = {}
     for thing in things:
         groups.setdefault(key(thing), []).append(thing)
@@ -126,17 +126,17 @@ def grouped(things: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
 
 
 def most_common(values: Iterable[str]) -> str:
-    """Return the value that most have; of several such, the first one's."""
+    """Return the most common value; at a tie, the first one."""
     return Counter(values).most_common(1)[0][0]
 
 
 def fix_in(reason: str) -> tuple[str, str]:
-    """Return what a reason says without and with the command at its end.
+    """Split a reason into its text and the command at its end.
 
     >>> fix_in("port 22: connection refused; is sshd running there? Try: ssh a true")
     ('port 22: connection refused; is sshd running there?', 'ssh a true')
     """
-    found = re.search(r"\b(?:[Tt]ry|by|there|it): (\S.*)$", reason)
+    found = re.search(r"\b(?:[Tt]ry|by|with|there|it): (\S.*)$", reason)
     if found is None:
         return reason, ""
     text = reason[: found.start(1)].rstrip(": ")

@@ -1,4 +1,4 @@
-"""What is wrong with single hosts, and between them, by what their examiners found. Pure."""
+"""Findings on single hosts, and on differences between them, from the facts of their examiners. Pure."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from launcher.placement.placement import is_part, place_job
 
 CLOCK_S = 1.0
 LEAST = 4096  # open files, and processes
-SHM_BYTES = 64 << 20  # what a container has by default, with which DataLoader's workers die
+SHM_BYTES = 64 << 20  # the default of containers, too small for DataLoader's workers
 DISK_BYTES, DISK_SHARE = 1 << 30, 0.05
 MEMORY_SHARE = 0.1
-BUSY = 1.5  # as many times its processors
-GPU_BYTES = 1 << 30  # more than a driver, a display or an idle context takes
+BUSY = 1.5  # load per processor
+GPU_BYTES = 1 << 30  # more than a driver, a display or an idle context uses
 GPU_PERCENT = 10
 _PRINTED = 3
 _ERROR, _WARNING, _NOTE = Severity
@@ -34,7 +34,7 @@ _ERROR, _WARNING, _NOTE = Severity
 def host_findings(
     spec: JobSpec, examined: Sequence[Examined], *, code_here: str, script_here: str | None
 ) -> Iterator[Finding]:
-    """Yield what is to be said of the hosts; not merged, in no order.
+    """Yield the findings on the hosts, not merged, in no particular order.
 
     `code_here` and `script_here` are the digests of dtrain and of the script on this machine.
     """
@@ -65,7 +65,7 @@ def _versions(spec: JobSpec, one: Examined, code_here: str) -> Iterator[Finding]
     if (problem := mismatch(spec, greeting)) is not None:
         yield one.finding(_ERROR, "versions", *fix_in(problem))
     elif facts.code != code_here:
-        message = f"dtrain is the same version, but other code ({facts.code}, here {code_here})"
+        message = f"dtrain has the same version, but different code ({facts.code}, here {code_here})"
         yield one.finding(
             _WARNING, "dtrain-code", message, install_command(spec.python, "--force-reinstall", "--no-deps")
         )
@@ -74,7 +74,7 @@ def _versions(spec: JobSpec, one: Examined, code_here: str) -> Iterator[Finding]
 
 
 def _can_start(spec: JobSpec, one: Examined) -> Iterator[Finding]:
-    """Say what the host itself has found missing, and whether the workers fit there."""
+    """Yield what the host reported as missing, and whether the workers fit there."""
     for problem in one.known.offered.problems:
         message, fix = fix_in(problem)
         if "the working directory" in problem:
@@ -94,7 +94,7 @@ def _resources(one: Examined) -> Iterator[Finding]:
     limits = {limit.name: limit.hard for limit in facts.limits}
     for kind, what in (("nofile", "open files"), ("nproc", "processes")):
         if 0 <= limits.get(kind, -1) < LEAST:
-            message = f"its limit of {what} is {limits[kind]}; DataLoader and NCCL want {LEAST} or more"
+            message = f"its limit of {what} is {limits[kind]}; DataLoader and NCCL need {LEAST} or more"
             raised = f"echo '* hard {kind} {16 * LEAST}' | sudo tee /etc/security/limits.d/dtrain.conf"
             yield one.finding(_WARNING, f"limit-{kind}", message, raised)
     for disk in facts.disks:
@@ -123,7 +123,7 @@ def _resources(one: Examined) -> Iterator[Finding]:
 
 
 def _gpus(spec: JobSpec, one: Examined) -> Iterator[Finding]:
-    """Yield what is to be said of the cards that a run would hand out; of lost ones unless the list leaves them out."""
+    """Yield findings on the cards that a run would assign, and on lost ones."""
     facts = one.known
     commands = vendor_named(facts.vendor).commands
     for gpu in facts.gpus:
@@ -152,7 +152,7 @@ def _gpus(spec: JobSpec, one: Examined) -> Iterator[Finding]:
 
 
 def _build(spec: JobSpec, one: Examined) -> Iterator[Finding]:
-    """Say whether the torch of a host is built for its GPUs. Within a major version of CUDA an older driver will do."""
+    """Check whether a host's torch is built for its GPUs. Within a major version of CUDA an older driver suffices."""
     facts = one.known
     torch, driver, built = facts.torch or "", facts.driver_cuda, facts.torch_cuda
     install, platform = f"{spec.python} -m pip install --force-reinstall", vendor_named(facts.vendor).platform
@@ -160,11 +160,11 @@ def _build(spec: JobSpec, one: Examined) -> Iterator[Finding]:
         what = f"for {_platform(built)}" if built else f"without {platform}"
         message = f"it has GPUs of {facts.vendor}, but torch {torch} is built {what}; a run would not use them"
         fix = "amd-smi version" if platform == "ROCm" else f"{install} torch=={torch.partition('+')[0]}"
-        severity = _WARNING if platform == "CUDA" else _NOTE  # others may only be the processor's own
+        severity = _WARNING if platform == "CUDA" else _NOTE  # others may be integrated graphics
         yield one.finding(severity, f"torch-without-{platform.lower()}", message, fix)
     elif driver and built and _major(built) > _major(driver):
         message = (
-            f"torch {torch} needs CUDA {built}, the driver {facts.driver} knows up to {driver}; "
+            f"torch {torch} needs CUDA {built}, the driver {facts.driver} supports up to {driver}; "
             f"install a newer driver, or a torch for CUDA {driver}"
         )
         index = f"https://download.pytorch.org/whl/cu{driver.replace('.', '')}"
@@ -172,7 +172,7 @@ def _build(spec: JobSpec, one: Examined) -> Iterator[Finding]:
 
 
 def _platform(torch_cuda: str) -> str:
-    """Return what torch was built for: of CUDA there is the version alone."""
+    """Return the platform that torch was built for: for CUDA, `torch_cuda` is only the version."""
     return "ROCm" if torch_cuda.startswith("ROCm ") else "CUDA"
 
 
@@ -182,7 +182,7 @@ def _major(version: str) -> int:
 
 
 def _handed_out(gpu: Gpu, names: Sequence[str]) -> bool:
-    """Say whether a card, or a slice of it, is among those of the run; slices are not traced to their cards."""
+    """Return whether a card, or a slice of it, is among those of the run; slices are not mapped to their cards."""
     return any(name == str(gpu.index) or (gpu.uuid and gpu.uuid.startswith(name)) or is_part(name) for name in names)
 
 
@@ -192,7 +192,7 @@ def _gpu_use(gpu: Gpu) -> str:
         more = len(gpu.processes) - _PRINTED
         use.append(", ".join(gpu.processes[:_PRINTED]) + (f" and {more} more" if more > 0 else ""))
     if gpu.used_bytes is not None and gpu.memory_bytes and (gpu.processes or gpu.used_bytes > GPU_BYTES):
-        use.append(f"{gpu.used_bytes >> 20} of {gpu.memory_bytes >> 20} MB are taken")
+        use.append(f"{gpu.used_bytes >> 20} of {gpu.memory_bytes >> 20} MB are used")
     if gpu.busy_percent is not None and gpu.busy_percent >= GPU_PERCENT:
         use.append(f"{gpu.busy_percent} % busy")
     return "; ".join(use)
@@ -215,7 +215,7 @@ def _differences(spec: JobSpec, there: Sequence[Examined]) -> Iterator[Finding]:
 
 
 def _install_as(spec: JobSpec, example: HostFacts, package: str) -> str:
-    """Return what installs a package as another host has it, or shows whose packages these are if that has none."""
+    """Return the command that installs a package in another host's version, or shows the Python if that has none."""
     version = example.numpy if package == "numpy" else example.torch
     if version is None:
         return f"{spec.python} --version"
@@ -226,9 +226,9 @@ def _install_as(spec: JobSpec, example: HostFacts, package: str) -> str:
 
 @dataclass(frozen=True)
 class _Compared:
-    """What should be equal on all hosts.
+    """A value that should be equal on all hosts.
 
-    `release`: a version of which so many first parts are equal is a matter for `otherwise`; 0: any difference counts.
+    `release`: if this many first parts of the versions are equal, the severity is `otherwise`; 0: any difference.
     `mend` is a command, which may only show the value; without it, `package` is installed.
     """
 
@@ -262,7 +262,7 @@ _COMPARED = (
 
 
 def _scripts(spec: JobSpec, there: Sequence[Examined], script_here: str | None) -> Iterator[Finding]:
-    """Compare the script with ours, or where we have none, with what most have."""
+    """Compare the script with ours, or if there is none here, with the most common one."""
     digests = {one.name: one.known.script for one in there if one.known.script}
     if not digests:
         return
@@ -270,7 +270,7 @@ def _scripts(spec: JobSpec, there: Sequence[Examined], script_here: str | None) 
     where = "the one here" if script_here else "most hosts'"
     for one in there:
         if (found := digests.get(one.name, right)) != right:
-            message = f"the script {spec.command.target} is another file than {where} (SHA-256 {found}, not {right})"
+            message = f"the script {spec.command.target} differs from {where} (SHA-256 {found}, not {right})"
             yield one.finding(_ERROR, "script", message, fix=one.copy(_script(spec)))
 
 
@@ -279,11 +279,11 @@ def _script(spec: JobSpec) -> Path:
 
 
 def _one_machine(there: Sequence[Examined]) -> Iterator[Finding]:
-    """Find hosts that are names of one machine."""
+    """Find host names that refer to the same machine."""
     for same in grouped((one for one in there if one.host.parts == 1), lambda one: one.known.machine).values():
         names = tuple(one.name for one in same)
         if len(same) > 1 and set.intersection(*(set(one.offer.gpus) for one in same)):
-            message = "they are one machine, whose GPUs would be handed out twice; name it once"
+            message = "they are one machine, whose GPUs would be assigned twice; name it once"
             yield Finding(_WARNING, "same-machine", names, message, "hostname")
         elif len(same) > 1:
             yield Finding(_NOTE, "same-machine", names, "they are one machine")

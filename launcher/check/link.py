@@ -1,6 +1,6 @@
-"""One host of `dtrain check`: questions to its examiner and the answers, and how far its clock is off.
+"""The link to one host of `dtrain check`: requests to its examiner and the answers, and the offset of its clock.
 
-Used by a thread for each host (command.py). Every wait has a deadline; closing it ends the examiner.
+Used by one thread per host (command.py). Every wait has a deadline; closing it ends the examiner.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from launcher.timeline.clock_offset import ClockOffset
 from launcher.transport.connect import Connector
 
 ROUND_TRIPS = 8
-CONNECT_S = 1.0  # beyond the deadline: who connects says better why it takes so long
+CONNECT_S = 1.0  # beyond the deadline: the connector reports better why it takes so long
 
 
 @dataclass(frozen=True)
 class Clock:
-    """How far a host's clock is ahead of ours, give or take `uncertainty_s`."""
+    """The offset of a host's clock ahead of ours, plus or minus `uncertainty_s`."""
 
     offset_s: float
     uncertainty_s: float
@@ -36,7 +36,7 @@ class Clock:
 
 
 class HostLink:
-    """The link to one examiner. Everything is for one thread."""
+    """The link to one examiner. Not thread-safe."""
 
     def __init__(self, host: Host, python: str) -> None:
         self.host = host
@@ -52,21 +52,21 @@ class HostLink:
         self.our_address = connected.our_address
         greeting = self._hear(deadline)
         if not isinstance(greeting, Hello):
-            raise HostError(self.host.name, f"said {greeting.kind} where a greeting was due")
+            raise HostError(self.host.name, f"sent {greeting.kind} instead of a greeting")
         return greeting
 
     def ask(self, deadline: float, ask: str, **about: Any) -> Any:
-        """Return the answer as JSON has it. Raises HostError."""
+        """Send a request and return the answer, decoded from JSON. Raises HostError."""
         self._link.send(Question(ask, about))
         answer = self._hear(deadline)
         if not isinstance(answer, Answer):
-            raise HostError(self.host.name, f"said {answer.kind} where an answer was due")
+            raise HostError(self.host.name, f"sent {answer.kind} instead of an answer")
         if answer.problem:
             raise HostError(self.host.name, f"could not answer: {answer.problem}")
         return answer.value
 
     def find_clock(self, deadline: float) -> Clock:
-        """Compare the clocks by the quickest of several questions."""
+        """Compare the clocks by the fastest of several requests."""
         clock = ClockOffset()
         for _ in range(ROUND_TRIPS):
             asked = time.time()
@@ -80,7 +80,7 @@ class HostLink:
         return cast(Message, event.message)
 
     def _next(self, deadline: float) -> Event:
-        """Return what happens next. Raises HostError at the end of the link, and if nothing happens in time."""
+        """Return the next event. Raises HostError at the end of the link, and at the deadline."""
         try:
             event = self._events.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
@@ -91,5 +91,5 @@ class HostLink:
 
 
 def close_all(links: Iterable[HostLink]) -> None:
-    """End the examiners, by their input, and release everything. Any thread may call it."""
+    """End the examiners by closing their input, and release everything. Any thread may call it."""
     close_links([link._link for link in links])

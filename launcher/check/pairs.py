@@ -1,4 +1,4 @@
-"""The ways between hosts: which there are to try, what is wrong with those that were tried, a summary. Pure."""
+"""Connections between hosts: those to try, findings on those that were tried, a summary. Pure."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from launcher.machine.network import is_loopback
 from launcher.placement.job_spec import DEFAULT_PORT, JobSpec
 
 SLOW_S = 0.010
-PAIRS = 6  # that are named one by one
-MOST = 64  # others that a host tries: at 1,000 hosts 64,000 ways of 999,000, which would carry 200 GB
+PAIRS = 6  # named individually
+MOST = 64  # others that a host tries: at 1,000 hosts 64,000 connections of 999,000, which would carry 200 GB
 
 
 @dataclass(frozen=True)
 class _Problem:
-    """What is written of a way with a problem, and the command, for the host it leads to, that mends or shows it."""
+    """The text for a failed connection, and the command, for its target host, that fixes or shows the problem."""
 
     text: str
     command: str = "sudo ufw allow proto tcp from {source}"
-    at_source: bool = False  # the command is for the host that the way begins at
+    at_source: bool = False  # the command is for the connecting host
 
 
 _PROBLEMS = {
     "refused": _Problem("is refused; a firewall there or between?"),
     "no answer": _Problem("gets no answer; a firewall there or between?"),
     "no route": _Problem("has no route", "ip route get {address}", at_source=True),
-    "stranger": _Problem("meets something else than dtrain", "ip -brief address"),  # its address is somebody else's too
+    "stranger": _Problem("reaches something other than dtrain", "ip -brief address"),  # its address is used twice
     "no large packets": _Problem(
         "loses large packets: the MTU of the path is less than that of the interfaces",
         "sudo ip link set dev {interface} mtu 1500",
@@ -41,7 +41,7 @@ _PROBLEMS = {
 
 @dataclass(frozen=True)
 class Summary:
-    """Times in seconds, and of the slowest way also between whom."""
+    """A summary of the connections; `slowest` are the hosts of the slowest one."""
 
     ways: int
     failed: int
@@ -53,10 +53,10 @@ class Summary:
 
 
 def targets(listening: Mapping[str, Listening], source: str) -> list[Target]:
-    """Return what a host probes: where the first host listens, the store's port as well, and where others do.
+    """Return the targets of a host: the first host, including the store's port, and others.
 
-    Of more than MOST others it tries MOST, at even distances from its place in the list. So every host is tried by as
-    many, and who is cut off shows; a single closed way between two hosts of a large run may not.
+    Of more than MOST others it tries MOST, at even distances from its place in the list. So every host is tried equally
+    often, and one that is cut off is found; a single blocked pair in a large run may be missed.
     """
     names = list(listening)
     own, others = names.index(source), len(names) - 1
@@ -91,9 +91,9 @@ def pair_findings(
     ways: Sequence[Probe],
     gloo_interfaces: Mapping[str, str],
 ) -> Iterator[Finding]:
-    """Yield what is to be said. `gloo_interfaces`: what a run would set for gloo on each host; empty: nothing.
+    """Yield the findings. `gloo_interfaces`: the interface that a run would set for gloo on each host; empty: none.
 
-    `examined` are hosts with facts, those among them that listen with a way to each of their targets.
+    `examined` are hosts with facts; those that listen have a probe for each of their targets.
     """
     hosts = {one.name: one for one in examined}
     reached_by: dict[str, list[Probe]] = {name: [] for name in listening}
@@ -116,7 +116,7 @@ def pair_findings(
         message = f"{way.source} does not reach {way.to} at {way.address}, {port} {way.port}"
         yield _no_way(hosts, listening, way, (way.source, way.to), message)
     if rest := single[PAIRS:]:
-        message = f"{len(rest)} more ways do not work; --json names them all"
+        message = f"{len(rest)} more connections do not work; --json names them all"
         yield Finding(Severity.ERROR, "no-way", _ends(rest), message)
     yield from _slow(examined, ways)
     yield from _mtus(examined, ways)
@@ -124,7 +124,7 @@ def pair_findings(
 
 
 def _all_fail(ways: Sequence[Probe]) -> bool:
-    """Say whether these are several, none of which works."""
+    """Return whether there are several, and all of them fail."""
     return len(ways) > 1 and all(way.problem for way in ways)
 
 
@@ -150,7 +150,7 @@ def _no_way(
 
 
 def _slow(examined: Sequence[Examined], ways: Sequence[Probe]) -> Iterator[Finding]:
-    """Find slow ways, but for those of hosts whose own processors are the likely reason."""
+    """Find slow connections, except those of hosts whose busy processors are the likely cause."""
     busy = {one.name for one in examined if one.known.load > one.known.cpu_count}
     usable = [way for way in ways if not way.problem and busy.isdisjoint((way.source, way.to))]
     slow = [way for way in usable if way.round_trip_s > SLOW_S]
@@ -163,7 +163,7 @@ def _slow(examined: Sequence[Examined], ways: Sequence[Probe]) -> Iterator[Findi
 
 
 def _mtus(examined: Sequence[Examined], ways: Sequence[Probe]) -> Iterator[Finding]:
-    """Compare the MTUs of the interfaces that the ways begin at."""
+    """Compare the MTUs of the interfaces used by the connecting hosts."""
     used = {way.source: way.interface for way in ways if not way.problem}
     mtus: dict[str, int] = {}
     for one in examined:
@@ -184,26 +184,26 @@ def _names(
     listening: Mapping[str, Listening],
     gloo_interfaces: Mapping[str, str],
 ) -> Iterator[Finding]:
-    """Find hosts whose own name leads gloo to an address that no other host reaches."""
+    """Find hosts whose own name resolves, for gloo, to an address that no other host reaches."""
     for one in examined:
         where, facts = listening.get(one.name), one.known
         if where is None or is_loopback(where.address) or gloo_interfaces.get(one.name) or facts.gloo_interface:
             continue
         found = facts.name_resolves_to
         if all(map(is_loopback, found)):
-            means = f"means {found[0]}" if found else "is not known"
+            means = f"resolves to {found[0]}" if found else "is unknown"
             interface = next((i.name for i in facts.interfaces if where.address in i.addresses), "eth0")
-            message = f"its name {facts.hostname} {means} there, which gloo would tell the others as its address"
+            message = f"its name {facts.hostname} {means} there, which gloo would announce as its address"
             yield one.finding(Severity.WARNING, "own-name", message, fix=f"export GLOO_SOCKET_IFNAME={interface}")
 
 
 def store_findings(spec: JobSpec, name: str, where: Listening) -> Iterator[Finding]:
-    """Say whether the store's port is free on the first host."""
+    """Check whether the store's port is free on the first host."""
     if not where.store_problem:
         return
     port = spec.master_port or DEFAULT_PORT
-    message = f"the store cannot listen at {where.address}, port {port}: {where.store_problem}"
+    message = f"the store cannot listen on {where.address}, port {port}: {where.store_problem}"
     if spec.master_port is None:
-        yield Finding(Severity.NOTE, "store-port", (name,), f"{message}; a run takes another one")
+        yield Finding(Severity.NOTE, "store-port", (name,), f"{message}; a run uses another one")
     else:
         yield Finding(Severity.ERROR, "store-port", (name,), message, f"ss -ltnp 'sport = :{port}'")

@@ -1,6 +1,6 @@
-"""What `dtrain check` prints: a table of the hosts, the network, the all-reduce, the findings; or all of it as JSON.
+"""The output of `dtrain check`: a table of the hosts, the network, the all-reduce, the findings; or all of it as JSON.
 
-Pure. The JSON's schema is `format` 1; fields may be added under the same number, none is taken away or changed.
+Pure. The JSON's schema is `format` 1; fields may be added under the same number, but none is removed or changed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SAME = 5  # findings of one kind
 
 @dataclass(frozen=True)
 class Report:
-    """Everything there is to print. `starts`: whether a run would start and be right, as far as that can be seen."""
+    """Everything to print. `starts`: whether a run would start and be correct, as far as known."""
 
     examined: tuple[Examined, ...]
     ways: tuple[Probe, ...]
@@ -38,12 +38,12 @@ class Report:
 
 
 def report_as_json(report: Report) -> str:
-    """Return the whole report.
+    """Return the whole report as JSON.
 
-    `hosts[]`: name, kind, problem, facts (facts.HostFacts) and clock, null where the host could not be examined.
+    `hosts[]`: name, kind, problem, facts (facts.HostFacts) and clock, null if the host could not be examined.
     `network`: a summary, and `pairs[]` with from, to, port, problem (empty: it works), round_trip_s, interface, mtu.
-    `allreduce`: null where it was not tried; figures.sizes[] have bytes, median_s, algorithm_mb_s, bus_mb_s.
-    `findings[]`: severity (error, warning, note), kind (a word), hosts, message, fixes (commands to type here).
+    `allreduce`: null if it was not tried; figures.sizes[] have bytes, median_s, algorithm_mb_s, bus_mb_s.
+    `findings[]`: severity (error, warning, note), kind (an identifier), hosts, message, fixes (commands to type here).
     """
     content = {
         "format": FORMAT,
@@ -100,7 +100,7 @@ def report_as_text(report: Report) -> str:
 
 
 def _table(examined: Sequence[Examined]) -> list[str]:
-    """Return a row for all hosts that are equal; what is not as on most hosts is marked."""
+    """Return one row per group of equal hosts; values that differ from most hosts are marked."""
     values = {one.name: _values(one) for one in examined if one.facts is not None}
     if not values:
         return []
@@ -112,7 +112,7 @@ def _table(examined: Sequence[Examined]) -> list[str]:
         if set(found) != {"-"}:
             for row, value in zip(rows, found, strict=True):
                 row[column] = value if value == usual else f"{value} *"
-    return [*table(rows), *(["* not as on most hosts"] if len(rows) > 1 else [])]
+    return [*table(rows), *(["* differs from most hosts"] if len(rows) > 1 else [])]
 
 
 def _values(one: Examined) -> dict[str, str]:
@@ -158,13 +158,13 @@ def _clocks(examined: Sequence[Examined]) -> str:
 def _allreduce(report: Report) -> str:
     measured = report.measured
     if measured is None:
-        why = "was left out" if report.starts else "was not tried, because of the errors below"
+        why = "was skipped" if report.starts else "was not tried, because of the errors below"
         return f"all-reduce: {why}" if report.asked_for_allreduce or report.starts else ""
     if measured.figures is None:
         return f"all-reduce: failed after {measured.took_s:.1f} s, see below"
     small, large = measured.figures["sizes"]
     if measured.figures["ranks"] == 1:
-        return f"all-reduce ({measured.backend}): works; with one rank alone there is nothing to measure"
+        return f"all-reduce ({measured.backend}): works; with a single rank there is nothing to measure"
     return (
         f"all-reduce ({measured.backend}, {measured.figures['ranks']} ranks on {count(measured.hosts, 'host')}): "
         f"{size(small['bytes'])} in {_time(small['median_s'])}; {size(large['bytes'])} in {_time(large['median_s'])}, "
@@ -173,14 +173,14 @@ def _allreduce(report: Report) -> str:
 
 
 def _findings(findings: Sequence[Finding]) -> list[str]:
-    """Return the findings, of each kind the first few."""
+    """Return the lines of the findings, the first few of each kind."""
     lines: list[str] = []
     for (severity, kind), same in grouped(findings, lambda finding: (finding.severity, finding.kind)).items():
         for finding in same[:SAME]:
             lines += _finding(finding)
         if rest := same[SAME:]:
             hosts = dict.fromkeys(name for finding in rest for name in finding.hosts)
-            lines.append(printable(f"{severity.value}: {fold([*hosts])}: the like ({kind}); --json has all of it"))
+            lines.append(printable(f"{severity.value}: {fold([*hosts])}: more of these ({kind}); --json has them all"))
     return lines
 
 
@@ -191,7 +191,7 @@ def _finding(finding: Finding) -> list[str]:
     fixes = finding.fixes
     lines += [f"    fix: {printable(fix)}" for fix in fixes[:FIXES]]
     if len(fixes) > FIXES:
-        lines.append(f"    (and the same for {count(len(fixes) - FIXES, 'host')} more)")
+        lines.append(f"    (and the same for {count(len(fixes) - FIXES, 'more host')})")
     return lines
 
 

@@ -163,7 +163,7 @@ def test_an_elastic_run_starts_without_the_host_that_is_gone(ssh_hosts: SshHosts
     result = run_dtrain("check", *argv, "train.py", cwd=tmp_path)
     assert result.returncode == 0, result
     assert "a run would start without node3: 1 error" in result.stdout
-    assert "all-reduce: was left out" in result.stdout
+    assert "all-reduce: was skipped" in result.stdout
     assert result.stdout.splitlines()[2].startswith(" node1, node2")
 
 
@@ -269,7 +269,7 @@ def test_gpus_that_are_lost_broken_or_in_use_are_named(nvml: Path, tmp_path: Pat
     assert (facts["driver"], facts["driver_cuda"], facts["gpu_ids"]) == ("550.54.15", "12.4", ["0", "1", "2"])
     (busy,) = found.of("gpu-busy")
     assert f"GPU 1 (NVIDIA H200) is in use: pid {user.pid} (sleep, of " in busy["message"]
-    assert "61440 of 102400 MB are taken" in busy["message"]
+    assert "61440 of 102400 MB are used" in busy["message"]
     assert busy["fixes"] == [f"ps -fp {user.pid}"]
     assert "GPU 2 (NVIDIA H200): 3 memory errors" in found.of("gpu-memory")[0]["message"]
     assert "GPU 3 cannot be used: " in found.of("gpu-lost")[0]["message"]
@@ -436,7 +436,7 @@ def test_a_host_that_nobody_reaches_is_one_finding() -> None:
     assert (finding.hosts, finding.fixes) == (("3",), ["ssh 3 'ip route get 10.0.0.1'"])
     singles = _network("123456", {(a, b): "no answer" for a in "123" for b in "456"})
     assert len(singles) == 7
-    assert singles[-1].message.startswith("3 more ways do not work")
+    assert singles[-1].message.startswith("3 more connections do not work")
 
 
 def test_a_large_run_tries_a_bounded_number_of_ways_and_finds_who_is_cut_off() -> None:
