@@ -1,1 +1,1 @@
-"""Which rank hangs: where the ranks are by their stacks, how long a silence is normal, who is to blame. Pure."""
+"""Detection of hanging ranks: their positions from stacks, normal lengths of silence, the ranks to blame. Pure."""

@@ -1,8 +1,8 @@
-"""Ranks that wait in init_process_group for others, of which torch says nothing for 30 minutes. Pure: no clock, no I/O.
+"""Detection of ranks that wait for others in init_process_group, which torch does not report for 30 minutes. Pure.
 
-All ranks are looked at some time after the start of an attempt, then after twice that time, and so on; and once more
-soon after a look that finds a rank newly waiting. Ranks that wait at two looks one after another are reported, once per
-attempt. The looks end when a step is made, or when torch has given up by itself.
+All ranks are inspected some time after the start of an attempt, then after twice that time, and so on; and once more
+soon after an inspection that finds a rank newly waiting. Ranks that wait in two consecutive inspections are reported,
+once per attempt. Inspections end at the first step, or when torch has given up by itself.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from launcher.hangs.positions import main_thread
 from launcher.hangs.watch import HangPolicy
 from launcher.protocol.reports import Evidence
 
-FIRST_SHARE = 0.25  # of the least silence that is too long: 30 s
+FIRST_SHARE = 0.25  # of HangPolicy.quiet_s; 30 s by default
 LAST_S = 1800.0
 _CONNECTS = "_create_c10d_store"  # of torch.distributed.rendezvous
 
 
 @dataclass(frozen=True)
 class WaitingRanks:
-    """Ranks that have waited in init_process_group for `waited_s` at least, and where all others are."""
+    """Ranks that have waited in init_process_group for at least `waited_s`, and the state of all others."""
 
     ranks: tuple[int, ...]
-    connecting: tuple[int, ...]  # of these: to the store itself
+    connecting: tuple[int, ...]  # those of them that still connect to the store
     absent: tuple[int, ...]  # ranks that are elsewhere
     unknown: tuple[int, ...]  # ranks without a readable stack
     ended: tuple[int, ...]
@@ -38,18 +38,18 @@ class MeetingWatch:
         self.begin()
 
     def begin(self) -> None:
-        """Begin anew, with an attempt."""
+        """Reset for a new attempt."""
         self._began: float | None = None
         self._after_s = self._first_s
         self._before: tuple[float, set[tuple[int, int]]] = (0.0, set())
         self._is_over = False
 
     def end(self) -> None:
-        """Look no more in this attempt."""
+        """Stop inspecting in this attempt."""
         self._is_over = True
 
     def wants_look(self, now: float) -> bool:
-        """Whether all ranks are to be looked at; to be asked once all have started."""
+        """Return whether to inspect all ranks now; call once all have started."""
         if self._began is None:
             self._began = now
         if self._is_over or self._after_s > LAST_S or now < self._began + self._after_s:
@@ -59,7 +59,7 @@ class MeetingWatch:
         return True
 
     def looked(self, evidence: Sequence[Evidence], ranks: Collection[int], now: float) -> WaitingRanks | None:
-        """Take a look at all `ranks`, of which those without evidence have ended; return who waits, once certain."""
+        """Add an inspection of all `ranks`; those without evidence have ended. Return waiting ranks, once certain."""
         if not evidence:  # a host has not answered
             return None
         frames = {each.rank: main_thread(each.stack) for each in evidence}
@@ -75,7 +75,7 @@ class MeetingWatch:
         is_new = not waiting <= before
         if is_new and self._began is not None:
             self._after_s = min(self._after_s, now - self._began + self._first_s)
-        # Where nobody is missing, the last one may have come just now.
+        # If no rank is missing, the last one may have just arrived.
         if not waiting & before or (is_new and not absent and not ended):
             return None
         self.end()

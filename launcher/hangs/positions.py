@@ -1,6 +1,6 @@
-"""Where the ranks are, read from the evidence of their hosts: groups of them, and those that others wait for. Pure.
+"""Positions of ranks, parsed from the evidence of their hosts: groups of ranks, and those that others wait for. Pure.
 
-A stack is text as Python's faulthandler prints it (3.10 to 3.14), or py-spy, or it is the kernel's own.
+A stack is text printed by Python's faulthandler (3.10 to 3.14) or py-spy, or the kernel's.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from launcher.protocol.reports import Evidence
 
 @dataclass(frozen=True)
 class RankPosition:
-    """Where one rank is; all but `state` is empty if its stack could not be read."""
+    """The position of one rank; all but `state` is empty if its stack could not be read."""
 
     where: str  # "/home/me/train.py:40 in step": the innermost frame of the user's own code, in the main thread
-    call: str  # "torch.utils.cpp_extension.load": what that line called of a library, where that is not `inside`
-    inside: str  # the innermost function of all, where that is another
+    call: str  # "torch.utils.cpp_extension.load": the library function called there, if it is not `inside`
+    inside: str  # the innermost function of all, if it is another one
     state: str  # of the process, in words
 
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks at one place. `note` says what is known of them where it is not a line of code."""
+    """Ranks at the same place. `note` has what is known if it is not a line of code."""
 
     ranks: tuple[int, ...]
     where: str
@@ -45,7 +45,7 @@ class Frame:
 
 
 def rank_position(evidence: Evidence) -> RankPosition:
-    """Return where a rank is."""
+    """Return the position of a rank."""
     frames = main_thread(evidence.stack)
     state = state_in_words(evidence)
     if not frames:
@@ -53,17 +53,17 @@ def rank_position(evidence: Evidence) -> RankPosition:
     frames = _without_bootstrap(frames)
     own = next((number for number, frame in enumerate(frames) if _is_own(frame)), 0)
     at, called, inside = frames[own], frames[:own], frames[0].function
-    if called and called[0].file.startswith("<frozen importlib"):  # whose functions tell nobody anything
+    if called and called[0].file.startswith("<frozen importlib"):  # its functions mean nothing to users
         return RankPosition(str(at), _call(called) or "an import", "", state)
     return RankPosition(str(at), _call(called[1:]), inside if inside != at.function else "", state)
 
 
 def groups(evidence: Sequence[Evidence]) -> list[Group]:
-    """Return the ranks by where they are, the largest group first."""
+    """Group the ranks by position, the largest group first."""
     found: dict[tuple[str, str, str, str], list[int]] = {}
     for each in sorted(evidence, key=lambda each: each.rank):
         place = rank_position(each)
-        # Of a line that is known, the state says little: who is in state D for a moment has answered all the same.
+        # With a known line, the state adds little: a rank briefly in state D still answered.
         note = place.state if not place.where or each.state in ("T", "t") else ""
         found.setdefault((place.where, place.call, place.inside, note), []).append(each.rank)
     all_groups = [Group(tuple(ranks), *place) for place, ranks in found.items()]
@@ -73,11 +73,11 @@ def groups(evidence: Sequence[Evidence]) -> list[Group]:
 _COMMUNICATION = re.compile(
     "reduce|gather|scatter|broadcast|barrier|all_to_all|send|recv|wait|synchronize"
     "|init_process_group|new_group|destroy_process_group|rendezvous|_exchange"
-    "|^meet$|^_?settle$"  # of ddp: ranks that meet again, and what waits for collectives on a device
+    "|^meet$|^_?settle$"  # of ddp: meeting again, and waits for collectives on a device
 )
 _WAITING_PARTS = (
     "/torch/distributed/",
-    "/torch/nn/parallel/distributed.py",  # whose forward broadcasts buffers, in C++
+    "/torch/nn/parallel/distributed.py",  # its forward broadcasts buffers, in C++
     "/torch/cuda/",
     "/torch/accelerator/",
     "/torch/xpu/",
@@ -85,12 +85,12 @@ _WAITING_PARTS = (
 
 
 def odd_ranks(evidence: Sequence[Evidence]) -> tuple[int, ...]:
-    """Return the ranks that are outside of any communication while most are in one: why a job hangs, likely.
+    """Return the ranks outside any communication while most are in one: the likely cause of a hang.
 
-    torch's own DistributedDataParallel communicates inside of backward, in C++: where most are there, it counts. Where
-    most meet again after a failure, a rank in a collective that it made before is outside.
+    torch's DistributedDataParallel communicates inside backward, in C++: if most ranks are there, it counts as
+    communication. If most meet again after a failure, a rank in a collective from before is outside.
     """
-    # One that somebody stopped waits for nothing, wherever it is.
+    # A stopped rank does not wait for others, wherever it is.
     stacks = {each.rank: [] if each.state in ("T", "t") else main_thread(each.stack) for each in evidence}
     for is_waiting in (_meets, _communicates, lambda frames: _communicates(frames) or _runs_backward(frames)):
         waiting = {rank for rank, frames in stacks.items() if is_waiting(frames)}
@@ -131,9 +131,9 @@ _STATES = {
 
 
 def state_in_words(evidence: Evidence) -> str:
-    words = _STATES.get(evidence.state, "unknown")
+    meaning = _STATES.get(evidence.state, "unknown")
     waits = f", waits in {evidence.waits_in}" if evidence.waits_in else ""
-    return f"state {evidence.state or '?'} ({words}){waits}"
+    return f"state {evidence.state or '?'} ({meaning}){waits}"
 
 
 _ROOT = Path(__file__).parents[2]
@@ -145,8 +145,8 @@ _NOT_OWN = ("<", f"{_ROOT}/launcher/", _DDP)
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib(64)?/python\d[^/]*/")
 _FOLDER = rf"(?:.*/(?:(?:site|dist)-packages|lib(?:64)?/python\d[^/]*)|{re.escape(str(_ROOT))})"  # of modules
 _MODULE = re.compile(rf"{_FOLDER}/(.*?)(?:/__init__)?\.py")
-_PASSES_ON = re.compile(r"_(?!_)|(?:wrapper|wrapped|inner|decorate_context)$")  # a call that somebody else made
-# `Current thread 0x... [name] (most recent call first):`, and without a number where only one thread can be shown.
+_PASSES_ON = re.compile(r"_(?!_)|(?:wrapper|wrapped|inner|decorate_context)$")  # passes a call on
+# `Current thread 0x... [name] (most recent call first):`, without a number if only one thread can be shown.
 _FAULTHANDLER_THREAD = re.compile(r"(?:(?:Current t|T)hread 0x[0-9a-f]+.*|Stack) \(most recent call first\):")
 _FAULTHANDLER_FRAME = re.compile(r'  File (?:"(.*)"|\?\?\?), line (\d+|\?\?\?) in (.*)')
 _PY_SPY_THREAD = re.compile(r'Thread (?:\d+|0x[0-9A-Fa-f]+)(?:/\d+)? \([^)]*\)(?:: "(.*)")?')
@@ -155,15 +155,15 @@ _ESCAPED = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
 
 
 def main_thread(stack: str) -> list[Frame]:
-    """Return the frames of the main thread, the innermost first; none if it is not known which that is.
+    """Return the frames of the main thread, the innermost first; none if the main thread is not known.
 
-    faulthandler lists the newest thread first, so the main thread is last, unless there are over 100 and it breaks
-    off with `...`. py-spy gives names.
+    faulthandler lists the newest thread first, so the main thread is last, unless there are over 100 and it ends with
+    `...`. py-spy prints names.
     """
     threads: list[tuple[str, list[str]]] = []
     is_whole = True
     for line in stack.splitlines():
-        if line.startswith("  "):  # a frame, read below if it is one of the main thread: most are not
+        if line.startswith("  "):  # a frame; only those of the main thread are parsed, below
             if threads:
                 threads[-1][1].append(line)
         elif header := _PY_SPY_THREAD.fullmatch(line):
@@ -179,7 +179,7 @@ def main_thread(stack: str) -> list[Frame]:
 
 
 def scripts_frames(frames: Sequence[Frame]) -> list[Frame]:
-    """Return the frames without those from which dtrain has called the script."""
+    """Return the frames without those in which dtrain called the script."""
     kept = list(frames)
     while kept and (kept[-1].file.startswith((_BOOTSTRAP, "<")) or kept[-1].file == "???"):
         kept.pop()
@@ -195,7 +195,7 @@ def _frame(line: str) -> Frame | None:
 
 
 def _unescaped(text: str) -> str:
-    """Return a name that faulthandler printed in ASCII as it was; half of a surrogate pair stays as it is."""
+    """Undo faulthandler's ASCII escapes in a name; a lone surrogate stays escaped."""
 
     def character(match: re.Match[str]) -> str:
         number = int(match[1] or match[2] or match[3], 16)
@@ -205,14 +205,14 @@ def _unescaped(text: str) -> str:
 
 
 def _without_bootstrap(frames: Sequence[Frame]) -> list[Frame]:
-    """Return the frames without what the bootstrap does in an import of the script's, and what called the script."""
+    """Return the frames without the bootstrap's, in imports of the script and in the call of the script."""
     kept = scripts_frames(frames)
     last = max((number for number, frame in enumerate(kept) if frame.file.startswith(_BOOTSTRAP)), default=-1)
     return kept[last + 1 :] or kept
 
 
 def _call(frames: Sequence[Frame]) -> str:
-    """Return the outermost of a library's frames that tells what was called, as `module.function`."""
+    """Return the outermost library frame that shows what was called, as `module.function`."""
     for frame in reversed(frames):
         module = _MODULE.fullmatch(frame.file)
         if module is not None and not _PASSES_ON.match(frame.function):

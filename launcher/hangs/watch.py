@@ -1,23 +1,24 @@
-"""Which rank hangs: how long a silence is too long, learned from the run itself, and who is to blame. Pure.
+"""Detection of hanging ranks: how long a silence is too long, learned from the run itself, and which rank is to blame.
+Pure.
 
-Signs of life are those of launcher/agent/signs_of_life.py. A silence that is too long begins nothing but looks at all
+Signs of life are those of launcher/agent/signs_of_life.py. A silence that is too long only starts inspections of all
 ranks. A rank is blamed only if
 
-- the others wait for it: half of the ranks at least are in some communication, and it is not (positions.py), and
-- two looks one after another find it idle: it and its children use no CPU time, none waits for a disk, and its line
-  stays the same. A rank that works is left alone for BUSY times as long, 30 minutes by default, which is how long torch
-  itself waits in a collective. The same goes for a save, whose storage may be slow and out of sight (FUSE), and for the
+- the others wait for it: at least half of the ranks are in some communication, and it is not (positions.py), and
+- two consecutive inspections find it idle: it and its children use no CPU time, none waits for a disk, and its line
+  stays the same. A working rank is left alone for BUSY times as long, 30 minutes by default, which is how long torch
+  itself waits in a collective. The same holds for a save, whose storage may be slow and invisible (FUSE), and for the
   first evaluation, and
-- its own silence is longer than FACTOR times the longest of that phase that any rank has come back from, and than
-  `quiet_s`: storage clients wait up to a minute (botocore, NFS) before they try again, twice that is the default, and
-- none of those that do not wait has a debugger attached.
+- its silence is longer than FACTOR times the longest one of that phase that any rank has returned from, and than
+  `quiet_s`: storage clients wait up to a minute (botocore, NFS) before they retry, and the default is twice that, and
+- none of the ranks that do not wait has a debugger attached.
 
-A process that somebody stopped (SIGSTOP) needs none of this, if two heartbeats have found it so and others still run:
-who stops the whole run, by hand or with Ctrl-Z, means it.
+A stopped process (SIGSTOP) is blamed without these conditions if two heartbeats have found it stopped and others still
+run: a user who stops the whole run, by hand or with Ctrl-Z, intends to.
 
-Only ranks that have made STEPS steps are looked at; where no rank has, all of them, once some have shown OUTPUTS signs.
-What comes before takes as long as it takes. But the others wait for a rank that takes another's place: it is looked at
-from its start on, which may take FACTOR times as long as the longest one.
+Only ranks that have made STEPS steps are inspected; if no rank has, all of them, once some have shown OUTPUTS signs.
+The time before that is not limited. But the others wait for a rank that replaces another one: it is inspected from its
+start on, which may take FACTOR times as long as the longest start.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ from launcher.protocol.two_way import START, STEPS, Heartbeat
 QUIET_S = 120.0
 FACTOR = 10.0
 BUSY = 15.0
-# Between two looks, at least; or a quarter of `quiet_s`, and after some that blame nobody RARER times that.
+# Least time between two inspections; or a quarter of `quiet_s`, and up to RARER times that after some without result.
 LOOK_S = 2.0
 RARER = 4.0
-STOPPED = ("T",)  # state of a process that a signal has stopped, as in /proc/PID/stat
-IDLE_CPU_S, IDLE_SHARE = 0.03, 0.01  # CPU time between two looks: what answering them takes, and background threads
+STOPPED = ("T",)  # state of a process stopped by a signal, as in /proc/PID/stat
+IDLE_CPU_S, IDLE_SHARE = 0.03, 0.01  # CPU time between two inspections: for answering them, and background threads
 _STEP, _SAVE = 0, 2  # phases; see ddp/monitoring/progress.py
 
 
 @dataclass(frozen=True)
 class HangPolicy:
-    """What is done about a hang: nothing, tell the user, or take the rank as failed.
+    """The action on a hang: none, report it to the user, or treat the rank as failed.
 
-    `quiet_s`: a silence that is shorter is never too long.
+    `quiet_s`: shorter silences are never too long.
     """
 
     watches: bool = True
@@ -54,12 +55,12 @@ class HangPolicy:
 
 @dataclass(frozen=True)
 class Blame:
-    """Ranks that hang, and the newest look at all; of none, all wait for each other and have for `silent_s`."""
+    """Hanging ranks, and the newest inspection of all; if empty, all wait for each other, for `silent_s` so far."""
 
     hung: tuple[Evidence, ...]
     looked_at: tuple[Evidence, ...]
     silent_s: float
-    waiting: int = 0  # so many wait for them
+    waiting: int = 0  # ranks that wait for them
 
     @property
     def is_stopped(self) -> bool:
@@ -67,18 +68,18 @@ class Blame:
 
 
 class HangWatch:
-    """Of a run: what was learned in an attempt holds for those after it."""
+    """The watch of a run: what it learned in one attempt holds for later ones."""
 
     def __init__(self, policy: HangPolicy) -> None:
         self._policy = policy
-        self._longest_s: dict[int, float] = {}  # of the silences of each phase that have ended
+        self._longest_s: dict[int, float] = {}  # longest silence of each phase that has ended
         self._suspects: dict[str, Heartbeat] = {}  # the newest of each host with ranks that may hang
-        self._before: tuple[float, dict[int, Evidence]] | None = None  # the look before
+        self._before: tuple[float, dict[int, Evidence]] | None = None  # the previous inspection
         self._next_look = 0.0
         self._rarer = 1.0
 
     def begin(self) -> None:
-        """Begin anew, with an attempt."""
+        """Reset for a new attempt; keep what was learned."""
         self._suspects, self._before, self._rarer = {}, None, 1.0
 
     def heard(self, host: str, beat: Heartbeat) -> None:
@@ -90,11 +91,11 @@ class HangWatch:
             self._suspects.pop(host, None)
 
     def forget(self, host: str) -> None:
-        """Go on without a host."""
+        """Continue without a host."""
         self._suspects.pop(host, None)
 
     def wants_look(self, now: float) -> bool:
-        """Whether all ranks are to be looked at: some are stopped, or silent for too long."""
+        """Return whether to inspect all ranks: some are stopped, or silent for too long."""
         if not self._suspects:
             self._before, self._rarer = None, 1.0
             return False
@@ -102,12 +103,12 @@ class HangWatch:
         return is_first or now >= self._next_look
 
     def missed(self, now: float) -> None:
-        """Take a look that not all hosts have answered: like any other, it is not made again at once."""
+        """Record an inspection that not all hosts answered: like any other, it delays the next one."""
         self._next_look = now + max(LOOK_S, self._policy.quiet_s / 4) * self._rarer
         self._rarer = min(RARER, 1.5 * self._rarer)
 
     def looked(self, evidence: Sequence[Evidence], now: float) -> Blame | None:
-        """Take a look at all ranks; return who hangs, once that is certain."""
+        """Add an inspection of all ranks; return the hanging ones, once certain."""
         before, self._before = self._before, (now, {each.rank: each for each in evidence})
         self.missed(now)
         known = [each for each in evidence if each.steps >= STEPS or each.phase == START] or list(evidence)
@@ -144,7 +145,7 @@ def _is_stopped(evidence: Evidence) -> bool:
 
 
 def _is_idle(now: Evidence, before: Evidence | None, elapsed_s: float) -> bool:
-    """Whether a rank has done nothing between two looks, as far as can be seen."""
+    """Return whether a rank has done nothing visible between two inspections."""
     if before is None or before.pid != now.pid:
         return False
     used_s = abs(now.tree_cpu_s - before.tree_cpu_s)  # less, if a child has ended

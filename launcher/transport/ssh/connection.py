@@ -245,7 +245,7 @@ def _open_route(address: Address, found: list[Resolved], jump: _Shared | None, r
         raise Unreached(address.host, f"{hop} {reason}") from error
     except (OSError, EOFError, paramiko.SSHException) as error:
         if not jump.connection.transport.is_active():
-            raise Dropped("its jump host's connection was closed") from error
+            raise Dropped("its jump host's connection was closed by its peer") from error
         # The host may be gone, or the jump host's connection hang: the next caller gets a new one.
         jump.retire()
         reason = f"did not open a connection to {address.where}: {error or type(error).__name__}"
