@@ -14,7 +14,7 @@ from ddp.strategies.strategy import Strategy, Weighting, join
 
 
 class AllReduce(Strategy):
-    """`ddp.DistributedDataParallel` around the model; the optimizer stays as it is."""
+    """Wraps the model in `ddp.DistributedDataParallel`; the optimizer stays as it is."""
 
     name = "all_reduce"
     comes_back = True
@@ -26,7 +26,7 @@ class AllReduce(Strategy):
 
     @property
     def weighting(self) -> Weighting:
-        """With the gradients, but for hooks and compression: what these still owe is of other weights."""
+        """With the gradients, unless hooks or compression carry over residuals, which have other weights."""
         return "by_exchange" if any(model.has_comm_hook for model in self._models) else "in_backward"
 
     @classmethod

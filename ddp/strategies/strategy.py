@@ -1,6 +1,6 @@
 """One loop for several ways to train: `ddp.strategy(name)` chooses all-reduce, parameter servers and others.
 
-    strategy = ddp.strategy("all_reduce")  # or what DTRAIN_STRATEGY says
+    strategy = ddp.strategy("all_reduce")  # default: DTRAIN_STRATEGY
     model, optimizer = strategy.prepare(model, optimizer)
     for x, y in strategy.loader(dataset, global_batch_size=512, shuffle=True):
         loss = strategy.mean(F.cross_entropy(model(x), y, reduction="none"))
@@ -17,7 +17,7 @@
 | "local_sgd" | | torch's post-local SGD and PeriodicModelAverager, DiLoCo |
 | "tpu" | TPUStrategy | torch_xla's SPMD mode |
 
-What all strategies share is here; `ddp.strategies` has what differs.
+This module has the common part; the other modules of `ddp.strategies` have the strategies.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ from ddp.world import World, init
 
 Weighting = Literal["in_backward", "by_exchange", "own", "refused"]
 
-_CLASSES = {  # imported when they are asked for: not everybody has what a parameter server needs
+_CLASSES = {  # imported on use: the dependencies of a parameter server may not be installed
     "all_reduce": "ddp.strategies.all_reduce:AllReduce",
     "parameter_server": "ddp.strategies.parameter_server.strategy:ParameterServer",
     "central_storage": "ddp.strategies.central_storage.strategy:CentralStorage",
     "local_sgd": "ddp.strategies.local_sgd.strategy:LocalSteps",
     "tpu": "ddp.strategies.tpu.strategy:Tpu",
 }
-_IN_TF = {"mirrored": "all_reduce", "multi_worker_mirrored": "all_reduce"}  # as users of tf.distribute say
+_IN_TF = {"mirrored": "all_reduce", "multi_worker_mirrored": "all_reduce"}  # names in tf.distribute
 _VARIABLE = "DTRAIN_STRATEGY"
 
 
 def strategy(name: str | None = None, **options: Any) -> Strategy:
-    """Return the way to train called `name`, by default that of the variable DTRAIN_STRATEGY, or "all_reduce".
+    """Return the strategy called `name`; default: the variable DTRAIN_STRATEGY, else "all_reduce".
 
-    It joins this process to the others, as `ddp.init` does; every process of the job must call it with the same
-    arguments. A name may have options, as in DTRAIN_STRATEGY: "parameter_server,mode=async"; `options` go before
+    Joins this process to the others, as `ddp.init` does; every process of the job must call it with the same
+    arguments. A name may have options, as in DTRAIN_STRATEGY: "parameter_server,mode=async"; `options` override
     those. Options by strategy:
 
     - "all_reduce": `communication` ("auto": as `ddp.init`; or a backend's name), `compression`, and all other
@@ -71,10 +71,10 @@ def strategy(name: str | None = None, **options: Any) -> Strategy:
     - "parameter_server": those of `ddp.strategies.parameter_server.strategy.ParameterServer`.
     - "tpu" has none.
 
-    Raises ArgumentError for an unknown name or option, LaunchEnvironmentError if the processes that the launcher has
+    Raises ArgumentError for an unknown name or option, LaunchEnvironmentError if the processes that the launcher
     started do not fit the strategy.
     """
-    name, in_name = _take_apart(os.environ.get(_VARIABLE, "") if name is None else name)
+    name, in_name = _parse(os.environ.get(_VARIABLE, "") if name is None else name)
     options = {**in_name, **options}
     if name not in _CLASSES:
         close = [_IN_TF[name]] if name in _IN_TF else difflib.get_close_matches(name, _CLASSES, n=1, cutoff=0.6)
@@ -88,8 +88,8 @@ def strategy(name: str | None = None, **options: Any) -> Strategy:
     return chosen(**options)
 
 
-def _take_apart(text: str) -> tuple[str, dict[str, Any]]:
-    """Take "name,option=value,..." apart; values are numbers, true, false, or texts."""
+def _parse(text: str) -> tuple[str, dict[str, Any]]:
+    """Parse "name,option=value,..."; values are numbers, true, false, none or strings."""
     name, *rest = (part.strip() for part in (text or "all_reduce").split(","))
     options: dict[str, Any] = {}
     for part in rest:
@@ -129,52 +129,52 @@ def _refuse_other_roles(name: str) -> None:
 
 
 class Strategy(ABC):
-    """How the replicas train together: what `strategy` returns, and what a training loop calls.
+    """A way to train the replicas together; returned by `strategy` and called by the training loop.
 
-    `replica` of `replicas` is this process among those that train. `role` is "worker" for them, and "ps" or "evaluator"
-    for other processes of a run with parameter servers. `world` has the device.
+    `replica` is this process's index among the `replicas` that train. Their `role` is "worker"; other processes of a
+    run with parameter servers have "ps" or "evaluator". `world` has the device.
     """
 
     name: ClassVar[str]
     has_servers: ClassVar[bool] = False
     collective: bool = True  # whether the workers have a process group, which `ddp.Checkpoint` needs
-    comes_back: ClassVar[bool] = False  # whether a process that takes a failed one's place can join (`ddp.resilient`)
+    comes_back: ClassVar[bool] = False  # whether a process that replaces a failed one can join (`ddp.resilient`)
     averages_in_step: bool = False  # whether gradients are averaged by `optimizer.step()`, not by `backward()`
     role: str = "worker"
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self._batch_size: int | None = None  # of the global batch that a loader has handed out last
+        self._batch_size: int | None = None  # of the last global batch that a loader yielded
 
     @classmethod
     def passes_on(cls) -> set[str]:
-        """Return the names of options that are another class's."""
+        """Return the names of options that are passed on to another class."""
         return set()
 
     @property
     def replica(self) -> int:
-        """This process's number among those that train, from 0."""
+        """This process's index among those that train, from 0."""
         return self.world.rank
 
     @property
     def replicas(self) -> int:
-        """How many train; losses and gradients are means over their shares of a batch."""
+        """Number of processes that train; losses and gradients are means over their shares of a batch."""
         return self.world.world_size
 
     @property
     def weighting(self) -> Weighting:
-        """How the replicas' means over weights of their own, such as labels, become the mean over all.
+        """How the replicas' means with weights of their own, such as label counts, become the mean over all.
 
         "in_backward": the model's `backward` takes the weight of its loss; "by_exchange": the replicas add up the
-        weights of a step; "own": there is no mean over all, since a step is made of a replica's own gradients, or of
-        those that come first; "refused": the gradients are averaged by samples, whatever the weights are. It may change
+        weights of a step; "own": there is no mean over all, because a step uses a replica's own gradients, or those
+        that come first; "refused": the gradients are averaged by samples, whatever the weights are. It may change
         from step to step, on all replicas alike.
         """
         return "by_exchange"
 
     @property
     def goes_on(self) -> bool:
-        """Whether this process has joined a training that others have begun: then nothing is to be restored."""
+        """Whether this process joined a training that others had started; it must not restore a checkpoint then."""
         return False
 
     @property
@@ -183,14 +183,15 @@ class Strategy(ABC):
         return self.role == "worker" and self.replica == 0
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Return what the training loop uses instead of its model and optimizer.
+        """Return the model and optimizer that the training loop uses instead of its own.
 
         Every process must call it, with models and optimizers made alike; it blocks until all have. The model is moved
-        to this replica's device, and all replicas begin with the values of replica 0. Then `model(x)`, `backward()` and
-        `optimizer.step()` train as ever, on the gradients averaged over the replicas; learning-rate schedules take the
+        to this replica's device, and all replicas start from the values of replica 0. Then `model(x)`, `backward()` and
+        `optimizer.step()` train as usual, on the gradients averaged over the replicas; learning-rate schedules take the
         optimizer that is returned.
 
-        Raises ArgumentError for what cannot be trained so, LayoutMismatchError if the processes' models differ.
+        Raises ArgumentError for models and optimizers that the strategy cannot train, LayoutMismatchError if the
+        processes' models differ.
         """
         _check_given(model, optimizer)
         self._move(model)
@@ -202,7 +203,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def _prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Do what `prepare` promises, with a model on its device."""
+        """Implement `prepare`, for a model that is on its device."""
 
     def loader(
         self,
@@ -217,8 +218,8 @@ class Strategy(ABC):
         """Return an iterable of this replica's share of each batch of `global_batch_size` samples.
 
         See `ReplicaLoader`; `loading` are arguments of torch's DataLoader, such as `num_workers`. Raises ArgumentError
-        for a data set without a length, for fewer samples in a batch than replicas, and for arguments such as
-        `batch_size`, which the strategy decides.
+        for a data set without a length, for fewer samples in a batch than replicas, and for arguments that the
+        strategy sets, such as `batch_size`.
         """
         return self._new_loader(
             dataset,
@@ -226,14 +227,14 @@ class Strategy(ABC):
             shuffle=shuffle,
             seed=seed,
             drop_last=drop_last,
-            on_batch=self._take_batch,
+            on_batch=self._set_batch_size,
             **loading,
         )
 
     def _new_loader(self, dataset: Dataset[Any], **options: Any) -> ReplicaLoader:
         return ReplicaLoader(dataset, replica=self.replica, replicas=self.replicas, **options)
 
-    def _take_batch(self, size: int) -> None:
+    def _set_batch_size(self, size: int) -> None:
         self._batch_size = size
 
     def mean(
@@ -245,17 +246,17 @@ class Strategy(ABC):
     ) -> torch.Tensor:
         """Return this replica's part of the mean loss over the global batch: a scalar to call `backward()` on.
 
-        `per_sample_loss` is (samples, ...); what follows the samples is averaged first. It is multiplied by `weights`
-        (samples,), summed, and divided by the length of the global batch, which is that of the batch that a loader of
-        this strategy has handed out last, unless `global_batch_size` says otherwise; without a loader, or with more
-        losses than this replica's share, their number times the replicas. (As tf.nn.compute_average_loss; the weights
-        do not change the divisor.) The sum over the replicas, `strategy.reduce("sum", loss)`, is the loss of the global
-        batch, also when shares are unequal, and micro-batches of a share add up to it.
+        `per_sample_loss` is (samples, ...); the dimensions after the first are averaged first. It is multiplied by
+        `weights` (samples,), summed, and divided by the size of the global batch: `global_batch_size` if given, else
+        that of the last batch from a loader of this strategy; without a loader, or with more losses than this
+        replica's share, their number times the replicas. (As tf.nn.compute_average_loss; the weights do not change
+        the divisor.) The sum over the replicas, `strategy.reduce("sum", loss)`, is the loss of the global batch, also
+        when shares are unequal, and micro-batches of a share add up to it.
 
-        Its gradient is that times the number of replicas, because strategies average the gradients of the replicas:
-        after `backward()` and averaging stands the gradient of the global mean.
+        The gradient is multiplied by the number of replicas, because strategies average the gradients of the
+        replicas: after `backward()` and averaging, it is the gradient of the global mean.
 
-        Communicates nothing. Raises ArgumentError for a single number, for weights of another shape, and for a global
+        Does not communicate. Raises ArgumentError for a single number, for weights of another shape, and for a global
         batch of fewer samples than this replica's.
         """
         if per_sample_loss.dim() == 0:
@@ -277,48 +278,48 @@ class Strategy(ABC):
         return scaled
 
     def _global_size(self, own: int) -> int:
-        """The length of the global batch of which this replica has `own` samples, or a micro-batch of so many."""
+        """Return the size of the global batch if this replica has `own` samples, or a micro-batch of that size."""
         size = self._batch_size or 0
         share = size // self.replicas + (self.replica < size % self.replicas)
-        return size if own <= share else own * self.replicas  # else they come from somewhere else
+        return size if own <= share else own * self.replicas  # more than the share: not from the loader
 
     def reduce(self, operation: str, value: Any) -> Any:
         """Return the "sum", "mean", "max" or "min" of a value over the replicas, the same on each of them.
 
-        A value is a number, a tensor, or dicts, lists or tuples of them, of the same form on every replica. Every
-        replica must call it; blocks. No gradient goes through. Raises ArgumentError if the forms differ. What is small
-        is gathered; sums and means of tensors over 64 KiB are all-reduced, where there is a process group.
+        A value is a number, a tensor, or dicts, lists or tuples of them, with the same structure on every replica.
+        Every replica must call it; blocks. Not differentiable. Raises ArgumentError if the structures differ. Small
+        values are gathered; sums and means of tensors over 64 KiB are all-reduced, if there is a process group.
         """
         large_apart = self.collective and self.replicas > 1
         return combine(value, self._gather(payload_of(operation, value, large_apart=large_apart)))
 
     def _gather(self, payload: torch.Tensor) -> list[torch.Tensor]:
-        """Return the bytes of all replicas, in their order. Every replica must call it; blocks."""
+        """Return the bytes of all replicas, in order. Every replica must call it; blocks."""
         if self.replicas == 1:
             return gather_bytes(payload)
         with waiting_for_peers("strategy.reduce"):
             return gather_bytes(payload)
 
     def sync(self) -> None:  # noqa: B027  # most strategies have nothing to do
-        """Bring the model of this replica up to date, before it is evaluated or saved.
+        """Bring this replica's model up to date before it is evaluated or saved.
 
-        Every replica must call it; blocks where replicas step by themselves ("local_sgd") or servers have the values.
+        Every replica must call it; blocks if replicas step by themselves ("local_sgd") or servers have the values.
         """
 
     def publish(self) -> None:  # noqa: B027  # as above
-        """Make what the main replica has put into its model and optimizer that of all. Every replica must call it."""
+        """Give all replicas the main replica's model and optimizer state. Every replica must call it."""
 
     def evaluations(self) -> Iterator[int]:
-        """On an evaluator: yield the steps that were done, once for each new state of the parameters, until the end."""
+        """Yield the number of completed steps, on an evaluator, once for each new state of the parameters."""
         return iter(())
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """Return the module that was given to `prepare`, whose `state_dict()` has its own names."""
+        """Return the module that was passed to `prepare`, whose `state_dict()` has its own names."""
         return unwrapped(model)
 
 
 class _ScaledGradient(torch.autograd.Function):
-    """The same number, with a gradient `factor` times as large."""
+    """The identity, with a gradient multiplied by `factor`."""
 
     @staticmethod
     def forward(context: Any, value: torch.Tensor, factor: int) -> torch.Tensor:
@@ -349,5 +350,5 @@ def _check_given(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def join(communication: str) -> World:
-    """Join the process group with the backend that `communication` means; "auto" is what `init` chooses."""
+    """Join the process group with the backend `communication`; "auto": chosen by `init`."""
     return init(None if communication == "auto" else communication)

@@ -1,7 +1,7 @@
-"""What travels between parameters on a device and shared memory in a step: gradients to it, new values back.
+"""Copies between parameters on a device and shared memory in a step: gradients to it, new values back.
 
-Made and called by `step`, for parameters that lie on one device whose copies run beside the host. Pinned memory stands
-between the two, since shared memory is not pinned: while the host moves one block, the device copies others.
+Made and called by `step`, for parameters on one device with asynchronous copies. Copies go through pinned memory,
+since shared memory is not pinned: while the host moves one block, the device copies others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _Block:
 
 
 class DeviceCopies:
-    """Pinned memory as large as `parameters`, which are on `device`, by their numbers."""
+    """Pinned memory for `parameters`, which are on `device`, by their numbers."""
 
     def __init__(self, parameters: Mapping[int, torch.Tensor], device: torch.device) -> None:
         self._parameters = parameters
@@ -35,7 +35,7 @@ class DeviceCopies:
         ]
 
     def fetch(self, gradients: Mapping[int, torch.Tensor], into: Sequence[torch.Tensor]) -> None:
-        """Copy dense gradients, by number, to their tensors in host memory; blocks until they are there."""
+        """Copy dense gradients, by number, to their tensors in host memory; blocks until done."""
         present = [[number for number in block.numbers if number in gradients] for block in self._blocks]
         for block, numbers in zip(self._blocks, present, strict=True):
             if numbers:
@@ -53,7 +53,7 @@ class DeviceCopies:
 
 
 def _blocks(parameters: Mapping[int, torch.Tensor]) -> list[tuple[list[int], torch.dtype]]:
-    """Numbers in their order, in blocks of one dtype and about `_BLOCK_BYTES`."""
+    """Split the numbers, in order, into blocks of one dtype and about `_BLOCK_BYTES`."""
     blocks: list[tuple[list[int], torch.dtype]] = []
     open_bytes: dict[torch.dtype, int] = {}
     open_numbers: dict[torch.dtype, list[int]] = {}

@@ -28,7 +28,7 @@ from ddp.strategies.sharding.partition import Chunk, Partition, Piece, aligned, 
 
 @dataclass(frozen=True)
 class Form:
-    """What a parameter was when it was prepared."""
+    """The properties of a parameter when it was prepared."""
 
     name: str
     shape: torch.Size
@@ -38,10 +38,10 @@ class Form:
 
 @dataclass(frozen=True)
 class RegionPlan:
-    """Offsets in bytes. Chunks and parameters lie alike among the values and in every rank's gradients.
+    """Offsets in bytes. The values and every rank's gradients have the same layout.
 
-    A rank's region has its gradients first, then the row numbers of sparse ones, then a header for the others. That of
-    rank 0 has the values behind all this.
+    A rank's region has its gradients first, then the row numbers of sparse ones, then a header for the others. Rank
+    0's has the values after these.
     """
 
     chunks: Mapping[int, int]
@@ -57,7 +57,7 @@ def make_plan(cut: Partition, forms: Sequence[Form], sparse: Sequence[int]) -> R
     parameters = [0] * len(forms)
     end = 0
     for chunk in cut.chunks:
-        # The rows of a parameter go on where the last chunk ended, so that it is one tensor.
+        # The rows of a parameter continue where the last chunk ended, so that it is one tensor.
         chunks[chunk.index] = end = end if chunk.pieces[0].begin else aligned(end)
         for piece in chunk.pieces:
             if not piece.begin:
@@ -73,7 +73,7 @@ def make_plan(cut: Partition, forms: Sequence[Form], sparse: Sequence[int]) -> R
 
 
 class RankRegion:
-    """One rank's region of shared memory: it writes there what the others need in a step."""
+    """One rank's region of shared memory, with the data that the others need in a step."""
 
     HEADER = 8
     FAILED, DIGEST, STEP, MOVED, SQUARES = 0, 3, 4, 5, 6  # FAILED takes one number for each phase
@@ -87,11 +87,11 @@ class RankRegion:
         self.squares = self.header[self.SQUARES : self.SQUARES + 1].view(torch.float64)
 
     def flat(self, chunk: Chunk) -> torch.Tensor:
-        """The gradients of a chunk."""
+        """Return the gradients of a chunk."""
         return view_of(self.memory, self._plan.chunks[chunk.index], (chunk.numel,), chunk.dtype)
 
     def slot(self, number: int) -> torch.Tensor:
-        """The place of a parameter's gradient."""
+        """Return the memory of a parameter's gradient."""
         form = self._forms[number]
         return view_of(self.memory, self._plan.parameters[number], form.shape, form.dtype)
 
@@ -103,7 +103,7 @@ class RankRegion:
         return len(numbers)
 
     def rows(self, piece: Piece, count: int) -> Rows:
-        """Those of the `count` rows that lie in a piece, counted from its first."""
+        """Return those of the `count` rows that are in a piece, numbered from its first row."""
         numbers = self._numbers(piece.parameter, count)
         first, last = torch.searchsorted(numbers, torch.tensor([piece.begin, piece.end])).tolist()
         row = piece.shape[1:]
@@ -116,7 +116,7 @@ class RankRegion:
 
 
 class SharedRegion:
-    """The memory that the ranks share: its segments, and barriers between those who write and read."""
+    """The memory that the ranks share: its segments, and the barriers between writing and reading."""
 
     def __init__(
         self, group: dist.ProcessGroup | None, model: nn.Module, forms: Sequence[Form], stall_timeout_s: float | None
@@ -133,13 +133,13 @@ class SharedRegion:
         self._buffers = BufferSync(self._group, model, (), self._stall_report.wait)
 
     def barrier(self, what: str, *, step: int = 0) -> None:
-        """Wait until all ranks are here; what they wrote before can be read after. Raises CollectiveError."""
+        """Wait for all ranks; what they wrote before can be read after. Raises CollectiveError."""
         if self._group is not None:
             self._stall_report.step = step
             self._stall_report.wait(self._control.allreduce([self._token]), what)
 
     def gather(self, mine: object, what: str) -> list[Any]:
-        """The values of all ranks. Every rank must call it; blocks."""
+        """Return the values of all ranks. Every rank must call it; blocks."""
         if self._group is None:
             return [mine]
         with self._stall_report.waiting(what):
@@ -162,7 +162,7 @@ class SharedRegion:
             )
 
     def open(self, plan: RegionPlan) -> list[RankRegion]:
-        """Make the own region and find those of the others."""
+        """Make this rank's region and open those of the others."""
         if self._group is None:
             memory = torch.zeros(plan.region_bytes + plan.values_bytes, dtype=torch.uint8)
             return [RankRegion(memory, plan, self._forms)]
@@ -187,7 +187,7 @@ class SharedRegion:
                 )
 
     def in_world(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """Return the numbers in the world of ranks of the group."""
+        """Return the global ranks of ranks of the group."""
         return self._stall_report.in_world(ranks)
 
     def open_segment(self, ticket: Any, rank: int) -> torch.Tensor:
@@ -202,7 +202,7 @@ class SharedRegion:
         return segment.tensor
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Make these rank 0's on every rank."""
+        """Broadcast rank 0's tensors into these on every rank."""
         if self._group is not None:
             with self._stall_report.waiting("broadcast of what is not stepped"):
                 broadcast_tensors(self._group, tensors)
@@ -219,7 +219,7 @@ class SharedRegion:
 
 
 def digest(groups: Sequence[Mapping[str, Any]]) -> int:
-    """63 bits of the hyperparameters."""
+    """Return a 63-bit hash of the hyperparameters."""
     gathered = [
         [(name, value.tolist() if isinstance(value, torch.Tensor) else value) for name, value in group.items()]
         for group in hyperparameters(groups)

@@ -1,6 +1,6 @@
-"""The optimizer state of central storage: each rank keeps that of its chunks where all ranks can read it.
+"""The optimizer state of central storage: each rank keeps the state of its chunks in memory that all ranks can read.
 
-So one rank can save the whole state by itself, as scripts for all-reduce do. Called by `step`.
+One rank can thus save the whole state by itself, as scripts for all-reduce do. Called by `step`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ddp.strategies.sharding.shards import Shards
 
 
 class Published:
-    """This rank's optimizer state, moved to shared memory, where the others may read it while nobody steps."""
+    """This rank's optimizer state in shared memory, where the others may read it while no rank steps."""
 
     def __init__(self, shards: Shards) -> None:
         self._shards = shards
@@ -28,17 +28,17 @@ class Published:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def announcement(self) -> tuple[Any, list[tuple[Any, ...]]] | None:
-        """What the others need to read it, or None if they know."""
+        """Return what the others need to read it, or None if they have it."""
         return None if self._segment is None else (self._segment.ticket, [astuple(entry) for entry in self._entries])
 
     def is_known(self) -> None:
-        """All others have it open: let nobody else in."""
+        """Close it to other processes, once all ranks have it open."""
         if self._segment is not None:
             self._segment.close()
             self._segment = None
 
     def update(self) -> bool:
-        """Bring shared memory up to date after a step; return whether the others must look elsewhere now."""
+        """Update shared memory after a step; return whether the others must open another segment now."""
         found = [
             (_entry(chunk, first, stop, name, value), state, value)
             for chunk, first, stop, state in self._shards.live()
@@ -62,7 +62,7 @@ class Published:
         self._places = [entry.place(memory) if entry.kind in ("tensor", "number") else None for entry in self._entries]
 
     def _store(self, entry: StateEntry, state: dict[str, Any], value: Any, place: torch.Tensor | None) -> None:
-        if entry.kind == "sparse":  # a step gives such a tensor other memory
+        if entry.kind == "sparse":  # a step reallocates such a tensor
             numbers, values = entry.sparse_places(self._memory)
             coalesced = value.coalesce()
             numbers.copy_(coalesced.indices()[0])
@@ -70,12 +70,12 @@ class Published:
         elif place is not None:
             place.copy_(value) if entry.kind == "tensor" else place.fill_(value)
             if entry.kind == "tensor":
-                state[entry.name] = place  # from now on the optimizer's steps change it here
+                state[entry.name] = place  # the optimizer's steps change it there from now on
 
 
 @dataclass(frozen=True)
 class StateEntry:
-    """One value of an optimizer's state, at `at` bytes: of pieces `first` to `stop` of a chunk, under `name`.
+    """One value of an optimizer's state, at byte `at`: for pieces `first` to `stop` of a chunk, under `name`.
 
     `kind`: "tensor", "sparse" (row numbers (count,) int64, then values (count, *row)), "number" or "none".
     """

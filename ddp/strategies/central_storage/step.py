@@ -1,4 +1,4 @@
-"""What one rank does in central storage: its step, its state. Made by `CentralStorage.prepare`."""
+"""One rank's part of central storage: its step and its state. Made by `CentralStorage.prepare`."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from ddp.strategies.sharding.shards import Shards, splits_by_element
 from ddp.torch_internals import foreach_copy
 
 _CHUNK_BYTES = 1 << 20  # averaged, then stepped while it is in the cache
-_NONE, _DENSE = -2, -1  # what gradient a parameter has; else the number of rows of a sparse one
+_NONE, _DENSE = -2, -1  # kinds of gradients; other numbers are the rows of a sparse one
 _WRITE, _AVERAGE, _STEP = range(3)  # the phases of a step, each ended by a barrier
 _HALF = (torch.float16, torch.bfloat16)
 
 
 class Storage:
-    """The shared memory of one model, and the chunks of it that this rank steps."""
+    """The shared memory of one model, and the chunks that this rank steps."""
 
     def __init__(
         self,
@@ -71,9 +71,9 @@ class Storage:
         plan = make_plan(self._partition, self._forms, self._with_rows)
         self._regions = self._shared.open(plan)
         self._mine = self._regions[self._rank]
-        # How the user's parameters lay in memory: saved states lie so too.
+        # The memory layout of the user's parameters, which saved states have too.
         self._like = [torch.empty_like(parameter, device="meta") for parameter in self._parameters]
-        self._take_places(plan)
+        self._place_parameters(plan)
         chunks = self._partition.of(self._rank)
         values = {
             chunk.index: self._value(plan, plan.chunks[chunk.index], (chunk.numel,), chunk.dtype) for chunk in chunks
@@ -94,7 +94,7 @@ class Storage:
             self._exchange()
 
     def _sparse(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
-        """Numbers of the parameters whose gradients may be sparse."""
+        """Return the numbers of the parameters whose gradients may be sparse."""
         names = sparse_names(model)
         takes_only_sparse = isinstance(optimizer, torch.optim.SparseAdam)
         return [
@@ -104,12 +104,12 @@ class Storage:
         ]
 
     def _value(self, plan: RegionPlan, at: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """The view of some of the values."""
+        """Return a view of some of the values."""
         return view_of(self._regions[0].memory, plan.region_bytes + at, shape, dtype)
 
     @torch.no_grad()
-    def _take_places(self, plan: RegionPlan) -> None:
-        """Let the parameters lie in shared memory, with rank 0's values, and their gradients too."""
+    def _place_parameters(self, plan: RegionPlan) -> None:
+        """Move the parameters, with rank 0's values, and their gradients into shared memory."""
         self._places = [
             self._value(plan, at, form.shape, form.dtype) for at, form in zip(plan.parameters, self._forms, strict=True)
         ]
@@ -165,7 +165,7 @@ class Storage:
 
     @contextlib.contextmanager
     def _phase(self, phase: int, what: str) -> Iterator[None]:
-        """Wait for the other ranks at the end of a block, and let them know if it raised: all ranks raise then."""
+        """Wait for the other ranks at the end of a block; if it raises on one rank, all ranks raise."""
         if self._size == 1:
             yield
             return
@@ -215,7 +215,7 @@ class Storage:
         self._mine.header[RankRegion.STEP] = self._step
 
     def _copied(self) -> Mapping[int, torch.Tensor]:
-        """Bring the dense gradients of a device over, all of them together; return them by number."""
+        """Copy all dense gradients from a device at once; return them by number."""
         if self._copies is None:
             return {}
         gradients = {number: parameter.grad for number, parameter in self._on_device.items()}
@@ -260,7 +260,7 @@ class Storage:
     def _step_own(self, groups: Sequence[Mapping[str, Any]], scale: float | None) -> None:
         self._shards.step({}, groups=hyperparameters(groups))
         for index, chunk in self._chunks.items():
-            # One by one: a chunk is stepped while its average is in the cache.
+            # One by one, so that a chunk is stepped while its average is in the cache.
             if scale is None:
                 gradient = self._average(chunk, self._scratch(chunk))
             else:
@@ -268,7 +268,7 @@ class Storage:
             self._shards.step({index: gradient})
 
     def _average_all(self) -> float:
-        """Average the own chunks and keep them; return the sum of their squares."""
+        """Average this rank's chunks and keep the results; return the sum of their squares."""
         self._averages = {
             index: self._average(chunk, torch.empty(chunk.numel, dtype=_wide(chunk.dtype)))
             for index, chunk in self._chunks.items()
@@ -276,11 +276,11 @@ class Storage:
         return sum(_squares(self._averages[index], chunk) for index, chunk in self._chunks.items())
 
     def _average(self, chunk: Chunk, out: torch.Tensor) -> Gradient:
-        """The mean over the ranks of one chunk's gradients, in `out` where it is needed."""
+        """Return the mean over the ranks of one chunk's gradients, in `out` if memory is needed."""
         return average(chunk, [self._gradient(rank, chunk) for rank in range(self._size)], out)
 
     def _gradient(self, rank: int, chunk: Chunk) -> Gradient:
-        """What a rank has written of a chunk's gradients."""
+        """Return the gradients that a rank has written for a chunk."""
         flat, kinds = self._flats[chunk.index][rank], self._kinds[rank]
         if self._is_plain:
             return flat
@@ -291,7 +291,7 @@ class Storage:
         return ChunkGradient(flat, absent, sparse) if absent or sparse else flat
 
     def _scratch(self, chunk: Chunk) -> torch.Tensor:
-        """Memory for an average until the next call, wide enough that it is rounded once."""
+        """Return memory for an average until the next call, wide enough that it is rounded only once."""
         dtype = _wide(chunk.dtype)
         held = self._scratches.get(dtype)
         if held is None or len(held) < chunk.numel:
@@ -313,7 +313,7 @@ class Storage:
             self._exchange()
 
     def _read(self, rank: int) -> dict[int, list[State]]:
-        """The state of another rank, of what it has published; nobody writes there between two steps."""
+        """Return the state that another rank has published; no rank writes there between two steps."""
         memory, entries = self._others.get(rank, (self._regions[rank].memory, []))
         states: dict[tuple[int, int, int], State] = {}
         for entry in entries:
@@ -325,7 +325,7 @@ class Storage:
         return chunks
 
     def _exchange(self) -> None:
-        """Learn where the others' states are now. Every rank must call it; blocks."""
+        """Exchange where the ranks' states are now. Every rank must call it; blocks."""
         if self._size == 1:
             return
         gathered = self._shared.gather(self._published.announcement(), "places of optimizer states")
@@ -348,9 +348,9 @@ class Storage:
                 parameter.grad = parameter.grad.detach().clone()
         for hook in self._hooks:
             hook.remove()
-        self.let_go()
+        self.release()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self._shared.close()
 
 
@@ -359,7 +359,7 @@ def _is_on_device(parameter: torch.Tensor) -> bool:
 
 
 def _move_gradient(slot: torch.Tensor, parameter: torch.Tensor) -> None:
-    """Move a gradient that autograd has made to its place in shared memory; it goes on adding there."""
+    """Move a gradient that autograd has made to its place in shared memory, where it then accumulates."""
     gradient = parameter.grad
     if gradient is None or gradient is slot or gradient.layout is not torch.strided or gradient.requires_grad:
         return
@@ -385,7 +385,7 @@ def _squares(gradient: Gradient, chunk: Chunk) -> float:
 
 
 def _scaled(gradient: Gradient, scale: float, out: torch.Tensor) -> Gradient:
-    """An average times `scale`, in `out` as far as it is dense: it may be a rank's own gradient."""
+    """Return an average times `scale`, in `out` if dense: the average may be a rank's own gradient."""
     if isinstance(gradient, torch.Tensor):
         return torch.mul(gradient, scale, out=out)
     flat = None if gradient.flat is None else torch.mul(gradient.flat, scale, out=out)

@@ -1,12 +1,12 @@
 """Variables in the memory of one host, shared by its processes: one copy of parameters and of optimizer state.
 
-`prepare` moves a model's parameters into shared memory and deals them out: each rank steps some of them with the
-averaged gradient, for all. Nothing travels; the process group only says when everybody is ready.
+`prepare` moves a model's parameters into shared memory and partitions them: each rank steps some of them with the
+averaged gradient, for all. No data is sent; the process group is only used for barriers.
 
     step:  own gradients to own shared memory | barrier | average and step the own chunks | barrier
 
-Between the barriers every rank reads all gradients and writes its chunks of the parameters; outside of them nobody
-does. `step` has the engine, `regions` what lies where, `state` how any rank can save all.
+Between the barriers every rank reads all gradients and writes its chunks of the parameters; outside of them no rank
+does. `step` has the engine, `regions` the memory layout, `state` the optimizer state that any rank can save.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from ddp.world import before_leaving
 class CentralStorage(Strategy):
     """Train with one copy of the parameters and of the optimizer's state in the memory of this host.
 
-    `prepare` returns the model itself, on the CPU with parameters that lie in memory shared by all ranks, and an
-    optimizer that stands for the user's, which steps no more; state that it has already is taken over. A rank averages
-    the gradients of its chunks of the parameters over the ranks and steps those; after `step()` every rank sees all new
-    values. On a device, the model keeps its copy of them there. The result is that of all-reduce, for every optimizer
-    that a `Shards` can step.
+    `prepare` returns the model itself, on the CPU with parameters in memory shared by all ranks, and an optimizer that
+    replaces the user's, which no longer steps; state that it has already is kept. A rank averages the gradients of its
+    chunks of the parameters over the ranks and steps those; after `step()` every rank sees all new values. On a
+    device, the model keeps its copy of them there. The result is that of all-reduce, for every optimizer that a
+    `Shards` can step.
 
     - `max_grad_norm`: clip the averaged gradient to this norm before the step, as a single process would clip that of
       the whole batch. `torch.nn.utils.clip_grad_norm_` before `step()` clips each rank's own gradient instead.
     - `stall_timeout_s`: how long to wait for the other ranks; default: nine tenths of the group's own timeout.
 
-    `.grad` is this rank's own gradient, also after the step, and on the CPU it lies in shared memory that the next
-    backward pass writes to: clone what should stay. Parameters that some rank used are averaged with zeros for the
+    `.grad` is this rank's own gradient, also after the step, and on the CPU it is in shared memory that the next
+    backward pass writes to: clone it to keep it. Parameters that some rank used are averaged with zeros for the
     others; those without a gradient on any rank are not stepped. Buffers are rank 0's on every rank after each step.
 
     Besides what `Strategy.prepare` raises, `prepare` raises ArgumentError if the ranks run on several hosts,
@@ -65,7 +65,7 @@ class CentralStorage(Strategy):
 
 
 class CentralOptimizer(StandInOptimizer):
-    """Stands for the user's optimizer, as `StandInOptimizer` says, and steps for all ranks.
+    """Replaces the user's optimizer (see `StandInOptimizer`) and steps for all ranks.
 
     Every rank must call `step()` equally often, with the same hyperparameters; it blocks. `state_dict()` works on any
     rank, between two steps and without the others; `load_state_dict()` must be called on every rank, with the same, and
@@ -79,11 +79,11 @@ class CentralOptimizer(StandInOptimizer):
     def __init__(self, storage: Storage, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer)
         self._storage: Storage | None = storage
-        before_leaving(self, CentralOptimizer._let_go)
+        before_leaving(self, CentralOptimizer._release)
 
     @property
     def grad_norm(self) -> float | None:
-        """The norm of the averaged gradient of the last step before it was clipped; None without `max_grad_norm`."""
+        """Norm of the last step's averaged gradient before clipping; None without `max_grad_norm`."""
         return self._open().grad_norm
 
     def _make_step(self) -> None:
@@ -106,6 +106,6 @@ class CentralOptimizer(StandInOptimizer):
             raise DdpError("this optimizer was closed: use the one that was given to prepare(), or prepare again")
         return self._storage
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         if self._storage is not None:
-            self._storage.let_go()
+            self._storage.release()

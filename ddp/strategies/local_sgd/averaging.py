@@ -1,4 +1,4 @@
-"""Steps that each rank makes by itself, with the replicas averaged every so many of them.
+"""Local SGD: each rank steps by itself, and the replicas are averaged every so many steps.
 
     model = ddp.DistributedDataParallel(net)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -6,8 +6,8 @@
     ...  # the loop as it was
     local.sync()  # on every rank, before the model is evaluated or saved
 
-`LocalSGD` switches the wrapper's reduction off, counts the steps and averages; it never steps, and leaves the
-optimizer's own state to each rank.
+`LocalSGD` switches the wrapper's reduction off, counts the steps and averages; it never steps, and the optimizer's
+own state stays with each rank.
 """
 
 from __future__ import annotations
@@ -43,31 +43,32 @@ class LocalSGD:
 
     `model` is ddp.DistributedDataParallel or torch's, and `optimizer` steps its parameters; every rank makes the same
     LocalSGD after wrapping. The first `after` steps are ordinary, with averaged gradients. Then the wrapper sends
-    nothing during backward. After each `every` steps the parameters' average over the wrapper's group becomes the next
-    starting point of all, or, with an outer optimizer, is taken as a step from the last one: the outer gradient is
-    last starting point minus average, and SGD with `outer_lr`, `outer_momentum` and `nesterov` applies it. The
-    defaults of the outer optimizer are plain averaging; `every=1` with them is ordinary training, bitwise.
+    nothing during backward. After each `every` steps, all ranks continue from the parameters' average over the
+    wrapper's group, or, with an outer optimizer, from a step towards it: the outer gradient is the last starting point
+    minus the average, and SGD with `outer_lr`, `outer_momentum` and `nesterov` applies it. The defaults of the outer
+    optimizer are plain averaging; `every=1` with them is ordinary training, bitwise.
 
-    **A step** is counted by what every rank makes in the same number anyway: a forward pass of the wrapper outside
-    `no_sync()`, and its backward. Steps of the optimizer are not counted, because one rank may skip one (GradScaler at
-    an inf, a check of the norm), and averaging waits for all ranks. For the same reason averaging happens when the next
-    forward pass begins: only then is it sure that the last step, skipped or not, is over. Call `sync()` to have it
-    at once. Forward passes with gradients inside `no_sync()` are part of the step that follows.
+    **A step** is a forward pass of the wrapper outside `no_sync()` and its backward, which every rank makes equally
+    often. Steps of the optimizer are not counted, because one rank may skip one (GradScaler at an inf, a check of the
+    norm), and averaging waits for all ranks. For the same reason averaging happens when the next forward pass begins:
+    only then is the last step, skipped or not, known to be over. Call `sync()` to average at once. Forward passes with
+    gradients inside `no_sync()` are part of the step that follows.
 
-    **Buffers** (unless `broadcast_buffers=False`) and frozen parameters that differ between ranks are averaged too, of
-    integers all take rank 0's. What is equal on all ranks keeps its bits.
+    **Buffers** (unless `broadcast_buffers=False`) and frozen parameters that differ between ranks are averaged too;
+    integers become rank 0's. Tensors that are equal on all ranks keep their bits.
 
     **Saving.** `state_dict()` of the module and of this object raise DdpError while replicas differ; after `sync()`
     rank 0's checkpoint stands for all. A `sync()` starts a new round of `every` steps. The optimizer's moments are
-    never averaged: who saves rank 0's gives them to all ranks when the run is resumed.
+    never averaged: if rank 0's are saved, all ranks get them when the run is resumed.
 
-    **Compression** of the wrapper is of averaged gradients: averages of replicas travel in full, and what it owes when
-    the own steps begin waits for the next averaged gradients (after `close()`), in checkpoints too.
+    **Compression** of the wrapper applies to averaged gradients only: averages of replicas are sent uncompressed, and
+    a residual left when the local steps begin waits for the next averaged gradients (after `close()`), in checkpoints
+    too.
 
-    Not while ranks step by themselves: `join()` and weights of `backward()` (UnsupportedError).
+    Unsupported while ranks step by themselves: `join()` and weights of `backward()` (UnsupportedError).
 
-    In a resilient function (`ddp.resilient`), make it before the function. After a failure all ranks go on with what
-    one of those that are left had: what the others did by themselves since the last average is lost.
+    In a resilient function (`ddp.resilient`), make it before the function. After a failure all ranks continue from the
+    state of one surviving rank: the other ranks' local steps since the last average are lost.
 
     Memory: with an outer optimizer, a copy of the trained parameters and one more for its momentum. Every `sync` also
     compares the ranks' settings, starting points and momenta, so that none drifts away unnoticed.
@@ -104,7 +105,7 @@ class LocalSGD:
         self._hooks = [
             model.register_forward_pre_hook(_Attached(self._before_forward), prepend=True),
             model.register_forward_hook(_Attached(self._after_forward), always_call=True),
-            # The inner module is asked for its state by the wrapper too.
+            # The wrapper reads the inner module's state too.
             wrapper.module.register_state_dict_pre_hook(_Attached(self._before_state_dict)),
             optimizer.register_step_post_hook(_Attached(self._after_optimizer_step)),
         ]
@@ -116,20 +117,20 @@ class LocalSGD:
 
     @property
     def step(self) -> int:
-        """The steps that are complete. The last one is, once the next forward pass begins or `sync()` was called."""
+        """Number of complete steps. The last one counts once the next forward pass begins or `sync()` was called."""
         return self._step
 
     @property
     def has_diverged(self) -> bool:
-        """Whether this rank has made steps of its own that are not averaged yet."""
+        """Whether this rank has made local steps that are not averaged yet."""
         return self._own_steps > 0 or (self._round.is_complete and self._round.is_own)
 
     def sync(self) -> None:
-        """Average what the ranks have done by themselves since the last time, now.
+        """Average the replicas now.
 
         Every rank must call it, before the model is evaluated or saved and at the end; it blocks until all do. Ranks
-        may come with different numbers of steps: one that waits here takes part in the averages of those that still
-        train, with the parameters that it has. Without own steps on any rank nothing changes.
+        may arrive with different numbers of steps: one that waits here takes part in the averages of those that still
+        train, with the parameters that it has. Without local steps on any rank nothing changes.
 
         Raises LayoutMismatchError if the ranks have different settings, DriftError if their starting points or momenta
         differ, CollectiveError if a rank is gone.
@@ -140,15 +141,15 @@ class LocalSGD:
     def state_dict(self) -> dict[str, Any]:
         """Return the count of steps and the outer momentum, which are the same on every rank.
 
-        The starting point of the next steps is not in it: right after `sync()` that is the model. Raises DdpError if
-        this rank has made steps of its own since then.
+        The starting point of the next steps is not included: right after `sync()` that is the model. Raises DdpError
+        if this rank has made local steps since then.
         """
         self._refuse_if_diverged()
         step = self._step + self._round.is_complete
         return {"step": step, "outer_momentum": {name: tensor.detach() for name, tensor in self._outer.momenta.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned, perhaps in a world of another size. Load it on every rank.
+        """Load the state that `state_dict` returned, perhaps in a world of another size. Every rank must call it.
 
         Raises ArgumentError for momenta that do not fit the model.
         """
@@ -156,10 +157,10 @@ class LocalSGD:
         self._step, self._own_steps, self._round = int(state["step"]), 0, _Round()
 
     def close(self) -> None:
-        """Go back to averaging gradients in every step, for good. Call `sync()` before: a warning says if you did not.
+        """Go back to averaging gradients in every step, for good. Call `sync()` before; warns if you did not.
 
-        Every rank must call it after the same step. What the optimizer keeps, such as momentum, is still each rank's
-        own and would make the replicas different again: make a new optimizer, or give rank 0's state to all
+        Every rank must call it after the same step. The optimizer's state, such as momentum, still differs between
+        ranks and would make the replicas different again: make a new optimizer, or broadcast rank 0's state
         (`ddp.horovod.broadcast_optimizer_state`).
         """
         if self.has_diverged:
@@ -182,7 +183,7 @@ class LocalSGD:
         if self._own_steps >= self._settings.every:
             self._synchronise(model, is_waiting=False)
         is_own = self._step >= self._settings.after and not self._settings.is_ordinary
-        model.steps_alone = is_own  # for what the wrapper cannot do then
+        model.steps_alone = is_own  # the wrapper refuses some calls then
         if is_own and is_in_join(model):
             raise UnsupportedError(
                 "LocalSGD inside join(): leave join() out, and call sync() of LocalSGD where a rank's inputs end; it "
@@ -190,14 +191,14 @@ class LocalSGD:
             )
         if not model.require_backward_grad_sync:
             return  # the user's no_sync()
-        if self._round.is_open:  # there was a forward whose backward no hook saw: perhaps others train now
+        if self._round.is_open:  # no hook saw the backward of the last forward: other parameters may be trained now
             self._watch_gradients(model)
         self._round = _Round(is_open=True, is_own=is_own)
         if is_own:
             if self._outer.needs_starts:
                 self._outer.begin(weights_of(model))
             # Both wrappers decide in forward whether its backward reduces. Restored at once, so that the attribute
-            # keeps saying what the user wants and no_sync() can be told from this.
+            # holds the user's choice and no_sync() can be distinguished from this.
             model.require_backward_grad_sync = False
             self._is_off = True
 
@@ -207,7 +208,7 @@ class LocalSGD:
             self._is_off = False
 
     def _on_gradient(self, _: torch.Tensor) -> None:
-        """Called for every parameter, so the common case comes first."""
+        """Handle a gradient. Called for every parameter, so the common case comes first."""
         current = self._round
         if current.is_queued or not current.is_open:
             return
@@ -306,7 +307,7 @@ class LocalSGD:
 
 
 class _AveragingPart(Part):
-    """What a resilient function needs of a LocalSGD: how far the round is, and where it began."""
+    """The part of LocalSGD's state that a resilient function restores: the progress of the round and its start."""
 
     def __init__(self, local: LocalSGD) -> None:
         self._local = weakref.ref(local)
@@ -334,7 +335,7 @@ class _AveragingPart(Part):
 
 @dataclass
 class _Round:
-    """Where a step is: announced by a forward pass, its backward running, its backward over."""
+    """The progress of a step: announced by a forward pass, backward running, backward over."""
 
     is_own: bool = False
     is_open: bool = False
@@ -343,7 +344,7 @@ class _Round:
 
 
 class _Attached:
-    """A hook that stays with this process's object: in a copy or a pickle of the module it does nothing."""
+    """A hook that belongs to this process's object: in a copy or a pickle of the module it does nothing."""
 
     def __init__(self, method: Callable[..., None]) -> None:
         self._method = method
@@ -356,7 +357,7 @@ class _Attached:
 
 
 def _do_nothing(*_: object) -> None:
-    """Stand in for the hook in a copy."""
+    """Replace the hook in a copy."""
 
 
 def _buffers(model: Any) -> list[tuple[str, torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""SGD on what the ranks have done by themselves: a step from their starting point, towards their average."""
+"""The outer optimizer of local SGD: an SGD step from the ranks' starting point towards their average."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _Parameters = Mapping[str, nn.Parameter]
 
 
 class OuterOptimizer:
-    """Keeps the starting points of the ranks' own steps and the momenta, by the parameters' names.
+    """Keeps the starting points of the local steps and the momenta, by the parameters' names.
 
-    `starts` is empty until `begin`, and always where the average is taken as it is. Both are the same on every rank.
+    `starts` is empty until `begin`, and always with plain averaging. Both are the same on every rank.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -27,15 +27,15 @@ class OuterOptimizer:
 
     @property
     def needs_starts(self) -> bool:
-        """Whether `begin` is to be called before the rank steps by itself."""
+        """Whether `begin` must be called before the rank steps by itself."""
         return self._settings.has_outer and not self.starts
 
     def begin(self, parameters: _Parameters) -> None:
-        """Copy the parameters: from here the rank steps by itself."""
+        """Copy the parameters as the starting point of local steps."""
         self.starts = {name: each.detach().clone() for name, each in parameters.items() if each.requires_grad}
 
     def step(self, parameters: _Parameters) -> None:
-        """Step from the starts by SGD as torch's: momentum * velocity + gradient, looked ahead with Nesterov.
+        """Step from the starts as torch's SGD does: momentum * velocity + gradient, with Nesterov's look-ahead.
 
         `parameters` are the averages over the ranks, and are overwritten.
         """
@@ -52,7 +52,7 @@ class OuterOptimizer:
             parameter.copy_(start.sub_(gradient, alpha=settings.outer_lr))
 
     def load(self, momenta: Mapping[str, Any], parameters: _Parameters) -> None:
-        """Go on with momenta of a checkpoint. Raises ArgumentError for those that do not fit."""
+        """Load the momenta of a checkpoint. Raises ArgumentError for those that do not fit."""
         for name, tensor in momenta.items():
             if name not in parameters or parameters[name].shape != tensor.shape:
                 has = f"has shape {tuple(parameters[name].shape)}" if name in parameters else "is missing"

@@ -1,4 +1,4 @@
-"""What the ranks of local SGD do together: compare what they have, and average it. Called by `averaging`."""
+"""Compares the states of local SGD's ranks and averages their replicas. Called by `averaging`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CHUNK_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class RankState:
-    """What a rank tells the others before they average, with a fingerprint of each tensor by its name."""
+    """A rank's state as sent before averaging, with a fingerprint of each tensor by its name."""
 
     is_waiting: bool
     step: int
@@ -30,8 +30,8 @@ class RankState:
 
 
 def compare(states: Sequence[RankState]) -> None:
-    """Raise an error if the ranks cannot become equal by averaging."""
-    may_differ = any(state.is_waiting for state in states)  # in their steps: data that ended on some ranks
+    """Raise an error if averaging cannot make the ranks equal."""
+    may_differ = any(state.is_waiting for state in states)  # in their steps: some ranks ran out of data
     first = states[0]
     for rank, state in enumerate(states):
         for what, theirs, expected in (
@@ -65,14 +65,14 @@ def compare(states: Sequence[RankState]) -> None:
 def average(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
     """Write the average over the ranks into each tensor, in its own dtype, and rank 0's values into integers.
 
-    Each is written when all have come, so that a rank that is lost meanwhile leaves all of them as they were.
+    Tensors are written only once all results are here, so if a rank is lost meanwhile, all of them stay unchanged.
     """
     floating = [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
     with waiting_for_peers("broadcast of rank 0's integers", group):
         broadcast_tensors(group, [t for t in tensors if not (t.is_floating_point() or t.is_complex())])
     come = []
     for chunk in cut_into_chunks(floating):
-        # Divided before the sum, float16 does not overflow in it.
+        # Divided before the sum, which would overflow in float16.
         flat = torch.cat([tensor.reshape(-1) for tensor in chunk]).div_(group.size())
         with waiting_for_peers("averaging of the replicas", group):
             real = torch.view_as_real(flat) if flat.is_complex() else flat
@@ -84,9 +84,9 @@ def average(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def cut_into_chunks(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Tensors of one dtype and device, up to about 64 MB each, in the same order on every rank.
+    """Group tensors by dtype and device, up to about 64 MB each, in the same order on every rank.
 
-    Kinds come in the order of their first tensors: the numbers of the devices may differ between the ranks.
+    Kinds come in the order of their first tensors, because device indices may differ between the ranks.
     """
     by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""The arguments of LocalSGD, and what a model and an optimizer must be for it."""
+"""The arguments of LocalSGD, and its requirements on the model and the optimizer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ddp.errors import ArgumentError, UnsupportedError
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments that are numbers. Raises ArgumentError for those that make no sense."""
+    """The numeric arguments. Raises ArgumentError for values out of range."""
 
     every: int
     after: int
@@ -30,12 +30,12 @@ class Settings:
 
     @property
     def has_outer(self) -> bool:
-        """Whether an outer optimizer steps: the average is not taken as it is."""
+        """Whether there is an outer optimizer, not plain averaging."""
         return self.outer_lr != 1 or self.outer_momentum != 0
 
     @property
     def is_ordinary(self) -> bool:
-        """Whether averaging gradients does the same."""
+        """Whether averaging gradients is equivalent."""
         return self.every == 1 and not self.has_outer
 
 

@@ -16,8 +16,8 @@ from ddp.strategies.strategy import Strategy, Weighting, join
 class LocalSteps(Strategy):
     """`ddp.LocalSGD` over `ddp.DistributedDataParallel`; call `sync()` before evaluating or saving.
 
-    Under `ddp.Trainer`, the step that a replica makes by itself is that of the mean over its own labels, where the loss
-    is a mean over labels; a step of averaged gradients is that of the mean over all.
+    Under `ddp.Trainer`, if the loss is a mean over labels, a local step uses the mean over the replica's own labels,
+    and a step with averaged gradients the mean over all.
     """
 
     name = "local_sgd"
@@ -45,7 +45,7 @@ class LocalSteps(Strategy):
 
     @property
     def weighting(self) -> Weighting:
-        """A replica's own in steps that it makes by itself, which wait for nobody; else over all. As of a forward."""
+        """A replica's own in local steps, which wait for no other rank; else over all. Fixed at each forward pass."""
         return "own" if any(model.steps_alone for model in self._models) else "by_exchange"
 
     def _prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -55,6 +55,6 @@ class LocalSteps(Strategy):
         return wrapper, optimizer
 
     def sync(self) -> None:
-        """Average what the replicas have done by themselves. Every replica must call it; blocks."""
+        """Average the replicas. Every replica must call it; blocks."""
         for average in self._averages:
             average.sync()

@@ -1,1 +1,1 @@
-"""The parameter server: what stands on the servers, what the workers do, and the way between them."""
+"""The parameter server: its servers, its workers, and the connections between them."""

@@ -1,10 +1,10 @@
-"""A worker's (or the evaluator's) side of the parameter servers: gives gradients, takes values, and keeps in touch.
+"""A client of the parameter servers (a worker or the evaluator): sends gradients, receives values, reconnects.
 
-Made by the strategy. The thread that trains does all the work, between its own steps; ZeroMQ moves bytes meanwhile. A
-second thread only says once a second that this worker lives.
+Made by the strategy. The training thread does all the work, between its own steps; ZeroMQ moves bytes meanwhile. A
+second thread only sends a heartbeat once a second.
 
-A server that is started again is found by the store and joined again; what was not answered is sent again, and the
-server knows what it has had. A break of the network of any length below `timeout_s` is bridged the same way.
+A restarted server is found through the store and joined again; unanswered messages are sent again, and the server
+recognizes those that it has already handled. Network outages shorter than `timeout_s` are handled the same way.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ from ddp.torch_internals import foreach_copy, version_of
 
 _LEAVE_S = 2.0
 _SMALL_BYTES = 1 << 20
-_PAYLOAD_BYTES = 32 << 20  # of a tensor that is gathered, in one message
+_PAYLOAD_BYTES = 32 << 20  # of a gathered tensor, in one message
 _NAMES = 256  # tensors beside the parameters in one message
 
 
 class Client:
-    """See the module. `step` is the number of the next step; `statistics` what this side has counted.
+    """See the module. `step` is the number of the next step; `statistics` has this client's counts.
 
-    For the evaluator, `trained` is the number of steps that were made at the last `pull`, and `is_over` says whether
-    all workers were through.
+    For the evaluator, `trained` is the number of steps that were made at the last `pull`, and `is_over` whether all
+    workers had finished.
 
-    All methods may block until the servers have answered, at most `timeout_s` of the options without any progress;
-    they raise ParameterServerError then.
+    All methods may block until the servers have answered; they raise ParameterServerError after the options'
+    `timeout_s` without any progress.
     """
 
     def __init__(self, plan: RunPlan, process: ProcessRole, directory: ServerDirectory) -> None:
@@ -78,10 +78,10 @@ class Client:
         self._copies = None if device is None else DeviceCopies(plan.partition, device)
         self._residuals: Residuals = {}
         self._failure: DdpError | None = None
-        # What the first server has of them: version and place, and the value if that is small.
+        # What the first server has: their version and memory, and the value if it is small.
         self._known_extras: dict[str, tuple[tuple[int, int], torch.Tensor | None]] = {}
         self._made = -1  # the last step that a server has answered
-        self._has_made = 0  # steps of this life
+        self._has_made = 0  # steps of this incarnation
         self._pulls = 0
         self._gathers = 0
         self._has_filled = False
@@ -92,10 +92,10 @@ class Client:
         self._heartbeats: threading.Thread | None = None
 
     def join(self) -> int:
-        """Meet all servers; return the number of steps that the training has made. The values are taken over.
+        """Join all servers and load their values; return the number of steps that the training has made.
 
-        The first replica's values are everybody's, unless the servers have a snapshot or train already. Raises
-        LayoutMismatchError, KeyRefusedError, VersionMismatchError, and ParameterServerError if a server does not come.
+        All start from the first replica's values, unless the servers have a snapshot or train already. Raises
+        LayoutMismatchError, KeyRefusedError, VersionMismatchError, and ParameterServerError if a server does not start.
         """
         with self._lock:
             for server in range(self.process.servers):
@@ -116,12 +116,12 @@ class Client:
             self._heartbeats = threading.Thread(target=self._send_heartbeats, name="ddp-ps-beat", daemon=True)
             self._heartbeats.start()
             if not (self.process.role == "worker" and self.process.index == 0 and self._has_filled):
-                self.fetch_extras()
+                self.load_extras()
             self.pull()
             return self.step
 
     def leave(self, error: str | None = None) -> None:
-        """Say that this worker is through, or that it ends with an error; let go of everything."""
+        """Report that this worker has finished, or that it ends with an error; release everything."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -131,7 +131,7 @@ class Client:
                 if link.is_ready:
                     link.endpoint.send(message)
             deadline = time.monotonic() + (_LEAVE_S if error is None else 0.2)
-            with contextlib.suppress(ParameterServerError, OSError):  # it is over, whatever a server says now
+            with contextlib.suppress(ParameterServerError, OSError):  # at the end, errors of servers do not matter
                 while time.monotonic() < deadline and not all("left" in link.answers for link in self._links):
                     self._pump(0.1)
             for link in self._links:
@@ -159,7 +159,7 @@ class Client:
         link.join(facts)
 
     def _on_joined(self, link: ServerLink, facts: Mapping[str, Any]) -> None:
-        """A server knows this worker now. If it has nothing yet, this is the first replica, and gives it its values."""
+        """Handle the answer to joining. If the server needs values, this is the first replica, which sends its own."""
         link.on_joined(facts)
         if link.index == 0:
             self._gathers = max(self._gathers, facts["gathered"])
@@ -169,19 +169,19 @@ class Client:
         self._has_filled = True
         if link.index == 0:
             self._known_extras = {}
-            self.give_extras()
+            self.send_extras()
         for chunk in self.plan.partition.of(link.index):
             link.send(self._value_of(chunk))
         link.send(Message("ready"))
 
     def _value_of(self, chunk: Chunk) -> Message:
-        """What this replica has of a chunk."""
+        """Return a message with this replica's values of a chunk."""
         flat = torch.empty(chunk.numel, dtype=chunk.dtype)
         foreach_copy(chunk.in_flat(flat), self._targets[chunk.index])
         return Message("value", {"chunk": chunk.index}, (flat,))
 
     def push(self, gradients: Sequence[torch.Tensor | None], groups: list[dict[str, Any]]) -> None:
-        """Give the servers the gradients of all parameters, None where there is none; they send the new values back.
+        """Send the gradients of all parameters (None: no gradient); the servers answer with the new values.
 
         Does not wait for them (`finish` does). `groups` are the optimizer's hyperparameters.
         """
@@ -189,7 +189,7 @@ class Client:
             if self._copies is not None:
                 self._copies.start(gradients)
             for chunk in self.plan.partition.chunks:
-                link = self._with_room(chunk.server)
+                link = self._link_with_room(chunk.server)
                 facts: dict[str, Any] = {"chunk": chunk.index, "step": self.step, "groups": groups}
                 if chunk.index in self._last_of:
                     facts["is_last"] = True
@@ -198,37 +198,37 @@ class Client:
                 self._pump(0.0)
             self.statistics["steps"] += 1
 
-    def _with_room(self, server: int) -> ServerLink:
-        """Return the way to a server, once so little is under way there that more may be sent."""
+    def _link_with_room(self, server: int) -> ServerLink:
+        """Return the link to a server, once so little is in flight that more may be sent."""
         if not self._links[server].has_room:
             self._wait(lambda: self._links[server].has_room)
         return self._links[server]
 
     def finish(self) -> None:
-        """Wait until all values have come that were asked for, and put them in place."""
+        """Wait until all requested values have arrived, and write them to the parameters."""
         with self._lock:
             began = time.monotonic()
             self._wait(lambda: not any(link.outstanding or link.unsent for link in self._links))
             self.statistics["wait_s"] += time.monotonic() - began
 
     def next_step(self) -> None:
-        """Count a step; a worker that was left behind goes on where the others are."""
+        """Count a step; a worker that was left behind continues at the others' step."""
         self.step = max(self.step, self._made) + 1
         self._has_made += 1
 
     def pull(self) -> None:
-        """Take over the newest values of all parameters."""
+        """Load the newest values of all parameters."""
         with self._lock:
             self.finish()
             self._pulls -= 1  # no step has a negative number
             for chunk in self.plan.partition.chunks:
-                link = self._with_room(chunk.server)
+                link = self._link_with_room(chunk.server)
                 link.request_values(Message("pull", {"chunk": chunk.index, "step": self._pulls}))
                 self._pump(0.0)
             self.finish()
 
-    def give_extras(self) -> None:
-        """Give the first server the buffers and frozen parameters of this replica, the first, that have changed."""
+    def send_extras(self) -> None:
+        """Send the first server the changed buffers and frozen parameters of this replica, which must be the first."""
         changed = {}
         for name, tensor in self.plan.extras.items():
             known, value = self._known_extras.get(name, (None, None))
@@ -242,24 +242,24 @@ class Client:
                 tensors = tuple(changed[name] for name in names)
                 self._links[0].send(Message("extras", {"names": names}, tensors))
 
-    def fetch_extras(self) -> None:
-        """Take over the buffers and frozen parameters of the first replica."""
+    def load_extras(self) -> None:
+        """Load the buffers and frozen parameters of the first replica."""
         with self._lock:
             for names in _batches(list(self.plan.extras)):
                 message = self._request(0, Message("fetch", {"names": names}), "extras")
                 for name, tensor in zip(message.facts["names"], message.tensors, strict=True):
                     self.plan.extras[name].data.copy_(tensor)
 
-    def give_values(self) -> None:
-        """Give the servers the values that this replica, the first, has: they replace theirs."""
+    def send_values(self) -> None:
+        """Replace the servers' values by those of this replica, which must be the first."""
         with self._lock:
             self.finish()
-            self.give_extras()
+            self.send_extras()
             for chunk in self.plan.partition.chunks:
                 self._request(chunk.server, self._value_of(chunk), "taken")
 
     def gather(self, payload: torch.Tensor) -> list[torch.Tensor]:
-        """Return the bytes that each replica gives, of those that train, in their order. Every one must call it."""
+        """Return the bytes of each training replica, in order. Every one must call it."""
         with self._lock:
             tensors = torch.split(payload, _PAYLOAD_BYTES)
             answer = self._request(0, Message("gather", {"number": self._gathers}, tensors), "gathered")
@@ -270,7 +270,7 @@ class Client:
             return [torch.cat([next(every) for _ in range(count)]) for count in answer.facts["lengths"]]
 
     def optimizer_states(self) -> dict[int, list[State]]:
-        """Return what the servers' optimizers keep of each chunk."""
+        """Return the states of the servers' optimizers, by chunk."""
         with self._lock:
             self.finish()
             states = {}
@@ -280,7 +280,7 @@ class Client:
             return states
 
     def load_optimizer_states(self, states: Mapping[int, list[State]]) -> None:
-        """Give the servers' optimizers the states of each chunk."""
+        """Load the states of the servers' optimizers, by chunk."""
         with self._lock:
             self.finish()
             for chunk in self.plan.partition.chunks:
@@ -288,7 +288,7 @@ class Client:
                 self._request(chunk.server, message, "loaded")
 
     def server_statistics(self) -> list[dict[str, Any]]:
-        """Return what each server has counted in its present life."""
+        """Return the counts of each server since its last start."""
         with self._lock:
             return [
                 self._request(server, Message("statistics"), "statistics").facts["counts"]
@@ -296,7 +296,7 @@ class Client:
             ]
 
     def _request(self, server: int, message: Message, kind: str) -> Message:
-        """Ask a server for something that may be asked twice; ask again when the connection has become another one."""
+        """Send an idempotent request and return its answer; send it again if the connection was replaced."""
         self._requests += 1
         number = self._requests
         message = Message(message.kind, {**message.facts, "request": number}, message.tensors)
@@ -316,7 +316,7 @@ class Client:
         return self._links[server].answers.pop(kind)
 
     def _pump(self, wait_s: float) -> None:
-        """Take what has come, waiting at most so long for the first of it; send what could not go before."""
+        """Handle received messages, waiting at most `wait_s` for the first; send what could not be sent before."""
         if self._failure is not None:
             raise self._failure
         if wait_s > 0 and not any(link.arrived for link in self._links):
@@ -326,13 +326,13 @@ class Client:
             while (message := link.next_message()) is not None:
                 try:
                     check_fields(message, SERVER_MESSAGES)
-                    self._take(link, message)
+                    self._handle(link, message)
                 except MalformedError as error:
                     raise ParameterServerError(
                         f"{self._name}: a message of parameter server {link.index} is malformed: {error}"
                     ) from error
 
-    def _take(self, link: ServerLink, message: Message) -> None:
+    def _handle(self, link: ServerLink, message: Message) -> None:
         facts = message.facts
         if message.kind == "pushed":
             if link.outstanding.pop((facts["chunk"], facts["step"]), None) is not None:
@@ -379,7 +379,7 @@ class Client:
             read_values(chunk, facts, tensors, targets)
 
     def _wait(self, is_done: Callable[[], bool]) -> None:
-        """Wait until something is so, keeping in touch. Raises ParameterServerError when nothing moves for too long."""
+        """Handle messages until `is_done()`. Raises ParameterServerError if there is no progress for too long."""
         moved = time.monotonic()
         left = sum(len(link.outstanding) for link in self._links)
         while not is_done():
@@ -398,7 +398,7 @@ class Client:
                 raise ParameterServerError(self._why(now, now - moved))
 
     def _reconnect(self, link: ServerLink, address: str) -> None:
-        """Go over to the next life of a server."""
+        """Switch to the next incarnation of a server."""
         link.close()
         fresh = self._open(link.index, link.life + 1, address)
         fresh.outstanding = link.outstanding
@@ -420,7 +420,7 @@ class Client:
         return start
 
     def _send_heartbeats(self) -> None:
-        """Say that this worker lives, while its own thread computes."""
+        """Send heartbeats while the training thread computes."""
         while not self._closing.wait(HEARTBEAT_S):
             if self._lock.acquire(timeout=HEARTBEAT_S):
                 try:
@@ -436,5 +436,5 @@ class Client:
 
 
 def _batches(names: list[str]) -> list[list[str]]:
-    """Names in lists that one message can carry."""
+    """Split the names into lists that fit into one message."""
     return [names[begin : begin + _NAMES] for begin in range(0, len(names), _NAMES)]

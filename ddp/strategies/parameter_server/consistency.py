@@ -1,14 +1,14 @@
-"""Who waits for whom at one server: pure decisions on numbers of steps, without tensors or sockets.
+"""Decides which workers wait for others at one server: pure functions of step numbers, without tensors or sockets.
 
 The modes:
 
-- "sync": the gradients of all replicas for a step make one step, and nobody goes on before it is made. With backup
-  workers b, those of the first n-b do, and what comes later is dropped (Chen et al. 2016, "Revisiting Distributed
+- "sync": the gradients of all replicas for a step make one step, and no worker continues before it is made. With b
+  backup workers, the first n-b gradients do, and later ones are dropped (Chen et al. 2016, "Revisiting Distributed
   Synchronous SGD", arXiv:1604.00981).
-- "async": every gradient is a step, as it comes (Recht et al. 2011; Dean et al. 2012, "Large Scale Distributed Deep
+- "async": every gradient is a step, as it arrives (Recht et al. 2011; Dean et al. 2012, "Large Scale Distributed Deep
   Networks").
-- "bounded": the same, but who is more than `staleness` steps ahead of the slowest waits (stale synchronous parallel: Ho
-  et al. 2013, "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server").
+- "bounded": the same, but a worker more than `staleness` steps ahead of the slowest waits (stale synchronous parallel:
+  Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server").
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ Mode = Literal["sync", "async", "bounded"]
 
 @dataclass
 class WorkerProgress:
-    """One replica as a server knows it. `clock` is the number of steps that it has pushed whole, or joined at."""
+    """A server's record of one replica. `clock` is the number of steps that it has fully pushed, or joined at."""
 
     clock: int = 0
     has_joined: bool = False
     has_finished: bool = False
-    is_lost: bool = False  # silent for too long; it may speak again
-    past: int = -1  # the last step that it is certainly through with
+    is_lost: bool = False  # silent for too long; it may come back
+    past: int = -1  # the last step that it has certainly completed
     pushed: dict[int, int] = field(default_factory=dict)  # the last step of each chunk that came from it
 
     @property
     def is_active(self) -> bool:
-        """Whether it trains, or is about to."""
+        """Whether it trains, or is about to start."""
         return not self.has_finished and not self.is_lost
 
 
 class Consistency:
-    """The workers of a run at one server, and when they may go on."""
+    """The workers of a run at one server, and when they may continue."""
 
     def __init__(self, mode: Mode, replicas: int, *, staleness: int = 0, backup_workers: int = 0) -> None:
         self.mode = mode
@@ -48,35 +48,35 @@ class Consistency:
 
     @property
     def waits_for_all(self) -> bool:
-        """Whether no step is made without every replica that has not finished."""
+        """Whether each step needs every replica that has not finished."""
         return self.mode == "sync" and not self.backup_workers
 
     @property
     def is_over(self) -> bool:
-        """Whether every replica has said that it is through."""
+        """Whether every replica has reported that it finished."""
         return all(worker.has_finished for worker in self.workers)
 
     @property
     def step(self) -> int:
-        """How far the training is: the largest number of steps that a replica has made."""
+        """The progress of the training: the largest number of steps that a replica has made."""
         return max(worker.clock for worker in self.workers)
 
     def begin_at(self, step: int) -> None:
-        """Let all workers begin after `step` steps, which a snapshot holds."""
+        """Start all workers after `step` steps, those of a snapshot."""
         for worker in self.workers:
             worker.clock = step
             worker.past = step - 1
 
     def join(self, replica: int, *, done: int, sync_step: int) -> int:
-        """Take a replica in, first or again, which has made `done` steps in its life; return its next step.
+        """Add a replica, first or again, which has made `done` steps since it started; return its next step.
 
-        A new life begins where training is: in sync mode at `sync_step`, which is not complete yet, else with the
-        slowest of the others, so that nobody has to wait for it. What a replica had made before counts, up to the
-        bound: its first step is not asked whether it may be made.
+        A restarted replica starts where training is: in sync mode at `sync_step`, which is not complete yet, else with
+        the slowest of the others, so that no worker has to wait for it. The steps that a replica made before count, up
+        to the bound: its first step is not checked.
         """
         worker = self.workers[replica]
         worker.has_joined, worker.has_finished, worker.is_lost = True, False, False
-        if done:  # the same life, at a server that has another one
+        if done:  # the server was restarted, not the worker
             worker.clock = max(worker.clock, done)
         elif self.mode == "sync":
             worker.clock = sync_step
@@ -90,7 +90,7 @@ class Consistency:
         return worker.clock
 
     def hear(self, replica: int) -> None:
-        """Take back that a replica is lost. It has no arrears: the others have gone on without it."""
+        """Mark a replica as not lost. It does not have to catch up: the others have continued without it."""
         worker = self.workers[replica]
         if worker.is_lost:
             worker.is_lost = False
@@ -98,7 +98,7 @@ class Consistency:
                 worker.clock = max(worker.clock, self._slowest(besides=replica))
 
     def push(self, replica: int, step: int, chunk: int) -> bool:
-        """Note that a gradient came. Whether it is new: a message may come twice when a connection broke."""
+        """Record a gradient; return whether it is new. A message may arrive twice if a connection broke."""
         worker = self.workers[replica]
         worker.past = max(worker.past, step - 1)
         if step <= worker.pushed.get(chunk, -1):
@@ -107,14 +107,14 @@ class Consistency:
         return True
 
     def complete(self, replica: int, step: int) -> None:
-        """Note that a replica has pushed all of a step."""
+        """Record that a replica has pushed all of a step."""
         worker = self.workers[replica]
         worker.clock = max(worker.clock, step + 1)
 
     def due(self, pending: Mapping[int, Collection[int]]) -> int | None:
-        """Return the step of a chunk to be made now, of which enough gradients are there. Only in sync mode.
+        """Return the step of a chunk that has enough gradients to be made now, or None. Only in sync mode.
 
-        `pending` has, by step, the replicas whose gradients came.
+        `pending` has, by step, the replicas whose gradients arrived.
         """
         if not pending:
             return None
@@ -128,7 +128,7 @@ class Consistency:
         return None
 
     def missing(self, step: int, came: Collection[int]) -> list[int]:
-        """The replicas whose gradient for a step is still to come."""
+        """Return the replicas whose gradient for a step is missing."""
         return [
             replica
             for replica, worker in enumerate(self.workers)
@@ -139,17 +139,17 @@ class Consistency:
         ]
 
     def may_go_on(self, replica: int) -> bool:
-        """Whether a replica that has pushed a step may begin the next one."""
+        """Return whether a replica that has pushed a step may start the next one."""
         if self.mode != "bounded":
             return True
         return self.workers[replica].clock - self._slowest() <= self.staleness
 
     def _slowest(self, besides: int | None = None) -> int:
-        """The smallest clock of those that train; for one that joins, of the others that are there already."""
+        """Return the smallest clock of the replicas that train; for one that joins, of the others already there."""
         workers = self._others(besides) if besides is not None else [w for w in self.workers if w.is_active]
         return min((worker.clock for worker in workers), default=0)
 
     def _others(self, replica: int) -> list[WorkerProgress]:
-        """Those that train beside a replica and are there already."""
+        """Return the other replicas that train and have joined already."""
         me = self.workers[replica]
         return [worker for worker in self.workers if worker.is_active and worker.has_joined and worker is not me]

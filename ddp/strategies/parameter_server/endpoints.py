@@ -1,11 +1,11 @@
 """Both ends of a parameter server's connections: ZeroMQ sockets over TCP, which carry `packets`.
 
-Owns the sockets, their contexts and the sessions; `server` and `client` own what the messages mean. An endpoint
-belongs to one thread, which no call keeps beyond its timeout. Messages of a session arrive in order and at most once.
-A connection that breaks is made anew and keeps its session, but what was under way may be lost: who waits for an
+Owns the sockets, their contexts and the sessions; `server` and `client` own the meaning of the messages. An endpoint
+belongs to one thread; no call blocks longer than its timeout. Messages of a session arrive in order and at most once.
+A broken connection is made again and keeps its session, but messages in flight may be lost: a side that waits for an
 answer asks again.
 
-Routes are ROUTER's own numbers, one a connection, so there is no routing id to take over; a session's route is where
+Routes are ROUTER's own numbers, one per connection, so there is no routing id to hijack; a session's route is where
 its last authenticated packet came from.
 """
 
@@ -52,9 +52,9 @@ _IN, _OUT, _NOBLOCK = int(zmq.POLLIN), int(zmq.POLLOUT), int(zmq.NOBLOCK)  # enu
 _CRYPTOGRAPHIC = 0x11000001  # ZMQ_PROTOCOL_ERROR_ZMTP_...
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
-_HELLO_S = 2.0  # a hello without an answer is said again
-_BROKEN_HANDSHAKES, _BROKEN_S = 3, 5.0  # so many within this time: neither CURVE nor another mechanism says why
-_FRESH_S = 1.0  # what a thread sees that was away for longer says nothing about when it happened
+_HELLO_S = 2.0  # an unanswered hello is sent again
+_BROKEN_HANDSHAKES, _BROKEN_S = 3, 5.0  # this many within this time: no mechanism, CURVE included, reports why
+_FRESH_S = 1.0  # after a longer pause of the thread, the time of an event is unknown
 _PROBE_S = 1.0
 _MECHANISM_MISMATCH = 0x11000002  # ZMQ_PROTOCOL_ERROR_ZMTP_...
 MAX_HALF_OPEN = 64
@@ -64,7 +64,7 @@ _ZAP = "inproc://zeromq.zap.01"
 
 @dataclass(frozen=True)
 class EndpointOptions:
-    """What both ends of a connection have alike. `queue_messages` wait at most in each of its directions."""
+    """The options that both ends of a connection share. At most `queue_messages` are queued in each direction."""
 
     key: bytes = field(repr=False)  # of the run
     encrypt: bool = False
@@ -74,18 +74,17 @@ class EndpointOptions:
 
 
 class Endpoint:
-    """What both ends share: one context with one socket and its monitor, opened in __init__, closed by close().
+    """The common part of both ends: one context with one socket and its monitor, opened in __init__, closed by close().
 
-    `sockets` are readable when there is something to do: `receive()` is to be called then until it gives None, which
-    it may at once.
+    When one of `sockets` is readable, `receive()` must be called until it returns None, which it may do at once.
     """
 
     def __init__(self, options: EndpointOptions, kind: int) -> None:
-        self.refused: Counter[str] = Counter()  # packets and connections not taken, by reason
+        self.refused: Counter[str] = Counter()  # refused packets and connections, by reason
         self._options = options
         self._key = RunKey(options.key)
         self._context = zmq.Context()
-        self._context.setsockopt(zmq.LINGER, 0)  # until close() says otherwise: one never closed must not hang the exit
+        self._context.setsockopt(zmq.LINGER, 0)  # until close() sets it: an unclosed endpoint must not hang the exit
         self._socket: zmq.Socket[bytes] = self._context.socket(kind)
         for option, value in (
             (zmq.SNDHWM, options.queue_messages),
@@ -119,13 +118,13 @@ class Endpoint:
         self.close(linger_s=1.0 if error is None else 0.0)
 
     def close(self, *, linger_s: float = 1.0) -> None:
-        """Close the sockets; what is queued may leave within `linger_s`, for which this waits. May be repeated."""
+        """Close the sockets, after waiting up to `linger_s` for queued messages to be sent. May be repeated."""
         if not self._context.closed:
             self._socket.disable_monitor()
             self._context.destroy(linger=int(linger_s * 1000))
 
     def _ready(self, timeout_s: float) -> dict[Any, int]:
-        """Wait until one of the sockets has something, and return those that have."""
+        """Wait for events on the sockets; return the sockets that have some."""
         return dict(self._poller.poll(max(0, math.ceil(timeout_s * 1000))))
 
     def _events(self) -> Iterator[tuple[int, int]]:
@@ -134,7 +133,7 @@ class Endpoint:
             yield int(event["event"]), int(event["value"])
 
     def _frames(self) -> list[zmq.Frame]:
-        """Return the frames of the next packet, which is there already."""
+        """Return the frames of the next packet, which has already arrived."""
         return self._socket.recv_multipart(_NOBLOCK, copy=False)
 
     def _put(self, frames: Sequence[bytes | zmq.Frame]) -> bool:
@@ -170,9 +169,9 @@ class Endpoint:
 
 
 class ClientEndpoint(Endpoint):
-    """A client's end for one server; connects by itself, and again whenever the connection breaks.
+    """The client's end of the connection to one server; connects by itself, and again whenever the connection breaks.
 
-    `connections` counts the connections made: when it goes up, what was under way may be lost.
+    `connections` counts the connections made: when it increases, messages in flight may be lost.
     """
 
     def __init__(self, options: EndpointOptions, address: str, *, name: str) -> None:
@@ -183,7 +182,7 @@ class ClientEndpoint(Endpoint):
         self._hello = b""
         self._hello_at = 0.0
         self._is_up = False
-        self._broken: list[float] = []  # when handshakes broke since the last that did not
+        self._broken: list[float] = []  # times of failed handshakes since the last successful one
         self._stepped_at = 0.0
         try:
             self._open()
@@ -202,8 +201,8 @@ class ClientEndpoint(Endpoint):
     def receive(self, timeout_s: float = 0.0) -> Message | None:
         """Return the next message, or None after `timeout_s`; connects meanwhile.
 
-        Raises KeyRefusedError, VersionMismatchError or, when the two do not agree about encryption or the other end is
-        no parameter server, ParameterServerError.
+        Raises KeyRefusedError, VersionMismatchError, or ParameterServerError if the ends differ in encryption or the
+        other end is not a parameter server.
         """
         now = time.monotonic()
         deadline = now + timeout_s
@@ -214,7 +213,7 @@ class ClientEndpoint(Endpoint):
                 return message
 
     def send(self, message: Message, *, copy: bool = False) -> bool:
-        """Queue a message and return at once; False if there is no session now, or the queue is full.
+        """Queue a message without blocking; return False if there is no session now or the queue is full.
 
         Without `copy`, large tensors must stay unchanged until the server has answered.
         """
@@ -224,7 +223,7 @@ class ClientEndpoint(Endpoint):
         return self._put(self._signed(session, message, copy=copy))
 
     def _step(self, timeout_s: float) -> Message | None:
-        """Wait for something to do, at most `timeout_s`, and do it; return the message if one came."""
+        """Wait for an event, at most `timeout_s`, and handle it; return the message if one arrived."""
         now = time.monotonic()
         is_fresh = now - self._stepped_at < _FRESH_S
         self._greet(now)
@@ -238,7 +237,7 @@ class ClientEndpoint(Endpoint):
         message = None
         if self._socket in ready:
             try:
-                message = self._taken(self._frames())
+                message = self._received(self._frames())
             except RefusedError as refused:
                 self.refused[refused.reason] += 1
         self._greet(now)
@@ -251,7 +250,7 @@ class ClientEndpoint(Endpoint):
             self._put([self._hello])
 
     def _show_session(self) -> None:
-        """Let the server know that this connection is the session's."""
+        """Show the server that this connection belongs to the session."""
         if self._session is not None:
             self._put([self._session.outgoing.sign(Packet.HERE, self._session.id, b"")])
 
@@ -270,7 +269,7 @@ class ClientEndpoint(Endpoint):
             raise ParameterServerError(f"{self.address} is no parameter server: it does not speak ZeroMQ's protocol")
 
     def _on_broken(self, now: float) -> None:
-        """Find out why handshakes break one after the other, if it is for a reason that stays."""
+        """Diagnose repeated handshake failures; raise if the reason is permanent."""
         self._broken = [*(at for at in self._broken if now - at < _BROKEN_S), now]
         if len(self._broken) < _BROKEN_HANDSHAKES or self._session is not None:
             return
@@ -278,7 +277,7 @@ class ClientEndpoint(Endpoint):
         theirs, own = _mechanism_of(self.address), b"CURVE" if self._options.encrypt else b"PLAIN"
         if theirs in (b"CURVE", b"PLAIN") and theirs != own:
             raise self._disagreement()
-        if theirs == own == b"CURVE":  # with a wrong key it just hangs up
+        if theirs == own == b"CURVE":  # with a wrong key it just disconnects
             raise self._key_refused()
 
     def _key_refused(self) -> KeyRefusedError:
@@ -293,7 +292,7 @@ class ClientEndpoint(Endpoint):
             f"{self.name} {this} and the parameter server at {self.address} {that}: give all processes the same option"
         )
 
-    def _taken(self, frames: list[zmq.Frame]) -> Message | None:
+    def _received(self, frames: list[zmq.Frame]) -> Message | None:
         head = frames[0].buffer
         prefix = read_prefix(head)
         session = self._session
@@ -303,7 +302,7 @@ class ClientEndpoint(Endpoint):
         elif prefix.packet == Packet.REFUSED and session is None:
             self._on_refusal(read_plain_packet(bytes(head)))
         elif prefix.packet == Packet.UNKNOWN and session is not None and prefix.session == session.id:
-            self._session, self._hello_at = None, 0.0  # the server has forgotten this one: begin anew
+            self._session, self._hello_at = None, 0.0  # the server has dropped this session: start a new one
         elif prefix.packet >= Packet.MESSAGE and session is not None and prefix.session == session.id:
             return self._verified(session, prefix, head, frames[1:])
         else:
@@ -323,7 +322,7 @@ class ClientEndpoint(Endpoint):
 
 @dataclass
 class Peer:
-    """A client with a session, as a server knows it; `heard_s` is the monotonic time of its last packet."""
+    """A server's record of a client with a session; `heard_s` is the monotonic time of its last packet."""
 
     name: str
     route: bytes
@@ -340,7 +339,7 @@ class ServerEndpoint(Endpoint):
     def __init__(self, options: EndpointOptions, *, host: str) -> None:
         super().__init__(options, zmq.ROUTER)
         self._peers: dict[bytes, Peer] = {}
-        self._half_open: dict[bytes, Peer] = {}  # whose client has sent nothing in the session yet
+        self._half_open: dict[bytes, Peer] = {}  # the client has sent nothing in the session yet
         try:
             self._guard()
             self.address = self._bind(host)
@@ -353,7 +352,7 @@ class ServerEndpoint(Endpoint):
         self._zap.bind(_ZAP)
         self._watch(self._zap)
         self._credentials = self._key.guard_server(self._socket, encrypt=self._options.encrypt)
-        self._socket.set(zmq.ROUTER_MANDATORY, 1)  # a send says so if no one is there
+        self._socket.set(zmq.ROUTER_MANDATORY, 1)  # a send fails if the peer is gone
 
     def _bind(self, host: str) -> str:
         try:
@@ -369,15 +368,15 @@ class ServerEndpoint(Endpoint):
 
     @property
     def peers(self) -> Mapping[bytes, Peer]:
-        """The clients with a session, by what `receive` calls them; a client that starts anew is a new one."""
+        """The clients with a session, by the names that `receive` returns; a restarted client is a new one."""
         return self._peers
 
     def forget(self, peer: bytes) -> None:
-        """Drop a session; if its client lives it gets a new one with its next packet, which is lost itself."""
+        """Drop a session; a live client gets a new one with its next packet, which itself is lost."""
         self._peers.pop(peer, None)
 
     def receive(self, timeout_s: float = 0.0) -> tuple[bytes, Message] | None:
-        """Return the next message and who sent it, or None after `timeout_s`; lets clients in meanwhile."""
+        """Return the next message and its sender, or None after `timeout_s`; accepts clients meanwhile."""
         now = time.monotonic()
         deadline = now + timeout_s
         while True:
@@ -387,19 +386,19 @@ class ServerEndpoint(Endpoint):
                 self.refused["key"] += 1
             if self._monitor in ready:
                 self._count_failures()
-            got = self._taken(self._frames(), now) if self._socket in ready else None
+            got = self._received(self._frames(), now) if self._socket in ready else None
             if got is not None or now >= deadline:
                 return got
 
     def send(self, peer: bytes, message: Message, *, copy: bool = False) -> bool:
-        """Queue a message and return at once; False if it was dropped: `peer` is away, or does not read.
+        """Queue a message without blocking; return False if it was dropped: `peer` is gone, or does not read.
 
         Without `copy`, large tensors must stay unchanged until the peer has answered.
         """
         known = self._peers.get(peer)
         return known is not None and self._put([known.route, *self._signed(known.session, message, copy=copy)])
 
-    def _taken(self, frames: list[zmq.Frame], now: float) -> tuple[bytes, Message] | None:
+    def _received(self, frames: list[zmq.Frame], now: float) -> tuple[bytes, Message] | None:
         route, head = frames[0].bytes, frames[1].buffer if len(frames) > 1 else memoryview(b"")
         try:
             if len(frames) > 2 + MAX_TENSORS:
@@ -442,19 +441,19 @@ class ServerEndpoint(Endpoint):
 
     def _count_failures(self) -> None:
         for event, value in self._events():
-            if event & _FAILED and event != zmq.EVENT_HANDSHAKE_FAILED_AUTH:  # those that ZAP has counted
+            if event & _FAILED and event != zmq.EVENT_HANDSHAKE_FAILED_AUTH:  # already counted by ZAP
                 self.refused["key" if value == _CRYPTOGRAPHIC else "handshake"] += 1
 
 
 def _mechanism_of(address: str) -> bytes:
-    """Ask a ZeroMQ socket how it wants to shake hands (ZMTP 3.0, its greeting); empty if it does not say."""
+    """Return the handshake mechanism in a ZeroMQ socket's greeting (ZMTP 3.0); empty if there is none."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     greeting = b""
     with (
         contextlib.suppress(OSError),
         sockets.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_S) as connection,
     ):
-        connection.sendall(b"\xff" + bytes(8) + b"\x7f\x03")  # not how we would: it would hang up at once
+        connection.sendall(b"\xff" + bytes(8) + b"\x7f\x03")  # not our own mechanism: it would disconnect at once
         while len(greeting) < 32 and (more := connection.recv(64)):
             greeting += more
     return greeting[12:32].rstrip(b"\0")

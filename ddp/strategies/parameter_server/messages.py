@@ -1,22 +1,22 @@
-"""What a parameter server and its clients say to each other: kinds, fields, and how gradients lie in them.
+"""The messages between a parameter server and its clients: kinds, fields, and the format of gradients.
 
-What a client sends, and the answer:
+The client's messages and their answers:
 
     join -> joined | refused       its role, and the layout of its model; the step that training has reached
     value, ready -> filled         the first replica's values, if there is no snapshot
-    value -> taken                 the same later, when it has changed them by hand
+    value -> taken                 the same later, after they were changed by hand
     push -> pushed                 a chunk's gradient and hyperparameters; its values once the step is made
     pull -> pushed                 a chunk's values
-    ask -> asked                   the state of the gradients that have no answer yet
+    ask -> asked                   the state of unanswered gradients
     again -> pushed                an answer that was lost with a connection
     gather -> gathered             bytes of all replicas, for `strategy.reduce` (first server only)
-    extras, fetch -> extras        buffers and frozen parameters, which are replica 0's (first server only)
+    extras, fetch -> extras        replica 0's buffers and frozen parameters (first server only)
     state, load -> state, loaded   a chunk of the optimizer's state
     statistics -> statistics;  leave -> left;  anything malformed -> malformed
 
-Both ends check what they receive against these tables, once, before anything acts on it. Gradients and values travel
-as full or short numbers, or as some rows only: "float32" is the parameters' own dtype; fp16 and bf16 are cast; int8 has
-a scale for each block of 256 (`ddp.compression.quantize`), and what rounding lost is added to the next gradient.
+Both ends check received messages against these tables, once, before acting on them. Gradients and values are sent in
+full or reduced precision, or as some rows only: "float32" is the parameters' own dtype; fp16 and bf16 are cast; int8
+has a scale for each block of 256 (`ddp.compression.quantize`), and the rounding error is added to the next gradient.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ Compression = Literal["float32", "fp16", "bf16", "int8"]
 _BLOCK = 256
 _SHORT = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
-Residuals = dict[int, torch.Tensor]  # by chunk, what rounding to int8 has lost so far
+Residuals = dict[int, torch.Tensor]  # by chunk, the accumulated error of rounding to int8
 
 
 class MalformedError(ValueError):
-    """What came is no message of this version, or does not fit the model."""
+    """The received data is not a message of this version, or does not fit the model."""
 
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """One message: what it is, its facts as JSON (numbers, texts, lists, dicts with text keys), and dense CPU tensors.
+    """A message: its kind, its facts as JSON (numbers, strings, lists, dicts with string keys), and dense CPU tensors.
 
-    The tensors of a received message are contiguous, writable and its own; they live as long as they are used.
+    The tensors of a received message are contiguous, writable and not shared; their memory lives as long as they do.
     """
 
     kind: str
@@ -62,7 +62,7 @@ class Message:
         return f"Message({self.kind!r}, {dict(self.facts)!r}, [{tensors}{more}])"
 
 
-_Fields = Mapping[str, Any]  # types as annotations have them; a field of a union with None may be missing
+_Fields = Mapping[str, Any]  # types as in annotations; a field whose type allows None may be missing
 _ChunkSteps = list[tuple[int, int]]
 _CHUNK_STEP: _Fields = {"chunk": int, "step": int}
 _REQUEST: _Fields = {"request": int | None}
@@ -127,7 +127,7 @@ _LARGEST_INT = 1 << 53  # no count comes near it
 
 
 def check_fields(message: Message, kinds: Mapping[str, _Fields]) -> None:
-    """Raise MalformedError, which names the field, unless the message is one of `kinds` with fields of its types."""
+    """Raise MalformedError, which names the field, unless the message is one of `kinds` with valid fields."""
     fields = kinds.get(message.kind)
     if fields is None:
         raise MalformedError(f"there is no message {message.kind!r}")
@@ -200,8 +200,8 @@ def _shortened(
     blocks = -(-chunk.numel // _BLOCK)
     if chunk.index not in residuals:
         residuals[chunk.index] = torch.zeros(blocks, _BLOCK)
-    values = residuals[chunk.index]  # (blocks, 256) float32: what was lost before, to which the gradient is added
-    # What is owed to a piece waits for its next gradient; in `flat` it has whatever was in memory.
+    values = residuals[chunk.index]  # (blocks, 256) float32: the earlier rounding error, to which the gradient is added
+    # The residual of an absent piece waits for its next gradient; in `flat` such a piece is uninitialized.
     left_out = [chunk.pieces[position].in_flat(values.view(-1)) for position in (*gradient.absent, *gradient.sparse)]
     owed = [piece.clone() for piece in left_out]
     values.view(-1)[: chunk.numel].add_(flat)
@@ -215,7 +215,7 @@ def _shortened(
 
 
 def read_gradient(chunk: Chunk, facts: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> Gradient:
-    """Return the gradient of a message, in the chunk's dtype. Raises MalformedError if it does not fit the chunk."""
+    """Read the gradient of a message, in the chunk's dtype. Raises MalformedError if it does not fit the chunk."""
     left = list(tensors)
     absent, sparse = positions(chunk, facts.get("absent")), facts.get("sparse") or []
     if len(left) != (facts.get("flat") is not None) + 2 * len(sparse):
@@ -261,7 +261,7 @@ def _checked_rows(chunk: Chunk, position: int, numbers: torch.Tensor, values: to
 def write_values(
     chunk: Chunk, values: torch.Tensor, compression: Compression, rows: Sequence[torch.Tensor | None] | None
 ) -> tuple[dict[str, Any], tuple[torch.Tensor, ...]]:
-    """Return the facts and tensors of a chunk's values (numel,), of each piece only the given rows if there are any."""
+    """Return the facts and tensors of a chunk's values (numel,); with `rows`, only those rows of each piece."""
     short = _sent_dtype(chunk, "bf16" if compression == "int8" else compression)
     if rows is None:
         return {}, (values.to(short),)
@@ -280,7 +280,7 @@ def write_values(
 def read_values(
     chunk: Chunk, facts: Mapping[str, Any], tensors: Sequence[torch.Tensor], into: Sequence[torch.Tensor]
 ) -> None:
-    """Write the values of a message to `into`, for each piece a view of its rows in the parameter."""
+    """Write the values of a message to `into`, which has a view of each piece's rows in the parameter."""
     if facts.get("rows") is None:
         (flat,) = tensors
         foreach_copy(list(into), chunk.in_flat(flat))

@@ -1,9 +1,9 @@
-"""How messages travel: as packets of a session, whose ends hold the run's key. None is changed, repeated or invented.
+"""The wire format: packets of a session between holders of the run's key, safe from changes, replay and forgery.
 
-A packet is a header of JSON and the tensors' own memory: neither way copies a tensor, nothing is ever unpickled, and
-numpy is not needed (bfloat16 and the 8-bit floats travel as they are).
+A packet is a JSON header and the tensors' own memory: no tensor is copied in either direction, nothing is ever
+unpickled, and numpy is not needed (bfloat16 and the 8-bit floats are sent as they are).
 
-Two packets, each with an HMAC-SHA256 over all packets so far, give a session with a fresh key for each direction:
+Two packets, each with an HMAC-SHA256 over all packets so far, set up a session with a fresh key for each direction:
 
     client: hello (version, name, nonce)    server: challenge (version, nonce, session)
 
@@ -11,9 +11,9 @@ The challenge proves the run's key to the client, the client's first packet in t
 Every packet of a session is authenticated with AES-GMAC (AES-256-GCM that encrypts nothing): one tag over each tensor,
 and one over the header, its sequence number and those tags. The endpoints carry the packets.
 
-ZeroMQ's own handshake comes first, so a peer without the key gets no frame in: it wants a password or, to encrypt,
-CURVE keys, both derived from the run's key. CURVE alone would authenticate too, but it encrypts each frame before the
-first byte of it leaves: measured at 1 Gbit/s, a step of 100 MB then takes 1.5 times as long.
+ZeroMQ's own handshake comes first, so a peer without the key cannot send a frame: it needs a password or, to encrypt,
+CURVE keys, both derived from the run's key. CURVE alone would authenticate too, but it encrypts each frame before
+sending its first byte: measured at 1 Gbit/s, a step of 100 MB then takes 1.5 times as long.
 """
 
 from __future__ import annotations
@@ -57,18 +57,18 @@ _NAME_OF = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class Packet(IntEnum):
-    """What a packet is. Those below MESSAGE have their own proof or none, the others are authenticated."""
+    """The kind of a packet. Those below MESSAGE have their own proof or none, the others are authenticated."""
 
     HELLO = 1
     CHALLENGE = 2
     REFUSED = 4  # by the server, to a hello
-    UNKNOWN = 5  # by the server: there is no such session (any more)
+    UNKNOWN = 5  # by the server: it does not have this session (any more)
     MESSAGE = 16
-    HERE = 17  # by a client whose session or connection is new: its session is at the other end of it now
+    HERE = 17  # by a client with a new session or connection: the session uses this connection now
 
 
 class RefusedError(Exception):
-    """A packet that is not taken; `reason` is what it counts as."""
+    """A packet was refused; it is counted under `reason`."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -77,7 +77,7 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True)
 class Prefix:
-    """The first bytes of every packet, in every version."""
+    """The first bytes of every packet, the same in every version."""
 
     version: int
     packet: int
@@ -97,7 +97,7 @@ def read_prefix(head: memoryview) -> Prefix:
 
 
 class RunKey:
-    """The key of a run and all that is made of it. Shows nothing of itself."""
+    """The key of a run and everything derived from it. Its repr reveals nothing."""
 
     def __init__(self, key: bytes) -> None:
         if len(key) != KEY_BYTES:
@@ -116,7 +116,7 @@ class RunKey:
         return self.derive(b"password").hex().encode()
 
     def guard_client(self, socket: zmq.Socket[bytes], *, encrypt: bool) -> None:
-        """Set what a client's socket shows to the server's."""
+        """Set a client socket's credentials."""
         if encrypt:
             socket.curve_publickey, socket.curve_secretkey = self._curve_pair("client")
             socket.curve_serverkey = self._curve_pair("server")[0]
@@ -124,7 +124,7 @@ class RunKey:
             socket.plain_username, socket.plain_password = _USER, self.password()
 
     def guard_server(self, socket: zmq.Socket[bytes], *, encrypt: bool) -> list[bytes]:
-        """Let a server's socket ask for credentials; return the mechanism and those that `answer_zap` admits."""
+        """Make a server's socket require credentials; return the mechanism and those that `answer_zap` accepts."""
         socket.set(zmq.ZAP_DOMAIN, _USER)
         socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
         if encrypt:
@@ -135,7 +135,7 @@ class RunKey:
         return [b"PLAIN", _USER, self.password()]
 
     def _curve_pair(self, side: str) -> tuple[bytes, bytes]:
-        """CURVE's public and secret key of the "server" or of the "client" side, in Z85."""
+        """Return the CURVE public and secret key of the "server" or "client" side, in Z85."""
         if not zmq.has("curve"):
             raise UnsupportedError("this build of pyzmq cannot encrypt (no CURVE): install pyzmq's wheel from PyPI")
         secret = z85.encode(self.derive(b"curve " + side.encode()))
@@ -147,7 +147,7 @@ class RunKey:
         return self._with_proof(_plain_packet(Packet.HELLO, fields), b"hello")
 
     def read_hello(self, packet: bytes) -> ClientHello:
-        """Read a hello; `is_proven` says whether it was made with this key."""
+        """Parse a hello; `is_proven` is whether it was made with this key."""
         fields = read_plain_packet(packet[:-_PROOF_BYTES])
         nonce, version, name = (fields.get(field) for field in ("nonce", "version", "name"))
         if not (isinstance(nonce, str) and isinstance(version, str) and isinstance(name, str)):
@@ -155,7 +155,7 @@ class RunKey:
         return ClientHello(name, version, nonce, self._proven(packet, b"hello", b""))
 
     def challenge(self, hello: bytes, version: str) -> tuple[bytes, Session]:
-        """Answer a proven hello: the packet, and the session that begins with the client's first packet in it."""
+        """Return the answer to a proven hello, and the session that starts with the client's first packet in it."""
         session = os.urandom(SESSION_BYTES)
         packet = _plain_packet(Packet.CHALLENGE, {"version": version, "nonce": os.urandom(32).hex()}, session)
         packet = self._with_proof(packet, b"challenge", hello)
@@ -193,7 +193,7 @@ def answer_zap(zap: zmq.Socket[bytes], credentials: Sequence[bytes]) -> bool:
 
 @dataclass(frozen=True)
 class ClientHello:
-    """A client's first packet as it was read."""
+    """A client's first packet, parsed."""
 
     name: str
     version: str
@@ -222,7 +222,7 @@ class Authenticator:
         return head + tag(_NONCE.pack(number, 0), b"", head)
 
     def verify(self, prefix: Prefix, head: memoryview, frames: Sequence[zmq.Frame]) -> bytes:
-        """Return the header of an authenticated packet; raises RefusedError if any of it was changed, or is not new."""
+        """Return the header of an authenticated packet; raises RefusedError if it was changed or replayed."""
         number = prefix.sequence
         if number <= self.sequence:
             raise RefusedError("replay")
@@ -243,7 +243,7 @@ class Authenticator:
 
 @dataclass(frozen=True, repr=False)
 class Session:
-    """A session at one end: how to sign what goes out and verify what comes in."""
+    """One end of a session: signs outgoing packets and verifies incoming ones."""
 
     id: bytes
     outgoing: Authenticator
@@ -251,7 +251,7 @@ class Session:
 
 
 def refusal(reason: str, *, nonce: str, version: str) -> bytes:
-    """Make the server's answer to a hello that it does not take. Not proven: the two may share no key."""
+    """Make the server's answer to a hello that it refuses. Not authenticated: the two may share no key."""
     return _plain_packet(Packet.REFUSED, {"reason": reason, "nonce": nonce, "version": version})
 
 
@@ -261,7 +261,7 @@ def unknown(session: bytes) -> bytes:
 
 
 def read_plain_packet(packet: bytes) -> dict[str, Any]:
-    """Return what a packet says that is not authenticated, without its proof; raises RefusedError("malformed")."""
+    """Return the fields of an unauthenticated packet, without its proof; raises RefusedError("malformed")."""
     if not _PREFIX.size < len(packet) <= MAX_HANDSHAKE_BYTES:
         raise RefusedError("malformed")
     try:
@@ -279,10 +279,10 @@ def _plain_packet(packet: Packet, fields: dict[str, Any], session: bytes = bytes
 
 
 def encode(message: Message, *, copy: bool) -> tuple[bytes, list[zmq.Frame]]:
-    """Return the header and a frame a tensor, which is the tensor's own memory and keeps it alive unless `copy`.
+    """Return the header and one frame per tensor, which is the tensor's own memory and keeps it alive unless `copy`.
 
-    Short tensors are copied anyway, and those that are not contiguous. Raises ArgumentError for a tensor that is not
-    dense and on the CPU, and for facts that JSON cannot hold.
+    Short and non-contiguous tensors are always copied. Raises ArgumentError for a tensor that is not dense and on the
+    CPU, and for facts that JSON cannot represent.
     """
     if len(message.tensors) > MAX_TENSORS:
         raise ArgumentError(
@@ -295,7 +295,7 @@ def encode(message: Message, *, copy: bool) -> tuple[bytes, list[zmq.Frame]]:
         if name is None or tensor.layout is not torch.strided or tensor.device.type != "cpu":
             raise ArgumentError(
                 f"message {message.kind!r} has a {tensor.dtype} tensor ({tensor.layout}, on {tensor.device}); "
-                f"only dense tensors on the CPU travel, of {', '.join(_DTYPES)}"
+                f"only dense tensors on the CPU can be sent, of {', '.join(_DTYPES)}"
             )
         described.append([name, list(tensor.shape)])
         frames.append(_frame(tensor, copy=copy))
@@ -307,7 +307,7 @@ def encode(message: Message, *, copy: bool) -> tuple[bytes, list[zmq.Frame]]:
 
 
 def decode(header: bytes, frames: Sequence[zmq.Frame]) -> Message:
-    """Make the message of a header and one frame a tensor; raises MalformedError if they do not fit each other."""
+    """Decode a message from a header and one frame per tensor; raises MalformedError if they do not match."""
     try:
         kind, facts, described = json.loads(header)
         if not isinstance(kind, str) or not isinstance(facts, dict):
@@ -325,7 +325,7 @@ def _frame(tensor: torch.Tensor, *, copy: bool) -> zmq.Frame:
     tensor = tensor.contiguous()
     if tensor.numel() == 0:
         return zmq.Frame(b"")
-    # The only way to a tensor's memory without numpy, which lacks bfloat16 anyway.
+    # The only access to a tensor's memory without numpy, which lacks bfloat16 anyway.
     memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
     memory._owner = tensor  # type: ignore[attr-defined]  # the address alone would not keep it
     return zmq.Frame(memory, copy=copy or tensor.nbytes < zmq.COPY_THRESHOLD)

@@ -1,7 +1,7 @@
-"""Who is who in a run with parameter servers, and where the servers listen: the launcher's variables and its store.
+"""The roles in a run with parameter servers, and the servers' addresses: from the launcher's variables and its store.
 
-Called by the strategy. The store only says where to connect; that the other end belongs to the run is shown by the
-run's key, which the launcher hands to every process and which never goes through the store.
+Called by the strategy. The store only has the addresses; the run's key proves that the other end belongs to the run.
+The launcher passes the key to every process, and it never goes through the store.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _HOW = "dtrain run --ps 1 --nproc-per-node 2 train.py"
 
 @dataclass(frozen=True)
 class ProcessRole:
-    """The role of this process, its number in it, and how many workers and servers there are.
+    """The role of this process, its index in the role, and the numbers of workers and servers.
 
-    `key` is the run's, and in no repr. A world of one has no servers.
+    `key` is the run's, and is not in the repr. A world of one has no servers.
     """
 
     role: Role
@@ -48,7 +48,7 @@ class ProcessRole:
 
 
 def read_role(environ: Mapping[str, str]) -> ProcessRole:
-    """Find this process's role in DTRAIN_ROLES, ROLE_NAME and RANK; without any, it is alone.
+    """Read this process's role from DTRAIN_ROLES, ROLE_NAME and RANK; without any, it is alone.
 
     Raises LaunchEnvironmentError if the run has workers but no servers, or servers but no workers.
     """
@@ -82,7 +82,7 @@ def read_role(environ: Mapping[str, str]) -> ProcessRole:
 
 
 def _workers(roles: Mapping[str, int]) -> int:
-    """The first role is that of the workers, after the chief, which is the first of them."""
+    """Return the number of workers: those of the first role, or the chief and those of the role after it."""
     names = [name for name in roles if name not in ("ps", "evaluator")]
     if not names:
         return 0
@@ -91,11 +91,11 @@ def _workers(roles: Mapping[str, int]) -> int:
 
 
 def own_address(master: str) -> str:
-    """Return this host's address on the way to `master`, as a number: where the others can reach it."""
+    """Return the numeric address of this host on its route to `master`, where the others can reach it."""
     try:
         family, kind, _, _, target = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(target)  # of a datagram socket: nothing is sent
+            probe.connect(target)  # a datagram socket: nothing is sent
             return str(probe.getsockname()[0])
     except OSError as error:
         raise RendezvousError(f"no route from this host to MASTER_ADDR={master}: {error}") from error
@@ -116,16 +116,16 @@ class ServerDirectory:
             raise RendezvousError(f"the store at {address}:{port} cannot be reached: {error}") from error
         self._store: Store = PrefixStore("dtrain/ps", store)
 
-    def begin_life(self, server: int) -> int:
-        """Count one more life of a server; return its number, from 1."""
+    def start_life(self, server: int) -> int:
+        """Count one more start of a server; return its number, from 1."""
         return int(self._store.add(f"lives/{server}", 1))
 
     def announce(self, server: int, life: int, address: str) -> None:
-        """Say where a server listens in this life."""
+        """Publish the address of a server in this life."""
         self._store.set(f"server/{server}/{life}", address)
 
     def find(self, server: int, life: int, *, wait_s: float = 0.0) -> str | None:
-        """Return where a server listens in a life, None if it has not said so within `wait_s` seconds."""
+        """Return a server's address in a life, None if it was not published within `wait_s` seconds."""
         name = f"server/{server}/{life}"
         if wait_s > 0:
             with contextlib.suppress(dist.DistStoreError):
@@ -133,10 +133,10 @@ class ServerDirectory:
         return self._store.get(name).decode() if self._store.check([name]) else None
 
     def agree_on_step(self, server: int, servers: Sequence[int], steps: Sequence[int]) -> int | None:
-        """Return the last step of which all of `servers` have a snapshot, None if none of them has any.
+        """Return the last step for which all of `servers` have a snapshot, None if none of them has any.
 
         Each of them must call it; blocks until all have, at most `timeout_s`. Raises ParameterServerError if
-        some have snapshots, but none of the same step.
+        some have snapshots, but not of the same step.
         """
         self._store.set(f"snapshots/{server}", json.dumps(sorted(steps)))
         names = [f"snapshots/{other}" for other in servers]
@@ -144,7 +144,7 @@ class ServerDirectory:
             self._store.wait(names, timedelta(seconds=self._timeout_s))
         except dist.DistStoreError as error:
             raise RendezvousError(
-                f"parameter server {server}: not all of the {len(servers)} servers have come within "
+                f"parameter server {server}: not all of the {len(servers)} servers have started within "
                 f"{self._timeout_s:g} s"
             ) from error
         found = [json.loads(self._store.get(name)) for name in names]
@@ -153,6 +153,6 @@ class ServerDirectory:
             have = "; ".join(f"server {other}: {steps or 'none'}" for other, steps in zip(servers, found, strict=True))
             raise ParameterServerError(
                 f"the servers have no snapshot of the same step ({have}): put the folder on storage that all of their "
-                "hosts share, or remove it to begin anew"
+                "hosts share, or remove it to start again"
             )
         return max(common, default=None)

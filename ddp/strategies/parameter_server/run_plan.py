@@ -1,7 +1,7 @@
-"""What all processes of a run with parameter servers have in common: the model's layout, its partition, the options.
+"""The plan that all processes of a run with parameter servers share: the model's layout, its partition, the options.
 
-Every process makes the same plan of its own model and optimizer; a server compares the workers' with its own when they
-join.
+Every process makes the same plan from its own model and optimizer; a server compares the workers' plans with its own
+when they join.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LEAST_CHUNK_BYTES, _MOST_CHUNK_BYTES = 1 << 20, 16 << 20
 
 @dataclass(frozen=True)
 class Options:
-    """What `ParameterServer` is given, which says what each of them means; the same in every process of the run."""
+    """The arguments of `ParameterServer`, where they are documented; the same in every process of the run."""
 
     mode: Mode = "sync"
     staleness: int = 2
@@ -58,10 +58,10 @@ class Options:
             )
         if self.backup_workers and self.mode != "sync":
             raise ArgumentError(
-                f"backup_workers={self.backup_workers} is for mode='sync'; with {self.mode!r} nobody waits"
+                f"backup_workers={self.backup_workers} is for mode='sync'; with {self.mode!r} no worker waits"
             )
         if self.overlap and self.mode == "sync":
-            raise ArgumentError("overlap=True lets a step begin before the last one is back: not in mode='sync'")
+            raise ArgumentError("overlap=True starts a step before the last one is back: not possible in mode='sync'")
         if (self.chunk_mb is not None and not 0 < self.chunk_mb <= 64) or self.lost_after_s <= 0 or self.timeout_s <= 0:
             raise ArgumentError(
                 f"chunk_mb={self.chunk_mb} (more than 0, at most 64), lost_after_s={self.lost_after_s}, "
@@ -73,9 +73,9 @@ class Options:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """See the module. `parameters` are those that the optimizer steps, in its order, and `names` theirs.
+    """See the module. `parameters` are those that the optimizer steps, in its order, and `names` their names.
 
-    `extras` are the model's other tensors, buffers and frozen parameters, by name: they are replica 0's.
+    `extras` are the model's other tensors, buffers and frozen parameters, by name: replica 0's are used.
     """
 
     options: Options
@@ -85,7 +85,7 @@ class RunPlan:
     parameters: tuple[torch.Tensor, ...]
     names: tuple[str, ...]
     extras: dict[str, torch.Tensor]
-    sparse: frozenset[int]  # chunks of which gradients are rows
+    sparse: frozenset[int]  # chunks whose gradients are rows
 
     @property
     def digest(self) -> str:
@@ -93,7 +93,7 @@ class RunPlan:
 
     @property
     def frame_bytes(self) -> int:
-        """The most that one tensor of a message takes: a chunk, what its optimizer keeps of it, or an extra."""
+        """Maximum size of one tensor of a message: a chunk, its optimizer state, or an extra."""
         chunks = [4 * chunk.nbytes for chunk in self.partition.chunks]
         return max(_FRAME_BYTES, *chunks, *(each.nbytes for each in self.extras.values())) + (1 << 20)
 
@@ -101,9 +101,9 @@ class RunPlan:
 def make_plan(
     model: nn.Module, optimizer: torch.optim.Optimizer, options: Options, *, workers: int, servers: int
 ) -> RunPlan:
-    """Describe a model and its optimizer, and cut its parameters for the servers.
+    """Describe a model and its optimizer, and partition its parameters over the servers.
 
-    Raises UnsupportedError for an optimizer that a server cannot step, ArgumentError for backup workers that are all.
+    Raises UnsupportedError for an optimizer that a server cannot step, ArgumentError if all workers are backups.
     """
     if options.backup_workers >= workers:
         raise ArgumentError(f"backup_workers={options.backup_workers} of {workers} workers leaves none to wait for")
@@ -136,8 +136,8 @@ def make_plan(
 
 
 def _chunk_bytes(options: Options, parameters: Sequence[torch.Tensor]) -> int:
-    """How much travels at once: few messages, as each costs 0.1 to 0.3 ms of processor time over both ends, but enough
-    of them that servers step some while others are on their way.
+    """Choose the chunk size: few messages, as each costs 0.1 to 0.3 ms of processor time over both ends, but enough
+    of them that servers step some while others are in flight.
     """
     if options.chunk_mb is not None:
         return int(options.chunk_mb * (1 << 20))
@@ -174,7 +174,7 @@ def raise_mismatch(mine: Sequence[Entry], theirs: Sequence[Entry], *, rank: int,
 
 
 def plain_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the hyperparameters as JSON has them; texts and functions stay with the optimizer."""
+    """Return the hyperparameters as JSON values; strings and functions stay with the optimizer."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -187,7 +187,7 @@ def plain_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def check_groups(given: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]]) -> None:
-    """Raise MalformedError unless hyperparameters that came have the form of `own`, those of `plain_groups`."""
+    """Raise MalformedError unless received hyperparameters have the structure of `own`, from `plain_groups`."""
     if len(given) != len(own):
         raise MalformedError(f"there are {len(given)} param groups, not {len(own)}")
     for number, (group, mine) in enumerate(zip(given, own, strict=True)):

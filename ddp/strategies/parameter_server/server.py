@@ -1,10 +1,10 @@
-"""A parameter server: holds its chunks of the model, takes gradients, makes steps, and gives values back.
+"""A parameter server: holds its chunks of the model, receives gradients, makes steps, and sends values back.
 
-`serve` is called by the strategy in a process of role "ps", and returns when all workers are through. One thread, one
-loop; here is who takes part, `steps` has the training and `requests` what is asked beside it.
+`serve` is called by the strategy in a process of role "ps", and returns when all workers have finished. One thread,
+one loop; this module handles membership, `steps` the training and `requests` all other requests.
 
-The messages are listed in `ddp.strategies.parameter_server.messages`. One that does not fit is refused: its
-sender gets the reason, and the others are served.
+The messages are listed in `ddp.strategies.parameter_server.messages`. An invalid one is refused: its sender gets the
+reason, and the others are still served.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Server:
         self._consistency, self._statistics, self._peers = steps.consistency, steps.statistics, steps.participants
         self._workers: dict[int, Participant] = {}
         self._waiting_to_join: list[tuple[Participant, Message]] = []
-        self._is_filled = False  # whether the values are those of the training, not this process's own
+        self._is_filled = False  # whether the values are the training's, not this process's initial ones
         self._snapshots: Snapshots | None = None
         if self._options.snapshots is not None and steps.chunks:
             self._snapshots = Snapshots(self._options.snapshots, index, _layout(plan, index))
@@ -65,19 +65,19 @@ class Server:
             "pull": steps.pull,
             "again": steps.pull,
             "ask": steps.ask,
-            "value": self._take_value,
+            "value": self._set_value,
             "ready": self._fill,
             "gather": requests.gather,
-            "extras": requests.take_extras,
-            "fetch": requests.give_extras,
-            "state": requests.give_state,
+            "extras": requests.store_extras,
+            "fetch": requests.send_extras,
+            "state": requests.send_state,
             "load": requests.load_state,
-            "statistics": requests.give_statistics,
+            "statistics": requests.send_statistics,
             "leave": self._leave,
         }
 
     def begin(self, directory: ServerDirectory) -> None:
-        """Take over a snapshot, if there is one: the newest, or at the run's beginning the newest that all have.
+        """Load a snapshot, if there is one: the newest, or at the start of the run the newest that all servers have.
 
         Raises ParameterServerError if it is of another model.
         """
@@ -96,14 +96,14 @@ class Server:
             self._steps.begin_at(step)
             self._requests.extras = dict(state["extras"])
             self._is_filled = True
-            self._log(f"goes on from the snapshot of step {step}")
+            self._log(f"continues from the snapshot of step {step}")
         elif self._life > 1:
-            self._log("there is no snapshot: it goes on from worker 0's values, and the optimizer's state is lost")
+            self._log("there is no snapshot: it continues from worker 0's values, and the optimizer's state is lost")
 
     def serve(self) -> None:
-        """Serve until every worker has left, or SIGTERM comes. Raises ParameterServerError if no worker ever comes."""
+        """Serve until every worker has left or SIGTERM arrives. Raises ParameterServerError if no worker ever joins."""
         began = ticked = time.monotonic()
-        with _on_signals(self._take_signal):
+        with _on_signals(self._on_signal):
             while not self._stop and not self._consistency.is_over:
                 self._receive_all(_TICK_S)
                 if self._is_warned or time.monotonic() - ticked >= _TICK_S:
@@ -114,22 +114,22 @@ class Server:
             print(line, flush=True)
 
     def close(self) -> None:
-        """Finish writing, let go of all memory."""
+        """Finish writing and release all memory."""
         if self._snapshots is not None:
             self._snapshots.wait()
         for peer in self._peers.values():
             if peer.memory is not None:
                 peer.memory.close()
 
-    def _take_signal(self, signum: int, _: FrameType | None) -> None:
-        """TERM: nobody needs this server any more. USR1: the job's time is nearly up, so what is here is saved now."""
+    def _on_signal(self, signum: int, _: FrameType | None) -> None:
+        """Handle a signal. TERM: the server is no longer needed. USR1: the job's time is nearly up, so save now."""
         if signum == signal.SIGTERM:
             self._stop = True
         else:
             self._is_warned = True
 
     def _receive_all(self, timeout_s: float) -> None:
-        """Act on all messages that are here, waiting at most so long for the first."""
+        """Handle all messages that have arrived, waiting at most `timeout_s` for the first."""
         while (received := self._endpoint.receive(timeout_s)) is not None:
             timeout_s = 0.0
             address, message = received
@@ -149,16 +149,16 @@ class Server:
             silent_s = now - heard.get(peer.address, began)
             if worker.is_active and silent_s > self._options.lost_after_s and not self._consistency.waits_for_all:
                 worker.is_lost = True
-                self._log(f"nothing was heard of worker {replica} for {silent_s:.0f} s; nobody waits for it")
-        self._go_on()
+                self._log(f"worker {replica} has been silent for {silent_s:.0f} s; the others no longer wait for it")
+        self._let_continue()
         if self._life > 1 and now - began > self._options.lost_after_s and not self._consistency.waits_for_all:
-            for worker in self._consistency.workers:  # those that were left out in an earlier life never come
+            for worker in self._consistency.workers:  # those left out before a restart of the server never join
                 worker.is_lost = worker.is_lost or not worker.has_joined
         if not self._workers and now - began > self._options.timeout_s:
-            raise ParameterServerError(f"{self.name}: no worker has come within {self._options.timeout_s:g} s")
+            raise ParameterServerError(f"{self.name}: no worker has joined within {self._options.timeout_s:g} s")
 
     def _finish(self) -> None:
-        """Answer those that ask once more, because an answer was lost; write what the training has come to."""
+        """Answer repeated requests whose answers were lost; write the final state of the training."""
         self._is_warned = True
         self._snapshot_when_due()
         deadline = time.monotonic() + _LINGER_S
@@ -166,7 +166,7 @@ class Server:
             self._receive_all(_TICK_S)
 
     def _is_watched(self) -> bool:
-        """Whether an evaluator still wants the values."""
+        """Return whether an evaluator still needs the values."""
         heard = {address: peer.heard_s for address, peer in self._endpoint.peers.items()}
         watching = [peer for peer in self._peers.values() if peer.role == "evaluator" and not peer.has_left]
         limit = time.monotonic() - self._options.lost_after_s
@@ -181,7 +181,7 @@ class Server:
             entries = (encode([[entry.kind, entry.name, entry.facts] for entry in self._plan.entries]),)
             self._endpoint.send(address, Message("refused", {}, entries))
             return
-        if address in self._peers:  # it says so again, because it has not heard the answer
+        if address in self._peers:  # repeated, because the answer was lost
             self._peers[address].rows = ChangedRows()
             if any(peer.address == address for peer, _ in self._waiting_to_join):
                 self._endpoint.send(address, Message("wait"))
@@ -207,7 +207,7 @@ class Server:
             self._waiting_to_join.append((peer, message))
 
     def _replace(self, replica: int) -> None:
-        """Forget the earlier life of a replica. What it has pushed counts: it was made for that step."""
+        """Drop the state of a replica before its restart. Its pushed gradients count: they belong to that step."""
         old = self._workers.pop(replica, None)
         if old is None:
             return
@@ -232,10 +232,10 @@ class Server:
             "reads_gradients": peer.memory is not None,
         }
         self._endpoint.send(peer.address, Message("joined", facts))
-        self._go_on()
+        self._let_continue()
 
     def _fill(self, peer: Participant, _: Message) -> None:
-        """The first replica's values are here: let the others in."""
+        """Admit the other workers, once the first replica's values are here."""
         self._is_filled = True
         if self._snapshots is not None:
             self._snapshot(self._snapshots, self._consistency.step)
@@ -251,23 +251,23 @@ class Server:
         if peer.role == "worker":
             self._consistency.workers[peer.replica].has_finished = True
         self._endpoint.send(peer.address, Message("left"))
-        self._go_on()
+        self._let_continue()
 
     def _fail(self, peer: Participant, message: Message) -> None:
-        """A worker ends with an exception: the others need not wait until it is missed."""
+        """Handle a worker that ends with an exception, so that the others need not wait for a timeout."""
         if peer.role == "worker":
             self._consistency.workers[peer.replica].is_lost = not self._consistency.waits_for_all
             self._log(f"worker {peer.replica} ends with {message.facts['error']}")
-            self._go_on()
+            self._let_continue()
 
     def _handle(self, address: bytes, message: Message) -> None:
-        """Act on a message whose fields have the right types. Raises MalformedError if they do not fit this server."""
+        """Handle a message whose fields have the right types. Raises MalformedError if they do not fit this server."""
         if message.kind == "join":
             self._join(address, message)
             return
         peer = self._peers.get(address)
         if peer is None:
-            self._endpoint.send(address, Message("unknown"))  # of an earlier life of ours: it has to join again
+            self._endpoint.send(address, Message("unknown"))  # from before our restart: it must join again
             return
         if peer.role == "worker":
             self._consistency.hear(peer.replica)
@@ -279,25 +279,25 @@ class Server:
     def _read_memory(self, peer: Participant, _: Message) -> None:
         peer.reads_memory = True
 
-    def _take_value(self, peer: Participant, message: Message) -> None:
+    def _set_value(self, peer: Participant, message: Message) -> None:
         if peer.replica == 0:
-            self._steps.take_value(message)
+            self._steps.set_value(message)
             if self._is_filled:
                 self._requests.reply(peer, message, "taken", {})
 
     def _push(self, peer: Participant, message: Message) -> None:
         self._steps.push(peer, message)
         if message.facts.get("is_last"):
-            self._go_on()
+            self._let_continue()
 
-    def _go_on(self) -> None:
-        """Let go on who may, now that somebody has pushed, left or was given up."""
+    def _let_continue(self) -> None:
+        """Let workers continue where possible, after one has pushed, left or was lost."""
         self._requests.finish_gather()
-        self._steps.go_on()
+        self._steps.let_continue()
         self._snapshot_when_due()
 
     def _snapshot_when_due(self) -> None:
-        """Write a snapshot after so many steps, or if one was asked for: in sync mode only between two steps."""
+        """Write a snapshot every `snapshot_every` steps, or on request; in sync mode only between two steps."""
         if self._snapshots is None or not self._is_filled or not self._steps.are_between:
             return
         step, last, every = self._steps.count, self._snapshots.step, self._options.snapshot_every
@@ -313,7 +313,7 @@ class Server:
 
 
 def _layout(plan: RunPlan, index: int) -> str:
-    """A text that is the same for snapshots that fit: the model and the partition."""
+    """Return a digest of the model and the partition, which is the same for compatible snapshots."""
     shapes = [(entry.kind, entry.name, entry.facts) for entry in plan.entries if entry.kind != "setting"]
     chunks = [(chunk.index, chunk) for chunk in plan.partition.of(index)]
     return hashlib.sha256(repr((shapes, chunks)).encode()).hexdigest()
@@ -321,7 +321,7 @@ def _layout(plan: RunPlan, index: int) -> str:
 
 @contextlib.contextmanager
 def _on_signals(act: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Call `act` at SIGTERM and SIGUSR1."""
+    """Call `act` on SIGTERM and SIGUSR1."""
     before = {signum: signal.signal(signum, act) for signum in (signal.SIGTERM, signal.SIGUSR1)}
     try:
         yield

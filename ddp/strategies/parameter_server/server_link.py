@@ -1,6 +1,6 @@
-"""A client's way to one server in one of its lives: what goes out and comes in, and what was not answered yet.
+"""A client's link to one server between two of its restarts: sends, receives, and keeps unanswered messages.
 
-Made and called by the client, which knows what the messages mean for the model.
+Made and called by the client, which handles the meaning of the messages.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from ddp.strategies.sharding.chunk_gradient import ChunkGradient, Gradient, flat
 from ddp.strategies.sharding.partition import Chunk, Partition
 
 HEARTBEAT_S = 1.0
-QUIET_S = 3.0  # after so long without a message, the store is asked whether the server has a new life
-_ASK_S = 2.0  # after so long without a message, a server that owes an answer is asked for its state
-_WINDOW = 128  # chunks under way to a server; its queue to one worker takes 256 messages
-_WINDOW_BYTES = 32 << 20  # under way where tensors go by the network
-_VALUES = 4  # chunks that come back and are under way to the device together
+QUIET_S = 3.0  # after this time without a message, the client looks in the store for a restart of the server
+_ASK_S = 2.0  # after this time without a message, a server that owes an answer is asked for its state
+_WINDOW = 128  # chunks in flight to a server; its queue to one worker holds 256 messages
+_WINDOW_BYTES = 32 << 20  # in flight, if tensors go over the network
+_VALUES = 4  # received chunks that are copied to the device at the same time
 
 
 @dataclass
 class ServerLink:
-    """See the module. `outstanding` has what was not answered, by chunk and step.
+    """See the module. `outstanding` has the unanswered messages, by chunk and step.
 
-    `gradients` is this worker's memory in which a server of the same host reads its gradients, `values` the server's.
+    `gradients` is this worker's memory, where a server on the same host reads its gradients; `values` is the server's.
     """
 
     index: int
@@ -47,9 +47,9 @@ class ServerLink:
     outstanding: dict[tuple[int, int], Message] = field(default_factory=dict)
     values: SharedSegment | None = None
     has_joined: bool = False
-    is_ready: bool = False  # and has its values
+    is_ready: bool = False  # joined, and the server has its values
     step: int = 0  # of the training, when it joined
-    may_share: bool = False  # gradients by memory
+    may_share: bool = False  # gradients through shared memory
     waits_for: list[int] = field(default_factory=list)  # replicas
     unsent: deque[Message] = field(default_factory=deque)
     arrived: deque[Message] = field(default_factory=deque)
@@ -68,12 +68,12 @@ class ServerLink:
 
     @property
     def contact(self) -> tuple[int, int, int]:
-        """Changes whenever something that was sent before may have been lost."""
+        """A value that changes whenever sent messages may have been lost."""
         return self.life, self._joins, self.endpoint.connections
 
     @property
     def has_room(self) -> bool:
-        """Whether more may be sent: not so much that answers would be dropped, or come late for all else."""
+        """Whether more may be sent without answers being dropped, or arriving late for everything else."""
         is_near = self.may_share and self.values is not None
         return len(self.outstanding) < (_WINDOW if is_near else self._far_window)
 
@@ -84,9 +84,9 @@ class ServerLink:
         residuals: Residuals,
         copies: DeviceCopies | None = None,
     ) -> tuple[dict[str, Any], tuple[torch.Tensor, ...]]:
-        """Return the facts and tensors of a chunk's gradient, which lies in shared memory if the server can read it.
+        """Return the facts and tensors of a chunk's gradient, which is in shared memory if the server can read it.
 
-        It is taken from `copies` if there are such, which has started to copy it.
+        With `copies`, it is read from there, where its copy was started.
         """
         memory = self.gradients if self.may_share else None
         if copies is not None:
@@ -109,27 +109,27 @@ class ServerLink:
         return {"shared": True}, ()
 
     def request_values(self, message: Message) -> None:
-        """Send a message that is answered by a chunk's values, if not in this life of the server, in the next."""
+        """Send a message whose answer is a chunk's values; after a restart of the server it is sent again."""
         self.outstanding[message.facts["chunk"], message.facts["step"]] = message
         self.send(message)
 
     def send(self, message: Message) -> None:
-        """Send a message, or keep it until it can be sent; drop it while the server does not know this client."""
+        """Send a message, or keep it until it can be sent; drop it while this client has not joined."""
         if self._is_closed:
             raise ParameterServerError(f"{self.endpoint.name} has left the parameter servers (strategy.close())")
         if not self.has_joined:
-            return  # what matters is said again when it has
+            return  # what matters is sent again after joining
         self.statistics["bytes_out"] += sum(tensor.nbytes for tensor in message.tensors)
         if self.unsent or not self.endpoint.send(message):
             self.unsent.append(message)
 
     def send_unsent(self) -> None:
-        """Send what could not go before."""
+        """Send the messages that could not be sent before."""
         while self.unsent and self.endpoint.send(self.unsent[0]):
             self.unsent.popleft()
 
     def next_message(self) -> Message | None:
-        """Return a message that has come, if there is one."""
+        """Return a received message, if there is one."""
         message = self.arrived.popleft() if self.arrived else self.endpoint.receive()
         if message is not None:
             self.heard = time.monotonic()
@@ -137,14 +137,14 @@ class ServerLink:
         return message
 
     def join(self, facts: Mapping[str, Any]) -> None:
-        """Tell the server who this is; it answers "joined". May be said again."""
+        """Identify this client to the server, which answers "joined". May be repeated."""
         self.has_joined = self.is_ready = False
         self._connections = self.endpoint.connections
         ticket = None if self.gradients is None else self.gradients.ticket
         self.endpoint.send(Message("join", {**facts, "memory": ticket}))
 
     def on_joined(self, facts: Mapping[str, Any]) -> None:
-        """Take note that the server knows this client now."""
+        """Record that this client has joined the server."""
         self.has_joined = True
         self.may_share = self.gradients is not None and facts["reads_gradients"]
         self.step = facts["step"]
@@ -154,7 +154,7 @@ class ServerLink:
             self.endpoint.send(Message("memory"))
 
     def on_ready(self) -> None:
-        """Go on with a server that has what it needs: give it what its earlier life has not answered."""
+        """Resume with a server that has its values: send again what it had not answered before its restart."""
         self.is_ready = True
         self._joins += 1
         for key, message in list(self.outstanding.items()):
@@ -162,10 +162,10 @@ class ServerLink:
             self.send(self.outstanding[key])
 
     def on_asked(self, facts: Mapping[str, Any]) -> None:
-        """Send again what the server has not got, and ask again for answers that were lost."""
+        """Send again what the server did not receive, and ask again for answers that were lost."""
         self._is_asking = False
         self.waits_for = facts["waits_for"]
-        # What the server has answered came before this, or never comes.
+        # Its earlier answers arrived before this message, or are lost.
         for index, step in facts["missing"]:
             again = self.outstanding.get((index, step))
             if again is not None:
@@ -175,12 +175,12 @@ class ServerLink:
                 self.send(Message("again", {"chunk": index, "step": step}))
 
     def keep_in_touch(self, now: float) -> bool:
-        """Once a second, say that this client lives; return whether it has to join (again) instead.
+        """Send a heartbeat once a second; return whether this client has to join (again) instead.
 
         A quiet server is asked for what it has not answered. One question at a time: on a slow network, answers to
-        several would be in the way of what they ask for.
+        several would delay the data that they ask for.
         """
-        if self._connections != self.endpoint.connections:  # what was under way may be lost, the question too
+        if self._connections != self.endpoint.connections:  # messages in flight may be lost, the question too
             self._connections = self.endpoint.connections
             self._is_asking = False
             self.has_joined = self.has_joined and self.is_ready
@@ -197,13 +197,13 @@ class ServerLink:
         return False
 
     def heartbeat(self) -> None:
-        """Say that this client lives, and take what comes out of the queue; for another thread than the client's."""
+        """Send a heartbeat and receive what has arrived; for another thread than the client's."""
         self.endpoint.send(Message("heartbeat"))
         while (message := self.endpoint.receive()) is not None:
             self.arrived.append(message)
 
     def close(self) -> None:
-        """Let go of the connection and of the server's memory."""
+        """Close the connection and the server's memory."""
         self._is_closed = True
         self.endpoint.close()
         if self.values is not None:
@@ -211,7 +211,7 @@ class ServerLink:
             self.values = None
 
     def _without_memory(self, message: Message) -> Message:
-        """A message that carries the gradient that lies in shared memory."""
+        """Return a message that carries the gradient from shared memory."""
         if not message.facts.get("shared") or self.gradients is None:
             return message
         flat = self.plan.partition.chunks[message.facts["chunk"]].in_memory(self.gradients.tensor)
@@ -222,7 +222,7 @@ class ServerLink:
 class DeviceCopies:
     """Pinned memory for the gradients of all chunks, which are sent from there, and for the values of a few.
 
-    The client has one if all parameters lie on one device whose copies run beside the host.
+    The client has one if all parameters are on one device with asynchronous copies.
     """
 
     def __init__(self, partition: Partition, device: torch.device) -> None:
@@ -245,7 +245,7 @@ class DeviceCopies:
             self._flattened[chunk.index] = start_flattening(chunk, gradients, self._gradients[chunk.index])
 
     def gradient_of(self, chunk: Chunk) -> Gradient:
-        """Wait until a chunk's gradient is here; return it, in host memory that stays as it is until the next start."""
+        """Wait for a chunk's gradient; return it, in host memory that stays unchanged until the next start."""
         return self._flattened.pop(chunk.index)()
 
     def install(self, chunk: Chunk, values: torch.Tensor, into: Sequence[torch.Tensor]) -> None:
@@ -254,7 +254,7 @@ class DeviceCopies:
 
 
 def _moved(gradient: Gradient, out: torch.Tensor) -> Gradient:
-    """A gradient with its flat tensor in `out`."""
+    """Return the gradient with its flat tensor copied to `out`."""
     if isinstance(gradient, torch.Tensor):
         return out.copy_(gradient)
     return replace(gradient, flat=None if gradient.flat is None else out.copy_(gradient.flat))

@@ -1,6 +1,6 @@
 """A server's snapshots: its values and its optimizer's state, written as checkpoints are, in a folder of its own.
 
-Called by the server. A snapshot is copied at once and written by a thread: the workers do not wait for the disk.
+Called by the server. A snapshot is copied at once and written by a thread, so the workers do not wait for the disk.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _KEEP = 2
 
 
 class Snapshots:
-    """The snapshots of one server in `folder`/server-N, of the same `layout`. One thread writes, one after the other.
+    """The snapshots of one server in `folder`/server-N, with the same `layout`. One thread writes them in order.
 
     `step` is that of the last one, 0 if there is none.
     """
@@ -37,7 +37,7 @@ class Snapshots:
         self._broken: set[str] = set()
 
     def whole_steps(self) -> list[int]:
-        """Read all snapshots; return the steps of those that are whole. Says what it passes over."""
+        """Read all snapshots; return the steps of those that are complete. Prints which ones it skips."""
         steps = []
         for step, path in checkpoint_file.newest_first(self._folder):
             try:
@@ -46,11 +46,11 @@ class Snapshots:
                 steps.append(step)
             except (CheckpointError, OSError) as error:
                 self._broken.add(path.name)
-                print(f"parameter server {self._server}: passing over {path}: {error}", file=sys.stderr, flush=True)
+                print(f"parameter server {self._server}: skipping {path}: {error}", file=sys.stderr, flush=True)
         return steps
 
     def load(self, step: int) -> dict[str, Any]:
-        """Return the snapshot of `step`. Raises ParameterServerError if there is none, or it is of another layout."""
+        """Return the snapshot of `step`. Raises ParameterServerError if there is none or its layout differs."""
         problem = "cannot be read"
         for found, path in checkpoint_file.newest_first(self._folder):
             if found == step:
@@ -65,7 +65,7 @@ class Snapshots:
         )
 
     def write(self, step: int, state: Mapping[str, Any]) -> None:
-        """Copy `state` and have it written; blocks only while the last one is still being written."""
+        """Copy `state` and start writing it; blocks only while the last one is still being written."""
         self.wait()
         self.step = step
         copied = tree_map_only(
@@ -79,12 +79,12 @@ class Snapshots:
             checkpoint_file.write(self._folder, step, state)
             checkpoint_file.prune(self._folder, _KEEP, self._broken)
             count_checkpoint()
-        except OSError as error:  # a full disk, say: training goes on, and the snapshots before are still there
+        except OSError as error:  # such as a full disk: training continues, and earlier snapshots remain
             message = f"parameter server {self._server}: no snapshot of step {step}: {error}"
             print(message, file=sys.stderr, flush=True)
 
     def wait(self) -> None:
-        """Wait until what was handed over is written."""
+        """Wait until the last snapshot is written."""
         if self._writer is not None:
             self._writer.join()
             self._writer = None

@@ -1,4 +1,4 @@
-"""What a server counts while it serves, and how it is shown. Pure."""
+"""A server's statistics, and how they are printed. Pure."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _BINS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)  # lower ends
 
 @dataclass
 class Statistics:
-    """Counts of one server in this life. Times in seconds.
+    """Counts of one server since its start. Times in seconds.
 
-    `staleness` counts, for each gradient of a chunk that was applied, the steps that others had made on it since its
-    worker read it. `waited_s` is, by replica, how long answers were held back for others; `queue` the largest number of
+    `staleness` counts, for each applied gradient of a chunk, the steps that others had made on it since its worker
+    read it. `waited_s` is, by replica, how long answers were delayed to wait for others; `queue` the largest number of
     gradients that waited at once; `apply_s` the time spent on averaging and stepping.
     """
 
@@ -33,11 +33,11 @@ class Statistics:
     waited_s: dict[int, float] = field(default_factory=dict)
 
     def add_wait(self, replica: int, seconds: float) -> None:
-        """Count how long an answer to a replica was held back."""
+        """Add the time by which an answer to a replica was delayed."""
         self.waited_s[replica] = self.waited_s.get(replica, 0.0) + seconds
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all of it in what JSON knows: the keys of `staleness` and `waited_s` become texts."""
+        """Return all counts as JSON values: the keys of `staleness` and `waited_s` become strings."""
         return {
             **{name: value for name, value in vars(self).items() if name not in ("staleness", "waited_s")},
             "staleness": {str(steps): count for steps, count in sorted(self.staleness.items())},
@@ -45,14 +45,14 @@ class Statistics:
         }
 
     def lines(self, *, name: str, ran_s: float) -> list[str]:
-        """Return what a server prints at its end."""
+        """Return the lines that a server prints when it ends."""
         moved = f"{_size(self.bytes_in)} in, {_size(self.bytes_out)} out, {_size(self.bytes_shared)} by shared memory"
         lines = [
             f"{name}: {self.pushes:,} gradients, {self.steps:,} steps of chunks in {ran_s:.1f} s; {moved}; "
             f"averaging and stepping took {self.apply_s:.1f} s; at most {self.queue} gradients waited at once"
         ]
         if self.dropped:
-            lines.append(f"{name}: {self.dropped:,} gradients came too late and were dropped")
+            lines.append(f"{name}: {self.dropped:,} gradients arrived too late and were dropped")
         if self.waited_s and max(self.waited_s.values()) >= 0.05:
             waits = ", ".join(f"{replica}: {seconds:.1f} s" for replica, seconds in sorted(self.waited_s.items()))
             lines.append(f"{name}: workers waited for others: {waits}")

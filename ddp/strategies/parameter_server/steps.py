@@ -1,7 +1,7 @@
-"""The chunks of one server: gradients that came, the steps made of them, and the values given back.
+"""The chunks of one server: received gradients, the steps made with them, and the values sent back.
 
-Made and called by the server. When a gradient makes a step, and who waits, is decided by
-`ddp.strategies.parameter_server.consistency`.
+Made and called by the server. `ddp.strategies.parameter_server.consistency` decides when a gradient makes a step, and
+which workers wait.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from ddp.strategies.sharding.chunk_gradient import ChunkGradient, Gradient, aver
 from ddp.strategies.sharding.partition import Chunk
 from ddp.strategies.sharding.shards import Shards
 
-_Masks = list[torch.Tensor | None]  # of the rows of each piece; None for all rows
+_Masks = list[torch.Tensor | None]  # one mask over the rows of each piece; None for all rows
 
 
 class ChangedRows:
-    """The rows that have changed since one peer last had their values, by chunk: of an embedding, only those travel.
+    """The rows, by chunk, that changed since one peer last got their values: for an embedding, only those are sent.
 
-    Of a chunk that it has not had yet, all rows count as changed.
+    In a chunk that the peer has not got yet, all rows count as changed.
     """
 
     def __init__(self) -> None:
         self._masks: dict[int, _Masks] = {}
 
     def forget(self, chunk: int) -> None:
-        """Count all rows of a chunk as changed."""
+        """Mark all rows of a chunk as changed."""
         self._masks.pop(chunk, None)
 
     def begin(self, chunk: Chunk) -> None:
-        """Count from now on: the peer has all values of the chunk."""
+        """Mark all rows of a chunk as unchanged: the peer has all values."""
         self._masks[chunk.index] = [
             torch.zeros(piece.shape[0] if piece.shape else 1, dtype=torch.bool) for piece in chunk.pieces
         ]
 
     def add(self, chunk: Chunk, changed: Sequence[torch.Tensor | None] | None) -> None:
-        """Count what a step changed: the numbers of each piece's rows, None for all of them."""
+        """Mark the rows that a step changed: the numbers of each piece's rows, None for all of them."""
         masks = self._masks.get(chunk.index, [])
         for position, numbers in enumerate([None] * len(masks) if changed is None else changed[: len(masks)]):
             mask = masks[position]
@@ -57,7 +57,7 @@ class ChangedRows:
                 mask[numbers] = True
 
     def numbers(self, chunk: Chunk) -> list[torch.Tensor | None] | None:
-        """Return the changed rows of each piece, None for all of them; None if the whole chunk has to be given."""
+        """Return the changed rows of each piece, None for all of them; None if the whole chunk must be sent."""
         masks = self._masks.get(chunk.index)
         if not masks:
             return None
@@ -66,13 +66,13 @@ class ChangedRows:
 
 @dataclass
 class Participant:
-    """A worker or the evaluator, as a server knows it."""
+    """A server's record of a worker or the evaluator."""
 
     address: bytes
     role: str
     replica: int
-    memory: SharedSegment | None  # in which its gradients lie
-    reads_memory: bool = False  # that of the server
+    memory: SharedSegment | None  # with its gradients
+    reads_memory: bool = False  # whether it reads the server's memory
     has_left: bool = False
     groups: list[dict[str, Any]] = field(default_factory=list)  # hyperparameters
     seen: dict[int, int] = field(default_factory=dict)  # the version of each chunk that it has
@@ -81,7 +81,7 @@ class Participant:
 
 @dataclass(frozen=True)
 class _Held:
-    """A gradient that waits for others, and since when."""
+    """A gradient that waits for others, and since when it waits."""
 
     peer: Participant
     gradient: Gradient
@@ -90,9 +90,9 @@ class _Held:
 
 
 class Steps:
-    """See the module. The values are in `memory`, if the system has it, which workers of this host read.
+    """See the module. The values are in shared `memory`, if the system has it, which workers on this host read.
 
-    `participants` are those of now, by their address, which the server changes; `on_step` is called after each step in
+    `participants` are the current ones, by address; the server changes them. `on_step` is called after each step in
     sync mode.
     """
 
@@ -119,7 +119,7 @@ class Steps:
         self.memory = SharedSegment(size) if can_share else None
         memory = torch.zeros(size, dtype=torch.uint8) if self.memory is None else self.memory.tensor
         self.shards = Shards(optimizer, chunks, {chunk.index: chunk.in_memory(memory) for chunk in chunks})
-        self._means = {  # of one chunk at a time: memory that stays in the cache
+        self._means = {  # used for one chunk at a time, so that the memory stays in the cache
             dtype: torch.empty(max(chunk.numel for chunk in chunks if chunk.dtype == dtype), dtype=dtype)
             for dtype in {chunk.dtype for chunk in chunks}
         }
@@ -128,22 +128,22 @@ class Steps:
         self._versions = dict.fromkeys(self.chunks, 0)
         self._pending: dict[int, dict[int, dict[int, _Held]]] = {index: {} for index in self.chunks}
         self._deferred: list[tuple[Participant, int, int, float]] = []
-        self._sparse = set(plan.sparse) & set(self.chunks)  # chunks of which gradients are rows
+        self._sparse = set(plan.sparse) & set(self.chunks)  # chunks whose gradients are rows
 
     @property
     def count(self) -> int:
-        """The number of steps made; in sync mode, of every chunk."""
+        """Number of steps made; in sync mode, of every chunk."""
         if self.consistency.mode == "sync":
             return min(self._made.values(), default=-1) + 1
         return self.consistency.step
 
     @property
     def are_between(self) -> bool:
-        """Whether all chunks have made the same steps; without sync mode there is no such thing."""
+        """Whether all chunks have made the same steps; only meaningful in sync mode."""
         return len(set(self._made.values())) == 1
 
     def begin_at(self, step: int) -> None:
-        """Go on after `step` steps, which a snapshot holds."""
+        """Continue after `step` steps, those of a snapshot."""
         self.consistency.begin_at(step)
         self._made = dict.fromkeys(self.chunks, step - 1)
 
@@ -155,7 +155,7 @@ class Steps:
         return chunk
 
     def forget(self, peer: Participant) -> None:
-        """Let a replica go that has another life now. What it has pushed counts: it was made for that step."""
+        """Drop a replica that was restarted. Its pushed gradients count: they belong to that step."""
         for by_step in self._pending.values():
             for held in by_step.values():
                 kept = held.get(peer.replica)
@@ -163,23 +163,23 @@ class Steps:
                     held[peer.replica] = replace(kept, gradient=_own_copy(kept.gradient))
         self._deferred = [each for each in self._deferred if each[0] is not peer]
 
-    def take_value(self, message: Message) -> None:
-        """Take over the values of a chunk."""
+    def set_value(self, message: Message) -> None:
+        """Store the values of a chunk."""
         chunk = self.chunk(message.facts["chunk"])
         if [(each.shape, each.dtype) for each in message.tensors] != [((chunk.numel,), chunk.dtype)]:
             raise MalformedError(f"the values are not those of chunk {chunk.index}")
         self.shards.values[chunk.index].copy_(message.tensors[0])
         for peer in self.participants.values():
-            peer.rows.forget(chunk.index)  # they have to be given all
+            peer.rows.forget(chunk.index)  # all rows must be sent
 
     def push(self, peer: Participant, message: Message) -> None:
-        """Take a worker's gradient of a chunk; it is answered when it may go on."""
+        """Add a worker's gradient of a chunk; the answer is sent when the worker may continue."""
         facts = message.facts
         chunk, step, is_last = self.chunk(facts["chunk"]), facts["step"], bool(facts.get("is_last"))
         gradient = self._gradient(peer, chunk, message)
         if not peer.groups or facts["groups"] != peer.groups:
             check_groups(facts["groups"], self._groups)
-            # The same object as long as they are equal, which spares a comparison.
+            # The same object as long as they are equal, which saves a comparison.
             peer.groups = [dict(group) for group in facts["groups"]]
         self.statistics.pushes += 1
         is_new = self.consistency.push(peer.replica, step, chunk.index)
@@ -212,7 +212,7 @@ class Steps:
             self.answer(peer, chunk.index, step)
             return
         pending = self._pending[chunk.index].setdefault(step, {})
-        if peer.replica not in pending or pending[peer.replica].peer is not peer:  # else it came twice
+        if peer.replica not in pending or pending[peer.replica].peer is not peer:  # else a duplicate
             pending[peer.replica] = _Held(peer, gradient, peer.groups, time.monotonic())
         self.statistics.queue = max(self.statistics.queue, sum(map(len, self._pending[chunk.index].values())))
         self._make_due(chunk)
@@ -251,8 +251,8 @@ class Steps:
                 peer.rows.add(chunk, changed)
         self.statistics.apply_s += time.monotonic() - began
 
-    def go_on(self) -> None:
-        """Let go on who may, now that somebody has pushed, left or was given up."""
+    def let_continue(self) -> None:
+        """Let workers continue where possible, after one has pushed, left or was lost."""
         if self.consistency.mode == "sync":
             for chunk in self.chunks.values():
                 self._make_due(chunk)
@@ -266,11 +266,11 @@ class Steps:
                 self._deferred.append((peer, index, step, since))
 
     def pull(self, peer: Participant, message: Message) -> None:
-        """Give all rows: it may have nothing yet, or what it was given may be lost."""
+        """Send all rows: the peer may have none yet, or earlier answers may be lost."""
         self.answer(peer, self.chunk(message.facts["chunk"]).index, message.facts["step"], every_row=True)
 
     def answer(self, peer: Participant, index: int, step: int, *, every_row: bool = False) -> None:
-        """Give a participant the values of a chunk."""
+        """Send a participant the values of a chunk."""
         chunk = self.chunks[index]
         rows = None if every_row or index not in self._sparse else peer.rows.numbers(chunk)
         facts: dict[str, Any] = {"chunk": index, "step": step}
@@ -292,18 +292,18 @@ class Steps:
         peer.seen[index] = self._versions[index]
         if index in self._sparse:
             peer.rows.begin(chunk)
-        # In sync mode without backup workers nobody changes the values before all workers have them.
+        # In sync mode without backup workers, the values do not change before all workers have them.
         is_still = self.consistency.waits_for_all and peer.role == "worker" and step >= 0
         self._endpoint.send(peer.address, Message("pushed", facts, tensors), copy=not is_still)
 
     def ask(self, peer: Participant, message: Message) -> None:
-        """Say what became of gradients whose answers have not come."""
+        """Report the state of gradients whose answers have not arrived."""
         workers = self.consistency.workers
         missing, answered = [], []
         waits: set[int] = set()
         for index, step in message.facts["outstanding"]:
             by_step = self._pending[self.chunk(index).index]
-            if step < 0 or peer.role != "worker":  # a question is answered at once, so it or the answer was lost
+            if step < 0 or peer.role != "worker":  # a pull is answered at once, so it or the answer was lost
                 missing.append([index, step])
             elif peer.replica in by_step.get(step, ()):
                 waits.update(self.consistency.missing(step, by_step[step]))
@@ -319,7 +319,7 @@ class Steps:
 
 
 def _own_copy(gradient: Gradient) -> Gradient:
-    """A gradient that does not lie in a worker's memory any more."""
+    """Copy a gradient out of a worker's memory."""
     if isinstance(gradient, torch.Tensor):
         return gradient.clone()
     return replace(gradient, flat=None if gradient.flat is None else gradient.flat.clone())

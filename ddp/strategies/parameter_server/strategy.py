@@ -1,9 +1,9 @@
-"""Servers hold the parameters and step them; workers give gradients and take values (Li et al. 2014, OSDI).
+"""Servers hold the parameters and step them; workers push gradients and pull values (Li et al. 2014, OSDI).
 
     dtrain run --ps 2 --nproc-per-node 4 --hosts alpha,beta train.py
 
-starts the same script in every process. In a server, `prepare` serves until the workers are through and then ends the
-process; in the evaluator, `evaluations` gives the newest parameters again and again.
+starts the same script in every process. In a server, `prepare` serves until the workers have finished and then ends
+the process; in the evaluator, `evaluations` repeatedly loads the newest parameters.
 """
 
 from __future__ import annotations
@@ -38,31 +38,31 @@ from ddp.strategies.sharding.stand_in_optimizer import StandInOptimizer
 from ddp.strategies.strategy import Strategy, Weighting
 from ddp.world import World, world_at
 
-_OTHERS_GO_ON, _OTHERS_WAIT = 1, 2  # what `set_restart_policy` calls them
+_OTHERS_GO_ON, _OTHERS_WAIT = 1, 2  # values for `set_restart_policy`
 
 
 class ParameterServer(Strategy):
     """Train with parameter servers.
 
     - `mode`: "sync": the mean of all workers' gradients makes one step, as with all-reduce; "async": each gradient is a
-      step, as it comes; "bounded": the same, but a worker that is more than `staleness` steps ahead of the slowest
-      waits. `backup_workers=b`: "sync" that waits for all but b, and drops what comes later.
-    - `overlap`: `step()` returns while the gradient is on its way, and the values that it takes over are those of the
-      step before: communication runs beside the next step, at the price of one more step of staleness.
-    - `compression`: "fp16", "bf16" or "int8" between hosts. int8 is for gradients, with what rounding lost
-      added to the next one; values come back in bf16 then. Within a host values travel through shared memory in full.
-    - `snapshots`: a folder, shared by the hosts of the servers, into which each server writes what it holds every
-      `snapshot_every` steps. With it, a server that dies is started again by dtrain (`--max-restarts`) and goes on from
-      its last snapshot, and so does a whole run that is started again. Without, its failure ends the attempt.
-    - `encrypt`: all traffic, by CURVE; it is authenticated in any case.
-    - `shared_memory=False`: use the network within a host too. `chunk_mb`: how much travels at once
-      (by itself an eighth of the model, from 1 to 16).
-    - `lost_after_s`: a worker that is silent so long is not waited for (in "sync" mode it is, for `timeout_s`, unless
-      there are backup workers). A worker that fails does not stop the others in modes "async" and "bounded" and with
-      backup workers; restarted, it begins where training is: its loaders leave out what the others have done.
+      step, as it arrives; "bounded": the same, but a worker that is more than `staleness` steps ahead of the slowest
+      waits. `backup_workers=b`: "sync" that waits for all but b, and drops gradients that arrive later.
+    - `overlap`: `step()` returns while the gradient is in flight, and loads the values of the step before:
+      communication overlaps with the next step, at the cost of one more step of staleness.
+    - `compression`: "fp16", "bf16" or "int8" between hosts. int8 is for gradients, with the rounding error added to
+      the next one; values are sent back in bf16 then. Within a host, values go uncompressed through shared memory.
+    - `snapshots`: a folder, shared by the hosts of the servers, where each server writes its state every
+      `snapshot_every` steps. With it, dtrain restarts a server that dies (`--max-restarts`), and it continues from its
+      last snapshot, as does a whole run that is started again. Without, its failure ends the attempt.
+    - `encrypt`: encrypt all traffic with CURVE; it is authenticated in any case.
+    - `shared_memory=False`: use the network within a host too. `chunk_mb`: size of a message (default: an eighth of
+      the model, from 1 to 16).
+    - `lost_after_s`: the others do not wait for a worker that is silent for this long (in "sync" mode without backup
+      workers they do, for `timeout_s`). A worker that fails does not stop the others in modes "async" and "bounded"
+      and with backup workers; after a restart it starts where training is: its loaders skip what the others have done.
 
-    Gradients are not clipped or scaled on the way: what `.grad` holds at `step()` is sent. All workers should make the
-    same number of steps. A world of one trains alone, as if there were no strategy.
+    Gradients are not clipped or scaled: `step()` sends the contents of `.grad`. All workers should make the same number
+    of steps. A world of one trains alone, as if there were no strategy.
     """
 
     name = "parameter_server"
@@ -119,7 +119,7 @@ class ParameterServer(Strategy):
 
     @property
     def step(self) -> int:
-        """The number of steps that the training had made when this worker last heard of it."""
+        """Number of steps that the training had made, as last reported to this worker."""
         return 0 if self._client is None else self._client.step
 
     def _prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -152,7 +152,7 @@ class ParameterServer(Strategy):
         return model, RemoteOptimizer(model, optimizer, client)
 
     def loader(self, dataset: Dataset[Any], **arguments: Any) -> ReplicaLoader:
-        """See `Strategy.loader`. With `shuffle`, what was trained on before this worker joined is left out."""
+        """See `Strategy.loader`. With `shuffle`, samples used before this worker joined are skipped."""
         loader = super().loader(dataset, **arguments)
         if loader.shuffle:
             loader.begin_after(lambda: self._joined_at)
@@ -162,34 +162,34 @@ class ParameterServer(Strategy):
         if self._directory is None or self.role != "worker":
             return [payload]
         if self._client is None:
-            raise ArgumentError("reduce() comes after prepare(): the workers meet at the servers")
+            raise ArgumentError("call prepare() before reduce(): the workers communicate through the servers")
         return self._client.gather(payload)
 
     def sync(self) -> None:
-        """Take over the newest parameters, and buffers of replica 0. No other process need call it; blocks."""
+        """Load the newest parameters, and the buffers of replica 0. No other process need call it; blocks."""
         if self._client is not None:
             if self.is_main:
-                self._client.give_extras()
+                self._client.send_extras()
             else:
-                self._client.fetch_extras()
+                self._client.load_extras()
             self._client.pull()
 
     def publish(self) -> None:
-        """Let all go on from what replica 0 has in its model, after it was changed by hand or loaded.
+        """Give all workers the model of replica 0, after it was changed by hand or loaded.
 
-        Every worker must call it; blocks. Optimizer states are given by `optimizer.load_state_dict` on replica 0.
+        Every worker must call it; blocks. For optimizer state, call `optimizer.load_state_dict` on replica 0.
         """
         if self._client is None or self.role != "worker":
             return
         if self.is_main:
-            self._client.give_values()
+            self._client.send_values()
         self._client.gather(torch.zeros(1, dtype=torch.uint8))
         self.sync()
 
     def evaluations(self, *, every_s: float = 1.0) -> Iterator[int]:
-        """In the evaluator: take over the parameters whenever they are newer, and yield the number of steps made.
+        """Load newer parameters, in the evaluator, and yield the number of steps made each time.
 
-        Looks once in `every_s` seconds. The last time is after the last worker is through.
+        Checks every `every_s` seconds. The last time is after the last worker has finished.
         """
         if self._client is None or self.role != "evaluator":
             raise ArgumentError(
@@ -197,7 +197,7 @@ class ParameterServer(Strategy):
             )
         seen = -1
         while True:
-            self._client.fetch_extras()
+            self._client.load_extras()
             self._client.pull()
             is_over = self._client.is_over
             if self._client.trained > seen or is_over:
@@ -208,27 +208,27 @@ class ParameterServer(Strategy):
             time.sleep(every_s)
 
     def statistics(self) -> dict[str, Any]:
-        """Return what this worker and each server have counted: bytes, seconds of waiting, queues, staleness."""
+        """Return the statistics of this worker and of each server: bytes, seconds of waiting, queues, staleness."""
         if self._client is None:
             return {"worker": {}, "servers": []}
         return {"worker": dict(self._client.statistics), "servers": self._client.server_statistics()}
 
     def close(self) -> None:
-        """Say that this worker is through. Happens by itself when the process ends well."""
+        """Report that this worker has finished. Called automatically when the process exits normally."""
         if self._client is not None:
             self._client.leave()
 
 
 class RemoteOptimizer(StandInOptimizer):
-    """Stands for the user's optimizer, as `StandInOptimizer` says, and lets the servers step.
+    """Replaces the user's optimizer (see `StandInOptimizer`); the servers make the steps.
 
-    `step()` gives the gradients to the servers and takes over the new values; it blocks as the mode says. It raises
-    BackwardError if the model was changed after `prepare()`, ParameterServerError if a server is gone for good or the
-    others do not come. The optimizer's state is the servers': `state_dict()` asks for it, and the other workers need
-    not call it; `load_state_dict()` gives it to them, on replica 0 (elsewhere it only sets the rates).
+    `step()` sends the gradients to the servers and loads the new values; whether it blocks depends on the mode. It
+    raises BackwardError if the model was changed after `prepare()`, ParameterServerError if a server is gone for good
+    or the others do not join. The servers hold the optimizer's state: `state_dict()` fetches it, and the other workers
+    need not call it; `load_state_dict()` sends it to them, on replica 0 (elsewhere it only sets the rates).
     """
 
-    _step_supports_amp_scaling = True  # a GradScaler then leaves to step() what to do about an inf
+    _step_supports_amp_scaling = True  # a GradScaler then leaves the handling of infs to step()
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, client: Client) -> None:
         super().__init__(optimizer)
@@ -243,7 +243,7 @@ class RemoteOptimizer(StandInOptimizer):
         if options.overlap:
             self._finish()
         if client.process.index == 0:
-            client.give_extras()
+            client.send_extras()
         client.push(gradients, plain_groups(self))
         if not options.overlap:
             self._finish()
@@ -259,7 +259,7 @@ class RemoteOptimizer(StandInOptimizer):
             timeline.wait_ended(recorded)
 
     def _gradients(self) -> list[torch.Tensor | None]:
-        """The gradients to send. After a GradScaler that has found an inf: none, which makes no step of this one's."""
+        """Return the gradients to send: none if a GradScaler found an inf, so that this worker makes no step."""
         gradients = [parameter.grad for parameter in self._client.plan.parameters]
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if found_inf is not None and float(found_inf) > 0:
@@ -304,8 +304,8 @@ def _refuse_training(*_: Any) -> None:
 
 
 def _serve(plan: RunPlan, optimizer: torch.optim.Optimizer, process: ProcessRole, directory: ServerDirectory) -> None:
-    """Be a parameter server until the workers are through."""
-    life = directory.begin_life(process.index)
+    """Run a parameter server until the workers have finished."""
+    life = directory.start_life(process.index)
     options = EndpointOptions(process.key, encrypt=plan.options.encrypt, max_frame_bytes=plan.frame_bytes)
     with ServerEndpoint(options, host=directory.host) as endpoint:
         server = Server(plan, optimizer, endpoint, index=process.index, life=life)
@@ -320,7 +320,7 @@ def _serve(plan: RunPlan, optimizer: torch.optim.Optimizer, process: ProcessRole
 
 
 def _leave(client: Client) -> None:
-    """Tell the servers how this process ends; those that wait for it need not find out by themselves."""
+    """Report to the servers how this process ends, so that the others need not wait for a timeout."""
     error = getattr(sys, "last_value", None)
     if error is not None:
         client.leave(f"{type(error).__name__}: {error}")
@@ -332,7 +332,7 @@ _exit_status: object = None
 
 
 def _watch_exit() -> None:
-    """Notice what the script gives to `sys.exit`: nothing else tells a function at exit that the process failed."""
+    """Record the argument of `sys.exit`: exit handlers cannot find out otherwise that the process failed."""
     leave = sys.exit
 
     def remember(status: Any = None, /) -> NoReturn:
@@ -344,7 +344,7 @@ def _watch_exit() -> None:
 
 
 def _world_of(process: ProcessRole) -> World:
-    """The workers as a world, without a process group; the evaluator has one of its own, with all of the data."""
+    """Return the workers as a world without a process group; the evaluator gets its own world, with all the data."""
     is_worker = process.role == "worker"
     is_server = process.role == "ps"  # several may be on one host, each with a world of its own
     node_rank = os.environ.get("GROUP_RANK", "")

@@ -1,1 +1,1 @@
-"""A model cut into pieces, and the user's optimizer over them: for parameter servers and central storage."""
+"""A model split into pieces, and the user's optimizer over them, for parameter servers and central storage."""

@@ -1,6 +1,6 @@
 """The gradients of a chunk: cut from those of whole parameters, and averaged over replicas.
 
-Pure but for what is written into tensors that the caller gives.
+Pure, except for writing into the caller's output tensors.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class ChunkGradient:
-    """The gradients of a chunk's pieces, where they are not simply one flat tensor.
+    """The gradients of a chunk's pieces, if they are not simply one flat tensor.
 
     `flat` (numel,) holds those that are neither in `absent` (no gradient: not stepped, as with a grad of None) nor in
-    `sparse`; both go by the position of the piece in the chunk. None if there is no other.
+    `sparse`; both are keyed by the position of the piece in the chunk. `flat` is None if there are no others.
     """
 
     flat: torch.Tensor | None
@@ -42,10 +42,10 @@ Gradient = torch.Tensor | ChunkGradient
 def flatten_gradients(
     chunk: Chunk, gradients: Sequence[torch.Tensor | None], out: torch.Tensor | None = None
 ) -> Gradient:
-    """Gather what `Shards.step` takes for one chunk from the gradients of the parameters, None where there is none.
+    """Collect the gradient of one chunk for `Shards.step` from the parameters' gradients (None: no gradient).
 
-    A sparse gradient gives the rows of the piece; it should be coalesced, or it is here once a chunk. `out` (numel,)
-    is filled and used if any gradient is dense, else a new tensor.
+    A sparse gradient gives the rows of the piece; if it is not coalesced, it is coalesced here once for each chunk.
+    Dense gradients are written to `out` (numel,) if given, else to a new tensor.
     """
     absent, sparse, dense = _by_kind(chunk, gradients)
     if not dense and chunk.pieces:
@@ -54,7 +54,7 @@ def flatten_gradients(
     if absent or sparse:
         foreach_copy([chunk.pieces[position].in_flat(flat) for position in dense], list(dense.values()))
         return ChunkGradient(flat, absent, sparse)
-    # Measured for 1000 small pieces: half the time of copying each to its place.
+    # Measured with 1000 small pieces: half the time of copying each separately.
     rows = [each.reshape(-1) for each in dense.values()]
     if len(rows) == 1:
         return flat.copy_(rows[0])
@@ -66,10 +66,10 @@ def flatten_gradients(
 def start_flattening(
     chunk: Chunk, gradients: Sequence[torch.Tensor | None], buffer: PinnedBuffer
 ) -> Callable[[], Gradient]:
-    """Start what `flatten_gradients` does, of gradients on a device into pinned memory (numel,), without waiting.
+    """Start `flatten_gradients` from a device into pinned memory (numel,), without waiting.
 
-    Return what waits for it and gives the gradient. Rows of sparse gradients are waited for at once: their number is a
-    number on the device.
+    Return a function that waits for it and returns the gradient. Sparse gradients block here, because their number of
+    rows is on the device.
     """
     absent, sparse, dense = _by_kind(chunk, gradients)
     if not dense and chunk.pieces:
@@ -87,7 +87,7 @@ def start_flattening(
 def _by_kind(
     chunk: Chunk, gradients: Sequence[torch.Tensor | None]
 ) -> tuple[frozenset[int], dict[int, Rows], dict[int, torch.Tensor]]:
-    """The positions of pieces without gradients, rows of sparse ones, and dense ones, by position."""
+    """Return the positions of pieces without gradients, and by position the sparse rows and the dense gradients."""
     absent, sparse, dense = set(), {}, {}
     for position, piece in enumerate(chunk.pieces):
         gradient = gradients[piece.parameter]
@@ -108,11 +108,11 @@ def _rows_of(gradient: torch.Tensor, piece: Piece) -> Rows:
 
 
 def average(chunk: Chunk, gradients: Sequence[Gradient], out: torch.Tensor) -> Gradient:
-    """Return the mean of several gradients of a chunk, in `out` (numel,) as far as it is dense; of one, itself.
+    """Return the mean of several gradients of a chunk, with its dense part in `out` (numel,); a single one unchanged.
 
-    A piece without a gradient counts as zeros where another has one, as in an all-reduce; it has rows, each once, where
-    all that have a gradient have rows. Sums are made in the order of the gradients and in the dtype of `out`: if that
-    is wider, they are rounded once.
+    A missing gradient of a piece counts as zeros if another has one, as in an all-reduce. If all that have a gradient
+    have rows, the mean has rows, each once. Sums are made in the order of the gradients and in the dtype of `out`: if
+    that is wider, they are rounded once.
     """
 
     def mean_rows(position: int, present: Sequence[ChunkGradient]) -> Rows | None:
@@ -123,9 +123,9 @@ def average(chunk: Chunk, gradients: Sequence[Gradient], out: torch.Tensor) -> G
 
 
 def average_in_rows(chunk: Chunk, gradients: Sequence[Gradient], out: torch.Tensor) -> Gradient:
-    """Return the mean as `average` does, but with rows of a piece wherever any gradient has rows of it.
+    """Return the mean as `average` does, but as rows for each piece of which any gradient has rows.
 
-    An optimizer that keeps sparse state of a piece, or takes only rows, then never meets a dense gradient of it. Rows
+    An optimizer that keeps sparse state of a piece, or takes only rows, then never gets a dense gradient of it. Rows
     are divided before they are added up: their numbers may repeat. `out` has the chunk's dtype.
     """
 
@@ -138,7 +138,7 @@ def average_in_rows(chunk: Chunk, gradients: Sequence[Gradient], out: torch.Tens
 
     mean = _average(chunk, gradients, out, mean_rows)
     if isinstance(mean, ChunkGradient) and len(mean.absent) + len(mean.sparse) == len(chunk.pieces):
-        return replace(mean, flat=None)  # nothing of it is dense
+        return replace(mean, flat=None)  # no piece is dense
     return mean
 
 
@@ -148,7 +148,7 @@ def _average(
     out: torch.Tensor,
     mean_rows: Callable[[int, Sequence[ChunkGradient]], Rows | None],
 ) -> Gradient:
-    """The mean; `mean_rows` gives that of the piece at a position in rows, or None where it is to be dense."""
+    """Return the mean; `mean_rows` returns the mean rows of the piece at a position, or None if it must be dense."""
     if len(gradients) == 1:
         return gradients[0]
     if (mean := _mean_of_dense(chunk, gradients, out)) is not None:
@@ -166,7 +166,7 @@ def _average(
 
 
 def _mean_of_dense(chunk: Chunk, gradients: Sequence[Gradient], out: torch.Tensor) -> torch.Tensor | None:
-    """Write the mean of several gradients to `out`, if each is one flat tensor."""
+    """Write the mean of several gradients to `out` if each is one flat tensor."""
     flats = [each for each in gradients if isinstance(each, torch.Tensor)]
     if len(flats) < len(gradients):
         return None
@@ -180,13 +180,13 @@ def _mean_of_dense(chunk: Chunk, gradients: Sequence[Gradient], out: torch.Tenso
 
 
 def _present(gradients: Sequence[Gradient], position: int) -> list[ChunkGradient]:
-    """The gradients in which a piece is not absent."""
+    """Return the gradients in which a piece is not absent."""
     given = [each if isinstance(each, ChunkGradient) else ChunkGradient(each) for each in gradients]
     return [each for each in given if position not in each.absent]
 
 
 def _write_mean(piece: Piece, position: int, present: Sequence[ChunkGradient], count: int, out: torch.Tensor) -> None:
-    """Write the sum over `count` of the gradients of a piece to its place in `out`."""
+    """Write the sum of a piece's gradients, divided by `count`, to its place in `out`."""
     total = piece.in_flat(out).zero_()
     for each in present:
         if position in each.sparse:
@@ -198,7 +198,7 @@ def _write_mean(piece: Piece, position: int, present: Sequence[ChunkGradient], c
 
 
 def _mean_rows(every: Sequence[Rows], count: int, dtype: torch.dtype) -> Rows:
-    """The sum of rows over `count`, each row once."""
+    """Return the sum of the rows divided by `count`, each row once."""
     numbers, places = torch.unique(torch.cat([rows.numbers for rows in every]), return_inverse=True)
     values = torch.cat([rows.values for rows in every]).to(dtype)
     total = values.new_zeros(len(numbers), *values.shape[1:])
@@ -206,6 +206,6 @@ def _mean_rows(every: Sequence[Rows], count: int, dtype: torch.dtype) -> Rows:
 
 
 def _every_row(piece: Piece, gradient: ChunkGradient) -> Rows:
-    """All rows of a piece, of a gradient in which it is dense."""
+    """Return all rows of a piece that is dense in `gradient`."""
     assert gradient.flat is not None
     return Rows(torch.arange(piece.shape[0]), piece.in_flat(gradient.flat))

@@ -1,6 +1,6 @@
-"""What an optimizer keeps of parameters and of their pieces: cut apart, put together, as torch's `state_dict()` has it.
+"""Splits an optimizer's state into the states of pieces and merges them, in the format of torch's `state_dict()`.
 
-Pure functions. Called by `ddp.strategies.sharding.shards` and by who saves and loads states of whole models.
+Pure functions. Called by `ddp.strategies.sharding.shards` and by code that saves and loads states of whole models.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 from ddp.errors import ArgumentError
 from ddp.strategies.sharding.partition import Partition, Piece
 
-# What these classes keep once a parameter; all other tensors of their states have its shape.
+# State that these classes keep once per parameter; all other tensors of their states have its shape.
 SCALARS = frozenset({"eta", "mu", "mu_product", "step"})
 NOT_HYPER = frozenset({"params", "param_names"})
-State = dict[str, Any]  # what an optimizer keeps of one parameter or piece
+State = dict[str, Any]  # the optimizer's state for one parameter or piece
 
 
 def hyperparameters(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The param groups without their parameters: what `Shards.step(groups=...)` takes."""
+    """Return the param groups without their parameters, for `Shards.step(groups=...)`."""
     return [{name: value for name, value in group.items() if name not in NOT_HYPER} for group in groups]
 
 
@@ -32,10 +32,10 @@ def whole_state(
     *,
     like: Sequence[torch.Tensor] | None = None,
 ) -> dict[str, Any]:
-    """Put the states of all chunks, by their index, together to what `state_dict()` of the user's optimizer would be.
+    """Merge the states of all chunks, by index, into the `state_dict()` that the user's optimizer would have.
 
     Hyperparameters are those of `optimizer` now; tensors are copies in host memory, with the strides of the parameters
-    (or of `like`), which torch's fused kernels need. Where the pieces of a parameter were stepped differently often,
+    (or of `like`), which torch's fused kernels need. If the pieces of a parameter have different numbers of steps,
     numbers are those of the one with most steps, and pieces that were never stepped have zeros.
     """
     of_parameter: dict[int, list[tuple[Piece, State]]] = {}
@@ -64,7 +64,7 @@ def _strided(value: Any, parameter: torch.Tensor) -> Any:
 
 
 def _whole(pairs: Sequence[tuple[Piece, State]]) -> State:
-    """The state of a parameter, of those of its pieces in order."""
+    """Merge the states of a parameter's pieces, in order."""
     newest = pairs[0][1]
     if len(pairs) > 1:
         newest = max((state for _, state in pairs), key=lambda state: float(state.get("step", bool(state))))
@@ -83,10 +83,10 @@ def _whole(pairs: Sequence[tuple[Piece, State]]) -> State:
 
 
 def split_state(partition: Partition, state_dict: Mapping[str, Any]) -> dict[int, list[State]]:
-    """Cut `state_dict()` of an optimizer of the same parameters into what `load_state` takes, by chunk.
+    """Split the `state_dict()` of an optimizer of the same parameters into states by chunk, for `load_state`.
 
-    Tensors get the dtype of their parameter, as torch's `load_state_dict` does. Raises ArgumentError if it is of
-    other parameters.
+    Tensors get the dtype of their parameter, as in torch's `load_state_dict`. Raises ArgumentError if the parameters
+    differ.
     """
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     shapes = _shapes(partition)
@@ -106,7 +106,7 @@ def split_state(partition: Partition, state_dict: Mapping[str, Any]) -> dict[int
 def _shapes(partition: Partition) -> dict[int, tuple[int, ...]]:
     shapes: dict[int, tuple[int, ...]] = {}
     for piece in (piece for chunk in partition.chunks for piece in chunk.pieces):
-        shapes[piece.parameter] = (piece.end, *piece.shape[1:]) if piece.shape else ()  # the last piece counts
+        shapes[piece.parameter] = (piece.end, *piece.shape[1:]) if piece.shape else ()  # the last piece's remains
     return shapes
 
 
@@ -117,7 +117,7 @@ def _cast(name: str, value: Any, dtype: torch.dtype) -> Any:
 
 
 def states_of_pieces(pieces: Sequence[Piece], state: State, *, by_element: bool) -> Iterator[State]:
-    """Take the state of neighbours that are stepped as one apart, as views."""
+    """Split the state of neighbours that are stepped as one, as views."""
     for piece in pieces:
         begin, stop = piece.offset - pieces[0].offset, piece.stop - pieces[0].offset
         yield {
@@ -133,7 +133,7 @@ def _has_elements(name: str, value: Any) -> bool:
 
 
 def state_of_piece(state: State, piece: Piece, shape: tuple[int, ...]) -> State:
-    """The state of a piece, of that of its parameter, which has this shape; views where they may be."""
+    """Return the state of a piece, from that of its parameter of `shape`; as views where possible."""
     return {name: _rows_of(name, value, piece, shape) for name, value in state.items()}
 
 
@@ -149,7 +149,7 @@ def _rows_of(name: str, value: Any, piece: Piece, shape: tuple[int, ...]) -> Any
 
 
 def may_join(left: State, right: State) -> bool:
-    """Whether neighbours in these states can be stepped as one parameter: all that is not by element is equal."""
+    """Return whether neighbours in these states can be stepped as one parameter: all scalar state is equal."""
     if left.keys() != right.keys():
         return False
     for name, value in left.items():
@@ -169,7 +169,7 @@ def _equal(left: Any, right: Any) -> bool:
 
 
 def joined_state(states: Sequence[State], shape: Sequence[int] | None) -> State:
-    """A copy of the states of neighbours, as that of one parameter of `shape`; None: of one piece, as it is."""
+    """Copy the states of neighbours into the state of one parameter of `shape`; None: of one piece, unchanged."""
     joined = {}
     for name, value in states[0].items():
         if not isinstance(value, torch.Tensor):

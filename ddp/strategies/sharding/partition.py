@@ -1,6 +1,6 @@
-"""Which server holds which part of a model: parameters are cut into pieces, and pieces packed into chunks.
+"""The partition of a model over servers: parameters are split into pieces, and pieces packed into chunks.
 
-Pure functions of shapes and dtypes: every process of a run comes to the same partition by itself. Called by the
+Pure functions of shapes and dtypes: every process of a run computes the same partition by itself. Called by the
 parameter server, its workers and central storage; nothing here holds values.
 """
 
@@ -17,7 +17,7 @@ import torch
 
 from ddp.errors import ArgumentError
 
-_ALIGN_BYTES = 64  # a cache line, and what the widest vector instructions load
+_ALIGN_BYTES = 64  # a cache line, and the width of the widest vector instructions
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Piece:
     """Rows `begin` to `end` (exclusive) along dimension 0 of parameter number `parameter`.
 
     `shape` is that of the piece; a parameter without dimensions is one row, of shape (). `offset` counts elements
-    from the beginning of the chunk, in which the piece lies contiguously in row-major order.
+    from the start of the chunk, in which the piece is contiguous in row-major order.
     """
 
     parameter: int
@@ -40,24 +40,24 @@ class Piece:
 
     @property
     def stop(self) -> int:
-        """The offset behind its last element."""
+        """The offset after its last element."""
         return self.offset + self.numel
 
     def in_flat(self, flat: torch.Tensor) -> torch.Tensor:
-        """The view of this piece in the flat tensor (numel,) of its chunk."""
+        """Return a view of this piece in the flat tensor (numel,) of its chunk."""
         return flat[self.offset : self.stop].view(self.shape)
 
     def in_parameter(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The view of this piece in its parameter, without a graph."""
+        """Return a view of this piece in its parameter, without a graph."""
         whole = parameter.detach()
         return whole if whole.shape == self.shape else whole[self.begin : self.end]
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Pieces of one dtype that lie, travel and are stepped together.
+    """Pieces of one dtype that are stored, sent and stepped together.
 
-    `index` is unique over all servers. `offset_bytes` counts from the beginning of the memory of its server.
+    `index` is unique over all servers. `offset_bytes` counts from the start of its server's memory.
     """
 
     index: int
@@ -72,31 +72,31 @@ class Chunk:
         return self.numel * self.dtype.itemsize
 
     def in_memory(self, memory: torch.Tensor) -> torch.Tensor:
-        """The view (numel,) of this chunk in the memory (bytes,) of its server."""
+        """Return a view (numel,) of this chunk in the memory (bytes,) of its server."""
         return memory[self.offset_bytes : self.offset_bytes + self.nbytes].view(self.dtype)
 
     def in_flat(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The view of each piece in the flat tensor (numel,) of this chunk."""
+        """Return a view of each piece in the flat tensor (numel,) of this chunk."""
         return [piece.in_flat(flat) for piece in self.pieces]
 
     def in_parameters(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The view of each piece in its parameter, without a graph."""
+        """Return a view of each piece in its parameter, without a graph."""
         return [piece.in_parameter(parameters[piece.parameter]) for piece in self.pieces]
 
 
 @dataclass(frozen=True)
 class Partition:
-    """Every element of every parameter in one piece of one chunk, the chunks in the order of their `index`."""
+    """Chunks in the order of their `index`; every element of every parameter is in exactly one piece."""
 
     servers: int
     chunks: tuple[Chunk, ...]
 
     def of(self, server: int) -> tuple[Chunk, ...]:
-        """The chunks of one server, in the order in which they lie in its memory."""
+        """Return the chunks of one server, in the order of its memory."""
         return self._by_server[server]
 
     def bytes(self, server: int) -> int:
-        """The memory that the chunks of one server take, padding included."""
+        """Return the size of one server's chunks, padding included."""
         return max((aligned(chunk.offset_bytes + chunk.nbytes) for chunk in self.of(server)), default=0)
 
     @cached_property
@@ -115,15 +115,15 @@ def partition(
     splits: bool = True,
     alone: Collection[int] = (),
 ) -> Partition:
-    """Cut parameters into chunks over `servers`, about as many bytes on each.
+    """Split parameters into chunks over `servers`, with about the same number of bytes on each.
 
-    A chunk has one dtype and at most `chunk_bytes`, unless a single row has more. With `splits`, parameters are cut
-    between any two rows, and no server has more than the mean and one chunk. Without, each lies in one piece, and the
-    largest are placed first. Parameters numbered in `alone` share their chunks with no others (embeddings, of which
-    only some rows travel). A parameter without elements has one empty piece.
+    A chunk has one dtype and at most `chunk_bytes`, unless a single row has more. With `splits`, parameters are split
+    between any two rows, and no server has more than the mean plus one chunk. Without, each parameter is one piece,
+    and the largest are placed first. Parameters numbered in `alone` share their chunks with no others (for embeddings,
+    only some rows are sent). A parameter without elements has one empty piece.
 
-    The pieces of a parameter lie in neighbouring chunks, in order; neighbouring chunks lie on different servers, so
-    that all servers are busy while a model travels in order. Raises ArgumentError for arguments that cannot be meant.
+    The pieces of a parameter are in neighbouring chunks, in order; neighbouring chunks are on different servers, so
+    that all servers are busy while a model is sent in order. Raises ArgumentError for arguments below 1.
     """
     if servers < 1 or chunk_bytes < 1:
         raise ArgumentError(f"servers={servers}, chunk_bytes={chunk_bytes}: both must be at least 1")
@@ -165,7 +165,7 @@ _Cut = tuple[_Source, int, int]  # rows begin to end of a parameter
 
 
 def _stripes(sources: Sequence[_Source], *, servers: int, chunk_bytes: int) -> list[list[_Cut]]:
-    """Cut the parameters, one behind the other, at the rows next to equal distances; a multiple of `servers` parts."""
+    """Split the concatenated parameters at the rows nearest to equal distances, into a multiple of `servers` parts."""
     total = sum(source.row_bytes * source.rows for source in sources)
     slack = min(max((source.row_bytes for source in sources), default=0), chunk_bytes // 4)  # of rounding to rows
     count = servers * max(1, -(-total // (servers * (chunk_bytes - slack))))
@@ -186,7 +186,7 @@ def _stripes(sources: Sequence[_Source], *, servers: int, chunk_bytes: int) -> l
 
 
 def _whole(sources: Sequence[_Source], servers: int) -> tuple[list[list[_Cut]], list[int]]:
-    """Deal out whole parameters: what each server gets, and the server's number."""
+    """Assign whole parameters; return the parameters of each server, and the servers' numbers."""
     homes = _homes([source.row_bytes * source.rows for source in sources], servers)
     owned: list[list[_Cut]] = [[] for _ in range(servers)]
     for source, home in zip(sources, homes, strict=True):
@@ -195,8 +195,8 @@ def _whole(sources: Sequence[_Source], servers: int) -> tuple[list[list[_Cut]], 
 
 
 def _homes(sizes: Sequence[int], servers: int) -> list[int]:
-    """Choose a server for each size: the large first, each to the server that has least; equals are dealt in turn."""
-    quantum = max(1, max(sizes, default=0) // 8)  # stripes differ by a row: that must not change their order
+    """Choose a server for each size: largest first, each to the server with the least; equal sizes go round-robin."""
+    quantum = max(1, max(sizes, default=0) // 8)  # stripes may differ by a row, which must not change their order
     order = sorted(range(len(sizes)), key=lambda place: (-round(sizes[place] / quantum), place))
     loads = [(0, server) for server in range(servers)]
     homes = [0] * len(sizes)
@@ -207,7 +207,7 @@ def _homes(sizes: Sequence[int], servers: int) -> list[int]:
 
 
 def _packed(cuts: Iterable[_Cut], *, chunk_bytes: int, splits: bool) -> list[list[_Cut]]:
-    """Pack neighbours into chunks: of one dtype, up to `chunk_bytes`, cut again between rows where `splits`."""
+    """Pack neighbours into chunks of one dtype and up to `chunk_bytes`; with `splits`, split between rows again."""
     chunks: list[list[_Cut]] = []
     left_bytes = 0
     last: _Source | None = None
@@ -240,7 +240,7 @@ def _nbytes(cut: _Cut) -> int:
 
 def _chunks(placed: Sequence[tuple[list[_Cut], int]], servers: int) -> tuple[Chunk, ...]:
     chunks = []
-    ends = [0] * servers  # of the memory that is given away
+    ends = [0] * servers  # of the memory allocated so far
     for index, (cuts, server) in enumerate(placed):
         pieces, offset = [], 0
         for source, begin, end in cuts:
@@ -254,15 +254,15 @@ def _chunks(placed: Sequence[tuple[list[_Cut], int]], servers: int) -> tuple[Chu
 
 
 def aligned(size_bytes: int) -> int:
-    """The size, up to a whole number of cache lines."""
+    """Round the size up to whole cache lines."""
     return -(-size_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
 def view_of(memory: torch.Tensor, at: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor at byte `at` of the storage of `memory`, with a storage of its own.
+    """Return a tensor at byte `at` of the storage of `memory`, with a storage of its own.
 
-    So who saves it saves no more than it. And torch 2.13 adds a coalesced sparse tensor of one dimension to the wrong
-    place in a tensor whose storage does not begin with it.
+    Saving it thus saves nothing else. Also, torch 2.13 adds a coalesced one-dimensional sparse tensor to the wrong
+    place in a tensor that does not start at its storage's beginning.
     """
     size = torch.Size(shape)
     if not size.numel():

@@ -1,4 +1,4 @@
-"""The optimizer that `prepare` returns where the strategy makes the steps: it stands for the user's."""
+"""The optimizer that `prepare` returns if the strategy makes the steps: a stand-in for the user's."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class StandInOptimizer(torch.optim.Optimizer):
     """Shares the `param_groups` of the user's optimizer, which refuses to step from now on.
 
     Schedulers of either object set the same rates. Hooks registered on this object run; those of the user's do not. Its
-    own `state` is empty: `state_dict()` is that of the user's optimizer, whole.
+    own `state` is empty: `state_dict()` returns that of the user's optimizer, whole.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._is_ready = False
-        # Not the user's groups and defaults: they would be filled up with each other.
+        # Not the user's groups and defaults: torch would fill missing keys of one from the other.
         super().__init__(
             [{"params": [parameter for group in optimizer.param_groups for parameter in group["params"]]}], {}
         )
@@ -34,7 +34,7 @@ class StandInOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # overloads
-        """Make one step on the gradients of all replicas, as the class says; return what `closure` returned."""
+        """Make one step on the gradients of all replicas (see the class); return the result of `closure`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -45,10 +45,10 @@ class StandInOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def _make_step(self) -> None:
-        """Do what `step` promises, with the gradients in place."""
+        """Implement `step`, with the gradients in place."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole state as torch has it, copied."""
+        """Return a copy of the whole state, in torch's format."""
         for before in state_dict_hooks(self, "state_dict_pre"):
             before(self)
         state = self._whole_state()
@@ -57,9 +57,9 @@ class StandInOptimizer(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a whole state, perhaps saved by torch, under another strategy or in a world of another size.
+        """Load a whole state, perhaps saved by torch, under another strategy or in a world of another size.
 
-        Raises ArgumentError if it is of other parameters.
+        Raises ArgumentError if the parameters differ.
         """
         state = dict(state_dict)
         for before in state_dict_hooks(self, "load_state_dict_pre"):
@@ -75,18 +75,18 @@ class StandInOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def _whole_state(self) -> dict[str, Any]:
-        """Return what `state_dict` promises."""
+        """Implement `state_dict`."""
 
     @abstractmethod
     def _load_whole_state(self, state: Mapping[str, Any]) -> None:
-        """Do what `load_state_dict` promises, but for the param groups, which fit."""
+        """Implement `load_state_dict`, apart from the param groups, which fit."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: `prepare` has dealt out the parameters. Raises ArgumentError."""
+        """Raise ArgumentError: `prepare` has already partitioned the parameters."""
         if self._is_ready:
-            raise ArgumentError("add_param_group() after prepare(): give the optimizer all of its groups before")
+            raise ArgumentError("add_param_group() after prepare(): add all groups before prepare()")
         super().add_param_group(param_group)
 
 
 def _refuse_step(*_: object) -> None:
-    raise ArgumentError("this optimizer was given to prepare(): call step() of the one that prepare() returned")
+    raise ArgumentError("this optimizer was passed to prepare(): call step() of the one that prepare() returned")

@@ -1,9 +1,9 @@
 """All devices of the job in one row, as torch_xla's SPMD mode sees them, and how tensors get there.
 
-Made by `strategy`. Only here does `ddp` import torch_xla, and only when this strategy is asked for.
+Made by `strategy`. Only this module of `ddp` imports torch_xla, and only when the strategy is used.
 
 Under SPMD every process runs the same program on tensors that stand for all devices ("xla:0"): a batch is the global
-one, of which each device holds some rows, and parameters are the same on each device. The compiler adds the all-reduces
+one, with some rows on each device, and parameters are the same on each device. The compiler adds the all-reduces
 (https://github.com/pytorch/xla/blob/master/docs/source/perf/spmd_basic.md).
 """
 
@@ -61,14 +61,14 @@ class Mesh:
         self._check_rows()
 
     def rows(self, size: int) -> range:
-        """The rows of a global batch of `size` that this process's devices hold: as many each, fewer at the end."""
+        """Return the rows of a global batch of `size` on this process's devices: equal parts, fewer at the end."""
         each = -(-size // self.devices)
         return range(min(self._before * each, size), min((self._before + self._own) * each, size))
 
     def place(self, batch: Any, size: int) -> Any:
-        """The global batch of `size` samples of which this process has `rows(size)`.
+        """Return the global batch of `size` samples, given this process's `rows(size)`.
 
-        Its tensors (rows, ...) become (size, ...) on the mesh; whatever else is in the batch stays as it is. Every
+        Its tensors (rows, ...) become (size, ...) on the mesh; other values in the batch stay as they are. Every
         process must call it with its rows of the same batch. A host without a row passes tensors of length 0.
         """
         rows = self.rows(size)
@@ -80,7 +80,7 @@ class Mesh:
                 f"a batch has a tensor of shape {tuple(tensor.shape)}, but {len(rows)} samples of this process: each "
                 "tensor must have the samples as its first dimension"
             )
-        if len(rows) < size:  # the rows of other processes' devices are never read here
+        if len(rows) < size:  # rows of other processes' devices are never read here
             whole = tensor.new_empty(size, *tensor.shape[1:])
             whole[rows.start : rows.stop] = tensor
             tensor = whole
@@ -89,7 +89,7 @@ class Mesh:
         return placed
 
     def _check_rows(self) -> None:
-        """Raise LaunchEnvironmentError if the devices of this process hold other rows than `rows` says."""
+        """Raise LaunchEnvironmentError if the devices of this process hold other rows than those of `rows`."""
         size = 2 * self.devices
         numbers = self.place(torch.tensor(self.rows(size), device="cpu"), size)
         if numbers.tolist() != list(range(size)):
@@ -123,12 +123,12 @@ class Mesh:
         self._xla.manual_seed(seed)
 
     def flush(self) -> None:
-        """Start whatever was recorded and not run yet, on the devices. Every process must call it at the same place."""
+        """Start the recorded operations on the devices. Every process must call it at the same place."""
         self._xla.sync()
 
 
 def _move(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
-    # Module.to() makes new parameters on this kind of device, which the optimizer does not know, and unties tied ones.
+    # On XLA devices, Module.to() makes new parameters, unknown to the optimizer, and unties tied ones.
     for tensor in tensors:
         moved = tensor.detach().to(device)
         if isinstance(tensor, nn.Parameter):

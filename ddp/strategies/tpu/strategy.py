@@ -2,7 +2,7 @@
 
     dtrain run --hosts tpu-0,tpu-1,tpu-2,tpu-3 --nproc-per-node 1 train.py
 
-`mesh` has what torch_xla does. The processes have a gloo group as well, for what hosts tell each other.
+`mesh` calls torch_xla. The processes have a gloo group as well, for communication between hosts.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ class Tpu(Strategy):
     """Train on all devices of all processes as on one, by torch_xla's SPMD mode.
 
     Every process runs the whole program: batches, losses and metrics are those of the global batch, so there is one
-    replica, of `devices` devices, and what BatchNorm sees is the global batch. `prepare` returns the model and the
-    optimizer that it was given, on `world.device`; `loader` loads each process's rows and hands out the global batch on
-    the devices. After `optimizer.step()` and before each batch, what was recorded is run.
+    replica, of `devices` devices, and BatchNorm sees the global batch. `prepare` returns the model and the optimizer
+    that it was given, on `world.device`; `loader` loads each process's rows and yields the global batch on the
+    devices. Recorded operations run after `optimizer.step()` and before each batch.
 
-    All processes must compute the same. Reading a value of the devices (`.item()`, `print`) between forward and
+    All processes must compute the same. Reading a value from the devices (`.item()`, `print`) between forward and
     `optimizer.step()` is part of the program: do it in every process, not only where `is_main`. The last batch of an
-    epoch may be smaller; one of another size is compiled once more. torch_xla's BatchNorm keeps the biased variance of
-    the batch in `running_var`, where torch on other devices keeps the unbiased one. `ddp.Trainer` reads from the
-    devices, in every batch, how many labels count, where the loss is a mean over labels: each process then waits for
-    its devices there; with `reduction="none"`, a mean over the samples, none does.
+    epoch may be smaller; each new size is compiled once more. torch_xla's BatchNorm keeps the biased variance of the
+    batch in `running_var`; torch on other devices keeps the unbiased one. If the loss is a mean over labels,
+    `ddp.Trainer` reads the number of labels from the devices in every batch, and each process waits for its devices;
+    with `reduction="none"`, a mean over the samples, none does.
 
     Raises UnsupportedError without torch_xla, LaunchEnvironmentError if not every host of the devices runs exactly one
     process. `prepare` also raises UnsupportedError for embeddings with sparse gradients, ArgumentError for a model that
@@ -65,7 +65,7 @@ class Tpu(Strategy):
 
     @property
     def devices(self) -> int:
-        """How many devices share out each batch."""
+        """Number of devices that share each batch."""
         return self._mesh.devices
 
     def _move(self, model: nn.Module) -> None:
@@ -91,20 +91,20 @@ class Tpu(Strategy):
         return MeshLoader(dataset, mesh=self._mesh, replica=self.world.rank, replicas=self.world.world_size, **options)
 
     def shard(self, batch: Any) -> Any:
-        """Return the global batch of which this process has a share, as `ddp.DistributedSampler` and a DataLoader give.
+        """Return the global batch, given this process's share, as from `ddp.DistributedSampler` and a DataLoader.
 
-        All shares must have the same length, the first dimension of each tensor: a multiple of the devices of a
-        process, where there are several processes. The global batch has them one after the other. Every process must
-        call it; blocks. `loader` needs no such call.
+        All shares must have the same length, the first dimension of each tensor: with several processes, a multiple
+        of the devices of a process. The global batch has them one after the other. Every process must call it; blocks.
+        `loader` needs no such call.
         """
         share = next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
         self._mesh.flush()
         return self._mesh.place(batch, share * self.world.world_size)
 
     def reduce(self, operation: str, value: Any) -> Any:
-        """Return a value as `Strategy.reduce` does, of the one replica; the same in every process.
+        """Reduce a value as `Strategy.reduce` does, over the one replica; the same result in every process.
 
-        All processes should give the same number, which counts once. Where they do not, "sum" and "mean" are the mean
+        All processes should pass the same number, which counts once. If they do not, "sum" and "mean" are the mean
         over the processes, "max" and "min" go over all of them.
         """
         mine = payload_of(operation, value)
@@ -114,12 +114,12 @@ class Tpu(Strategy):
         return combine(value, gather_bytes(payload_of("mean" if operation == "sum" else operation, value)))
 
     def sync(self) -> None:
-        """Run what was recorded, so that reading values on one process alone waits for no other one."""
+        """Run the recorded operations, so that reading values in one process does not wait for another."""
         self._mesh.flush()
 
 
 class MeshLoader(ReplicaLoader):
-    """A `ReplicaLoader` of global batches: it loads the rows of this process, and hands out all, on the devices."""
+    """A `ReplicaLoader` of global batches: loads the rows of this process, and yields all rows, on the devices."""
 
     def __init__(self, dataset: Any, *, mesh: Mesh, **options: Any) -> None:
         super().__init__(dataset, **options)

@@ -164,7 +164,7 @@ def test_a_worker_that_is_killed_and_a_server_that_is_stopped_and_killed_come_ba
     assert "; only this worker restarts (restart 1 of 4)" in stderr
     assert "; only this worker restarts (restart 2 of 4)" in stderr
     assert "; only this worker restarts (restart 3 of 4)" in stderr
-    snapshot = [int(step) for step in re.findall(r"goes on from the snapshot of step (\d+)", stderr)]
+    snapshot = [int(step) for step in re.findall(r"continues from the snapshot of step (\d+)", stderr)]
     assert len(snapshot) == 2
     assert reached - every <= snapshot[0] <= 100
     assert again - every <= snapshot[1] <= 100
@@ -187,7 +187,7 @@ def test_without_restarts_the_others_train_to_the_end(script: Path) -> None:
         code, stderr = run.end()
     assert code == 137, stderr
     assert "; the other workers continue without it" in stderr
-    assert "nothing was heard of worker 1 for" in stderr
+    assert "worker 1 has been silent for" in stderr
     assert run.said("ended") == [["worker0", "80", "80", "True"]]
 
 
