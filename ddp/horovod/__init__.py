@@ -7,13 +7,13 @@
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
 Operations (`hvd.Average`, `Sum`, `Min`, `Max`, `Product`) and compressions (`hvd.Compression.fp16`) are passed as in
-Horovod. Arguments that Horovod takes by position beyond the first few go by keyword here. What Horovod has and this
-module has not raises MissingNameError, an AttributeError, which says what to use instead; `hasattr(hvd, name)` is False
-for it.
+Horovod. Arguments that Horovod takes by position beyond the first few are keyword-only here. Names that Horovod has and
+this module lacks raise MissingNameError, an AttributeError, which names a replacement; `hasattr(hvd, name)` is False
+for them.
 
-A script that also has `import horovod` (to read its version, for `horovod.run` or `horovod.torch.elastic`) must lose
-that line: Horovod need not be installed, and its own functions would not know of the processes that `hvd.init()` here
-has connected. Start the script with `dtrain run` instead of `horovodrun`.
+A script that also has `import horovod` (to read its version, for `horovod.run` or `horovod.torch.elastic`) must remove
+that line: Horovod need not be installed, and its own functions would not see the processes that `hvd.init()` here has
+connected. Start the script with `dtrain run` instead of `horovodrun`.
 """
 
 from ddp.comm.broadcast_objects import broadcast_object, broadcast_optimizer_state
@@ -92,7 +92,7 @@ __all__ = [
 ]
 
 _GROUP = "make a group with torch.distributed.new_group(ranks) and pass it as group="
-_BACKEND = "torch.distributed.is_nccl_available(), is_gloo_available() and is_mpi_available() say what torch has"
+_BACKEND = "torch.distributed.is_nccl_available(), is_gloo_available() and is_mpi_available() report what torch has"
 _BUILT = "ccl_built cuda_built ddl_built gloo_built gloo_enabled mpi_built mpi_enabled mpi_threads_supported nccl_built"
 _ONE_BY_ONE = "call the function without this suffix or prefix for each tensor, or use grouped_allreduce"
 _INSTEAD = {
@@ -115,7 +115,7 @@ _INSTEAD = {
 
 
 def __getattr__(name: str) -> object:
-    """Say what to use in the place of what Horovod has and this module has not."""
+    """Raise MissingNameError, with a replacement, for names that Horovod has and this module lacks."""
     if name in _INSTEAD:
         raise MissingNameError(f"ddp.horovod has no {name}: {_INSTEAD[name]}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

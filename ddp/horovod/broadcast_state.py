@@ -1,7 +1,7 @@
-"""Copies parameters from one rank to all others before training, and an object of each rank to all.
+"""Copies parameters from one rank to all others before training, and gathers objects from all ranks.
 
-Scripts call these, after `ddp.init()` and perhaps after rank 0 has loaded a checkpoint. Nothing that arrives is
-unpickled: objects are plain values (`ddp.comm.codec`), and tensors travel as their bytes.
+Scripts call these after `ddp.init()` and possibly after rank 0 has loaded a checkpoint. Nothing is unpickled: objects
+are plain values (`ddp.comm.codec`), and tensors are sent as their bytes.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def broadcast_parameters(
     """Overwrite `params` on every rank with those of rank `root_rank`.
 
     `params` is `model.state_dict()` (buffers too), `model.named_parameters()` or `model.parameters()`. Every rank must
-    call it; blocks. Raises LayoutMismatchError, which names the first difference, if the ranks have other names, shapes
-    or dtypes, and ArgumentError for what is no tensor.
+    call it; blocks. Raises LayoutMismatchError, which names the first difference, if names, shapes or dtypes differ
+    between the ranks, and ArgumentError for values that are not tensors.
     """
     link = own_group(group, "broadcast_parameters")
     problem, named = "", []
@@ -52,7 +52,7 @@ def broadcast_parameters(
 
 
 def allgather_object(obj: Any, name: str | None = None, *, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the objects of all ranks, in their order, each of what `broadcast_object` can send.
+    """Return the objects of all ranks, in rank order; they may hold what `broadcast_object` can send.
 
     Every rank must call it with the same name; blocks. Raises ArgumentError on every rank if one cannot be sent.
     """
@@ -60,12 +60,12 @@ def allgather_object(obj: Any, name: str | None = None, *, group: dist.ProcessGr
     _, problem = written(obj)
     problems = check_same_call(Call("allgather_object", name, "", number=int(bool(problem))), link)
     if any(problems):
-        told = gather_values(problem, group=link)
-        texts = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text]
+        every = gather_values(problem, group=link)
+        texts = [f"rank {rank}: {text}" for rank, text in enumerate(every) if text]
         together = ArgumentError(f"allgather_object: {'; '.join(texts)}. An object may hold {READABLE}")
         if not problem:
             together.failed_ranks = tuple(
-                rank for rank, text in zip(dist.get_process_group_ranks(link), told, strict=True) if text
+                rank for rank, text in zip(dist.get_process_group_ranks(link), every, strict=True) if text
             )
         raise together
     with waiting_for_peers("allgather_object", link):
@@ -78,7 +78,7 @@ def _named_tensors(params: Any) -> list[tuple[str, Tensor]]:
     for index, item in enumerate(items):
         name, value = item if isinstance(item, tuple) and len(item) == 2 else (str(index), item)
         if value is None:
-            continue  # a buffer that a module has not made
+            continue  # a buffer that is None
         if not isinstance(value, Tensor) or value.layout is not torch.strided:
             what = f"a {value.layout} tensor" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             raise ArgumentError(

@@ -1,4 +1,4 @@
-"""Calls of collectives: compared between the ranks, started, and waited for by a handle. For `collectives`."""
+"""Collective calls: compared between the ranks, started, and awaited through a handle. Used by `collectives`."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def is_initialized() -> bool:
-    """Whether there is a process group: after `ddp.init()`, until `shutdown()`."""
+    """Return whether there is a process group: after `ddp.init()`, until `shutdown()`."""
     return dist.is_available() and dist.is_initialized()
 
 
 def own_group(group: dist.ProcessGroup | None, what: str) -> dist.ProcessGroup:
-    """Return the group that `what` works on; default: all. Raises NotInitializedError, ArgumentError if not in it."""
+    """Return the group for `what`; default: all. Raises NotInitializedError, or ArgumentError if not a member."""
     return member_group(group, f"ddp.horovod.{what}")
 
 
@@ -47,7 +47,7 @@ def form_of(tensor: Tensor, *, rows: str | None = None) -> str:
 
 
 class Handle:
-    """A call under way, `what` in words. It knows its result once it was waited for; waiting again returns the same.
+    """A call in progress, described by `what`. Waiting again returns the same result.
 
     `works` are collectives, each with the device whose memory it moves.
     """
@@ -62,9 +62,9 @@ class Handle:
         self._result: Any = None
 
     def wait(self) -> Any:
-        """Block until the ranks have agreed, and return the result. Raises as the synchronous call does.
+        """Block until the ranks have compared their calls; return the result. Raises as the synchronous call does.
 
-        In host memory it is there. On a device the current stream waits for it, and the host does not, but for gloo.
+        A result in host memory is complete. On a device the current stream waits for it, and the host only for gloo.
         """
         if self._finish is not None:
             self._check.settle()
@@ -77,11 +77,11 @@ class Handle:
         return self._result
 
     def is_completed(self) -> bool:
-        """Whether the result is there, on a device too. Does not block."""
+        """Return whether the result is complete, on a device too. Does not block."""
         return self._finish is None or (self._check.is_completed() and all(w.is_completed() for w, _ in self._works))
 
     def then(self, change: Callable[[Any], Any]) -> Handle:
-        """Let `wait` return what `change` makes of the result."""
+        """Apply `change` to the result that `wait` returns."""
         before = self._finish
         assert before is not None
         self._finish = lambda: change(before())
@@ -89,7 +89,7 @@ class Handle:
 
 
 def reduction_problem(tensors: Sequence[Tensor], op: str, compression: object) -> str:
-    """Why these cannot be reduced, or nothing."""
+    """Return why these cannot be reduced; empty if they can."""
     if op not in _REDUCTIONS:
         return f"op={op!r}; there are {', '.join(map(repr, _REDUCTIONS))}"
     if compression is not None and not isinstance(compression, Half) and compression not in _HALVES:
@@ -108,7 +108,7 @@ def reduction_problem(tensors: Sequence[Tensor], op: str, compression: object) -
 
 
 def _sent_dtype(dtype: torch.dtype, compression: str | Half | None) -> torch.dtype:
-    """What travels for `dtype`. Gloo knows neither bool nor int16."""
+    """Return the dtype in which `dtype` is sent. Gloo supports neither bool nor int16."""
     if compression is not None and dtype.itemsize > 2:
         return compression.dtype if isinstance(compression, Half) else _HALVES[compression]
     return {torch.bool: torch.uint8, torch.int16: torch.int32}.get(dtype, dtype)
@@ -123,7 +123,7 @@ def start_allreduce(
     *,
     is_async: bool = False,
 ) -> Handle:
-    """Start it; unless `is_async`, only when the ranks have agreed."""
+    """Start an all-reduce; unless `is_async`, only after the ranks have compared their calls."""
     problem = reduction_problem(tensors, op, compression) or _name_problem(name)
     forms = (
         "; ".join(map(form_of, tensors)) if len(tensors) < 9 else f"{len(tensors)} tensors {[*map(form_of, tensors)]}"
@@ -163,11 +163,11 @@ def start_allreduce(
 def _name_problem(name: object) -> str:
     if name is None or isinstance(name, str):
         return ""
-    return f"name={name!r} is no text (Horovod's average=True and False are op='average' and 'sum' here)"
+    return f"name={name!r} is not a string (Horovod's average=True and False are op='average' and 'sum' here)"
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """A copy of the elements as bytes (n,): a copy has any dtype on any backend."""
+    """Copy the elements as bytes (n,), so that any dtype can be sent by any backend."""
     return tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
@@ -188,7 +188,7 @@ def start_broadcast(
 
 
 def start_allgather(tensor: Tensor, name: str | None, group: dist.ProcessGroup | None) -> tuple[Handle, list[int]]:
-    """Start it when the ranks have agreed; the handle, and the rows of each rank."""
+    """Start an all-gather after the ranks have compared their calls; return the handle and the rows of each rank."""
     link = own_group(group, "allgather")
     call = Call("allgather", name, form_of(tensor, rows="any"), number=tensor.shape[0], problem=_name_problem(name))
     check = CallCheck(call, link)
@@ -213,9 +213,9 @@ def start_allgather(tensor: Tensor, name: str | None, group: dist.ProcessGroup |
 def exchange_rows(
     tensor: Tensor, sends: Sequence[int], name: str | None, link: dist.ProcessGroup
 ) -> tuple[Tensor, list[int]]:
-    """Send `sends[r]` rows to each rank r; return what came and how many rows from each.
+    """Send `sends[r]` rows to each rank r; return the received rows and their number from each rank.
 
-    Blocks until the numbers of rows are here; where the rows are on a device, the current stream waits for them.
+    Blocks until the numbers of rows are here; if the rows are on a device, the current stream waits for them.
     """
     if link.size() == 1:
         return tensor.detach().clone(), list(sends)

@@ -1,16 +1,16 @@
-"""Collectives on tensors, in Horovod's words: a call says what it is first, so that ranks that differ get an error.
+"""Collectives on tensors with Horovod's interface; the ranks compare their calls first and raise if they differ.
 
-Scripts and `broadcast_state` call these; nothing that happens during backward does. Before its data travels, a call
-tells the other ranks its kind, name, operation, dtype and shape as 16 bytes. Where they differ, every rank raises
-ArgumentError with what each of them called, and the group stays usable. That is one more small collective a call, in
-host memory, as long as an all-reduce of a few numbers. A form that ends in `_async` pays for it in `synchronize()`.
+Called by scripts and `broadcast_state`, never during backward. Before sending data, a call sends the other ranks a
+16-byte digest of its kind, name, operation, dtype and shape. If they differ, every rank raises ArgumentError with the
+calls of all ranks, and the group stays usable. This costs one more small collective per call, in host memory, as long
+as an all-reduce of a few numbers. Functions that end in `_async` pay for it in `synchronize()`.
 
-Where tensors are on a device, "blocks" below means the comparison alone: after it, the current stream waits for the
-result, as for any other operation, and the host goes on.
+If tensors are on a device, "blocks" below means the comparison alone: after it, the current stream waits for the
+result, as for any other operation, and the host continues.
 
 Calls in one group must come in the same order on all ranks, asynchronous ones too. No call changes its argument unless
 its name ends with `_`. Gradients flow through allreduce, grouped_allreduce, allgather, broadcast, reducescatter and
-alltoall: what comes back is the derivative of the sum of all ranks' losses.
+alltoall; they are those of the sum of all ranks' losses.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from ddp.horovod.calls import (
 
 
 class Compression:
-    """Horovod's names for what `compression=` takes, and those of this package."""
+    """Values for `compression=`: Horovod's names, and those of this package."""
 
     none = None
     fp16 = "fp16"
@@ -55,7 +55,7 @@ class Compression:
 
 
 def rank() -> int:
-    """Return this process's rank in the world. Like the five below: NotInitializedError before `ddp.init()`."""
+    """Return this process's rank in the world. Like the next five, raises NotInitializedError before `ddp.init()`."""
     return _here("rank").rank
 
 
@@ -75,22 +75,22 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """Return this host's index. Where the launcher does not tell, hosts are taken to hold equal numbers of ranks."""
+    """Return this host's index. If the launcher does not set it, assumes equal numbers of ranks on all hosts."""
     here = _here("cross_rank")
     return here.rank // here.local_world_size if here.node_rank is None else here.node_rank
 
 
 def cross_size() -> int:
-    """Return the number of hosts. Where the launcher does not tell, they are taken to hold equal numbers of ranks."""
+    """Return the number of hosts. If the launcher does not set it, assumes equal numbers of ranks on all hosts."""
     here = _here("cross_size")
-    told = os.environ.get("GROUP_WORLD_SIZE") or os.environ.get("SLURM_STEP_NUM_NODES") or ""
-    if told.isdecimal() and os.environ.get("WORLD_SIZE", str(here.world_size)) == str(here.world_size):
-        return int(told)
+    hosts = os.environ.get("GROUP_WORLD_SIZE") or os.environ.get("SLURM_STEP_NUM_NODES") or ""
+    if hosts.isdecimal() and os.environ.get("WORLD_SIZE", str(here.world_size)) == str(here.world_size):
+        return int(hosts)
     return -(-here.world_size // here.local_world_size)
 
 
 def shutdown() -> None:
-    """Close the process group, as the end of the process does. Every rank should call it; without a group, nothing."""
+    """Close the process group, if there is one, as happens at process exit. Every rank should call it."""
     if is_initialized():
         world.leave()
 
@@ -112,7 +112,7 @@ def allreduce(
 
     Every rank must call it with the same name, operation, dtype and shape; blocks. `compression`: "fp16" or "bf16" on
     the wire. An average needs floating-point or complex numbers. Raises ArgumentError on every rank if the calls
-    differ, CollectiveError if a rank does not come.
+    differ, CollectiveError if a rank does not call it.
     """
     return grouped_allreduce([tensor], name, op=op, compression=compression, group=group)[0]
 
@@ -142,14 +142,14 @@ def grouped_allreduce(
 def allreduce_(
     tensor: Tensor, name: str | None = None, *, op: str = Average, group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Like `allreduce`, into `tensor` itself, which is returned. No gradient goes through."""
+    """Like `allreduce`, in place; returns `tensor`. Not differentiable."""
     return grouped_allreduce_([tensor], name, op=op, group=group)[0]
 
 
 def grouped_allreduce_(
     tensors: Sequence[Tensor], name: str | None = None, *, op: str = Average, group: dist.ProcessGroup | None = None
 ) -> list[Tensor]:
-    """Like `grouped_allreduce`, into the tensors themselves."""
+    """Like `grouped_allreduce`, in place."""
     return _into(list(tensors), start_allreduce(list(tensors), name, op, None, group).wait())
 
 
@@ -173,7 +173,7 @@ def reducescatter(
 ) -> Tensor:
     """Return this rank's share of the rows (dimension 0) of `allreduce(tensor)`; the first ranks get one more each.
 
-    Every rank must call it with the same name, operation, dtype and shape; blocks. Each adds in the order of the ranks.
+    Every rank must call it with the same name, operation, dtype and shape; blocks. Each adds in rank order.
     """
     link = own_group(group, "reducescatter")
     count = link.size()
@@ -225,7 +225,7 @@ def broadcast(
 def broadcast_(
     tensor: Tensor, root_rank: int, name: str | None = None, *, group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Like `broadcast`, into `tensor` itself, which is returned. No gradient goes through."""
+    """Like `broadcast`, in place; returns `tensor`. Not differentiable."""
     return _into([tensor], [start_broadcast(tensor, root_rank, name, group).wait()])[0]
 
 
@@ -245,9 +245,9 @@ def broadcast_async_(
 
 
 def allgather(tensor: Tensor, name: str | None = None, *, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return the rows (dimension 0) of all ranks, in the order of the ranks; a number counts as one row.
+    """Return the rows (dimension 0) of all ranks, in rank order; a scalar tensor counts as one row.
 
-    Every rank must call it with the same name, dtype and shape, but for the number of rows; blocks.
+    Every rank must call it with the same name, dtype and shape, except for the number of rows; blocks.
     """
     mine = tensor.reshape(1) if tensor.dim() == 0 else tensor
     counts: list[int] = []
@@ -268,7 +268,7 @@ def allgather(tensor: Tensor, name: str | None = None, *, group: dist.ProcessGro
 
 
 def allgather_async(tensor: Tensor, name: str | None = None, *, group: dist.ProcessGroup | None = None) -> Handle:
-    """Start an `allgather` and return a handle. It waits for all ranks, to learn their numbers of rows."""
+    """Start an `allgather` and return a handle. Waits for all ranks' numbers of rows."""
     return start_allgather(tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach(), name, group)[0]
 
 
@@ -279,10 +279,10 @@ def alltoall(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> Any:
-    """Send `splits[r]` rows of `tensor` to each rank r; return the rows that came, in the order of the ranks.
+    """Send `splits[r]` rows of `tensor` to each rank r; return the received rows, in rank order.
 
-    Without `splits`, each rank gets the same number of rows; with them, the result is a pair: the rows, and how many
-    came from each rank. Every rank must call it with the same name, dtype and shape but for the rows; blocks.
+    Without `splits`, each rank gets the same number of rows; with them, the result is a pair: the rows, and the number
+    from each rank. Every rank must call it with the same name, dtype and shape except for the rows; blocks.
     """
     link = own_group(group, "alltoall")
     rows = tensor.shape[0] if tensor.dim() else 0
@@ -307,17 +307,17 @@ def alltoall(
 
 
 def barrier(name: str | None = None, *, group: dist.ProcessGroup | None = None) -> None:
-    """Wait until every rank has called it, with the same name."""
+    """Block until every rank has called it, with the same name."""
     check_same_call(Call("barrier", name, ""), group)
 
 
 def synchronize(handle: Handle) -> Any:
-    """Wait for what an `_async` call has started, and return its result; on a device, let the current stream wait."""
+    """Wait for an `_async` call and return its result; on a device, the current stream waits."""
     return handle.wait()
 
 
 def poll(handle: Handle) -> bool:
-    """Whether what an `_async` call has started has ended, on a device too. Does not block."""
+    """Return whether an `_async` call is complete, on a device too. Does not block."""
     return handle.is_completed()
 
 
@@ -341,7 +341,7 @@ class _Differentiable(torch.autograd.Function):
 
 
 def _differentiable(run: Callable[..., Any], back: Callable[..., Any], *tensors: Tensor) -> Any:
-    """What `run(*tensors)` returns, with `back(*gradients)` as its derivative if a tensor needs one."""
+    """Return `run(*tensors)`, with `back(*gradients)` as its derivative if a tensor requires grad."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return _Differentiable.apply(run, back, *tensors)  # type: ignore[no-untyped-call]  # torch has no types here
     return run(*(tensor.detach() for tensor in tensors))

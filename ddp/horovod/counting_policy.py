@@ -1,4 +1,4 @@
-"""Which backward passes a distributed optimizer reduces: each n-th of them, whatever forward pass they belong to."""
+"""The policy of a distributed optimizer: reduce every n-th backward pass, regardless of the forward passes."""
 
 from __future__ import annotations
 
@@ -19,24 +19,23 @@ from ddp.errors import BackwardError, DdpError, DriftError
 from ddp.torch_internals import call_after_backward, current_backward
 
 _COMPARED = 1024  # elements of each parameter that the ranks compare before the first step
-_together: dict[int, list[CountingPolicy]] = {}  # those whose pass ends with a backward pass, by the engine's number
+_together: dict[int, list[CountingPolicy]] = {}  # policies that reduce in a backward pass, by autograd's task id
 
 
 @contextlib.contextmanager
 def _collecting(errors: list[BaseException]) -> Iterator[None]:
     try:
         yield
-    except BaseException as error:  # also Ctrl-C: all are told before the first is raised again
+    except BaseException as error:  # Ctrl-C too: all optimizers are ended before the first error is raised again
         errors.append(error)
 
 
 class CountingPolicy:
-    """Reduces at the end of every `passes`-th backward pass since the last reduction, and counts what this rank does.
+    """Reduces at the end of every `passes`-th backward pass since the last reduction, and counts this rank's steps.
 
     `steps` counts optimizer steps; `reductions` those since the last step, `averages` those since gradients were
     cleared, by `step()` or `zero_grad()`; `waiting` the passes whose gradients wait for a reduction. The counts outlive
-    the reducer that `attach` gives. `on_sparse` is called after a first pass with sparse gradients that the reducer did
-    not know.
+    the attached reducer. `on_sparse` is called after a first pass with sparse gradients that the reducer did not know.
     """
 
     _reducer: Reducer
@@ -49,29 +48,29 @@ class CountingPolicy:
         self._on_sparse = on_sparse
 
     def attach(self, reducer: Reducer) -> None:
-        """Decide for a new `reducer`, whose ranks have not compared their parameters yet."""
+        """Attach to a new `reducer`, whose ranks have not compared their parameters yet."""
         reducer.policy = self
         self._reducer = reducer
         self.is_cleared = False
         self._backward: object | None = None  # the identity of the backward pass that runs
-        self._task = -1  # the engine's number for the one that reduces
+        self._task = -1  # autograd's id of the backward pass that reduces
         self._is_compared = False  # whether the ranks have found their parameters equal
         self._rows: dict[int, Tensor] = {}  # sparse gradients of this rank in a first pass, by index
-        self._dense: set[str] = set()  # and the names of others
-        self._found: frozenset[str] = frozenset()  # names of sparse gradients that no one had announced
+        self._dense: set[str] = set()  # names of its dense gradients in that pass
+        self._found: frozenset[str] = frozenset()  # names of newly found sparse gradients
 
     def cleared(self, *, to_none: bool) -> None:
-        """Note that the gradients were cleared, between two reductions."""
+        """Record that the gradients were cleared, between two reductions."""
         self.averages = 0
         self.is_cleared = self.is_cleared or to_none
 
     def stepped(self) -> None:
-        """Note a step of the optimizer."""
+        """Record a step of the optimizer."""
         self.steps += 1
         self.reductions = self.averages = 0
 
     def settle(self) -> None:
-        """Wait for what a failed pass left, between backward passes: one that still seems to run was interrupted."""
+        """Wait for a failed pass to end, between backward passes: one that still seems to run was interrupted."""
         self._reducer.report.check_in_step()
         with self._reducer.lock:
             if self._backward is not None and current_backward() == -1:
@@ -79,7 +78,7 @@ class CountingPolicy:
         self._reducer.settle()
 
     def reduce_now(self) -> None:
-        """Average the gradients that wait, or take part in what other ranks average. Blocks."""
+        """Average the waiting gradients, or take part in the other ranks' average. Blocks."""
         self._reducer.hooks.be_last()
         self._reducer.reduce_now()
 
@@ -104,7 +103,7 @@ class CountingPolicy:
         reducer = self._reducer
         first = reducer.members[next(iter(reducer.touched))].parameter if len(reducer.touched) == 1 else None
         if self.is_cleared and first is not None:
-            # The transfers look now at which gradients are there that backward has not made; this one it has.
+            # The transfers check now which gradients existed before this backward; this one was made by it.
             grad, first.grad = first.grad, None
             try:
                 reducer.begin()
@@ -127,7 +126,10 @@ class CountingPolicy:
                 self._reducer.fail("its backward pass raised an exception")
 
     def _note_too_many(self) -> None:
-        """There have been averages since gradients were cleared: exact if they are averaged again, but not added."""
+        """Warn about, or for sums refuse, a pass after averages whose gradients were not cleared.
+
+        Averaging averages again is exact; adding sums again is not.
+        """
         text = (
             f"more than backward_passes_per_step={self.passes} backward passes reach the parameters of this "
             "DistributedOptimizer between two calls of its step() or zero_grad()"
@@ -143,10 +145,10 @@ class CountingPolicy:
     def end(self, pass_: Pass) -> None:
         """End the pass, also for the other optimizers whose parameters it reached, on all ranks in the same order.
 
-        The engine calls each of them, in the order of their first gradients, which may be another one elsewhere.
+        Autograd calls each of them, in the order of their first gradients, which may differ between ranks.
         """
         if self._reducer.current is not pass_:
-            return  # another one has done it
+            return  # already ended by another optimizer
         together = sorted(_together.pop(self._task, [self]), key=lambda policy: policy._reducer.channel.number)
         passes = [(policy, policy._reducer.current) for policy in together]
         errors: list[BaseException] = []
@@ -188,7 +190,7 @@ class CountingPolicy:
         return RankStatus(digest=digest, **common)
 
     def _samples(self) -> dict[str, int]:
-        """A number for the first elements of each parameter."""
+        """Return a fingerprint of the first elements of each parameter."""
         return fingerprints({m.name: m.parameter.detach().reshape(-1)[:_COMPARED] for m in self._reducer.members})
 
     def rank_count(self, statuses: StatusSum) -> int:
@@ -201,24 +203,24 @@ class CountingPolicy:
 
     def ended(self, *, has_failed: bool) -> None:
         if has_failed:
-            _together.pop(self._task, None)  # the pass of all that it reached has failed
+            _together.pop(self._task, None)  # it failed for all optimizers that it reached
         self._backward = None
         self.waiting = 0
         self._rows = {}
 
     def _average_rows(self) -> frozenset[str]:
-        """Average once more, as rows, what is sparse on some ranks and dense on none; return the names.
+        """Average again, as rows, gradients that are sparse on some ranks and dense on none; return the names.
 
-        Nobody knows a sparse gradient before it is there, and this one has travelled as a dense one.
+        Sparse gradients are only known once they exist; these have just been averaged as dense ones.
         """
         channel, members = self._reducer.channel, self._reducer.members
         what = "exchange of the names of sparse gradients"
-        told = channel.gather([members[index].name for index in self._rows], what)
-        found = frozenset(name for names in told for name in names)
+        every = channel.gather([members[index].name for index in self._rows], what)
+        found = frozenset(name for names in every for name in names)
         if not found:
             return found
-        told = channel.gather(sorted(found & self._dense), what)
-        found -= {name for names in told for name in names}
+        every = channel.gather(sorted(found & self._dense), what)
+        found -= {name for names in every for name in names}
         for member in members:
             if member.name in found:
                 member.parameter.grad = self._rows.get(member.index)
@@ -226,14 +228,14 @@ class CountingPolicy:
         return found
 
     def disagreement(self, statuses: StatusSum) -> DdpError | None:
-        """Who has made other steps or backward passes than the others, or starts from other values. Collective."""
+        """Return an error if steps, backward passes or initial values differ between ranks, else None. Collective."""
         if statuses.same_digest:
             return None
         mine = (self.steps, self.waiting, {} if self._is_compared else self._samples())
         every = self._reducer.channel.gather(mine, "exchange of how the ranks differ")
         end = "The gradients of this step are dropped (None) on every rank"
         for at, what in enumerate(("optimizer steps so far", "backward passes since the last reduction")):
-            if odd := _odd_ones([told[at] for told in every]):
+            if odd := _odd_ones([counts[at] for counts in every]):
                 why = (
                     "a rank skipped optimizer.step(), so the replicas are not equal any more"
                     if at == 0
@@ -241,7 +243,7 @@ class CountingPolicy:
                 )
                 return BackwardError(f"the ranks have made different numbers of {what}: {odd}; {why}. {end}")
         for name in every[0][2]:
-            numbers = [told[2].get(name) for told in every]
+            numbers = [counts[2].get(name) for counts in every]
             if len(set(numbers)) > 1:
                 ranks = tuple(rank for rank, number in enumerate(numbers) if number != numbers[0])
                 return DriftError(
@@ -251,11 +253,11 @@ class CountingPolicy:
                     step=1,
                     ranks=ranks,
                 )
-        return BackwardError(f"the ranks do not agree on where they are: {every}. {end}")
+        return BackwardError(f"the ranks do not agree on their step: {every}. {end}")
 
 
 def _odd_ones(numbers: Sequence[int]) -> str:
-    """Which ranks have another number than most, or nothing."""
+    """Describe the ranks whose number differs from most; empty if there are none."""
     usual = min(numbers, key=lambda number: (-numbers.count(number), number))
     odd = [f"rank {rank} {number}" for rank, number in enumerate(numbers) if number != usual]
     return f"{', '.join(odd)}, the others {usual}" if odd else ""

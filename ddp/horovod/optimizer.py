@@ -6,7 +6,7 @@
 
 The interface is that of Horovod (Sergeev and Del Balso 2018, arXiv:1802.05799). The reduction is that of
 DistributedDataParallel (`reducer`: buckets in one order on all ranks, overlapped with backward, and a status), but
-no forward pass announces it: every `backward_passes_per_step`-th backward pass after a step ends with it.
+without a forward pass that announces it: every `backward_passes_per_step`-th backward pass after a step ends with it.
 """
 
 from __future__ import annotations
@@ -65,30 +65,30 @@ def DistributedOptimizer(  # Horovod's name, and a class to its users
     """Make `optimizer` step on gradients averaged over the ranks, and return it.
 
     It is the same object, with five new methods: learning rate schedulers, GradScaler, `param_groups`, `state` and
-    `state_dict()` are what they were. Every rank must call this, with optimizers of the same parameters in the same
-    order; blocks. The replicas must be equal: see `broadcast_parameters`; before the first step the ranks compare.
+    `state_dict()` work as before. Every rank must call this, with optimizers of the same parameters in the same
+    order; blocks. The replicas must be equal (see `broadcast_parameters`); the ranks check this before the first step.
 
     - `named_parameters`: names for messages, and for the comparison between the ranks.
-    - `compression`: how gradients travel: "bf16", "fp16", "int8", "powersgd" or one with settings (`ddp.compression`).
+    - `compression`: "bf16", "fp16", "int8", "powersgd" or one with settings (`ddp.compression`).
     - `backward_passes_per_step`: backward passes whose gradients are added up before they are averaged. As in Horovod
       they are not divided by that number: the script divides its loss.
     - `op`: "average" or "sum" over the ranks.
     - `gradient_predivide_factor`, `num_groups`, `groups`: Horovod's, accepted; gradients are divided before they are
-      added and travel in buckets anyway.
-    - `sparse_as_dense`: sparse gradients become dense ones; else, where they are seen in the first backward pass, only
-      the rows that some rank has travel from then on.
+      added and sent in buckets anyway.
+    - `sparse_as_dense`: sparse gradients become dense ones; else, if they are seen in the first backward pass, only
+      the rows that some rank has are sent from then on.
     - `group`: the ranks that average with each other; default: all. `bucket_cap_mb`, `stall_timeout_s`: as in
       DistributedDataParallel.
 
     **What happens when.** When the last of a step's backward passes returns, `.grad` holds the averages: clipping and
-    GradScaler need nothing else. `synchronize()` averages what is not averaged yet, after fewer passes, say; `step()`
-    calls it by itself, but not inside `skip_synchronize()`. A parameter without a gradient on some ranks counts as
-    zeros there; without one on all, its `.grad` stays as it is. More passes than announced are averaged exactly, in
-    reductions of their own (a warning says so); for a sum they raise BackwardError. `step(closure)` averages after each
+    GradScaler need nothing else. `synchronize()` averages what is not averaged yet, for example after fewer passes;
+    `step()` calls it automatically, except inside `skip_synchronize()`. A missing gradient counts as zeros if another
+    rank has one; if no rank has one, `.grad` stays as it is. More passes than announced are averaged exactly, in
+    additional reductions (with a warning); for a sum they raise BackwardError. `step(closure)` averages after each
     backward pass in the closure, and the optimizer sees the average of the losses.
 
     **Errors.** If a backward pass of one rank raises, the others raise PeerFailedError in theirs. Different numbers of
-    backward passes or of steps raise BackwardError on every rank, which says who made how many; different parameters
+    backward passes or of steps raise BackwardError on every rank, with the numbers of each rank; different parameters
     at the first step DriftError. After these, `.grad` is None on every rank. `zero_grad()` while gradients of passes
     wait to be averaged raises BackwardError on its rank, as in Horovod.
     """
@@ -103,7 +103,7 @@ def DistributedOptimizer(  # Horovod's name, and a class to its users
     engine = _Engine(optimizer, link, settings, names, backward_passes_per_step)
     timeline.prepare(optimizer)
     _engines[optimizer] = engine
-    for name in _METHODS:  # of this object alone: a copy is a plain optimizer, and would not know its parameters' hooks
+    for name in _METHODS:  # on this object only: a copy is a plain optimizer, whose parameters have no hooks
         setattr(optimizer, name, getattr(engine, name))
     optimizer.register_step_pre_hook(engine.before_step)
     optimizer.register_step_post_hook(engine.after_step)
@@ -113,13 +113,13 @@ def DistributedOptimizer(  # Horovod's name, and a class to its users
 
 
 def average_over(optimizer: torch.optim.Optimizer, group: dist.ProcessGroup) -> None:
-    """Average over the ranks of `group` from now on, if `optimizer` is distributed. All of them call it; blocks."""
+    """Average over the ranks of `group` from now on, if `optimizer` is distributed. All must call it; blocks."""
     if (engine := _engines.get(optimizer)) is not None:
         engine.average_over(group)
 
 
 def reducer_of(optimizer: torch.optim.Optimizer) -> Reducer | None:
-    """What averages the gradients of `optimizer`; None if nothing does."""
+    """Return the reducer of `optimizer`; None if it has none."""
     engine = _engines.get(optimizer)
     return None if engine is None else engine.reducer
 
@@ -150,7 +150,7 @@ def _check_numbers(passes: object, op: object, predivide: float) -> None:
 
 
 def _names_of(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]] | None) -> dict[int, str]:
-    """The parameters' names by identity. Raises ArgumentError if one has none, or two have the same."""
+    """Return the parameters' names by identity. Raises ArgumentError if one is missing or not unique."""
     if named is None:
         return {}
     names: dict[int, str] = {}
@@ -176,7 +176,7 @@ def _names_of(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tenso
 class _Engine:
     """Owns the reducer of one optimizer, which it does not keep alive. A world of one has no reducer.
 
-    The optimizer's methods in `_METHODS` are those of its engine.
+    The optimizer's methods in `_METHODS` are replaced by the engine's.
     """
 
     def __init__(
@@ -197,12 +197,12 @@ class _Engine:
         self._compressor: Compressor | None = None
         self._device = checked_device(self._named())
         self._link: dist.ProcessGroup | None = link
-        self._give_back: Callable[[], None] = _nothing
+        self._release: Callable[[], None] = _nothing
         if is_pending(link):  # `average_over` comes later
             return
         if link.size() > 1:
             check_same_call(Call("DistributedOptimizer", None, type(optimizer).__name__), link)
-            self._number, self._link, self._give_back = _take_place(link)
+            self._number, self._link, self._release = _reserve_group(link)
         try:
             if settings.compression is not None:
                 self._compressor, self._hook = make_compression(settings.compression, self._link)
@@ -218,7 +218,7 @@ class _Engine:
         return optimizer
 
     def _named(self) -> list[_Named]:
-        """The optimizer's parameters in the order of its groups, with names that all ranks share."""
+        """Return the optimizer's parameters in the order of its groups, with names that are the same on all ranks."""
         optimizer = self._users()
         return [
             (self._names.get(id(parameter), f"param_groups[{number}]['params'][{index}]"), parameter)
@@ -277,29 +277,29 @@ class _Engine:
         self.attach()
 
     def close(self) -> None:
-        """Let go of the group and of the parameters; the optimizer stays usable, for this rank alone."""
+        """Release the group and the parameters; the optimizer stays usable, for this rank alone."""
         if self.reducer is not None:
             self.reducer.close()
         if self._compressor is not None:
             self._compressor.close()
         self.reducer = self._compressor = self._link = None
-        give_back, self._give_back = self._give_back, _nothing
-        give_back()
+        release, self._release = self._release, _nothing
+        release()
 
     def synchronize(self) -> None:
-        """Average the gradients of the backward passes since the last time, if there are any. Every rank must call it.
+        """Average the gradients of the backward passes since the last reduction, if there are any.
 
-        Blocks. Called without passes on any rank, it changes nothing; `step()` does not repeat it.
+        Every rank must call it; blocks. If no rank has such passes, nothing changes; `step()` does not repeat it.
         """
         if self.reducer is not None:
             self._policy.settle()
-            # Without any reduction since the last step, other ranks may have something to average.
+            # Without a reduction since the last step, other ranks may have gradients to average.
             if self._policy.waiting or not self._policy.reductions:
                 self._policy.reduce_now()
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Let `step()` inside not synchronize, after `synchronize()`."""
+        """Skip the synchronization in `step()`, after an explicit `synchronize()`."""
         self._is_skipping = True
         try:
             yield
@@ -331,7 +331,7 @@ class _Engine:
         self.attach()
 
     def before_step(self, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Average what waits; a closure's gradients after it was called, since nothing waits before."""
+        """Average the waiting gradients; with a closure, after each call of it, since none wait before."""
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             if not self._is_skipping:
@@ -370,7 +370,7 @@ class _Engine:
 
     @torch.no_grad()
     def _average(self, loss: Any) -> Any:
-        """The loss of a closure over the ranks, so that an optimizer that decides by it does so on all alike."""
+        """Average a closure's loss over the ranks, so that an optimizer that depends on it acts alike on all."""
         if self.reducer is None or self._link is None or not isinstance(loss, Tensor | int | float):
             return loss
         total = torch.as_tensor(loss, dtype=None if isinstance(loss, Tensor) else torch.float64).detach().clone()
@@ -387,10 +387,10 @@ def _is_reducers(hook: object) -> bool:
 
 @dataclasses.dataclass
 class _Places:
-    """Where the optimizers over one group average: there, and in groups of the same ranks beside it, by number.
+    """The groups in which the optimizers over one group average: itself, and further groups of the same ranks.
 
-    One backward pass may reach the parameters of two optimizers, whose buckets may be complete in another order
-    elsewhere: in one group they would meet each other's.
+    One backward pass may reach the parameters of two optimizers, and the order in which their buckets become complete
+    may differ between ranks: in one group they would be mixed up.
     """
 
     made: int = 0
@@ -401,10 +401,10 @@ def _nothing() -> None:
     pass
 
 
-def _take_place(link: dist.ProcessGroup) -> tuple[int, dist.ProcessGroup, Callable[[], None]]:
-    """Return the number of a new optimizer over `link`, where it averages, and what gives that back. Blocks.
+def _reserve_group(link: dist.ProcessGroup) -> tuple[int, dist.ProcessGroup, Callable[[], None]]:
+    """Return the number of a new optimizer over `link`, its group, and a function that releases them. Blocks.
 
-    It is what an earlier optimizer has given back, on all ranks; a group is only made where there is no such place.
+    Reuses a number and group that an earlier optimizer released on all ranks; else makes a group.
     """
     places = _places.setdefault(link, _Places())
     free = set.intersection(*map(set, gather_values([*places.free], group=link)))
@@ -425,7 +425,7 @@ def _group_beside(link: dist.ProcessGroup) -> dist.ProcessGroup:
             dist.get_process_group_ranks(link),
             timeout=timeout_of(link, device_of(link)),
             backend=dist.get_backend_config(link),
-            # With it, torch derives the name from the number of groups in this process, which may differ: a hang.
+            # If set, torch derives the name from the number of groups in this process; if that differs, it hangs.
             use_local_synchronization=is_part,
         )
     assert isinstance(made, dist.ProcessGroup)
