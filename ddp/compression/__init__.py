@@ -1,4 +1,4 @@
-"""Send gradients in fewer bytes: `make_compression(name)` gives a communication hook; the classes have the options."""
+"""Gradient compression: `make_compression(name)` returns a communication hook; the classes have the options."""
 
 from ddp.compression.compressors import Half, Int8, PowerSGD, make_compression
 

@@ -1,14 +1,14 @@
-"""Less to send: compressors of gradients, by name, as communication hooks.
+"""Compressors of gradients, by name, as communication hooks.
 
     model = ddp.DistributedDataParallel(model, compression="bf16")
 
-or with torch's class, whose hooks have the same form:
+or with torch's class, whose hooks have the same signature:
 
     state, hook = ddp.make_compression("int8")
     model.register_comm_hook(state, hook)
 
-A compressor gets a bucket of this rank's gradients and returns a future of their averages. On every rank the averages
-have the same bits, so replicas stay equal. Which one pays depends on the network: measure (scripts/bench).
+A compressor gets a bucket of this rank's gradients and returns a future of their averages. The averages are bitwise
+equal on every rank, so replicas stay equal. Which one pays off depends on the network: measure (scripts/bench).
 """
 
 from collections.abc import Callable, Mapping
@@ -38,7 +38,7 @@ __all__ = [
 
 
 class CompressionHook(NamedTuple):
-    """What `register_comm_hook(state, hook)` takes."""
+    """The arguments of `register_comm_hook(state, hook)`."""
 
     state: Compressor
     hook: Callable[[Compressor, Any], torch.futures.Future[torch.Tensor]]
@@ -53,7 +53,7 @@ _NAMED: dict[str, Half | Int8 | PowerSGD] = {
 
 
 def named(method: str) -> Half | Int8 | PowerSGD:
-    """The method of a name, with its default settings. Raises ArgumentError for an unknown one."""
+    """Return the method with this name, with its default settings. Raises ArgumentError for an unknown one."""
     if method not in _NAMED:
         raise ArgumentError(f"compression={method!r}; there are {', '.join(map(repr, _NAMED))}")
     return _NAMED[method]
@@ -64,7 +64,7 @@ def compress_hook(
     state: Compressor,
     bucket: dist.GradBucket,
 ) -> torch.futures.Future[torch.Tensor]:
-    """The communication hook of every compressor."""
+    """Start averaging a bucket; the communication hook of every compressor."""
     return state.reduce(bucket)
 
 
@@ -76,11 +76,11 @@ def make_compression(
 ) -> CompressionHook:
     """Return the state and the hook for `compression`: "fp16", "bf16", "int8", "powersgd" or one with its settings.
 
-    `parameters` are the model's by name, `dict(model.named_parameters())`: with them, the state that a checkpoint holds
-    fits the model under any plan of buckets. Without, it fits only where the first pass has the same buckets.
+    `parameters` are the model's by name, `dict(model.named_parameters())`: with them, the state in a checkpoint fits
+    the model with any plan of buckets. Without, it fits only if the first pass has the same buckets.
 
     Every rank of `group` (default: all) must call it with the same argument; blocks until all do. Raises
-    ArgumentError for an unknown one and LayoutMismatchError if ranks ask for different ones.
+    ArgumentError for an unknown method and LayoutMismatchError if the ranks' methods differ.
     """
     if isinstance(compression, str):
         compression = named(compression)

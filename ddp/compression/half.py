@@ -1,4 +1,4 @@
-"""Gradients travel in 16 bits and are summed in 32: a compressor that keeps no state between steps.
+"""A compressor that sends gradients in 16 bits and sums them in 32; keeps no state between steps.
 
 Torch's hooks of the same names let the backend add in 16 bits, which rounds n-1 times.
 """
@@ -21,8 +21,8 @@ from ddp.errors import ArgumentError
 class Half:
     """Send each value in 16 bits, and add up in float32. `dtype`: torch.bfloat16, or torch.float16 with a GradScaler.
 
-    A gradient too large for float16 becomes infinite on every rank, which the GradScaler then skips. Buckets that are
-    of 16 bits already keep their dtype. Raises ArgumentError for another dtype.
+    A gradient too large for float16 becomes infinite on every rank, and the GradScaler skips the step. 16-bit buckets
+    keep their dtype. Raises ArgumentError for another dtype.
     """
 
     dtype: torch.dtype = torch.bfloat16
@@ -32,7 +32,7 @@ class Half:
             raise ArgumentError(f"Half(dtype={self.dtype}): torch.bfloat16 or torch.float16")
 
     def compressor(self, group: dist.ProcessGroup, parameters: Mapping[str, torch.Tensor] | None) -> HalfCompressor:
-        """Make what averages the buckets of one model, for `make_compression` and the wrapper."""
+        """Make a compressor for one model, for `make_compression` and the wrapper."""
         return HalfCompressor(group, self.dtype, parameters)
 
 
@@ -40,8 +40,8 @@ class HalfCompressor(RowCompressor):
     """Averages buckets with `dtype` on the wire: one rounding on each rank, one after the sum in float32.
 
     Every rank divides before it rounds, so a sum in float16 does not overflow; a gradient too large for float16
-    becomes infinite on every rank, which torch's GradScaler handles. Infinite and NaN stay what they are. A bucket
-    that is of 16 bits already keeps its dtype.
+    becomes infinite on every rank, which torch's GradScaler handles. Infinities and NaNs are kept. A 16-bit bucket
+    keeps its dtype.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""Gradients travel as signed bytes, and what rounding lost is added to the next ones (error feedback).
+"""Sends gradients as signed bytes, and adds the rounding error to the next ones (error feedback).
 
-Error feedback on both ways is that of 1-bit Adam's compressed all-reduce (Tang et al. 2021,
-arXiv:2102.02888, algorithm 1), with a byte for each value instead of a bit; why it converges is in Karimireddy et al.
-2019, Error Feedback Fixes SignSGD, arXiv:1901.09847.
+Error feedback in both directions is that of 1-bit Adam's compressed all-reduce (Tang et al. 2021,
+arXiv:2102.02888, algorithm 1), with a byte for each value instead of a bit; for its convergence, see Karimireddy et
+al. 2019, Error Feedback Fixes SignSGD, arXiv:1901.09847.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ddp.errors import ArgumentError
 
 @dataclass(frozen=True)
 class Int8:
-    """A byte for each value and a scale for each `block` of them; `error_feedback` adds to a step what the last lost.
+    """One byte per value and one scale per `block` of them; `error_feedback` adds a step's rounding error to the next.
 
-    A smaller block is more exact: one of 512 takes 0.8 % more bytes for its scale. What is to be added takes
-    4 (1 + 1/n) bytes of memory for each gradient in a world of n; `ddp.Checkpoint` saves it. Raises ArgumentError for
-    a `block` that is no multiple of 4 or less than 16.
+    A smaller block is more exact; a block of 512 takes 0.8 % more bytes for its scale. The errors take 4 (1 + 1/n)
+    bytes of memory per gradient in a world of n; `ddp.Checkpoint` saves them. Raises ArgumentError for a `block` that
+    is not a multiple of 4 or is less than 16.
 
     Tang et al. 2021, "1-bit Adam", arXiv:2102.02888, algorithm 1, with bytes for bits; it converges by Karimireddy et
     al. 2019, "Error Feedback Fixes SignSGD", arXiv:1901.09847.
@@ -40,22 +40,22 @@ class Int8:
             raise ArgumentError(f"Int8(block={self.block}): a multiple of 4, at least 16")
 
     def compressor(self, group: dist.ProcessGroup, parameters: Mapping[str, torch.Tensor] | None) -> Int8Compressor:
-        """Make what averages the buckets of one model, for `make_compression` and the wrapper."""
+        """Make a compressor for one model, for `make_compression` and the wrapper."""
         return Int8Compressor(group, self, parameters)
 
 
 class Int8Compressor(RowCompressor):
-    """Averages buckets with a byte for each value and a float32 for each `block` values on the wire.
+    """Averages buckets with one byte per value and one float32 per `block` values on the wire.
 
     Each rank rounds what it sends; its share of the part of a bucket that it owns stays exact until the average is
-    rounded. It remembers what its own rounding lost, and the owner of a part what the rounding of the average lost;
-    both are added to the next step's. So the sum of all averages that were delivered is the sum of the true ones, up to
-    the error of the last step. It takes 4 (1 + 1/n) bytes of memory for each gradient. What is owed of a parameter
-    stays with it when buckets change: the owner of a part of the old bucket adds n times what the average lost to what
-    its own rounding lost, which is the same to the next average.
+    rounded. Each rank keeps its own rounding error, and the owner of a part that of the average; both are added to the
+    next step's gradients. The sum of all delivered averages thus equals the sum of the true ones, up to the error of
+    the last step. This takes 4 (1 + 1/n) bytes of memory per gradient. A parameter keeps its residual when buckets
+    change: the owner of a part of the old bucket adds n times the average's error to its own error, which has the same
+    effect on the next average.
 
-    A block with an infinite or NaN value is not finite on any rank, and what was owed for it is forgotten. With a
-    GradScaler, what is owed is in its scale at the time.
+    A block with an infinite or NaN value is not finite on any rank, and its residual is dropped. With a GradScaler,
+    the residual is in its scale at the time.
     """
 
     def __init__(self, group: dist.ProcessGroup, settings: Int8, parameters: Mapping[str, torch.Tensor] | None) -> None:
@@ -63,7 +63,7 @@ class Int8Compressor(RowCompressor):
         self._settings = settings
         self._rank = group.rank()
         self._owed: dict[int, _Owed] = {}  # by bucket
-        self._home: dict[str, _Owed] = {}  # by parameter: that of the bucket which it was in last
+        self._home: dict[str, _Owed] = {}  # by parameter: the residual of the bucket that it was last in
 
     def reduce(self, bucket: Bucket) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
@@ -111,7 +111,7 @@ class Int8Compressor(RowCompressor):
             for key, part in owed.parts.items():
                 if self._home[key] is owed:
                     parameters[key] = {"owed": part.clone(memory_format=torch.contiguous_format)}
-            owed.keep_own(self._rank, self._size)  # as a run that loads this does
+            owed.keep_own(self._rank, self._size)  # as in a run that loads this state
         return {"method": self._name, "parameters": {**parameters, **self._loaded}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -120,14 +120,14 @@ class Int8Compressor(RowCompressor):
         self._home.clear()
 
     def _owed_for(self, bucket: Bucket) -> _Owed:
-        """What is owed for `bucket`; of other parameters than last time, what is owed for each of them."""
+        """Return the residual of `bucket`; if its parameters changed, it is made from the residuals of each of them."""
         assert self._group is not None
         buffer, index, keys = bucket.buffer(), bucket.index(), self._keys(bucket)
         owed = self._owed.get(index)
         if (
             owed is not None
             and (tuple(owed.parts), owed.numel, owed.sent.device) == (keys, buffer.numel(), buffer.device)
-            and all(self._home.get(key) is owed for key in keys)  # else they have been in other buckets meanwhile
+            and all(self._home.get(key) is owed for key in keys)  # else they were in other buckets in between
         ):
             return owed
         owed = _nothing_owed(bucket, keys, self._size, self._settings.block)
@@ -150,11 +150,11 @@ class Int8Compressor(RowCompressor):
 
 @dataclass(frozen=True, eq=False)
 class _Owed:
-    """What rounding has lost of one bucket of `numel` gradients, in float32.
+    """The residual (rounding error) of one bucket of `numel` gradients, in float32.
 
-    `sent`, of shape (n, blocks, block): by this rank, before the average; zero in the row that it owns. `kept`, of
-    shape (blocks, block): of the average, in that row. Beyond `numel` both are zero. `parts` are views of `sent`, one a
-    parameter, as its gradient lies in the bucket.
+    `sent`, of shape (n, blocks, block): of this rank's values, before the average; zero in the row that it owns.
+    `kept`, of shape (blocks, block): of the average, in that row. Beyond `numel` both are zero. `parts` are views of
+    `sent`, one per parameter, with the layout of its gradient in the bucket.
     """
 
     numel: int
@@ -163,16 +163,16 @@ class _Owed:
     parts: dict[str, torch.Tensor]
 
     def flat(self, rows: torch.Tensor) -> torch.Tensor:
-        """The elements of the bucket in `rows`, as a view."""
+        """Return a view of the bucket's elements in `rows`."""
         return rows.view(-1)[: self.numel]
 
     def keep_own(self, rank: int, size: int) -> None:
-        """Bring what this rank owes of the row that it owns into `kept`, as its share of the average."""
+        """Move this rank's residual in the row that it owns into `kept`, as its share of the average."""
         self.kept.add_(self.sent[rank], alpha=1 / size)
         self.sent[rank].zero_()
 
     def fold(self, group: dist.ProcessGroup) -> None:
-        """Put all that is owed into `sent`: n times what this rank owes alone is the same to the average of n."""
+        """Move the whole residual into `sent`: n times one rank's residual has the same effect on the average of n."""
         self.sent[group.rank()].add_(self.kept, alpha=group.size())
         self.kept.zero_()
 

@@ -1,8 +1,8 @@
-"""Gradients travel as products of two thin matrices, and what these leave out is added to the next ones.
+"""Sends gradients as products of two thin matrices, and adds the approximation error to the next ones.
 
 The method is that of Vogels et al. 2019, PowerSGD: Practical Low-Rank Gradient Compression for Distributed
 Optimization, arXiv:1905.13727, algorithms 1 and 2, with plain averages at first, as torch's hook of that name has them.
-Nothing here is decided by a number that the host would have to read from a device.
+No decision here makes the host read a number from a device.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ _SMALLEST_NORM = torch.finfo(torch.float32).tiny
 class PowerSGD:
     """Matrices as products of two of rank `rank`, after `start_step` steps of plain averages.
 
-    The first steps are the ones that approximation harms most; torch advises a tenth of all steps. A gradient that
-    does not shrink by `min_compression_rate` is sent as it is. Raises ArgumentError for a `rank` below 1 or a
-    `start_step` below 2.
+    Approximation harms the first steps most; torch recommends a tenth of all steps. A gradient that does not shrink by
+    `min_compression_rate` is sent uncompressed. Raises ArgumentError for a `rank` below 1 or a `start_step` below 2.
 
     Vogels et al. 2019, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
     arXiv:1905.13727, algorithms 1 and 2.
@@ -53,19 +52,19 @@ class PowerSGD:
             raise ArgumentError(f"PowerSGD(start_step={self.start_step}): at least 2, buckets change after the first")
 
     def compressor(self, group: dist.ProcessGroup, parameters: Mapping[str, torch.Tensor] | None) -> PowerSGDCompressor:
-        """Make what averages the buckets of one model, for `make_compression` and the wrapper."""
+        """Make a compressor for one model, for `make_compression` and the wrapper."""
         return PowerSGDCompressor(group, self, parameters)
 
 
 class PowerSGDCompressor(Compressor):
-    """Averages buckets, from step `start_step` on by matrices of rank `rank`.
+    """Averages buckets, from step `start_step` on with matrices of rank `rank`.
 
-    It forgets what it remembers of a gradient that is not finite (a GradScaler's skipped step), takes gradients of any
-    shape and layout, and compresses nothing in a world of one. What it remembers is by parameter, so that buckets may
-    change at any time.
+    It drops the state of a gradient that is not finite (a GradScaler's skipped step), supports gradients of any shape
+    and layout, and compresses nothing in a world of one. The state is kept by parameter, so that buckets may change at
+    any time.
 
-    With gloo a bucket is finished before backward goes on: its second collective would else start while others are on
-    their way, in no order that ranks share.
+    With gloo a bucket is finished before backward continues: otherwise its second collective would start while others
+    are in flight, in an order that differs between ranks.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class PowerSGDCompressor(Compressor):
         super().__init__(group, "powersgd", parameters)
         self._settings = settings
         self._step = 0
-        self._made = 0  # approximations, of which each draws its first matrix with a seed of its own
+        self._made = 0  # number of approximations; each draws its first matrix with its own seed
         self._known: dict[str, _Approximation] = {}
 
     def reduce(self, bucket: Bucket) -> torch.futures.Future[torch.Tensor]:
@@ -94,7 +93,7 @@ class PowerSGDCompressor(Compressor):
             if not is_in_stream_order(self._group, buffer.device):
                 exchange.wait(work)
                 return completed(exchange.finish())
-            # Of NCCL, the future is complete when its work is enqueued: this runs now, on a stream that waits for it.
+            # NCCL's future is complete when its work is enqueued: this runs now, on a stream that waits for it.
             return work.get_future().then(lambda _: exchange.finish())
 
     def rehearse(self, bucket: Bucket) -> None:
@@ -105,14 +104,14 @@ class PowerSGDCompressor(Compressor):
             exchange.finish()
 
     def _start_average(self, group: dist.ProcessGroup, bucket: Bucket) -> torch.futures.Future[torch.Tensor]:
-        """Start a plain average, and name the parameters: the first pass has an order that every run has."""
+        """Start a plain average, and name the parameters: their order in the first pass is the same in every run."""
         self._keys(bucket)
         buffer = bucket.buffer()
         work = group.allreduce([buffer.div_(self._size)])
         if buffer.device.type == "cpu" or is_in_stream_order(group, buffer.device):
             return work.get_future().then(lambda _: buffer)
         what = f"average of bucket {bucket.index()}"
-        with waiting_for_peers(what, group):  # the stream then waits for what gloo copies back to the device
+        with waiting_for_peers(what, group):  # the stream then waits for gloo's copy back to the device
             report_of(group).wait(work, what, device=buffer.device)
         return completed(buffer)
 
@@ -120,7 +119,7 @@ class PowerSGDCompressor(Compressor):
         assert self._group is not None
         parameters: dict[str, Mapping[str, Any]] = {}
         for key, known in self._known.items():
-            mean_over_ranks(self._group, known.matrix)  # which is all that the sum over ranks sees of it
+            mean_over_ranks(self._group, known.matrix)  # the sum over ranks depends on the mean only
             error = known.error.clone(memory_format=torch.contiguous_format)
             parameters[key] = {"error": error, "q": known.q.clone(), "seed": known.seed}
         return {
@@ -145,7 +144,7 @@ class PowerSGDCompressor(Compressor):
         self._known.clear()
 
     def _known_of(self, bucket: Bucket) -> list[_Approximation | None]:
-        """What is remembered of each gradient of a bucket; None for one that is sent as it is."""
+        """Return the state of each gradient of a bucket; None for those that are sent uncompressed."""
         known = [
             self._known_for(key, gradient)
             for key, gradient in zip(self._keys(bucket), real_gradients(bucket), strict=True)
@@ -174,7 +173,7 @@ class PowerSGDCompressor(Compressor):
         return known
 
     def _rank_for(self, gradient: torch.Tensor) -> int | None:
-        """The rank to approximate a gradient with, None if that is not worth it."""
+        """Return the rank of a gradient's approximation, None if it is not worth it."""
         if not gradient.numel():
             return None
         rows, columns = _as_matrix(gradient).shape
@@ -184,10 +183,10 @@ class PowerSGDCompressor(Compressor):
 
 
 class _Approximation:
-    """What one rank remembers of a gradient (n, m as a matrix), to approximate it with a rank r.
+    """One rank's state of a gradient (n, m as a matrix), for its approximation with rank r.
 
-    `error`, shaped as the gradient, is what was not delivered; `matrix` is a view of it (n, m). `q` (m, r) is the right
-    factor of the last step, which the next one begins with; `seed` is that of the very first.
+    `error`, shaped like the gradient, is the part not yet delivered; `matrix` is a view of it (n, m). `q` (m, r) is the
+    right factor of the last step, where the next one starts; `seed` is the seed of the first.
     """
 
     def __init__(self, gradient: torch.Tensor, rank: int, seed: int) -> None:
@@ -208,15 +207,15 @@ class _Approximation:
         )
 
     def left_factor(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Take in a gradient; return this rank's left factor (n, r) of it and of what was not delivered before."""
+        """Add a gradient to the error; return this rank's left factor (n, r) of the sum."""
         self.error.add_(gradient)
         return self.matrix @ _orthonormal(self.q)
 
     def deliver(self, left: torch.Tensor, right: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Write the approximation by the factors (n, r) and (m, r) of all ranks over the gradient; keep the rest.
+        """Overwrite the gradient with the approximation by all ranks' factors (n, r) and (m, r); keep the error.
 
-        If it is not finite, which all ranks see alike, nothing is kept: it would never be finite again. A column of
-        the right factor that is zero would stay so, with whatever comes later: it begins anew.
+        If it is not finite, which is the same on all ranks, no error is kept: it would never be finite again. A zero
+        column of the right factor would stay zero for ever, so it is drawn again.
         """
         delivered = torch.mm(left, right.t(), out=_as_matrix(gradient))
         self.matrix.sub_(delivered)
@@ -226,7 +225,7 @@ class _Approximation:
 
 
 class _Exchange:
-    """One bucket on its way: two sums over the ranks, the left factors with what is not compressed, the right ones."""
+    """One bucket in flight, with two sums over ranks: left factors with uncompressed gradients, then right factors."""
 
     def __init__(self, group: dist.ProcessGroup, bucket: Bucket, known: list[_Approximation | None], what: str) -> None:
         self._group = group
@@ -244,13 +243,13 @@ class _Exchange:
         return self._group.allreduce([self._sum])
 
     def wait(self, work: dist.Work) -> None:
-        """Block until a sum is there; where streams have an order, let the current one wait."""
+        """Block until a sum is complete; with NCCL, only the current stream waits."""
         if isinstance(self._group, RehearsalGroup):
             return
         report_of(self._group).wait(work, self._what, device=self._buffer.device)
 
     def finish(self) -> torch.Tensor:
-        """Put the averages into the bucket's buffer, after the first sum; return it."""
+        """Write the averages to the bucket's buffer, after the first sum; return it."""
         with _as_stored(self._buffer.device):
             return self._finish()
 
@@ -270,7 +269,7 @@ class _Exchange:
         return self._buffer
 
     def _flat(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        # Divided before the sum, float16 does not overflow in it.
+        # Divided before the sum, which would overflow in float16.
         return torch.cat([part.reshape(-1) for part in parts]).div_(self._group.size())
 
     @staticmethod
@@ -288,8 +287,8 @@ def _as_stored(device: torch.device) -> Iterator[None]:
 
 
 def _orthonormal(columns: torch.Tensor) -> torch.Tensor:
-    """Orthonormal columns (n, r) that span those given; of a single one that is zero, zeros."""
-    wide = columns.float() if columns.dtype.itemsize < 4 else columns  # QR knows no shorter numbers
+    """Return orthonormal columns (n, r) with the span of `columns`; zeros for a single column of zeros."""
+    wide = columns.float() if columns.dtype.itemsize < 4 else columns  # QR has no 16-bit version
     if wide.shape[1] == 1:  # a third of the kernels of QR
         spanning: torch.Tensor = wide / torch.linalg.vector_norm(wide).clamp_min(_SMALLEST_NORM)
     else:
@@ -298,12 +297,12 @@ def _orthonormal(columns: torch.Tensor) -> torch.Tensor:
 
 
 def _as_matrix(gradient: torch.Tensor) -> torch.Tensor:
-    """The memory of a dense gradient as a matrix: its first dimension in memory, and all others."""
+    """Return the memory of a dense gradient as a matrix: its first dimension in memory, and all others."""
     plain = _contiguous(gradient)
     return plain.view(plain.shape[0], -1)
 
 
 def _contiguous(gradient: torch.Tensor) -> torch.Tensor:
-    """The memory of a dense gradient as a contiguous view: its dimensions in the order of their strides."""
+    """Return the memory of a dense gradient as a contiguous view, with its dimensions in the order of their strides."""
     order = sorted(range(gradient.dim()), key=lambda dim: (gradient.stride(dim), gradient.size(dim)), reverse=True)
     return gradient.permute(order) if gradient.dim() else gradient.view(1)

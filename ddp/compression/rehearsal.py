@@ -1,4 +1,4 @@
-"""What a compressor can rehearse with: a group that sends nothing, and a bucket of made-up gradients."""
+"""A group that sends nothing and a bucket of random gradients, for rehearsing a compressor."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ddp.compression.row_exchange import BucketRows
 
 
 class RehearsalGroup(dist.ProcessGroup):
-    """Stands in for a group of `size` ranks and its row exchange: it counts bytes and sends nothing."""
+    """Replaces a group of `size` ranks and its row exchange: counts bytes and sends nothing."""
 
     def __init__(self, size: int) -> None:
-        super().__init__(0, size)  # type: ignore[call-arg]  # the stub does not know this constructor
+        super().__init__(0, size)  # type: ignore[call-arg]  # the stub lacks this constructor
         self.sent_bytes = 0
 
     def allreduce(self, tensors: Sequence[torch.Tensor]) -> Any:  # type: ignore[override]  # all that is called here
@@ -25,7 +25,7 @@ class RehearsalGroup(dist.ProcessGroup):
         self.sent_bytes += sum(tensor.nbytes for tensor in tensors)
 
     def start(self, _: dist.ProcessGroup, rows: BucketRows) -> torch.futures.Future[torch.Tensor]:
-        """Average the rows of a bucket as if all ranks had sent the same."""
+        """Average a bucket's rows as if all ranks had sent the same."""
         memory = rows.memory
         self.sent_bytes += memory.send.nbytes
         memory.received.copy_(memory.send)
@@ -33,14 +33,14 @@ class RehearsalGroup(dist.ProcessGroup):
         return completed(rows.deliver(memory.send))
 
     def leave(self) -> None:
-        """There is nothing to leave."""
+        """Do nothing."""
 
 
 def bucket_like(parameters: Iterable[torch.Tensor], most_bytes: int) -> Bucket:
-    """Gradients as the largest parameters have them, in host memory, of one real dtype, of `most_bytes` in all.
+    """Make a bucket of random gradients with the shapes of the largest parameters, in host memory and one real dtype.
 
-    A parameter that is too large loses rows of its first dimension; one row is the least. Numbers are drawn from a
-    generator of its own: those of the user stay as they are.
+    It has `most_bytes` at most: of a parameter that is too large, only some rows are used, at least one. The random
+    numbers come from a separate generator, so that the user's are not affected.
     """
     largest = sorted((real(each.detach()) for each in parameters if each.numel()), key=torch.numel, reverse=True)
     dtype = largest[0].dtype if largest else torch.float32
@@ -62,7 +62,7 @@ def bucket_like(parameters: Iterable[torch.Tensor], most_bytes: int) -> Bucket:
 
 @dataclass(frozen=True)
 class _MadeUpBucket:
-    """A bucket, flat, and views of it with the shapes of parameters."""
+    """A flat bucket, and views of it with the shapes of parameters."""
 
     flat: torch.Tensor
     views: list[torch.Tensor]

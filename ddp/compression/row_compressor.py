@@ -1,7 +1,7 @@
-"""Compressors whose buckets travel as rows of bytes: their exchange, and memory that they use again in every step.
+"""The base of compressors that send buckets as rows of bytes: their exchange, and memory reused in every step.
 
-Fresh memory costs a page fault for every 4 KiB. Measured, these faults cost as much as all the arithmetic of a
-compressor. Casts inside an operation allocate too, so compressors cast with `copy_` into memory from here.
+New memory costs a page fault for every 4 KiB. Measured, these faults cost as much as all the arithmetic of a
+compressor. Casts inside an operation allocate too, so compressors cast with `copy_` into this memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ddp.compression.row_exchange import BucketRows, RowExchange, RowMemory, ope
 
 
 class RowCompressor(Compressor):
-    """Fills the rows of a bucket in `reduce`, and hands them to `_start` with what is to be made of those it gets."""
+    """Subclasses fill the rows of a bucket in `reduce`, and pass them to `_start` with functions for received rows."""
 
     def __init__(self, group: dist.ProcessGroup, name: str, parameters: Mapping[str, torch.Tensor] | None) -> None:
         super().__init__(group, name, parameters)
@@ -35,7 +35,7 @@ class RowCompressor(Compressor):
         self._exchange = None
 
     def _memory(self, bucket: Bucket, row_bytes: int) -> RowMemory:
-        """Return memory for `bucket`: what it had last time, if that fits and is not in use any more."""
+        """Return memory for `bucket`: that of the last time, if it fits and is no longer in use."""
         shape, device = (self._size, row_bytes), bucket.buffer().device
         memory = self._memories.get(bucket.index())
         is_free = memory is not None and (memory.busy is None or memory.busy.done())
@@ -60,9 +60,9 @@ class RowCompressor(Compressor):
 
     @contextmanager
     def _scratch(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Lend uninitialised memory in float32, of the shape and on the device of `tensor`, to any thread.
+        """Lend uninitialized float32 memory with the shape and device of `tensor`. Thread-safe.
 
-        On CUDA it is torch's allocator that keeps it, which knows what stream still uses it.
+        On CUDA, torch's allocator manages it, which tracks the streams that use it.
         """
         if tensor.device.type != "cpu":
             yield torch.empty_like(tensor, dtype=torch.float32)

@@ -1,21 +1,21 @@
-"""Averages over a group in two steps of bytes: to each rank its part of everybody's, then everybody's averages to all.
+"""Averages bytes over a group in two steps: an all-to-all of the parts, then an all-gather of their averages.
 
-The compressors of gradients (half, int8) say what the bytes mean; this module moves them, so
-that it works for any dtype on any backend, and never looks inside. With n ranks, a bucket is n rows; rank r owns row r:
+The gradient compressors (half, int8) define the bytes; this module only moves them, so it works for any dtype on any
+backend. With n ranks, a bucket is n rows; rank r owns row r:
 
-1. every rank sends row r of its own to rank r (all-to-all), and r makes one row of the n that it got;
-2. every rank sends the row it made to all (all-gather).
+1. every rank sends its row r to rank r (all-to-all), and r combines its n received rows into one;
+2. every rank sends its combined row to all (all-gather).
 
-Over gloo both are messages, of which those that come are asked for before any is sent: gloo's own collectives send
-first, and what asks the peer for its row then waits behind it, so that a slow link is used in one direction at a time.
+Over gloo both are messages, and all receives are posted before any send: gloo's own collectives send first, and the
+request for the peer's row then waits behind the data, so that a slow link is used in one direction at a time.
 
-That is a reduce-scatter and an all-gather, as in a ring all-reduce, and each rank sends as many bytes as there:
+That is a reduce-scatter and an all-gather, as in a ring all-reduce, and each rank sends the same number of bytes:
 2 (n-1)/n of the bucket.
 
-On the CPU both steps run beside backward. The second cannot use the group itself: ranks would start it at different
-points among the first steps of later buckets, and collectives must start in the same order on every rank. So it has
-connections of its own, one thread that starts second steps in the order of the first ones, and one that ends them.
-With NCCL the order of a stream does all this. With gloo on a device, a bucket is finished before the next one starts.
+On the CPU both steps overlap with backward. The second cannot use the group itself: ranks would start it at different
+points among the first steps of later buckets, and collectives must start in the same order on every rank. It therefore
+has its own connections, one thread that starts second steps in the order of the first ones, and one that ends them.
+With NCCL the stream order does all this. With gloo on a device, a bucket is finished before the next one starts.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from ddp.torch_internals import allgather_flat, backend_of, default_store, is_in
 _CPU = torch.device("cpu")
 _TORCHS_TIMEOUT = timedelta(minutes=30)
 
-# How long an interpreter that ends waits for its threads here, which may have a bucket that nobody waited for, after an
-# error say. A thread that comes back from a collective later wants the interpreter's lock when there is none any more,
-# and aborts the process; one that waits for a rank which never comes does no harm.
+# How long the interpreter waits at exit for the threads, which may still have a bucket, after an error for example. A
+# thread that returns from a collective later takes the interpreter's lock when it no longer exists, and aborts the
+# process; one that still waits for a missing rank does no harm.
 _SETTLE_S = 1.0
 
 _FIRST_TAG, _TAGS = (1 << 30) + (1 << 20), 1 << 20  # away from those of `ddp.comm.small_sum`, and from users' own
@@ -60,7 +60,7 @@ _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 @dataclass(eq=False)
 class RowMemory:
-    """Memory for one bucket on its way, uint8 of shape (n, row bytes).
+    """Memory for one bucket in flight, uint8 of shape (n, row bytes).
 
     `send` is filled by the caller; `busy` is its last use.
     """
@@ -72,10 +72,10 @@ class RowMemory:
 
 @dataclass(frozen=True)
 class BucketRows:
-    """One bucket to be averaged. Both functions may run in another thread, without autograd.
+    """One bucket to average. Both functions may run in another thread, without autograd.
 
-    `average` makes of the n rows that this rank got, in the order of the ranks, its row (row bytes,), for which it
-    may use their memory. `deliver` makes the result of the rows of all, of shape (n, row bytes).
+    `average` combines the n received rows, in rank order, into this rank's row (row bytes,), which may use their
+    memory. `deliver` computes the result from all ranks' rows, of shape (n, row bytes).
     """
 
     label: str
@@ -95,9 +95,9 @@ def open_exchange(group: dist.ProcessGroup) -> RowExchange:
 
 
 class RowExchange:
-    """The second step's connections of one group, as long as the group lives, and threads while it has `users`.
+    """The second step's connections for one group, kept as long as the group, and threads while there are `users`.
 
-    It does not own the group, which its callers pass.
+    Does not own the group, which its callers pass.
     """
 
     users = 0
@@ -109,13 +109,13 @@ class RowExchange:
             weakref.finalize(self, self._pipeline.end).atexit = False
 
     def leave(self) -> None:
-        """One who opened it is done with it; after the last one the threads end."""
+        """Release it for one user; after the last one the threads end."""
         self.users -= 1
         if self.users == 0 and self._pipeline is not None:
             self._pipeline.end()
 
     def start(self, group: dist.ProcessGroup, rows: BucketRows) -> torch.futures.Future[torch.Tensor]:
-        """Start averaging; return at once. The future has what `rows.deliver` returned, or a CollectiveError.
+        """Start averaging without blocking. The future has the result of `rows.deliver`, or a CollectiveError.
 
         Every rank must start buckets of the same sizes in the same order. Nothing can be started after a failure:
         ranks may have stopped at different buckets, and the next would meet another one's bytes.
@@ -139,14 +139,14 @@ class _Messages:
         into[rank].copy_(rows[rank])
 
     def wait(self) -> None:
-        """Block until all have come and gone. RuntimeError if a rank is gone or too late."""
+        """Block until all are sent and received. Raises RuntimeError if a rank is gone or too late."""
         for work in self._works:
             work.wait()
 
 
 @dataclass(eq=False)
 class _Pending:
-    """A bucket on its way, and the messages that it waits for. `tag` is of this bucket alone, on every rank."""
+    """A bucket in flight, and the messages that it waits for. `tag` is unique to this bucket, on every rank."""
 
     rows: BucketRows
     tag: int
@@ -158,14 +158,14 @@ _Queue = queue.SimpleQueue[_Pending | None]
 
 
 class _Pipeline:
-    """Buckets between their steps, first in, first out: the caller starts the first, threads do the rest."""
+    """Buckets between their steps, first in, first out: the caller starts the first step, threads do the rest."""
 
     def __init__(self, second: Any, report: StallReport) -> None:
         self._second = second
         self._report = report
         self._sent: _Queue = queue.SimpleQueue()
         self._started = itertools.count()  # buckets
-        self._lock = threading.Lock()  # two models may go backward in two threads
+        self._lock = threading.Lock()  # two models may run backward in two threads
         self._threads: list[threading.Thread] = []
         self._is_ending = False
         self._failure: CollectiveError | None = None
@@ -187,13 +187,13 @@ class _Pipeline:
             return pending.future
 
     def end(self) -> None:
-        """Let the threads end when they have done what was started; the next `start` makes new ones."""
+        """End the threads once they have finished the started buckets; the next `start` makes new ones."""
         self._is_ending = True
         self._sent.put(None)
 
     def _start_threads(self) -> None:
         for thread in self._threads:
-            thread.join()  # what was started before must be first
+            thread.join()  # buckets started before must come first
         averaged: _Queue = queue.SimpleQueue()
         self._sent = queue.SimpleQueue()
         self._is_ending = False
@@ -222,7 +222,7 @@ class _Pipeline:
                 self._give_up(pending, error)
             else:
                 averaged.put(pending)
-            del pending  # its tensors and its caller must not wait for the next one to be let go
+            del pending  # else its tensors would be kept until the next bucket
         averaged.put(None)
 
     @torch.no_grad()
@@ -243,7 +243,7 @@ class _Pipeline:
         pending.future.set_exception(failure)  # type: ignore[arg-type]  # torch's annotation is that of set_result
 
     def _failed(self, rows: BucketRows, error: Exception) -> CollectiveError:
-        """The report of the first failure, which is that of all buckets after it: asking the ranks takes seconds."""
+        """Return the error of the first failure, also for all buckets after it: querying the ranks takes seconds."""
         what = f"compressed average of {rows.label}"
         if self._failure is None:
             self._failure = self._report.error(what, str(error))
@@ -252,7 +252,7 @@ class _Pipeline:
 
 
 def _start_in_order(group: dist.ProcessGroup, rows: BucketRows) -> torch.futures.Future[torch.Tensor]:
-    """Enqueue all steps on the device at once: streams keep their order, so one group does. Wait where they do not."""
+    """Enqueue all steps on the device: streams keep their order, so one group suffices. With gloo, wait for each."""
     send, received = rows.memory.send, rows.memory.received
     work = group.alltoall_base(received, send, [], [])
     what = f"compressed average of {rows.label}"
@@ -268,15 +268,15 @@ def _start_in_order(group: dist.ProcessGroup, rows: BucketRows) -> torch.futures
         with waiting_for_peers(what, group):
             report.wait(work, what, device=send.device)
             return completed(finish())
-    # Of NCCL, the future is complete when its work is enqueued: this runs now, on a stream that waits for the work.
+    # NCCL's future is complete when its work is enqueued: this runs now, on a stream that waits for the work.
     return work.get_future().then(lambda _: finish())
 
 
 def _connect_again(group: dist.ProcessGroup, name: str) -> Any:
-    """Connect the ranks of `group` once more, if it moves host memory, by gloo or shm; None otherwise.
+    """Connect the ranks of `group` again, if it moves host memory, by gloo or shm; None otherwise.
 
-    `dist.new_group(use_local_synchronization=True)` would do, but it derives the name under which ranks meet from the
-    number of groups that this process is a member of, and hangs where that differs between them.
+    `dist.new_group(use_local_synchronization=True)` would do, but it derives the name for the rendezvous from the
+    number of groups of this process, and hangs if that differs between ranks.
     """
     if "cpu:" not in dist.get_backend_config(group):
         return None

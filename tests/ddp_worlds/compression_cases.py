@@ -387,7 +387,11 @@ def states_that_do_not_fit_are_errors() -> None:
         ("int8", {}, "not the state of a compressor"),
         ("int8", {"method": "int8", "buckets": []}, "not the state of a compressor"),
         ("int8", {"method": "int8", "parameters": {"a": {"owed": 3}}}, "state of 'a' has no tensor 'owed'"),
-        ("bf16", {"method": "bf16", "parameters": {"a": {}}}, "compression bf16 owes nothing, but its state has 'a'"),
+        (
+            "bf16",
+            {"method": "bf16", "parameters": {"a": {}}},
+            "compression bf16 has no residuals, but its state has 'a'",
+        ),
         (LOW_RANK, {"method": "powersgd", "rank": 1, "parameters": {}}, "of rank 1, this has 3"),
         (LOW_RANK, {"method": "powersgd", "rank": 3, "parameters": {}}, "not the state of a compressor"),
     ):
