@@ -1,1 +1,1 @@
-"""Which samples each rank gets, and sums over what the ranks measured on them."""
+"""The samples of each rank, and metrics summed over the ranks."""

@@ -1,7 +1,7 @@
-"""The order of an epoch: a permutation of 0 to n - 1 that is chosen by (seed, epoch) and asked position by position.
+"""The order of an epoch: a permutation of 0 to n - 1, determined by (seed, epoch) and computed position by position.
 
-Called by the sampler and the loader, which save their `Position` in it. Knows nothing of ranks, and never touches
-torch's global random state.
+Called by the sampler and the loader, which save their `Position` in it. Independent of ranks; never touches torch's
+global random state.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from torch import Tensor
 
 from ddp.errors import ArgumentError
 
-LARGE = 2**20  # above this many samples no list of all indices is made
-# torch's CPU generator keeps the low 32 bits of a seed and drops the rest: these are all that it can tell apart.
+LARGE = 2**20  # above this many samples, the indices are not materialized
+# torch's CPU generator uses only the low 32 bits of a seed.
 _EPOCHS_OF_TORCH = range(2**32)
 _DIGIT = 16  # bits of a table's index
 
-Permutation = Callable[[Tensor], Tensor]  # positions (k,) int64, each in 0 to n - 1, to as many indices
+Permutation = Callable[[Tensor], Tensor]  # from positions (k,) int64, each in 0 to n - 1, to indices (k,)
 
 
 def choose(n: int, *, seed: int, epoch: int) -> Permutation:
-    """Return the order of an epoch of n samples, made as `Position.order` says. Any integers will do for both."""
+    """Return the order of an epoch of n samples, by the algorithm `Position.order`. Any integers are valid."""
     if n > LARGE:
         return Keyed(n, _key(seed, epoch))
     if seed == 0 and epoch in _EPOCHS_OF_TORCH:
         return functools.partial(_randperm(n, epoch).index_select, 0)
-    # Two generators, because one takes 32 bits: among 77,000 epochs two would be equal more likely than not.
+    # Two generators, because one takes 32 bits: among 77,000 epochs, two would probably be equal.
     first, second = struct.unpack("<QQ", _stream(_key(seed, epoch), 2))
     order = _randperm(n, first & 0xFFFFFFFF)[_randperm(n, second & 0xFFFFFFFF)]
     return functools.partial(order.index_select, 0)
@@ -39,7 +39,7 @@ def choose(n: int, *, seed: int, epoch: int) -> Permutation:
 
 @dataclass(frozen=True)
 class Position:
-    """`position` samples of an epoch are done, in the order that the other fields decide; for any number of ranks."""
+    """Progress in an epoch: `position` samples are done, in the order set by the other fields; for any world size."""
 
     epoch: int
     position: int
@@ -49,7 +49,7 @@ class Position:
 
     @property
     def order(self) -> str:
-        """The algorithm of the permutation: a position means nothing in the order of another algorithm."""
+        """The algorithm of the permutation; a position is only valid for the same algorithm."""
         if self.shuffle and self.length > LARGE:
             return "keyed"
         return "hashed" if self.shuffle and self.seed else "torch"
@@ -60,10 +60,10 @@ class Position:
     def going_on(self, state: Mapping[str, int | bool | str], what: str) -> tuple[int, int]:
         """Return the epoch and the position of a saved state, at most `length`.
 
-        Raises ArgumentError, which names `what` was saved, if its samples stand in another order than here.
+        Raises ArgumentError, which names `what` was saved, if its order of samples differs from this one.
         """
         for name in ("length", "shuffle", "seed", "order"):
-            saved, mine = state.get(name, "torch"), getattr(self, name)  # older states had torch's order, unsaid
+            saved, mine = state.get(name, "torch"), getattr(self, name)  # older states have torch's order, no field
             if saved != mine:
                 raise ArgumentError(
                     f"the {what} was saved with {name} {saved} and now has {mine}: "
@@ -73,7 +73,7 @@ class Position:
 
 
 class Keyed:
-    """An order that is computed: the same small memory for any n, and any position without those before it.
+    """A computed order, with random access and the same small memory for any n.
 
     A Feistel network (Luby and Rackoff 1988) in its generalised form for Z_a x Z_b with cycle walking (Black and
     Rogaway 2002, "Ciphers with arbitrary finite domains"): a position is split into high * 2**shift + low, and each
@@ -82,13 +82,13 @@ class Keyed:
     1970), so that the tables take 6 MB at most. Since 2**shift * b exceeds n by less than 2**shift, few positions
     lead outside and are taken through the network once more.
 
-    `rounds` counts pairs. With 64 samples, two pairs can still be told from random orders by their neighbours, three
-    cannot (`tests/ddp/data/test_sampler.py`), and the larger the set, the harder it is.
+    `rounds` counts pairs. With 64 samples, two pairs can still be distinguished from random orders by their neighbours,
+    three cannot (`tests/ddp/data/test_sampler.py`), and the larger the set, the harder it is.
     """
 
     def __init__(self, n: int, key: bytes, *, rounds: int = 3) -> None:
         bits = (n - 1).bit_length()
-        highs = -(-n >> bits // 2)  # how many values the high part has
+        highs = -(-n >> bits // 2)  # number of values of the high part
         self._n = n
         self._dtype = torch.int32 if bits <= 60 else torch.int64  # of the parts: half as wide is twice as fast
         # Tensors, because a Python number costs each operation a conversion of 2.5 us.
@@ -136,7 +136,7 @@ def _look_up(tables: list[Tensor], part: Tensor) -> list[Tensor]:
 
 
 def _table_sizes(bits: int) -> list[int]:
-    """The sizes of the tables for a part of so many bits: one for each digit, and one for a part that is always 0."""
+    """Return the sizes of the tables for a part of `bits` bits: one per digit, and one if the part is always 0."""
     return [2 ** min(_DIGIT, bits - place) for place in range(0, bits, _DIGIT)] or [1]
 
 
@@ -145,7 +145,7 @@ def _key(seed: int, epoch: int) -> bytes:
 
 
 def _stream(key: bytes, words: int) -> bytes:
-    """Random words of 8 bytes, the same for the same key on every machine and in every version of torch."""
+    """Return random words of 8 bytes, the same for a key on every machine and in every version of torch."""
     return hashlib.shake_128(key).digest(8 * words)
 
 

@@ -1,6 +1,6 @@
-"""Batches for one replica: each global batch of the data set is shared out, to the last sample.
+"""Batches for one replica: each global batch of the data set is split over the replicas, to the last sample.
 
-Made by `strategy.loader`. Knows the number of replicas, and nothing of how they communicate.
+Made by `strategy.loader`. Depends on the number of replicas, not on how they communicate.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class ReplicaLoader:
     """Iterate over this replica's share of each global batch.
 
     Global batch number g is samples g*B to (g+1)*B of the epoch's order, which all replicas share; replica r of n takes
-    every n-th of them from r on. Where n does not divide a batch, the first replicas have one sample more, and where
-    the last batch has fewer samples than replicas, the batch of the others is empty (tensors of length 0): every
-    replica makes the same number of steps, and each sample is seen once. `strategy.mean` divides by the length of the
-    whole batch; a plain `loss.mean()` of an empty batch is NaN: scripts that use that want `drop_last=True`.
+    every n-th of them from r on. If n does not divide a batch, the first replicas have one sample more, and if the
+    last batch has fewer samples than replicas, the batch of the others is empty (tensors of length 0): every replica
+    makes the same number of steps, and each sample is seen once. `strategy.mean` divides by the size of the whole
+    batch; a plain `loss.mean()` of an empty batch is NaN: scripts that use it need `drop_last=True`.
 
     Each pass is the next epoch, with another order if `shuffle`; `set_epoch` chooses one. `len()` is the number of
-    batches of a whole epoch. `state_dict()` says where the training stands in samples, for any number of replicas and
-    batch size: the batch that was handed out last counts as trained on. All arguments of torch's DataLoader but those
-    that say what is in a batch are passed on.
+    batches of a whole epoch. `state_dict()` returns the progress in samples, valid for any number of replicas and
+    batch size: the last batch yielded counts as trained on. All arguments of torch's DataLoader are passed on, except
+    those that determine the contents of a batch.
     """
 
     def __init__(
@@ -63,17 +63,17 @@ class ReplicaLoader:
         self.dataset: Any = dataset
         self.global_batch_size = global_batch_size
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
-        self.epoch = 0  # of the pass that is under way or comes next
+        self.epoch = 0  # of the current pass, or the next one
         self._replica, self._replicas = replica, replicas
         self._length = len(self.dataset)
-        self._begun = False  # whether the epoch's pass has begun
-        self._finished = -1  # the epoch at whose end the loaded state stands, until a pass begins
-        self._position = 0  # samples of the epoch that were handed out to all replicas together
+        self._begun = False  # whether the epoch's pass has started
+        self._finished = -1  # the epoch that is complete in the loaded state, until a pass starts
+        self._position = 0  # samples of the epoch that all replicas together have been given
         self._behind: Callable[[], int] | None = None
-        self._skip = 0  # whole batches still to be left out, over epochs
+        self._skip = 0  # whole batches still to skip, over epochs
         self._on_batch = on_batch
-        # Of its own, so that beginning a pass draws nothing from the generator that dropout uses: a run that is resumed
-        # within an epoch begins one pass more.
+        # A separate generator, so that starting a pass draws nothing from the one that dropout uses: a run that is
+        # resumed within an epoch starts one more pass.
         loading.setdefault("generator", torch.Generator().manual_seed(seed * replicas + replica))
         self._collate: Callable[[list[Any]], Any] = loading.get("collate_fn") or _default_collate
         self._shares = _Shares(self)
@@ -83,7 +83,7 @@ class ReplicaLoader:
         return self._batches(0)
 
     def __iter__(self) -> Iterator[Any]:
-        """Hand out what is left of the epoch; a pass that was broken off is over, as with a DataLoader."""
+        """Yield the rest of the epoch; a pass that was interrupted is over, as with a DataLoader."""
         if self._begun:
             self._next_epoch()
         self._begun, self._finished = True, -1
@@ -110,9 +110,9 @@ class ReplicaLoader:
             self._next_epoch()
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next pass be that of `epoch`; the one that stands in its middle after `load_state_dict` goes on.
+        """Set the epoch of the next pass; right after `load_state_dict`, the loaded epoch continues where it was.
 
-        If it stands at its end there, its pass is empty.
+        If the loaded epoch was complete, its pass is empty.
         """
         if epoch == self._finished:
             self.epoch, self._position, self._begun = epoch, self._length, False
@@ -121,18 +121,18 @@ class ReplicaLoader:
             self._position, self._begun = 0, False
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yield the numbers of the epochs that are still to be made, up to `count`, for a loop around the loader's own.
+        """Yield the numbers of the remaining epochs, up to `count`, for a loop around the loader's own.
 
-        It begins where training is: after `load_state_dict`, or when this replica has joined one that goes on.
+        Starts where training is: after `load_state_dict`, or if this replica joined a training in progress.
         """
         self.catch_up()
         while (epoch := self.epoch) < count:
             yield epoch
-            if self.epoch == epoch:  # the pass was broken off
+            if self.epoch == epoch:  # the pass was interrupted
                 self._next_epoch()
 
     def catch_up(self) -> int:
-        """Stand where the others are, if this replica has joined a training that goes on; return the epoch."""
+        """Skip to the others' position, if this replica joined a training in progress; return the epoch."""
         behind = 0 if self._behind is None else self._behind()
         self._behind = None
         whole, rest = divmod(behind, len(self) or 1)
@@ -141,18 +141,18 @@ class ReplicaLoader:
         return self.epoch
 
     def begin_after(self, batches: Callable[[], int]) -> None:
-        """Leave out so many global batches, which others have trained on, from the first pass on.
+        """Skip `batches()` global batches, which others have trained on, from the first pass on.
 
-        It is asked when that begins. Whole epochs become empty passes, unless a loop over `epochs` leaves them out.
+        It is called when that pass starts. Whole epochs become empty passes, unless a loop over `epochs` skips them.
         """
         self._behind = batches
 
     def state_dict(self) -> dict[str, int | bool | str]:
-        """Return the place in the data in numbers that depend neither on the replicas nor on the batch size."""
+        """Return the position in the data, which depends neither on the replicas nor on the batch size."""
         return self._where().state_dict()
 
     def load_state_dict(self, state: Mapping[str, int | bool | str]) -> None:
-        """Go on where `state` was taken. Raises ArgumentError if the order of the samples is another one here."""
+        """Continue from a saved `state`. Raises ArgumentError if the order of the samples differs."""
         self.epoch, self._position = self._where().going_on(state, "loader")
         self._begun, self._behind, self._finished = False, None, -1
         if not self._size(self._position):
@@ -160,10 +160,10 @@ class ReplicaLoader:
             self._next_epoch()
 
     def deal_over(self, before: tuple[int, int], place: tuple[int, int]) -> None:
-        """Share out global batches of the same size to other replicas than before, from the next pass on.
+        """Split global batches of the same size over other replicas than before, from the next pass on.
 
-        Both are (replica, replicas). A loader whose place was not `before` stays as it is: the script has chosen it.
-        Raises UnsupportedError where the replicas are more than a batch has samples.
+        Both are (replica, replicas). A loader whose place was not `before` is unchanged: the script has chosen it.
+        Raises UnsupportedError if there are more replicas than samples in a batch.
         """
         if (self._replica, self._replicas) != before:
             return
@@ -176,7 +176,7 @@ class ReplicaLoader:
         self._replica, self._replicas = replica, replicas
 
     def stand_in(self) -> Any:
-        """A batch of the data set's first sample, twice, for a model that cannot run on an empty batch."""
+        """Return a batch with the data set's first sample, twice, for a model that cannot run on an empty batch."""
         return self._collate([self.dataset[0]] * 2)
 
     def _next_epoch(self) -> None:
@@ -187,16 +187,16 @@ class ReplicaLoader:
         return Position(self.epoch, self._position, self._length, self.shuffle, self.seed)
 
     def _size(self, position: int) -> int:
-        """How many samples the global batch at `position` has; 0 at the end."""
+        """Return the number of samples of the global batch at `position`; 0 at the end."""
         size = min(self.global_batch_size, self._length - position)
         return 0 if size < 0 or (self.drop_last and size < self.global_batch_size) else size
 
     def _share(self, size: int) -> range:
-        """Which samples of a global batch of `size` this process loads."""
+        """Return the samples of a global batch of `size` that this process loads."""
         return range(self._replica, size, self._replicas)
 
     def _handed_out(self, batch: Any, size: int) -> Any:
-        """What the training gets for this process's share of a global batch of `size`."""
+        """Return the batch for the training from this process's share of a global batch of `size`."""
         return batch
 
     def _batches(self, position: int) -> int:
@@ -204,12 +204,12 @@ class ReplicaLoader:
         return full + (over > 0 and not self.drop_last)
 
     def _empty(self) -> Any:
-        """The batch of a replica that has no sample in it: like one of a single sample, without that sample."""
+        """Return the batch of a replica without samples: like one of a single sample, without that sample."""
         return _emptied(self._collate([self.dataset[0]]))
 
 
 class _Shares:
-    """The indices of this replica in each batch that is left, for a DataLoader; without the batches that are empty."""
+    """The indices of this replica in each remaining batch, for a DataLoader; without empty batches."""
 
     def __init__(self, loader: ReplicaLoader) -> None:
         self._loader = loader

@@ -1,4 +1,4 @@
-"""Which samples of a data set this rank sees, in which order. Asks the process group for rank and size, no more."""
+"""The samples of a data set for this rank, in order. Uses only rank and size of the process group."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
     defaults the same indices in the same order. Rank `r` of `n` takes every n-th index of one permutation that all
     ranks share, from `r` on. Call `set_epoch(epoch)` on every rank before each epoch, otherwise every epoch has the
     same order. Without a process group the world is this process alone, and every index comes once; if the
-    environment announces a larger world, that is a NotInitializedError, because every rank would train on everything.
+    environment announces a larger world, raises NotInitializedError, because every rank would train on everything.
 
-    `even` says what happens when `len(dataset)` is not a multiple of `n`:
+    `even` decides what happens if `len(dataset)` is not a multiple of `n`:
 
     - "pad" (`drop_last=False`): indices from the start of the permutation are seen twice. Shares are equal.
     - "drop" (`drop_last=True`): the last few of the permutation are not seen at all. Shares are equal.
     - "exact": each sample is seen once, and the first ranks have one more than the others. `len()` is this rank's
-      own, and may be 0. For evaluation: `ddp.gather_metrics` adds up such shares. A training loop needs `join()`,
+      own, and may be 0. For evaluation: `ddp.gather_metrics` sums such shares. A training loop needs `join()`,
       because the ranks may take different numbers of steps.
 
     The order is torch's, number for number, for `seed=0` and up to 2**20 samples. Two things differ otherwise:
 
     - For another seed, (seed, epoch) is hashed. torch adds the two, so that its epoch 1 of seed 0 is epoch 0 of seed
-      1, and runs over several seeds see the same orders, shifted. Any integer will do as a seed.
+      1, and runs over several seeds see the same orders, shifted. Any integer is a valid seed.
     - Above 2**20 samples, the order is computed as it is read (`Keyed`), for every seed: torch makes
       the whole list on every rank, ours takes the same few megabytes for any number of samples.
 
-    To go on in the middle of an epoch, tell it after each step how many samples this rank has trained on
-    (a DataLoader draws indices ahead, so the sampler cannot know) and keep `state_dict()`:
+    To resume in the middle of an epoch, report after each step how many samples this rank has trained on
+    (a DataLoader draws indices ahead, so the sampler cannot know) and save `state_dict()`:
 
         for epoch in range(sampler.epoch, epochs):
             sampler.set_epoch(epoch)
@@ -55,9 +55,9 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
                 sampler.advance(len(x))
 
     The state counts the samples of all ranks, so it fits a world of any size: the ranks of a resumed run
-    share what remains of the epoch, each sample once. Then `len(sampler)` is this rank's share of the rest,
-    until the next epoch. What `even` asks for is done for the rest: when it is not a multiple of the new number
-    of ranks, fewer than that many indices come twice or not at all, or once on some ranks only.
+    share the rest of the epoch, each sample once. Then `len(sampler)` is this rank's share of the rest,
+    until the next epoch. `even` applies to the rest: if it is not a multiple of the new number of ranks,
+    fewer than that many indices come twice or not at all, or once on some ranks only.
     """
 
     num_samples: int  # of this rank, in this pass
@@ -83,7 +83,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
                 f"rank is {rank}, but with num_replicas={num_replicas} it must be 0 to {num_replicas - 1}"
             )
         self.even = _even(even, drop_last)
-        self.dataset: Any = dataset  # torch's class says Dataset, and asks it for its length alone, too
+        self.dataset: Any = dataset  # torch's annotation is Dataset, but its class too uses the length alone
         self.num_replicas = num_replicas
         self.rank = rank
         self.shuffle = shuffle
@@ -92,9 +92,9 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         self.epoch = 0
         self._before_rest: Callable[[], None] | None = None
         self._shares: Sequence[int] = (rank,)
-        self._batch = 0  # samples, where this rank has several shares
+        self._batch = 0  # samples, if this rank has several shares
         self._length = len(dataset)
-        self.places = 0  # how often it was put to a place from which a pass begins
+        self.places = 0  # how often the start of the next pass was set
         self.told = 0  # how often `advance` was called
         self._begin_at(0)
 
@@ -103,7 +103,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         if call is not None:
             call()
         if self._is_over:
-            self._begin_at(0)  # the epoch once more, as in torch
+            self._begin_at(0)  # the same epoch again, as in torch
         if len(self.dataset) != self._length:
             raise ArgumentError(
                 f"the data set had {self._length} samples when the sampler was made and has {len(self.dataset)} now: "
@@ -122,31 +122,31 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
 
     @property
     def drawn(self) -> int:
-        """How many samples this pass has handed out."""
+        """Number of samples that this pass has yielded."""
         return self._pass.drawn
 
     @property
     def is_drawn_elsewhere(self) -> bool:
-        """Whether the samples of this pass are taken by another thread than the one that asks."""
+        """Whether another thread than the calling one draws the samples of this pass."""
         return self._pass.thread not in (0, threading.get_ident())
 
     def before_rest(self, call: Callable[[], None]) -> None:
-        """Have `call()` when the loaded pass goes on; not if it begins at its start, or another one begins instead."""
+        """Run `call` when the loaded pass resumes; not if it starts from the beginning, or another one starts."""
         self._before_rest = call if self.start else None
 
     def hand_out(self, shares: Sequence[int], replicas: int, batch: int) -> None:
-        """Hand out `shares` of so many replicas, in the next pass: batches of each in turn, and the last one's samples.
+        """Yield the `shares` of `replicas` replicas in the next pass: batches of each in turn, up to the last samples.
 
-        `batch` is the size of a batch, which matters where there are several shares. `trained` counts the samples
-        of all of them.
+        `batch` is the batch size, which matters if there are several shares. `trained` counts the samples of all of
+        them.
         """
         self.rank, self.num_replicas = shares[-1], replicas
         self._shares, self._batch = tuple(shares), batch
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the permutation of `epoch` and begin at its start. Every rank must call it with the same number.
+        """Choose the permutation of `epoch` and start at its beginning. Every rank must call it with the same number.
 
-        Right after `load_state_dict` the loaded epoch goes on where it was; any other begins at its start.
+        Right after `load_state_dict`, the loaded epoch continues where it was; any other starts at its beginning.
         """
         epoch = _integer(epoch, "epoch")
         if epoch != self.epoch or self._is_over:
@@ -157,13 +157,13 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         """Count `samples` more that this rank has trained on in this epoch, as every other rank has.
 
         Call it on every rank after each step, with the length of the rank's own batch. With `even="exact"` a rank
-        may have one less in the last step, or nothing, and may then leave the call out. Raises ArgumentError if more
-        would be trained on than were handed out.
+        may have one less in the last step, or none, and may then omit the call. Raises ArgumentError if more would be
+        trained on than were yielded.
         """
         drawn = self._pass.drawn
         if not 0 <= self.trained + samples <= drawn or samples < 0:
             raise ArgumentError(
-                f"advance({samples}) makes {self.trained + samples} samples of this pass, but it has handed out "
+                f"advance({samples}) makes {self.trained + samples} samples of this pass, but it has yielded "
                 f"{drawn} to rank {self.rank}: pass the length of this rank's own batch, once after each step, "
                 "and call set_epoch() only before a pass"
             )
@@ -172,44 +172,43 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         self.told += 1
 
     def state_dict(self) -> dict[str, int | bool | str]:
-        """Return the place in the epoch in numbers that do not depend on the world size. Any rank may call it.
+        """Return the position in the epoch, independent of the world size. Any rank may call it.
 
-        It is the same on every rank after the same step. Where the shares of `even="exact"` differ, a rank with the
-        smaller one takes the epoch to be at its end once it has trained on all of its share and was asked for more;
-        if it is asked ahead (by a DataLoader with workers) and the other ranks still have a step to go for their one
-        more sample, it says so too early. Rank 0 has the larger share, and its state is right at any time: save that
-        one, as `ddp.Checkpoint` does, which also refuses to save if the ranks do not agree.
+        It is the same on every rank after the same step. If the shares of `even="exact"` differ, a rank with the
+        smaller one considers the epoch complete once it has trained on all of its share and was asked for more; if it
+        is asked ahead (by a DataLoader with workers) while the other ranks still have a step to make for their one
+        more sample, that is too early. Rank 0 has the larger share, and its state is always right: save that one, as
+        `ddp.Checkpoint` does, which also refuses to save if the ranks do not agree.
 
-        Raises ArgumentError if samples were handed out in this epoch and `advance` was never called.
+        Raises ArgumentError if samples were yielded in this epoch and `advance` was never called.
         """
         if self._pass.drawn and not self._advanced:
             raise ArgumentError(
-                f"{self._pass.drawn} samples of epoch {self.epoch} were handed out, but nobody said how many were "
-                "trained on: call sampler.advance(len(batch)) after each step, or set_epoch() with the next epoch "
+                f"{self._pass.drawn} samples of epoch {self.epoch} were yielded, but advance() was never called: "
+                "call sampler.advance(len(batch)) after each step, or set_epoch() with the next epoch "
                 "before saving at the end of one"
             )
         return self._where(self._position()).state_dict()
 
     def load_state_dict(self, state: Mapping[str, int | bool | str]) -> None:
-        """Go on where `state` was taken, whatever the world size was. Every rank must call it with the same state.
+        """Continue from a saved `state`, for any world size. Every rank must call it with the same state.
 
-        Raises ArgumentError if the permutation is another one: the length of the data set, `shuffle`, `seed` or the
-        algorithm.
+        Raises ArgumentError if the permutation differs: the length of the data set, `shuffle`, `seed` or the algorithm.
         """
         self.epoch, position = self._where(0).going_on(state, "sampler")
         self._begin_at(position)
 
     @property
     def _is_over(self) -> bool:
-        """Whether the pass was trained on, as far as it was, so that what comes now is another one."""
+        """Whether training on this pass has ended, so that the next samples belong to another one."""
         return self.trained > 0 or (self._pass.is_exhausted and self.num_samples == 0)
 
     def _begin_at(self, position: int) -> None:
-        """Let the next pass hand out what follows the first `position` samples of the shared permutation."""
+        """Start the next pass after the first `position` samples of the shared permutation."""
         self.places += 1
         self._before_rest = None
-        self.start = position  # how many samples of the order were done when this pass began
-        self.trained = 0  # by this rank, in this pass, as far as `advance` was told
+        self.start = position  # samples of the order that were done when this pass started
+        self.trained = 0  # by this rank, in this pass, as reported to `advance`
         self._advanced = False
         self._pass = _Pass(None, 0, (0,), 1, 0)
         rest = max(0, self._length - position)
@@ -219,14 +218,14 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         self.total_size = rest if self.even == "exact" else self.num_samples * self.num_replicas
 
     def _position(self) -> int:
-        """How many samples of the permutation all ranks together have trained on, after the last step."""
+        """Return the number of samples that all ranks together have trained on, after the last step."""
         if self.even == "exact" and self.trained == self.num_samples and self._pass.is_exhausted:
-            # What the others have more was in that step, or in one that had no batch for this rank.
+            # The others' extra samples were in that step, or in one that had no batch for this rank.
             return self._length
         return min(self.start + self._of_each_share() * self.num_replicas, self._length)
 
     def _of_each_share(self) -> int:
-        """How many samples of each share this rank has trained on; where it has several, in whole steps."""
+        """Return the number of samples of each share that this rank has trained on; with several, in whole steps."""
         count = len(self._shares)
         if count == 1:
             return self.trained
@@ -239,9 +238,9 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
 
 
 class _Pass(Iterator[Iterator[int]]):
-    """The indices of one rank in one pass, as one iterator for each chunk, and how many were taken so far.
+    """The indices of one rank in one pass, as one iterator per chunk, and the number drawn so far.
 
-    The shares of the rank begin at `places` of the order, and have every `stride`-th of its `n` samples on, `count`
+    The shares of the rank start at `places` in the order, and have every `stride`-th of its `n` samples, `count`
     each. Chunks have `most` samples, the last one of a share may have fewer; they come from each share in turn.
     """
 
@@ -250,15 +249,15 @@ class _Pass(Iterator[Iterator[int]]):
     ) -> None:
         self._order = order
         self._n = n
-        self._places = places  # in the permutation, which goes on from its start beyond n
+        self._places = places  # in the permutation, which wraps around after n
         self._stride = stride
         self._count = count
         self._most = most
-        self._turn = self._done = 0  # which share is next, and how many samples of it are done
+        self._turn = self._done = 0  # the next share, and the number of its samples that are done
         self._computed = 0
         self._chunk: Iterator[int] = iter(())
-        self.is_exhausted = False  # asked for more than there is
-        self.thread = 0  # that has asked last
+        self.is_exhausted = False  # whether more was requested than there is
+        self.thread = 0  # the last one that requested indices
 
     def __next__(self) -> Iterator[int]:
         self.thread = threading.get_ident()
@@ -280,14 +279,14 @@ class _Pass(Iterator[Iterator[int]]):
 
     @property
     def drawn(self) -> int:
-        """How many indices were taken. The iterator of a list knows how many are left, so nobody has to count."""
+        """Number of indices drawn. A list iterator knows its remaining length, so no counter is needed."""
         return self._computed - operator.length_hint(self._chunk)
 
 
 class _BatchByBatch(Iterator[int]):
-    """The indices of a pass in batches of `size`. It ends where a batch is shorter, and then goes on with the next.
+    """The indices of a pass in batches of `size`. It ends after a shorter batch, and then continues with the next.
 
-    torch's BatchSampler asks on after an end, so that no batch of a DataLoader has samples of two shares.
+    torch's BatchSampler continues after such an end, so no batch of a DataLoader has samples of two shares.
     """
 
     def __init__(self, batches: _Pass, size: int) -> None:
@@ -307,16 +306,16 @@ class _BatchByBatch(Iterator[int]):
 
 
 def rank_and_size(before: str, group: dist.ProcessGroup | None = None) -> tuple[int, int]:
-    """Return this process's place in the group, or in a world of one where nothing announces a larger one.
+    """Return this process's rank and size in the group, or those of a world of one if no larger one is announced.
 
-    Raises NotInitializedError, which says that `ddp.init()` must come `before` something, if that is not so.
+    Otherwise raises NotInitializedError, which says that `ddp.init()` must come `before` a call.
     """
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(group), dist.get_world_size(group)
     announced = os.environ.get("WORLD_SIZE", "1")
     if announced != "1":
         raise NotInitializedError(
-            f"WORLD_SIZE={announced}, but there is no process group yet, so this rank does not know its share: "
+            f"WORLD_SIZE={announced}, but there is no process group yet, so this rank's share is unknown: "
             f"call ddp.init() before {before}"
         )
     return 0, 1
@@ -333,7 +332,7 @@ def _even(even: Even | None, drop_last: bool) -> Even:
 
 
 def _integer(value: int, name: str) -> int:
-    """The number as a plain int: numpy's and a tensor's could not be hashed the same way, or saved."""
+    """Return the number as a plain int: a numpy integer or a tensor would be hashed differently, or not be saved."""
     try:
         return operator.index(value)
     except TypeError as error:

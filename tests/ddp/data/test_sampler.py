@@ -359,7 +359,7 @@ def test_a_pass_keeps_the_epoch_that_it_began_with() -> None:
     begun = iter(second)
     second.set_epoch(1)
     assert list(begun) == whole
-    with pytest.raises(ddp.errors.ArgumentError, match="handed out 0"):  # of epoch 1
+    with pytest.raises(ddp.errors.ArgumentError, match="yielded 0"):  # of epoch 1
         second.advance(1)
 
 
@@ -374,7 +374,7 @@ def test_a_copy_stands_where_the_original_does(
     twin = copied(sampler)
     assert twin.state_dict() == sampler.state_dict()
     twin.advance(2)
-    with pytest.raises(ddp.errors.ArgumentError, match="handed out 7"):
+    with pytest.raises(ddp.errors.ArgumentError, match="yielded 7"):
         twin.advance(1)
     assert sampler.state_dict()["position"] == 10
     twin.set_epoch(0)
@@ -476,7 +476,7 @@ def test_a_position_that_nobody_told_is_not_guessed() -> None:
     sampler = ddp.DistributedSampler(range(10), 1, 0)
     assert sampler.state_dict()["position"] == 0
     list(sampler)
-    with pytest.raises(ddp.errors.ArgumentError, match=r"10 samples of epoch 0 were handed out.*sampler.advance"):
+    with pytest.raises(ddp.errors.ArgumentError, match=r"10 samples of epoch 0 were yielded.*sampler.advance"):
         sampler.state_dict()
     sampler.set_epoch(0)  # not another pass yet
     with pytest.raises(ddp.errors.ArgumentError, match=r"sampler.advance"):
@@ -488,10 +488,10 @@ def test_a_position_that_nobody_told_is_not_guessed() -> None:
 @pytest.mark.parametrize("samples", [5, -1])
 def test_more_than_was_handed_out_cannot_be_trained_on(samples: int) -> None:
     sampler = ddp.DistributedSampler(range(10), 2, 0)
-    with pytest.raises(ddp.errors.ArgumentError, match=r"advance\(1\).*handed out 0"):
+    with pytest.raises(ddp.errors.ArgumentError, match=r"advance\(1\).*yielded 0"):
         sampler.advance(1)
     list(itertools.islice(sampler, 4))
-    with pytest.raises(ddp.errors.ArgumentError, match=rf"advance\({samples}\).*handed out 4 to rank 0.*own batch"):
+    with pytest.raises(ddp.errors.ArgumentError, match=rf"advance\({samples}\).*yielded 4 to rank 0.*own batch"):
         sampler.advance(samples)
     sampler.advance(4)
 
