@@ -1,4 +1,4 @@
-"""What a trainer does besides training: one module for each group of callbacks."""
+"""The callbacks of a trainer: one module for each group."""
 
 from ddp.callbacks.callback import Callback
 from ddp.callbacks.learning_rate import LearningRateScheduler, LinearScaling

@@ -1,6 +1,6 @@
-"""What a callback is: hooks that a trainer calls on every replica, at the same moments on each.
+"""Callbacks: hooks that a trainer calls on every replica, at the same moments on each.
 
-`CallbackList` calls those of a trainer, keeps their states by name, and lets all replicas hear of an error in one.
+`CallbackList` calls those of a trainer, keeps their states by name, and raises an error in one on all replicas.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ddp.strategies.strategy import Strategy
 
 
 class Training(Protocol):
-    """The trainer, as callbacks see it: `ddp.Trainer`. They may change where the training stands."""
+    """The trainer's interface for callbacks: `ddp.Trainer`. They may change the position of the training."""
 
     strategy: Strategy
     module: nn.Module
@@ -28,14 +28,14 @@ class Training(Protocol):
     scaler: torch.amp.GradScaler
     train_loader: ReplicaLoader | None = None
 
-    epoch: int = 0  # that is under way, or comes next
+    epoch: int = 0  # the current one, or the next
     epochs: int = 0
     step: int = 0  # steps of the optimizer that are done, of all epochs
     epoch_step: int = 0  # of this epoch
     steps_per_epoch: int | None = None
     rate_factor: float = 1.0  # of the learning rates, within a step
     learning_rate: float  # of the first group, in the last step
-    logs: dict[str, float]  # of this epoch so far, as they were exchanged last
+    logs: dict[str, float]  # of this epoch so far, as last exchanged
 
     @property
     def steps(self) -> int: ...
@@ -55,52 +55,52 @@ class Callback:
 
     Epochs count from 0. Steps are the optimizer's, over all epochs: `on_step_begin(0)` comes before the first one,
     `on_step_end(1, logs)` after it. `logs` are numbers by name, the same on every replica. Those of a step are the
-    means over the epoch so far, exchanged at its first step and at every `log_every`-th; between these they stay. A
-    hook that writes files or prints asks `self.trainer.strategy.is_main` first; one that communicates must do so on
-    every replica. An exception ends the training on all replicas, with an error that names the callback.
+    means over the epoch so far, exchanged at its first step and at every `log_every`-th; in between they are unchanged.
+    A hook that writes files or prints should check `self.trainer.strategy.is_main` first; one that communicates must do
+    so on every replica. An exception ends the training on all replicas, with an error that names the callback.
 
-    After the failure of a process in a resilient `fit` (see `ddp.Trainer`), callbacks of every replica see what they
-    see in a run that is resumed: `close`, `load_state_dict` with what `state_dict` gave at the newest commit,
-    `on_fit_begin`, `on_epoch_begin`, and `on_step_end` of the last step, or what followed it, once more. What is not in
-    `state_dict` stays as it is, and begins anew in the new process; where one replica's first `state_dict` raises, or
-    cannot be sent, all start again.
+    After the failure of a process in a resilient `fit` (see `ddp.Trainer`), the callbacks of every replica are called
+    as in a resumed run: `close`, `load_state_dict` with the `state_dict` of the newest commit, `on_fit_begin`,
+    `on_epoch_begin`, and `on_step_end` of the last step, or what followed it, once more. State outside of `state_dict`
+    stays as it is, and is reset in the new process; if one replica's first `state_dict` raises, or cannot be sent, all
+    start again.
     """
 
     trainer: Training
-    runs_last: ClassVar[bool] = False  # whether its hooks come after those of the others
+    runs_last: ClassVar[bool] = False  # whether its hooks run after those of the others
 
     def on_restore(self) -> None:
-        """Before `on_fit_begin`: put back what was saved."""
+        """Restore saved state; called before `on_fit_begin`."""
 
     def on_fit_begin(self) -> None:
-        """When `fit` begins, at `trainer.epoch` and `trainer.step`; it may still change `trainer.epochs`."""
+        """Run when `fit` starts, at `trainer.epoch` and `trainer.step`; may still change `trainer.epochs`."""
 
     def on_fit_end(self) -> None:
-        """When the last epoch has ended, or training was stopped; not after an error."""
+        """Run when the last epoch has ended, or training was stopped; not after an error."""
 
     def on_epoch_begin(self, epoch: int) -> None:
-        """Before the steps of an epoch, and again when a resumed run enters its middle."""
+        """Run before the steps of an epoch, and again when a resumed run continues in its middle."""
 
     def on_epoch_end(self, epoch: int, logs: dict[str, float]) -> None:
-        """After the steps of an epoch and the evaluation; `trainer.stop()` ends the training."""
+        """Run after the steps of an epoch and the evaluation; `trainer.stop()` ends the training."""
 
     def on_step_begin(self, step: int) -> None:
-        """Before the first batch of a step; `step` are done."""
+        """Run before the first batch of a step, when `step` steps are done."""
 
     def on_step_end(self, step: int, logs: dict[str, float]) -> None:
-        """After a step; `step` are done."""
+        """Run after a step, when `step` steps are done."""
 
     def on_evaluate_begin(self) -> None:
-        """Before an evaluation, within `fit` or not."""
+        """Run before an evaluation, within `fit` or not."""
 
     def on_evaluate_end(self, logs: dict[str, float]) -> None:
-        """After an evaluation; the names in `logs` have no "val_"."""
+        """Run after an evaluation; the names in `logs` have no "val_" prefix."""
 
     def close(self) -> None:
-        """When `fit` ends, also with an error: close files."""
+        """Close files; called when `fit` ends, also with an error."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of this callback: None, numbers, strings, tensors, and lists and dicts of them.
+        """Return the state for checkpoints: None, numbers, strings, tensors, and lists and dicts of them.
 
         A resilient `fit` calls it before `on_restore` and `on_fit_begin`, and after every step; it must not
         communicate.
@@ -108,7 +108,7 @@ class Callback:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Restore a state that `state_dict` returned."""
 
 
 _HOOKS = [name for name in vars(Callback) if name.startswith("on_")]
@@ -120,9 +120,7 @@ class CallbackList:
     def __init__(self, callbacks: Sequence[Callback], trainer: Training) -> None:
         for callback in callbacks:
             if not isinstance(callback, Callback):
-                raise ArgumentError(
-                    f"callbacks: {callback!r} is no object of a class derived from ddp.callbacks.Callback"
-                )
+                raise ArgumentError(f"callbacks: {callback!r} is not an instance of ddp.callbacks.Callback")
             callback.trainer = trainer
         self._callbacks = sorted(callbacks, key=lambda callback: callback.runs_last)
         self._strategy = trainer.strategy
@@ -133,22 +131,22 @@ class CallbackList:
         return self._failure is not None
 
     def call(self, hook: str, *arguments: Any) -> None:
-        """Call a hook of each. An error waits for `raise_failure`, so that no other replica waits for this one.
+        """Call a hook of each. Errors are kept for `raise_failure`, so that no other replica waits for this one.
 
-        Until then the others are still called, because their hooks may communicate. A process alone raises at once.
+        The other callbacks are still called, because their hooks may communicate. A process alone raises at once.
         """
         for index, callback in enumerate(self._callbacks):
             if self._failure is not None and self._failure[0] == index:
                 continue
             try:
                 getattr(callback, hook)(*arguments)
-            except Exception as error:  # whatever it is, see above
+            except Exception as error:  # any error of the user's code, see above
                 self._failure = self._failure or (index, hook, callback.trainer.step, error)
         if self.has_failed and (self._strategy.world.world_size == 1 or not self._strategy.collective):
             self.raise_failure(together=False)
 
     def raise_failure(self, *, together: bool) -> None:
-        """Raise DdpError for what failed here or, `together` with all others, PeerFailedError for another process."""
+        """Raise DdpError for a failure here or, `together` with all others, PeerFailedError for another process."""
         failure, self._failure = self._failure, None
         world = self._strategy.world
         code = -1
@@ -170,7 +168,7 @@ class CallbackList:
         return f"the callback {type(self._callbacks[index]).__name__} failed in {hook}, at step {step}"
 
     def closing(self) -> contextlib.ExitStack:
-        """Return a context that closes all at its end."""
+        """Return a context that closes all callbacks at its end."""
         stack = contextlib.ExitStack()
         for callback in self._callbacks:
             stack.callback(callback.close)
@@ -180,17 +178,17 @@ class CallbackList:
         return {name: state for name, callback in self._named() if (state := callback.state_dict())}
 
     def forget_failure(self) -> None:
-        """It was of a step that another replica has failed in."""
+        """Drop the failure, from a step in which another replica failed."""
         self._failure = None
 
     def load_states(self, states: Mapping[str, Any]) -> None:
-        """Restore those that `states` has; one that is new starts afresh."""
+        """Restore the callbacks in `states`; new ones keep their initial state."""
         for name, callback in self._named():
             if name in states:
                 callback.load_state_dict(states[name])
 
     def _named(self) -> Iterator[tuple[str, Callback]]:
-        """By the names of their classes, of several of one class by their order."""
+        """Yield the callbacks by class name; several of one class are numbered in their order."""
         seen: dict[str, int] = {}
         for callback in self._callbacks:
             name = type(callback).__name__

@@ -1,4 +1,4 @@
-"""Learning rates: schedules by epoch or step, and the linear scaling with the number of replicas."""
+"""Learning rates: schedules by epoch or step, and linear scaling with the number of replicas."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ddp.errors import ArgumentError
 class LearningRateScheduler(Callback):
     """Set the learning rate before each epoch, or each step: `rate(epoch)` or `rate(step)`, from 0.
 
-    Or let one of torch's do it: `LearningRateScheduler(scheduler=lambda optimizer: StepLR(optimizer, 30))`, stepped
-    after each epoch or step; one that looks at a value, such as ReduceLROnPlateau, gets that of `monitor`.
+    Or use one of torch's: `LearningRateScheduler(scheduler=lambda optimizer: StepLR(optimizer, 30))`, stepped after
+    each epoch or step; one that needs a value, such as ReduceLROnPlateau, gets that of `monitor`.
 
-    Raises ArgumentError unless it is given one of the two; `fit` raises DdpError if the logs have no `monitor`.
+    Raises ArgumentError unless exactly one of the two is given; `fit` raises DdpError if the logs have no `monitor`.
     """
 
     def __init__(
@@ -35,7 +35,8 @@ class LearningRateScheduler(Callback):
         if scheduler is not None and not callable(scheduler):
             kind = type(scheduler).__name__  # type: ignore[unreachable]  # types are not checked in users' scripts
             raise ArgumentError(
-                f"scheduler= is a {kind}: give what makes one: {kind}, or lambda optimizer: {kind}(optimizer, ...)"
+                f"scheduler= is a {kind}: pass a function that makes one: {kind}, or lambda optimizer: "
+                f"{kind}(optimizer, ...)"
             )
         self._rate, self._make, self._by, self._monitor = rate, scheduler, by, monitor
         self._scheduler: Any = None
@@ -80,7 +81,7 @@ class LearningRateScheduler(Callback):
         return {} if self._scheduler is None else dict(self._scheduler.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        # Making a scheduler sets the rates of its beginning; those of the checkpoint are the optimizer's.
+        # Making a scheduler sets its initial rates; those of the checkpoint are in the optimizer.
         self.on_fit_begin()
         if self._scheduler is None:
             return
@@ -92,12 +93,11 @@ class LearningRateScheduler(Callback):
 
 
 class LinearScaling(Callback):
-    """Train with the optimizer's learning rate times the number of replicas, reached over `warmup_epochs` epochs.
+    """Multiply the optimizer's learning rate by the number of replicas, reached over `warmup_epochs` epochs.
 
-    For a global batch that grows with the replicas. Within the warm-up the rate rises from the optimizer's own by equal
+    For a global batch that grows with the replicas. During the warm-up the rate rises from the optimizer's own by equal
     amounts from step to step (Goyal et al. 2017, "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour",
-    arXiv:1706.02677). Schedules keep setting the rate of one replica: the factor is applied on top, within the step
-    alone.
+    arXiv:1706.02677). Schedules still set the rate of one replica: the factor is applied on top, only within the step.
     """
 
     def __init__(self, warmup_epochs: float = 5) -> None:

@@ -1,4 +1,4 @@
-"""Watch a value of the logs: checkpoints and the best model, and stopping when none is better for long."""
+"""Callbacks that monitor a value in the logs: checkpoints, the best model, and early stopping."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Mode = Literal["auto", "min", "max"]
 
 
 class Monitor:
-    """The best value of one of the logs. Mode "auto" is "max" for names with "acc" in them, else "min"."""
+    """The best value of one log. Mode "auto" is "max" for names with "acc" in them, else "min"."""
 
     def __init__(self, name: str, *, mode: Mode = "auto", min_delta: float = 0.0) -> None:
         if mode not in ("auto", "min", "max"):
@@ -35,7 +35,7 @@ class Monitor:
         self.best: float | None = None
 
     def takes(self, logs: Mapping[str, float]) -> bool:
-        """Whether this is the best value so far, which it is then. NaN never is. Raises ArgumentError without one."""
+        """Return whether this is a new best value, and record it. NaN never is. Raises ArgumentError without one."""
         if self.name not in logs:
             hint = ": give fit() validation data" if self.name.startswith("val_") else ""
             raise ArgumentError(f"there is no {self.name!r} in the logs, which have {', '.join(logs)}{hint}")
@@ -49,11 +49,11 @@ class Monitor:
 
 
 class EarlyStopping(Callback):
-    """Stop when `monitor`, a name in the logs, was not better for `patience` epochs.
+    """Stop when `monitor`, a name in the logs, has not improved for `patience` epochs.
 
-    Better is by more than `min_delta`: a larger number with `mode` "max", a smaller one with "min"; "auto" is "max" for
-    names with "acc" in them. With `restore_best`, the model has the weights of the best epoch when `fit` ends, stopped
-    or not; they are kept on the CPU, and in checkpoints. `fit` raises DdpError if the logs have no `monitor`.
+    An improvement is larger than `min_delta`: upward with `mode` "max", downward with "min"; "auto" is "max" for names
+    with "acc" in them. With `restore_best`, the model has the weights of the best epoch when `fit` ends, stopped or
+    not; they are kept on the CPU, and in checkpoints. `fit` raises DdpError if the logs have no `monitor`.
     """
 
     def __init__(
@@ -99,24 +99,24 @@ class EarlyStopping(Callback):
 
 
 class ModelCheckpoint(Callback):
-    """Save all that the training needs in `folder`, and let `fit` go on from the newest whole checkpoint there.
+    """Save the state of the training in `folder`; `fit` resumes from the newest whole checkpoint there.
 
-    It saves after every `every_n_epochs` epochs, every `every_n_steps` steps (0: not), when SIGUSR1 says that the
-    job's time is nearly up, and at the end; the last `keep` stay. A run goes on in the middle of an epoch, and in a
-    world of any size: in one of the same size to the same bits. With `monitor`, the weights of the epoch with the best
-    value (`mode` as in `EarlyStopping`) are in `folder`/best.pt besides: a plain `state_dict`, which
+    It saves after every `every_n_epochs` epochs, every `every_n_steps` steps (0: not), when SIGUSR1 announces that the
+    job's time is nearly up, and at the end; the last `keep` are kept. A run resumes in the middle of an epoch, and in a
+    world of any size; with the same size, bitwise. With `monitor`, the weights of the epoch with the best value (`mode`
+    as in `EarlyStopping`) are also saved in `folder`/best.pt: a plain `state_dict`, which
     `torch.load(path, weights_only=True)` reads.
 
-    The files are those of `ddp.Checkpoint`; see there for what a folder on several hosts must be. The main replica
-    writes; under a strategy whose replicas have no process group, it alone also reads. `on_error` is that of
-    `ddp.Checkpoint`, also for best.pt: by default a full disk costs a save and not the training, as long as a later
-    save works.
+    The files are those of `ddp.Checkpoint`; see there for the requirements on a folder on several hosts. The main
+    replica writes; under a strategy whose replicas have no process group, it alone also reads. `on_error` is that of
+    `ddp.Checkpoint`, also for best.pt: by default a full disk loses a save but does not end the training, as long as a
+    later save works.
 
     Raises ArgumentError for a negative number. `fit` raises DdpError if there are files but none is whole, if the
-    newest one could not be written when it ends, or if `on_error` makes an error of that before.
+    newest one could not be written when it ends, or earlier, depending on `on_error`.
     """
 
-    runs_last = True  # what the others noted is in the file
+    runs_last = True  # so that the file has the other callbacks' states
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class ModelCheckpoint(Callback):
 
     @property
     def best_path(self) -> Path:
-        """Where the weights of the best epoch are, with `monitor`."""
+        """The file with the weights of the best epoch, with `monitor`."""
         return self.folder / "best.pt"
 
     def on_restore(self) -> None:
@@ -173,7 +173,7 @@ class ModelCheckpoint(Callback):
         try:
             if self._monitor is not None and self._monitor.takes(logs):
                 self._save_best(epoch)
-        finally:  # the replicas save together, also where the main one alone has an error
+        finally:  # the replicas save together, even if the main one alone has an error
             if self.every_n_epochs and (epoch + 1) % self.every_n_epochs == 0:
                 self._save()
 
@@ -227,7 +227,7 @@ class ModelCheckpoint(Callback):
         try:
             self.trainer.save(self.best_path)
         except DdpError as error:
-            if error.failed_ranks is not None:  # the main replica's: it decides whether that ends the training
+            if error.failed_ranks is not None:  # an error of the main replica, which decides whether training ends
                 return
             if not isinstance(error.__cause__, OSError):
                 raise
@@ -250,7 +250,7 @@ def _parts(trainer: Any) -> dict[str, Any]:
 
 
 def _load_alone(folder: Path, trainer: Any, parts: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Restore from the newest whole file: the model and the optimizer on the main replica, the place on all."""
+    """Restore the newest whole file: the model and the optimizer on the main replica, the position on all."""
     refused = []
     for _, path in checkpoint_file.newest_first(folder):
         try:

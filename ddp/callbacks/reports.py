@@ -1,4 +1,4 @@
-"""What a person reads: the history in memory, a bar on a terminal, a table in a file, TensorBoard's curves."""
+"""Reports: the history in memory, a progress bar on a terminal, a table in a file, TensorBoard's curves."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _REDRAW_S = 0.1
 
 
 class History(Callback):
-    """The logs of all epochs, also of those before a restart: `history["val_loss"]` has one number for each.
+    """The logs of all epochs, also of those before a restart: `history["val_loss"]` has one number per epoch.
 
-    Every trainer has one, which `fit` returns. An epoch without some log has NaN there.
+    Every trainer has one, which `fit` returns. An epoch without this log has NaN.
     """
 
     def __init__(self) -> None:
@@ -48,9 +48,9 @@ class History(Callback):
 
 
 class ProgressBar(Callback):
-    """Show on the main replica how far the epoch is, on a terminal; one line for each epoch where there is none.
+    """Show the progress of the epoch on the main replica's terminal; without a terminal, one line per epoch.
 
-    It writes to `stream`, by default to what `sys.stdout` is then.
+    Writes to `stream`, by default to the current `sys.stdout`.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -93,9 +93,9 @@ def _formatted(logs: Mapping[str, float]) -> str:
 
 
 class CSVLogger(Callback):
-    """Write the logs of each epoch to a table at `path`, from the main replica: a column for each, the epoch first.
+    """Write the logs of each epoch to a CSV file at `path`, from the main replica: one column per log, the epoch first.
 
-    A new training starts a new file. A resumed one goes on in it: rows of epochs that it trains again are taken out.
+    A new training starts a new file. A resumed one appends: rows of epochs that it trains again are removed.
     """
 
     def __init__(self, path: str | PathLike[str]) -> None:
@@ -123,7 +123,7 @@ class CSVLogger(Callback):
                     csv.DictWriter(file, list(row)).writerow(row)
 
     def _rewrite(self) -> None:
-        """Replace the file as a whole, so that none of its rows is ever lost."""
+        """Replace the file atomically, so that no row is ever lost."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         columns = list(dict.fromkeys(name for row in self._rows for name in row)) or ["epoch"]
         with replacing(self.path) as file:
@@ -144,9 +144,9 @@ def _is_before(row: Mapping[str, str | None], epoch: int) -> bool:
 class TensorBoard(Callback):
     """Write the logs to event files in `folder`, from the main replica.
 
-    Those of epochs are "epoch/loss" and so on, those of steps "step/loss", all over the number of steps. Those of a
-    step are written when the replicas exchange them, every `log_every` steps of the trainer. A resumed training goes on
-    in the same curves. An evaluator writes "evaluation/loss" to `folder`/evaluator.
+    Logs of epochs are "epoch/loss" and so on, those of steps "step/loss", all over the number of steps. Those of a
+    step are written when the replicas exchange them, every `log_every` steps of the trainer. A resumed training
+    continues the same curves. An evaluator writes "evaluation/loss" to `folder`/evaluator.
     Raises DdpError if the package tensorboard is missing.
     """
 
@@ -155,7 +155,7 @@ class TensorBoard(Callback):
             raise DdpError("TensorBoard needs the package tensorboard, which is not installed: pip install tensorboard")
         self.folder = Path(folder)
         self._writer: Any = None
-        self._written: dict[str, float] | None = None  # the logs of steps, as they were written last
+        self._written: dict[str, float] | None = None  # the logs of steps, as last written
 
     def on_fit_begin(self) -> None:
         strategy = self.trainer.strategy
@@ -163,7 +163,7 @@ class TensorBoard(Callback):
             from torch.utils.tensorboard import SummaryWriter
 
             folder = self.folder if strategy.is_main else self.folder / "evaluator"
-            # What was written after the checkpoint that this run goes on from is hidden.
+            # TensorBoard then hides events after the checkpoint from which this run resumes.
             purge = self.trainer.step + 1 if self.trainer.step else None
             self._writer = SummaryWriter(str(folder), purge_step=purge)
 

@@ -449,7 +449,7 @@ def refuses() -> None:
         ({"metrics": [lambda out, y: out]}, "give a dict of names"),
         ({"metrics": "accuracy"}, r"\['accuracy'\]"),
         ({"loss": nn.CrossEntropyLoss(reduction="sum")}, 'reduction="sum"'),
-        ({"callbacks": [print]}, "no object of a class derived from"),
+        ({"callbacks": [print]}, "is not an instance of ddp.callbacks.Callback"),
         ({"strategy": "mirrored"}, "did you mean 'all_reduce'?"),
     ):
         with pytest.raises(ddp.errors.ArgumentError, match=message):

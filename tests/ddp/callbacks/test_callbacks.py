@@ -188,7 +188,9 @@ def test_schedules_of_torch_and_wrong_ones(nursery: Nursery) -> None:
     with pytest.raises(ddp.errors.ArgumentError, match="by='batch'"):
         cb.LearningRateScheduler(lambda epoch: 1.0, by="batch")  # type: ignore[arg-type]
     made = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)]), 1)
-    with pytest.raises(ddp.errors.ArgumentError, match=r"give what makes one: StepLR, or lambda optimizer: StepLR"):
+    with pytest.raises(
+        ddp.errors.ArgumentError, match=r"pass a function that makes one: StepLR, or lambda optimizer: StepLR"
+    ):
         cb.LearningRateScheduler(scheduler=made)  # type: ignore[arg-type]
     with pytest.raises(ddp.errors.ArgumentError, match="every_n_steps=-1"):
         cb.ModelCheckpoint("x", every_n_steps=-1)
