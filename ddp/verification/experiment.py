@@ -1,6 +1,6 @@
 """Runs copies of a user's model, alone and in a wrapper, and compares the gradients. Called by `verify`.
 
-Every rank must make the same calls with the same batch. What is decided is decided by rank 0.
+Every rank must make the same calls with the same batch. Rank 0 makes all decisions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ddp.torch_internals import tree_leaves, tree_map_only
 T = TypeVar("T")
 LossFunction = Callable[[nn.Module, Any], torch.Tensor]
 _SEED = 20200713
-_FLOOR = 0.01  # of the tolerance: what of the model's largest gradient counts as zero in every parameter
+_FLOOR = 0.01  # of the tolerance: this part of the model's largest gradient counts as zero in every parameter
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What one run alone and one distributed gave. `unused_*` are parameters without a gradient."""
+    """The results of one run alone and one distributed. `unused_*` are parameters without a gradient."""
 
     loss_alone: float
     loss_distributed: float
@@ -54,14 +54,14 @@ class Comparison:
 
 @dataclass(frozen=True)
 class RunResult:
-    """The loss and the gradients by parameter in float64 on the CPU; None where there is none."""
+    """The loss and the gradients by parameter in float64 on the CPU; None if there is none."""
 
     loss: float
     gradients: Mapping[str, torch.Tensor | None]
 
 
 class Experiment:
-    """Runs of copies of `model` on `batch`, alone and on the ranks of `group`, that leave both as they are.
+    """Runs of copies of `model` on `batch`, alone and on the ranks of `group`; both stay unchanged.
 
     `batch` is the same whole batch on every rank, `rows` its length; `tolerance` is relative. All gradients are
     compared in float64, whatever the model computes in.
@@ -109,7 +109,7 @@ class Experiment:
         return torch.arange(self._rows).chunk(self.world_size)[self._rank]
 
     def _selected(self, rows: torch.Tensor | None) -> Any:
-        """Copies of these rows of the batch: a loss may change its batch in place."""
+        """Copy these rows of the batch: a loss may change its batch in place."""
 
         def select(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.dim() == 0 or rows is None:
@@ -141,7 +141,7 @@ class Experiment:
         return sorted({device.index for device in devices if device.type == "cuda" and device.index is not None})
 
     def difference(self, alone: RunResult, other: RunResult) -> Comparison:
-        """Compare the gradients of two runs. A missing gradient is as good as zeros."""
+        """Compare the gradients of two runs. A missing gradient counts as zeros."""
         pairs = {}
         for name, a in alone.gradients.items():
             d = other.gradients[name]
@@ -152,7 +152,7 @@ class Experiment:
         differences, worst = [], 0.0
         for name, (a, d) in pairs.items():
             gap, scale = _peak(d - a), max(_peak(a), _peak(d))
-            if not gap <= self.tolerance * (scale + _FLOOR * largest):  # also what is not a number
+            if not gap <= self.tolerance * (scale + _FLOOR * largest):  # also true for NaN
                 differences.append(
                     Difference(name, _quotient((d - a).norm(), a.norm()), _quotient((d * a).sum(), (a * a).sum()))
                 )
@@ -170,7 +170,7 @@ class Experiment:
 
 
 def gather(mine: T, group: dist.ProcessGroup | None) -> list[T]:
-    """The values of all ranks; without a group, the own. Every rank must call it; blocks."""
+    """Return the values of all ranks; without a group, only this one's. Every rank must call it; blocks."""
     if group is None:
         return [mine]
     with waiting_for_peers("exchange of ddp.verify", group):
@@ -185,7 +185,7 @@ def _described(loss: object) -> str:
 
 @contextmanager
 def _undisturbed(devices: Sequence[int], dtype: torch.dtype) -> Iterator[None]:
-    """Give back every random number generator as it was, and torch's default dtype, which is `dtype` meanwhile."""
+    """Set torch's default dtype to `dtype`; restore it and every random number generator at the end."""
     states, default = rng.capture(), torch.get_default_dtype()
     with torch.random.fork_rng(devices=devices):
         torch.set_default_dtype(dtype)
@@ -204,7 +204,7 @@ def _seed_all(seed: int, devices: Sequence[int]) -> None:
 
 
 def _comparable(grad: torch.Tensor) -> torch.Tensor:
-    """(n,) float64 on the CPU, of complex numbers both parts."""
+    """Return the elements as (n,) float64 on the CPU; of complex numbers both parts."""
     dense = grad.detach().to_dense() if grad.layout is not torch.strided else grad.detach()
     if dense.is_complex():
         dense = torch.view_as_real(dense.resolve_conj())

@@ -1,4 +1,4 @@
-"""Answers whether a model trains distributed as it does alone, before hours are spent on it.
+"""Checks whether a model trains distributed as it does alone, before hours are spent on it.
 
     print(ddp.verify(model, lambda model, batch: criterion(model(batch["x"]), batch["y"]), batch))
 
@@ -31,12 +31,12 @@ _COLUMNS = 118
 
 @dataclass(frozen=True)
 class Verification:
-    """What `verify` found; print it for a report. It is the same on every rank.
+    """The result of `verify`, the same on every rank; print it for a report.
 
     `differences` are the parameters whose gradients differ, in the order of the model; `compared` is the number that
     was compared, and `largest_error` the largest relative error among all. `drifted` names a parameter of a wrapped
-    model that ranks had different weights of. `unused` are parameters that got no gradient, neither alone nor
-    distributed. Losses are those of the whole batch alone and the mean over the ranks; `dtype` is what was computed in.
+    model whose weights differed between ranks. `unused` are parameters that got no gradient, neither alone nor
+    distributed. Losses are those of the whole batch alone and the mean over the ranks; `dtype` is that of the runs.
     """
 
     ok: bool
@@ -108,15 +108,15 @@ def verify(
     ddp.DistributedDataParallel, sees an equal part of it, in order.
 
     A wrapped model is taken out of its wrapper. The model, its gradients, buffers and mode, the batch and the random
-    number generators stay as they are. With `double`, copies are in float64, so that rounding is no reason; a model
-    that cannot run so is compared in its own dtype. `tolerance` is the relative error up to which gradients are equal
+    number generators stay as they are. With `double`, copies are in float64, to exclude rounding; a model that cannot
+    run in float64 is compared in its own dtype. `tolerance` is the relative error up to which gradients are equal
     (default 1e-9 in float64, 1e-3 in float32, 5e-2 in 16 bits).
 
-    Dropout and batch norm differ by their nature: give a model in eval mode, or without them, to see the rest. It takes
-    a few runs, and memory for three more copies of the model and its gradients.
+    Dropout and batch norm always differ: pass a model in eval mode, or without them, to compare the rest. It takes a
+    few runs, and memory for three more copies of the model and its gradients.
 
-    Raises ArgumentError on every rank if the batches differ, cannot be divided, or if `loss_fn` fails or returns no
-    such loss; LayoutMismatchError if the ranks' models are different.
+    Raises ArgumentError on every rank if the batches differ or cannot be divided, or if `loss_fn` fails or does not
+    return such a loss; LayoutMismatchError if the ranks' models are different.
     """
     is_wrapped = isinstance(model, DistributedDataParallel | nn.parallel.DistributedDataParallel)
     if process_group is None and is_wrapped:
@@ -133,7 +133,7 @@ def verify(
 
 
 def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The group to compare in, or None where there is nobody else."""
+    """Return the group to compare in, or None for a world of one."""
     if not dist.is_available() or not dist.is_initialized():
         return None
     group = member_group(group, "ddp.verify")
@@ -155,7 +155,7 @@ def _require_same_batch(batch: Any, group: dist.ProcessGroup | None) -> int:
         rows = _rows(batch)
         if rows % world:
             problem = (
-                f"the batch has {rows} samples, which {world} ranks cannot share equally: give "
+                f"the batch has {rows} samples, which {world} ranks cannot share equally: pass "
                 f"{rows - rows % world or world}, or another multiple of {world}"
             )
         digest = _digest(batch)
@@ -168,8 +168,8 @@ def _require_same_batch(batch: Any, group: dist.ProcessGroup | None) -> int:
     for rank, (_, other) in enumerate(gathered):
         if other != gathered[0][1]:
             raise ArgumentError(
-                f"rank {rank} has another batch than rank 0: give every rank the same whole batch, verify() shares it "
-                "out itself (does it come from a sampler that gives each rank its part, or from another shuffle?)"
+                f"rank {rank} has another batch than rank 0: pass the same whole batch on every rank, verify() splits "
+                "it itself (does it come from a sampler that gives each rank its part, or from another shuffle?)"
             )
     return rows
 
@@ -183,7 +183,7 @@ def _rows(batch: Any) -> int:
         elif leaf is not None and not isinstance(leaf, int | float | complex):
             raise ArgumentError(
                 f"batch holds a {type(leaf).__module__}.{type(leaf).__qualname__}: it must be tensors in dicts, lists "
-                "and tuples (of other classes, give dict(...) or vars(...))"
+                "and tuples (for other classes, pass dict(...) or vars(...))"
             )
     if len(lengths) != 1:
         found = f"first dimensions {', '.join(map(str, lengths))}" if lengths else "no tensor with a first dimension"
@@ -212,7 +212,7 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 
 def _drifted(model: nn.Module, group: dist.ProcessGroup) -> str:
-    """Say which parameter of replicas that should be equal is not. Every rank must call it; blocks."""
+    """Return which parameter differs between replicas that should be equal. Every rank must call it; blocks."""
     every = gather(fingerprints(dict(model.named_parameters())), group)
     for rank, other in enumerate(every):
         for name, here in every[0].items():
@@ -225,11 +225,11 @@ def _drifted(model: nn.Module, group: dist.ProcessGroup) -> str:
 
 
 def _equal_copy(model: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
-    """A copy with the parameters and buffers of rank 0. Every rank must call it; blocks."""
+    """Copy the model, with the parameters and buffers of rank 0. Every rank must call it; blocks."""
     problem, copied = "", None
     try:
         copied = copy.deepcopy(model)
-    except Exception as error:  # whatever a __deepcopy__ raises, the other ranks must not wait
+    except Exception as error:  # a __deepcopy__ may raise anything; the other ranks must not wait
         problem = f"the model cannot be copied (copy.deepcopy): {type(error).__name__}: {error}"
     _raise_together(problem, group)
     assert copied is not None
@@ -248,7 +248,7 @@ def _experiment(
     double: bool,
     tolerance: float | None,
 ) -> Experiment:
-    """An experiment that is known to run: in float64 if that is wanted and works on every rank."""
+    """Return an experiment that is known to run: in float64 if requested and possible on every rank."""
 
     def prepared(in_double: bool) -> Experiment:
         dtypes = {torch.float64} if in_double else {p.dtype for p in model.parameters() if p.requires_grad}
@@ -274,11 +274,11 @@ def _experiment(
 
 
 def _problem(experiment: Experiment) -> str:
-    """Why the loss cannot be computed on this rank, alone or on its shard; empty if it can."""
+    """Return why the loss cannot be computed on this rank, alone or on its shard; empty if it can."""
     try:
         result = experiment.alone()
         experiment.on_shard()
-    except Exception as error:  # whatever the user's code raises, the other ranks must not wait
+    except Exception as error:  # the user's code may raise anything; the other ranks must not wait
         return f"loss_fn(model, batch) failed: {type(error).__name__}: {error}"
     if all(gradient is None for gradient in result.gradients.values()):
         return "no parameter got a gradient: loss_fn must use the model that it is called with, a copy of yours"

@@ -94,7 +94,7 @@ def test_a_wrong_call_is_an_error_on_every_rank(nursery: Nursery) -> None:
     first, second = nursery.run(2, f"{CASES}:errors")
     expected = {
         "batches": "rank 1 has another batch than rank 0",
-        "rows": "the batch has 23 samples, which 2 ranks cannot share equally: give 22",
+        "rows": "the batch has 23 samples, which 2 ranks cannot share equally: pass 22",
         "lengths": "first dimensions 24, 23",
         "text": "batch holds a builtins.str",
         "fails": "rank 1: loss_fn(model, batch) failed: KeyError: 'no such column'",
