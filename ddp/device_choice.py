@@ -1,4 +1,4 @@
-"""Which device a rank trains on, and by which backend the ranks communicate: what they choose and agree on."""
+"""Chooses the device of a rank, and the backend that all ranks agree on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CHOOSERS = {
 
 
 def find_accelerator() -> str | None:
-    """The type of device that torch can use and that has collectives of its own; ROCm's is cuda."""
+    """Return the type of usable device that has its own collectives, else None; ROCm's is cuda."""
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return found.type if found is not None and found.type in _DEVICE_BACKENDS else None
 
@@ -44,7 +44,7 @@ def choose_device(placement: Placement, backend: str | None, *, may_share: bool 
     if accelerator is None or not (backend is None or {accelerator, _DEVICE_BACKENDS[accelerator]} & words_of(backend)):
         return torch.device("cpu")
     count = torch.accelerator.device_count()
-    # A launcher that shows each worker only its own device leaves it at index 0.
+    # If a launcher shows each worker only its own device, that one has index 0.
     index = 0 if count == 1 or (may_share and placement.local_rank >= count) else placement.local_rank
     if index >= count:
         given = _chosen_devices(accelerator) or [f"{_CHOOSERS[accelerator][0]}=not set"]
@@ -62,15 +62,15 @@ def words_of(backend: str) -> set[str]:
 
 
 def _chosen_devices(accelerator: str) -> list[str]:
-    """The variables that are set by which a launcher shows a worker some of the devices, with their values."""
+    """Return the set variables that restrict a worker to some of the devices, with their values."""
     return [f"{name}={os.environ[name]}" for name in _CHOOSERS[accelerator] if os.environ.get(name)]
 
 
 def device_to_connect(placement: Placement, backend: str, device: torch.device) -> torch.device | None:
-    """The device that the group connects at once, or None to connect in the first collective on one.
+    """Return the device to connect at once, or None to connect in the first collective on one.
 
-    NCCL refuses ranks that share a device. Where several ranks of a host see one device each, they may share it,
-    whatever has chosen it: such ranks may still use the group for what is in host memory.
+    NCCL refuses ranks that share a device. If several ranks of a host see one device each, they may share it, whatever
+    chose it: such ranks may still use the group for host memory.
     """
     if device.type == "cpu" or placement.world_size == 1 or _DEVICE_BACKENDS[device.type] not in words_of(backend):
         return None
@@ -83,7 +83,7 @@ def agree_on_backend(
 ) -> str:
     """Return `backend`, or choose it for `device`: on the CPU shm, if ranks share memory, else gloo. Blocks.
 
-    Raises LaunchEnvironmentError on all ranks if one that was given none would take another than the rest.
+    Raises LaunchEnvironmentError on all ranks if one without a given backend would choose another than the rest.
     """
     rank, size = placement.rank, placement.world_size
     if size > 1:
@@ -108,9 +108,9 @@ def agree_on_backend(
 
 
 def difference(asked: Sequence[tuple[str | None, str, bool]]) -> str | None:
-    """What to say if ranks that were given no backend and the others do not fit.
+    """Return a message if the ranks' backends do not fit together, else None.
 
-    `asked` has backends, devices, and whether a failed collective there is left to ddp.
+    `asked` has the ranks' requested backends, devices, and whether a failed collective is left to ddp.
     """
     ranks: dict[str, list[str]] = {}
     for rank, (backend, device, _) in enumerate(asked):
@@ -128,7 +128,7 @@ def difference(asked: Sequence[tuple[str | None, str, bool]]) -> str | None:
         f"{what} (ranks {', '.join(those[:16])}{', ...' * (len(those) > 16)})" for what, those in ranks.items()
     )
     return (
-        f"ranks would take unlike backends: they were given {found}. Give all the same backend (ddp.init, "
+        f"ranks would use different backends: they were given {found}. Give all the same backend (ddp.init, "
         "DTRAIN_BACKEND), and see that torch finds the same kind of device on all hosts "
         "(torch.accelerator.is_available())"
     )

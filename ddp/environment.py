@@ -1,4 +1,4 @@
-"""Where the launcher put this process, read from its environment: torchrun's variables, Open MPI's or SLURM's.
+"""Reads this process's placement from the launcher's environment: torchrun's variables, Open MPI's or SLURM's.
 
 Pure functions of a mapping, called by `ddp.world`; nothing here talks to a process group.
 """
@@ -17,8 +17,8 @@ __all__ = ["ALONE", "Placement", "read_placement", "roles_of", "run_of"]
 class Placement:
     """The place of one process in its world, as its launcher announced it.
 
-    `source` names the launcher's convention ("env", "mpirun", "srun" or "alone"); `job_key` is a text that only the
-    processes of this job share, or None where the launcher gives none; `node_rank` is None where nobody says.
+    `source` names the launcher's convention ("env", "mpirun", "srun" or "alone"); `job_key` is a string that only the
+    processes of this job share, or None if the launcher has none; `node_rank` is None if unknown.
     """
 
     rank: int
@@ -67,7 +67,7 @@ ALONE = Placement(rank=0, world_size=1, local_rank=0, local_world_size=1, node_r
 
 
 def run_of(environ: Mapping[str, str]) -> tuple[str, int]:
-    """Return the id of the run that the launcher gives, "" without one, and which attempt of it this is, from 0."""
+    """Return the launcher's run id, "" without one, and the number of the attempt, from 0."""
     run_id = environ.get("TORCHELASTIC_RUN_ID", "")
     attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "")
     if run_id in ("", "none") and environ.get("SLURM_STEP_ID", "").isdecimal():  # torchrun says "none" by default
@@ -77,9 +77,9 @@ def run_of(environ: Mapping[str, str]) -> tuple[str, int]:
 
 
 def read_placement(environ: Mapping[str, str]) -> Placement:
-    """Find this process's place: RANK and its kin first, then Open MPI's variables, then those of an `srun` step.
+    """Read this process's placement: from RANK and its family, else Open MPI's variables, else those of an `srun` step.
 
-    With none of them the process is alone. Raises LaunchEnvironmentError for anything half set or malformed.
+    With none of them the process is alone. Raises LaunchEnvironmentError for incomplete or malformed variables.
     """
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return _from_env(environ)
@@ -93,7 +93,7 @@ def read_placement(environ: Mapping[str, str]) -> Placement:
 
 
 def roles_of(environ: Mapping[str, str]) -> dict[str, int]:
-    """Return how many processes of each role the run has, in the order of their ranks; empty if nobody says.
+    """Return the number of processes of each role, in the order of their ranks; empty if not set.
 
     DTRAIN_ROLES is "chief:1,worker:3,ps:2,evaluator:1". Raises LaunchEnvironmentError if it is malformed.
     """
@@ -108,7 +108,7 @@ def roles_of(environ: Mapping[str, str]) -> dict[str, int]:
 
 def _from_env(environ: Mapping[str, str]) -> Placement:
     rank, world_size = _required(environ, "RANK"), _required(environ, "WORLD_SIZE")
-    # torch asks for no local rank; without one, this host is taken to hold the whole world, and on a host
+    # torch needs no local rank; without one, the whole world is assumed to be on this host, and on a host
     # with fewer devices than that the choice of a device fails with the name of the variable to set.
     local_rank = _optional(environ, "LOCAL_RANK")
     local_world_size = _optional(environ, "LOCAL_WORLD_SIZE")
@@ -126,8 +126,8 @@ def _from_env(environ: Mapping[str, str]) -> Placement:
 
 def _from_mpirun(environ: Mapping[str, str]) -> Placement:
     rank, world_size = _required(environ, "OMPI_COMM_WORLD_RANK"), _required(environ, "OMPI_COMM_WORLD_SIZE")
-    # Which of these exist differs between Open MPI 4 and 5. The transports key is random for each job,
-    # which keeps a file that a crashed job left behind from being taken for ours.
+    # Open MPI 4 and 5 set different ones of these. The transports key is random for each job,
+    # so a file that a crashed job left behind is never mistaken for ours.
     key = [
         f"{name}={environ[name]}"
         for name in (
@@ -170,7 +170,7 @@ def _from_srun(environ: Mapping[str, str]) -> Placement:
 
 
 def _tasks_on_node(tasks_per_node: str, node: int | None) -> int | None:
-    """Number of tasks on node `node` in SLURM's compressed list: "4(x2),2" is 4, 4, 2. None if it cannot be told."""
+    """Return the number of tasks on node `node` in SLURM's compressed list: "4(x2),2" is 4, 4, 2. None if unknown."""
     if node is None:
         return None
     for part in filter(None, tasks_per_node.split(",")):

@@ -4,25 +4,24 @@
 DdpError(RuntimeError)
 ├── LaunchEnvironmentError   the environment of this process does not describe a world
 ├── RendezvousError          the ranks could not meet
-├── NotInitializedError      something needs the process group before `ddp.init()`
+├── NotInitializedError      a call needs the process group, before `ddp.init()`
 ├── ArgumentError            a wrong argument (also a ValueError)
 ├── UnsupportedError         torch's DDP can do it, this module cannot (also a NotImplementedError)
-│   └── MissingNameError     Horovod has this name, ddp.horovod has not (also an AttributeError)
+│   └── MissingNameError     Horovod has this name, ddp.horovod does not (also an AttributeError)
 ├── LayoutMismatchError      the ranks wrap different modules
 ├── BackwardError            a backward pass that cannot be reduced exactly
 ├── PeerFailedError          another rank's forward, backward or callback raised an exception in this step
 ├── DriftError               the replicas' weights are no longer equal
-├── NonFiniteError           an optimizer was about to step with gradients that are infinite or no numbers
-├── ReplacementError         a replaced rank, or those that it left behind, cannot go on where it was
-├── CheckpointError          a checkpoint could not be written, found whole, or fitted to what is restored from it
+├── NonFiniteError           an optimizer was about to step with gradients that are infinite or NaN
+├── ReplacementError         a replaced rank, or the others, cannot continue where it was
+├── CheckpointError          a checkpoint could not be written, is not whole, or does not fit
 ├── ParameterServerError     a parameter server is gone, too slow, or cannot serve this process
 │   ├── KeyRefusedError      the two ends do not share the run's key
 │   └── VersionMismatchError the two ends run different versions of this package
 └── CollectiveError          a collective failed: a rank is gone, or too slow
 ```
 
-The root is a RuntimeError because that is what torch raises in these places, so that handlers written for
-torch still work.
+The root is a RuntimeError because torch raises that in these places, so handlers written for torch still work.
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ __all__ = [
 class DdpError(RuntimeError):
     """Any error that `ddp` raises on purpose.
 
-    `failed_ranks` is None for what went wrong on this rank. Else this error is no more than the consequence of what
-    happened on others: these ranks of the world, none where that is not known.
+    `failed_ranks` is None if the cause is on this rank. Else this error is only a consequence of failures on these
+    ranks of the world; empty if they are unknown.
     """
 
     failed_ranks: tuple[int, ...] | None = None
@@ -72,15 +71,15 @@ class NotInitializedError(DdpError):
 
 
 class ArgumentError(DdpError, ValueError):
-    """An argument has a value that cannot be meant."""
+    """An argument has an invalid value."""
 
 
 class UnsupportedError(DdpError, NotImplementedError):
-    """A feature of torch's DDP that this version does not have; nothing was done silently instead."""
+    """This version lacks a feature of torch's DDP; nothing was done silently instead."""
 
 
 class MissingNameError(UnsupportedError, AttributeError):
-    """A name of Horovod's module that `ddp.horovod` does not have; the message says what to use instead."""
+    """`ddp.horovod` lacks a name of Horovod's module; the message says what to use instead."""
 
 
 class LayoutMismatchError(DdpError):
@@ -96,7 +95,7 @@ class LayoutMismatchError(DdpError):
 
 
 class BackwardError(DdpError):
-    """A backward pass that cannot be reduced exactly, with the name of the parameter where there is one."""
+    """A backward pass cannot be reduced exactly; `parameter` is the parameter's name if there is one."""
 
     def __init__(self, message: str, *, parameter: str | None = None) -> None:
         super().__init__(message)
@@ -104,7 +103,7 @@ class BackwardError(DdpError):
 
 
 class PeerFailedError(DdpError):
-    """Other ranks failed in this step, so nothing was averaged: `failures` has what each said, by rank of the group."""
+    """Other ranks failed in this step, so nothing was averaged: `failures` has their messages, by rank of the group."""
 
     def __init__(self, message: str, *, failures: dict[int, str], failed_ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
@@ -115,7 +114,7 @@ class PeerFailedError(DdpError):
 class DriftError(DdpError):
     """The replicas differ: `parameter` is the first that does, before `step`, and `ranks` hold another value.
 
-    `step` is 0 where no backward pass found it.
+    `step` is 0 if it was not found by a backward pass.
     """
 
     def __init__(self, message: str, *, parameter: str, step: int, ranks: tuple[int, ...]) -> None:
@@ -141,11 +140,11 @@ class NonFiniteError(DdpError):
 
 
 class ReplacementError(DdpError):
-    """What `ddp.resilient` cannot do for a rank that was replaced, or for the others: all have to start again."""
+    """`ddp.resilient` cannot continue for a replaced rank, or for the others: all have to start again."""
 
 
 class CheckpointError(DdpError):
-    """A checkpoint could not be written, is not whole, or does not fit what should be restored from it."""
+    """A checkpoint could not be written, is not whole, or does not fit the objects to restore."""
 
 
 class ParameterServerError(DdpError):
@@ -157,7 +156,7 @@ class KeyRefusedError(ParameterServerError):
 
 
 class VersionMismatchError(ParameterServerError):
-    """The two ends run different versions of this package, so what one says may mean something else to the other."""
+    """The two ends run different versions of this package, so messages may differ in meaning."""
 
 
 class CollectiveError(DdpError):

@@ -19,11 +19,11 @@ from torch.distributed import (
 from ddp.environment import Placement
 from ddp.errors import LaunchEnvironmentError, RendezvousError
 
-_file_store: FileStore | None = None  # where this job meets without MASTER_ADDR
+_file_store: FileStore | None = None  # this job's store without MASTER_ADDR
 
 
 def store_at_address(placement: Placement, timeout: timedelta) -> Store:
-    """The store at MASTER_ADDR, as init_process_group() itself would take it."""
+    """Return the store at MASTER_ADDR, as init_process_group() itself would."""
     found = rendezvous("env://", placement.rank, placement.world_size, timeout=timeout)
     store: Store = next(found)[0]
     store.set_timeout(timeout)
@@ -49,14 +49,14 @@ def store_without_address(placement: Placement) -> Store:
 def leave_file(world_size: int) -> None:
     """Remove the file of this job's store, if there is one, as the last of its ranks.
 
-    FileStore does that when its last owner is destroyed, which an interpreter that ends need not do.
+    FileStore does that when its last owner is destroyed, which may not happen at interpreter exit.
     """
     if _file_store is not None and _file_store.add("ddp/left", 1) == world_size:
         Path(_file_store.path).unlink(missing_ok=True)  # type: ignore[attr-defined]  # not in torch's stubs
 
 
 def _private_folder() -> Path:
-    """A folder that no other user can write to or read: a store in it cannot be forged or watched."""
+    """Return a folder that no other user can read or write: a store in it cannot be forged or watched."""
     path = Path(tempfile.gettempdir()) / f"ddp-{os.getuid()}"
     path.mkdir(mode=0o700, exist_ok=True)
     status = path.lstat()

@@ -1,10 +1,10 @@
-"""Every private name of torch that ddp uses, in one place: what for, since which version, and what happens without it.
+"""All private names of torch that ddp uses: their purpose, the torch version that added them, and the fallback.
 
-ddp needs torch 2.9 or newer, which has all of these. Where a newer one drops a name, tests/ddp/test_torch_internals.py
-fails, and only this file changes; the test also sees to it that no other file of ddp has a private name of torch.
+ddp needs torch 2.9 or newer, which has all of these. If a newer one drops a name, tests/ddp/test_torch_internals.py
+fails, and only this file changes; the test also checks that no other file of ddp has a private name of torch.
 
-A name that is not there never fails an import: what needs it raises UnsupportedError, which names it, or does without
-it as said here. tests/ddp/test_hidden_names.py hides each in turn.
+A missing name never fails an import: its users raise UnsupportedError, which names it, or do without it as described
+here. tests/ddp/test_hidden_names.py hides each in turn.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _lacking(name: str) -> UnsupportedError:
 
 
 def _find(path: str) -> Any:
-    """What torch has under a dotted name, else None."""
+    """Return torch's attribute with a dotted name, else None."""
     module, _, name = path.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name, None)
@@ -52,7 +52,7 @@ def _find(path: str) -> Any:
 
 
 class _Lacking:
-    """Stands for a function that torch does not have: calling it raises UnsupportedError."""
+    """Replaces a function that torch does not have: calling it raises UnsupportedError."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -62,12 +62,12 @@ class _Lacking:
 
 
 def _needed(path: str) -> Any:
-    """What torch has under a dotted name, else what raises UnsupportedError when it is called."""
+    """Return torch's attribute with a dotted name, else a function that raises UnsupportedError."""
     return _find(path) or _Lacking(path)
 
 
 def _unless_lacking(function: Callable[P, R]) -> Callable[P, R]:
-    """Have an attribute that `function` uses, and that is not there, raise UnsupportedError."""
+    """Raise UnsupportedError if `function` uses an attribute that does not exist."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -88,27 +88,27 @@ tree_leaves: Callable[[Any], list[Any]] = _needed("torch.utils._pytree.tree_leav
 tree_map: Callable[..., Any] = _needed("torch.utils._pytree.tree_map")
 tree_map_only: Callable[..., Any] = _needed("torch.utils._pytree.tree_map_only")
 
-# Autograd's engine. Without these nothing can be averaged: there is no public word for the end of a backward pass.
+# Autograd's engine. Without these nothing can be averaged: there is no public hook at the end of a backward pass.
 
-# Have the engine call a function at the end of the backward pass that runs; dropped if the pass fails. 1.0.
+# Queue a function for the end of the current backward pass; dropped if the pass fails. 1.0.
 call_after_backward: Callable[[Callable[[], None]], None] = _needed(
     "torch.autograd.Variable._execution_engine.queue_callback"
 )
 
-# The engine's number for the backward pass that runs in this thread, else -1. Without it a pass that was interrupted,
-# and a forward pass inside a backward pass (activation checkpoints), cannot be told from others. 2.0.
+# The engine's id of this thread's current backward pass, else -1. Without it a pass that was interrupted, and a forward
+# pass inside a backward pass (activation checkpoints), cannot be distinguished from others. 2.0.
 current_backward: Callable[[], int] = _needed("torch._C._current_graph_task_id")
 
-# Whether the backward pass that runs will reach a node; RuntimeError if it captures that leaf's gradient. Without it
-# torch.autograd.grad() starts reductions, and buckets wait for parameters that are not used. 2.0.
+# Whether the current backward pass will reach a node; RuntimeError if it captures that leaf's gradient. Without it
+# torch.autograd.grad() starts reductions, and buckets wait for unused parameters. 2.0.
 will_be_reached: Callable[[Node], bool] = _needed("torch._C._will_engine_execute_node")
 
-# The node whose hooks run. Without it, what a backward pass through an output leads to is not known. 2.1.
+# The node whose hooks run. Without it, the nodes behind an output of a backward pass are unknown. 2.1.
 current_node: Callable[[], Node | None] = _needed("torch._C._current_autograd_node")
 
 
 def check_engine() -> None:
-    """Raise UnsupportedError if a backward pass would meet a name that is not there; warn if torch.compile would."""
+    """Raise UnsupportedError if a backward pass needs a missing name; warn if torch.compile does."""
     for each in (call_after_backward, current_backward, will_be_reached, current_node):
         if isinstance(each, _Lacking):
             each()
@@ -120,27 +120,27 @@ def check_engine() -> None:
 
 @_unless_lacking
 def gradient_hooks(parameter: Any) -> Any:
-    """The ordered dict of post-accumulate-grad hooks, None if there never was one. 2.1.
+    """Return the ordered dict of post-accumulate-grad hooks, None if there never was one. 2.1.
 
     Without it, hooks that the user registers after wrapping run after those of the reducer.
     """
     return parameter._post_accumulate_grad_hooks
 
 
-# Who holds a tensor. Without these every gradient is copied into its bucket and out again.
+# Reference counts of tensors. Without these every gradient is copied into its bucket and out again.
 
 _storage_owner_count = _find("torch._C._storage_Use_Count") if hasattr(torch.UntypedStorage, "_cdata") else None
 _more_each_time = itertools.count()
 
 
 def memory_owner_count(storage: torch.UntypedStorage) -> int:
-    """How many own the memory of a storage, `storage` itself included; never the same twice if not counted. 2.1."""
+    """Return the number of owners of a storage's memory, `storage` included; a new number each time if unknown. 2.1."""
     if _storage_owner_count is None:
         return next(_more_each_time)
     return int(_storage_owner_count(storage._cdata))
 
 
-# How many own a tensor besides its Python object; None where torch has no such count. 2.3.
+# The number of owners of a tensor besides its Python object; None if torch has no such count. 2.3.
 tensor_owner_count = cast(
     "Callable[[torch.Tensor], int] | None", _storage_owner_count and getattr(torch.Tensor, "_use_count", None)
 )
@@ -148,7 +148,7 @@ tensor_owner_count = cast(
 
 @_unless_lacking
 def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor was changed in place. Without it nobody knows which buffers parameter servers lack. 0.4."""
+    """Return how often a tensor was changed in place. Without it, changed buffers cannot be found. 0.4."""
     return int(tensor._version)
 
 
@@ -186,7 +186,7 @@ foreach_divide: Callable[..., None] = _find("torch._foreach_div_") or _divide_ea
 
 @_unless_lacking
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The parameters of a module itself, without its submodules'."""
+    """Return the parameters of a module itself, without its submodules'."""
     return module._parameters
 
 
@@ -207,12 +207,12 @@ def apply_to_tensors(module: nn.Module, change: Callable[[torch.Tensor], torch.T
 
 
 def ignored_names(module: nn.Module) -> set[str]:
-    """Names that torch's DDP is told to leave out. Without it, they would be averaged. 1.7."""
+    """Return the names that torch's DDP ignores. Without it, they would be averaged. 1.7."""
     return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
 def compiled_module(module: object) -> nn.Module | None:
-    """The module inside what torch.compile returned, else None. 2.0."""
+    """Return the module inside a result of torch.compile, else None. 2.0."""
     inner = getattr(module, "_orig_mod", None)
     if inner is None and type(module).__name__ == "OptimizedModule":
         raise _lacking("OptimizedModule._orig_mod")
@@ -220,7 +220,7 @@ def compiled_module(module: object) -> nn.Module | None:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside wrappers that put a prefix before its keys: torch's, ddp's (one of these), torch.compile's."""
+    """Return the module inside wrappers that prefix its keys: torch's, ddp's (one of these), torch.compile's."""
     while True:
         if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
             model = model.module
@@ -230,15 +230,15 @@ def unwrapped(model: nn.Module) -> nn.Module:
             return model
 
 
-# torch.compile, which is kept out of this package's frames, as it keeps out of torch's; the wrapped module is compiled.
-# Without these it breaks its graphs elsewhere and traces this package, slowly.
+# torch.compile must skip this package's frames, as it skips torch's; the wrapped module is compiled. Without these it
+# breaks its graphs elsewhere and traces this package, slowly.
 
 
-_not_skipped: list[UnsupportedError] = []  # why, if skip_package could not do its work
+_not_skipped: list[UnsupportedError] = []  # the reason, if skip_package failed
 
 
 def skip_package(name: str) -> None:
-    """Mark all functions of the modules of package `name` that are imported now. Does not import torch._dynamo."""
+    """Mark all functions of the imported modules of package `name`. Does not import torch._dynamo."""
     try:
         for module in [module for key, module in sys.modules.items() if key.startswith(f"{name}.")]:
             for code in _codes_of(module):
@@ -258,7 +258,7 @@ def _codes_of(module: ModuleType) -> Iterator[CodeType]:
 
 
 def _with_inner(code: CodeType) -> Iterator[CodeType]:
-    """A function's code, and that of the functions made in it."""
+    """Yield a function's code, and that of its inner functions."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -280,9 +280,9 @@ def not_traced(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def after_scaled_steps(call: Callable[[torch.optim.Optimizer], None]) -> None:
-    """Call it with the optimizer after each `torch.amp.GradScaler.step`, which may skip the optimizer's own. 2.3.
+    """Run `call(optimizer)` after each `torch.amp.GradScaler.step`, which may skip the optimizer's own. 2.3.
 
-    No hook tells so. It stays so as long as the process runs, so this is to be called once.
+    torch has no hook for this. It stays so for the rest of the process, so this must be called only once.
     """
     step = torch.amp.GradScaler.step
 
@@ -298,13 +298,13 @@ def after_scaled_steps(call: Callable[[torch.optim.Optimizer], None]) -> None:
 
 
 def in_compiled_autograd() -> bool:
-    """Whether compiled autograd runs or traces this backward pass. Without it, that would average nothing. 2.6."""
+    """Return whether compiled autograd runs or traces this backward pass. Without it, it would average nothing. 2.6."""
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")
     return bool(getattr(compiled, "in_compiled_autograd_region", False))
 
 
 def swap_active_ddp_module(module: object) -> object:
-    """Set the wrapper whose forward runs, by which torch.compile splits graphs at buckets; return that before. 1.13."""
+    """Set the wrapper whose forward runs, for torch.compile to split graphs at buckets; return the last one. 1.13."""
     wrapper: Any = nn.parallel.DistributedDataParallel
     before, wrapper._active_ddp_module = getattr(wrapper, "_active_ddp_module", None), module
     return before
@@ -312,40 +312,40 @@ def swap_active_ddp_module(module: object) -> object:
 
 @functools.cache
 @_unless_lacking
-def _tell_of_batches() -> dict[int, tuple[weakref.ref[Any], weakref.WeakMethod[Callable[[], None]]]]:
-    """Have every DataLoader look into the result, by the id of its sampler, when it is asked for a batch. It stays so.
+def _watchers_of_batches() -> dict[int, tuple[weakref.ref[Any], weakref.WeakMethod[Callable[[], None]]]]:
+    """Make every DataLoader call the methods in the result, by the id of its sampler, before each batch. Permanent.
 
-    The keys are no weak references: a sampler of somebody else may be a list, which has none and no hash.
+    The keys are not weak references: the user's sampler may be a list, which supports neither these nor hashing.
     """
     calls: dict[int, tuple[weakref.ref[Any], weakref.WeakMethod[Callable[[], None]]]] = {}
     iterator = torch.utils.data.dataloader._BaseDataLoaderIter
     ask = iterator.__next__
 
     @functools.wraps(ask)
-    def tell_and_ask(self: Any) -> Any:
+    def notify_and_ask(self: Any) -> Any:
         sampler = _sampler_of(self)
         known, method = calls.get(id(sampler), (None, None))
         if known is not None and method is not None and known() is sampler and (call := method()) is not None:
             call()
         return ask(self)
 
-    iterator.__next__ = tell_and_ask  # type: ignore[method-assign]  # there is no hook
+    iterator.__next__ = notify_and_ask  # type: ignore[method-assign]  # there is no hook
     return calls
 
 
 @_unless_lacking
 def _sampler_of(iterator: Any) -> Any:
-    """What the DataLoader of an iterator draws from, by itself or through a BatchSampler. 1.2."""
+    """Return the sampler of an iterator's DataLoader, its own or that of its BatchSampler. 1.2."""
     batches = iterator._index_sampler
     return getattr(batches, "sampler", batches)
 
 
 def call_before_batches(sampler: torch.utils.data.Sampler[int], method: Callable[[], None]) -> None:
-    """Call a bound method, which is not kept alive, whenever a DataLoader over `sampler` is asked for a batch. 1.2.
+    """Call a bound method, which is not kept alive, before each batch of a DataLoader over `sampler`. 1.2.
 
-    The sampler does not know when that is: workers draw ahead.
+    The sampler itself does not see this moment: workers draw ahead.
     """
-    _tell_of_batches()[id(sampler)] = weakref.ref(sampler), weakref.WeakMethod(method)
+    _watchers_of_batches()[id(sampler)] = weakref.ref(sampler), weakref.WeakMethod(method)
 
 
 # Process groups.
@@ -353,27 +353,27 @@ def call_before_batches(sampler: torch.utils.data.Sampler[int], method: Callable
 
 @_unless_lacking
 def default_store() -> Any:
-    """The store of the default group. Without it a stall report knows only this rank. 1.0."""
+    """Return the store of the default group. Without it a stall report has only this rank. 1.0."""
     return dist.distributed_c10d._get_default_store()
 
 
 @_unless_lacking
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """The backend of a group for a device; RuntimeError without one. 2.0."""
+    """Return a group's backend for a device; raises RuntimeError without one. 2.0."""
     return group._get_backend(device)
 
 
 def device_types_of(group: dist.ProcessGroup) -> Sequence[torch.device]:
-    """The types of devices that a group has backends for. 2.0."""
+    """Return the types of devices for which a group has backends. 2.0."""
     return getattr(group, "_device_types", ())
 
 
 @_unless_lacking
 def number_groups_anew() -> None:
-    """Have the next default group be called as the first one, as torch does when one is destroyed. 2.1.
+    """Give the next default group the name of the first one, as torch does when one is destroyed. 2.1.
 
-    One that was not made, since its ranks could not connect, has taken a number all the same. The name is part of the
-    keys by which ranks find each other: without this, those that have tried before would wait elsewhere, for ever.
+    A group whose ranks failed to connect has used up a number. The name is part of the keys by which ranks find each
+    other: without this, ranks that have tried before would wait at other keys for ever.
     """
     world: Any = dist.distributed_c10d._world
     if world.group_count:
@@ -381,15 +381,15 @@ def number_groups_anew() -> None:
 
 
 def open_groups() -> list[Any]:
-    """The groups of this process that torch knows of. 2.0."""
+    """Return the groups of this process that torch has registered. 2.0."""
     return list(getattr(getattr(dist.distributed_c10d, "_world", None), "pg_map", ()))
 
 
 def abort_on_devices() -> None:
-    """Abort what this process's groups do on devices, from any thread; they are of no use then. Blocks. 2.6.
+    """Abort the collectives of this process's groups on devices, from any thread; they are unusable then. Blocks. 2.6.
 
-    All within one of NCCL's group calls, as torch does it: one communicator may wait for the kernels of another. What
-    torch does not know, of groups or of calls, is left out: then the process does not come back, and is ended.
+    All within one NCCL group call, as in torch: one communicator may wait for the kernels of another. Groups and calls
+    unknown to torch are not aborted: the process then stays blocked, and is ended.
     """
     groups = open_groups() or [dist.group.WORLD]
     backends = [
@@ -411,7 +411,7 @@ def abort_on_devices() -> None:
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """The timeout of a group's collectives on a device, None if its backend does not tell; then defaults apply. 2.0."""
+    """Return the timeout of a group's collectives on a device, None if unknown; then defaults apply. 2.0."""
     try:
         timeout: timedelta = backend_of(group, device).options._timeout
     except (AttributeError, RuntimeError):
@@ -420,7 +420,7 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | No
 
 
 def timeouts_on_devices() -> dict[str, float]:
-    """The timeouts, in seconds, of the groups of this process that communicate on devices themselves, by name. 2.1."""
+    """Return the timeouts, in seconds, of this process's groups that communicate on devices directly, by name. 2.1."""
     found: dict[str, float] = {}
     for group in list(getattr(getattr(dist.distributed_c10d, "_world", None), "pg_map", {})):
         for device in device_types_of(group):
@@ -431,9 +431,9 @@ def timeouts_on_devices() -> dict[str, float]:
 
 
 def device_recorder() -> Callable[[bool, bool], bytes] | None:
-    """Return what dumps the flight recorder of NCCL as JSON: with each collective or not, all or those on their way.
+    """Return the function that dumps NCCL's flight recorder as JSON: with each collective or not, all or those pending.
 
-    None where it records nothing, or torch has no NCCL. 2.5.
+    None if it records nothing, or torch has no NCCL. 2.5.
     """
     size = next((os.environ[name] for name in _RECORDER_SIZES if name in os.environ), "")
     found: Callable[[bool, bool], bytes] | None = _find("torch._C._distributed_c10d._dump_nccl_trace_json")
@@ -445,9 +445,9 @@ _RECORDER_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 
 @contextlib.contextmanager
 def not_split_off() -> Iterator[None]:
-    """Make a group of some ranks inside, by these alone. 2.3.
+    """Allow some ranks to make a group by themselves, inside. 2.3.
 
-    A default group that is bound to its device is split, which all of its ranks must do at once.
+    A default group that is bound to its device is split instead, which all of its ranks must do together.
     """
     world = dist.group.WORLD
     bound = getattr(world, "bound_device_id", None)
@@ -462,9 +462,9 @@ def not_split_off() -> Iterator[None]:
 
 
 def is_by_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether gloo moves a group's memory on a device, also under torch's wrapper that checks calls. 2.0.
+    """Return whether a group uses gloo on a device, also under torch's wrapper that checks calls. 2.0.
 
-    Without it, small sums take gloo's ring, and waits for what gloo moves on a device have no limit.
+    Without it, small sums use gloo's ring, and waits for gloo's collectives on a device have no timeout.
     """
     try:
         return str(backend_of(group, device).name()) == "gloo"
@@ -473,7 +473,7 @@ def is_by_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def sums_in_rank_order(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether a backend says of itself that its sums do not depend on the sizes of tensors. 2.0."""
+    """Return whether a backend declares that its sums do not depend on the sizes of tensors. 2.0."""
     try:
         return bool(getattr(backend_of(group, device), "sums_in_rank_order", False))
     except (AttributeError, RuntimeError):
@@ -481,24 +481,24 @@ def sums_in_rank_order(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def is_gloo_on_host(group: dist.ProcessGroup) -> bool:
-    """Whether gloo moves a group's host memory."""
+    """Return whether a group uses gloo in host memory."""
     return is_by_gloo(group, torch.device("cpu"))
 
 
 def is_in_stream_order(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether collectives of `group` are done by the streams of `device`, in their order: futures are complete at once.
+    """Return whether collectives of `group` run in the streams of `device`, in order: futures are complete at once.
 
-    Gloo moves the memory of a device by threads of its own, as that of the host.
+    Gloo uses its own threads, for device memory as for host memory.
     """
     return device.type != "cpu" and not is_by_gloo(group, device)
 
 
 @_unless_lacking
 def host_group(group: dist.ProcessGroup, store: Any, timeout: timedelta) -> dist.ProcessGroup:
-    """Connect a group of the same ranks, in the same order, that moves host memory by gloo. Blocks. 2.6.
+    """Connect a gloo group of the same ranks, in the same order, for host memory. Blocks. 2.6.
 
-    torch does not know of it: it ends with its last reference. Without this, the status of models on a device cannot
-    travel on the host where their group is of NCCL alone.
+    torch does not register it: it ends with its last reference. Without this, the status of models on a device cannot
+    be sent through the host if their group has NCCL alone.
     """
     made = dist.ProcessGroup(store, group.rank(), group.size())
     set_default, register = made._set_default_backend, made._register_backend  # both are there: now connect
@@ -510,9 +510,9 @@ def host_group(group: dist.ProcessGroup, store: Any, timeout: timedelta) -> dist
 
 @_unless_lacking
 def device_group(options: Any, device: str, backend: str, backend_options: Any) -> dist.ProcessGroup:
-    """Make a group of torch's own for one type of device, beside a group of the same ranks that is written in Python.
+    """Make one of torch's groups for one type of device, in addition to a group of the same ranks written in Python.
 
-    `options` are those that torch gave the maker of that group. Does not wait for others, unless the backend does.
+    `options` are those that torch passed to the maker of that group. Does not wait for others, unless the backend does.
     Without it, "cpu:shm,cuda:nccl" has no NCCL. 2.6.
     """
     make: Any = dist.distributed_c10d._new_process_group_helper
@@ -540,37 +540,37 @@ def destroy_device_group(group: dist.ProcessGroup) -> None:
 
 @_unless_lacking
 def allgather_flat(group: Any, into: torch.Tensor, mine: torch.Tensor) -> dist.Work:
-    """Start gathering equal flat tensors into one. Without it: a list of tensors, and a copy more. 1.8."""
+    """Start gathering flat tensors of equal size into one. Without it: a list of tensors, and one more copy. 1.8."""
     work: dist.Work = group._allgather_base(into, mine)
     return work
 
 
-# The class of futures that collectives return, of which torch.futures.Future is a subclass. Without it, their futures
-# cannot be told from a hook's mistake. 1.6.
+# The class of futures that collectives return, a base class of torch.futures.Future. Without it, their futures cannot
+# be distinguished from a hook's mistake. 1.6.
 AnyFuture = _find("torch._C.Future") or torch.futures.Future
 
 
 @_unless_lacking
 def device_index(device: int | torch.device) -> int:
-    """The index of a device, however it is given. 1.0."""
+    """Return the index of a device given in any form. 1.0."""
     return int(torch._utils._get_device_index(device, True))
 
 
 def is_in_join(joinable: Any) -> bool:
-    """Whether a Joinable is inside a Join context that is enabled. 1.10."""
+    """Return whether a Joinable is inside an enabled Join context. 1.10."""
     return bool(getattr(getattr(joinable, "_join_config", None), "enable", False))
 
 
 def check_join(joinable: Any) -> None:
-    """Raise UnsupportedError if `is_in_join` cannot know: join() would hang."""
+    """Raise UnsupportedError if `is_in_join` cannot work: join() would hang."""
     if not hasattr(getattr(joinable, "_join_config", None), "enable"):
         raise _lacking("Joinable._join_config.enable")
 
 
 class BoundedJoin(Join):
-    """torch's context for one Joinable, whose `wait` ends when time is up.
+    """torch's Join context for one Joinable, with a timeout on its waits.
 
-    A rank that has joined asks again and again how many have not. 1.10; else it waits as torch does.
+    A rank that has joined repeatedly counts those that have not. 1.10; else it waits as torch does.
     """
 
     def __init__(self, joinable: Any, wait: Callable[..., object], enable: bool, *args: Any, **options: Any) -> None:
@@ -589,12 +589,12 @@ class BoundedJoin(Join):
 
 
 def in_backward_optimizers(parameter: torch.Tensor) -> Sequence[torch.optim.Optimizer]:
-    """Those of torch's `_apply_optimizer_in_backward()`. Without it, they step before the average. 2.0."""
+    """Return those of torch's `_apply_optimizer_in_backward()`. Without it, they step before the average. 2.0."""
     return getattr(parameter, "_in_backward_optimizers", ())
 
 
 def state_dict_hooks(optimizer: Any, when: str) -> list[Callable[..., Any]]:
-    """The hooks of an optimizer: `when` is "state_dict_pre", "load_state_dict_post" and so on. Else not called. 2.3."""
+    """Return an optimizer's hooks; `when` is "state_dict_pre", "load_state_dict_post" etc. Else not called. 2.3."""
     name = f"_optimizer_{when}_hooks"
     if not hasattr(optimizer, name):
         raise _lacking(f"Optimizer.{name}")
@@ -602,17 +602,17 @@ def state_dict_hooks(optimizer: Any, when: str) -> list[Callable[..., Any]]:
 
 
 def torchs_comm_hooks(wrapper: Any) -> Sequence[object]:
-    """The hooks that were registered with torch's own DistributedDataParallel; empty if it does not tell. 2.0."""
+    """Return the hooks that were registered with torch's own DistributedDataParallel; empty if unknown. 2.0."""
     return getattr(wrapper, "_comm_hooks", ())
 
 
 def mark_as_stepped(optimizer: Any) -> None:
-    """Tell learning rate schedulers that `optimizer` has stepped, or they warn that it has not. 2.4."""
+    """Mark `optimizer` as stepped for learning rate schedulers, which would warn otherwise. 2.4."""
     optimizer._opt_called = True
 
 
-# The classes of which the description of a distributed checkpoint consists. Where a newer torch adds one, such folders
-# are refused with its name. 2.0.
+# The classes in the metadata of a distributed checkpoint. If a newer torch adds one, such folders are refused with its
+# name. 2.0.
 DCP_CLASSES = frozenset(
     {
         ("collections", "OrderedDict"),
