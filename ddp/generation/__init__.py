@@ -1,1 +1,1 @@
-"""Compositions of a run that goes on after a rank was lost: who announces them, and how ranks meet under a new one."""
+"""Generations of a run that continues after a rank was lost: their announcement, and how the ranks meet again."""

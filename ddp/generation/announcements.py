@@ -1,8 +1,8 @@
-"""The run's compositions, its generations, as the launcher announces them to this process.
+"""The run's generations (the compositions of its ranks), as announced by the launcher.
 
-DTRAIN_GENERATION is the number with which this process was started: above 0, it takes the place of one that failed, or
-joins the others. Newer ones come through the pipe that DTRAIN_GENERATION_PIPE names, eight bytes each, little-endian; a
-thread reads it. The file that DTRAIN_GENERATION_FILE names says what the newest one is.
+DTRAIN_GENERATION is the number with which this process was started: above 0, it replaces one that failed, or joins the
+others. Newer numbers arrive through the pipe in DTRAIN_GENERATION_PIPE, eight bytes each, little-endian; a thread reads
+it. The file in DTRAIN_GENERATION_FILE describes the newest one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BYTES = 8
 
 
 def can_replace() -> bool:
-    """Whether the launcher of this process announces generations."""
+    """Return whether the launcher of this process announces generations."""
     return _PIPE in os.environ
 
 
@@ -33,9 +33,9 @@ def generation_at_start() -> int:
 
 @dataclass(frozen=True)
 class Generation:
-    """`when` its ranks meet: "now"; "later", under a newer number, when it is known who they are; "at_commit".
+    """A generation; `when` its ranks meet: "now"; "later", under a newer number, once they are known; "at_commit".
 
-    `variables` are those of this process's environment that may be others in it.
+    `variables` are this process's environment variables that may change with it.
     """
 
     number: int
@@ -44,23 +44,23 @@ class Generation:
 
 
 class Announcements:
-    """Reads the pipe in a thread of its own until the process ends. `call` gets each newer one, in that thread."""
+    """Reads the pipe in its own thread until the process ends. `call` gets each newer generation, in that thread."""
 
     def __init__(self, call: Callable[[Generation], None]) -> None:
         """Raises OSError if the pipe cannot be opened."""
         self.generation = _newest(generation_at_start())
         self._call = call
         self._news = threading.Condition()
-        descriptor = os.open(os.environ[_PIPE], os.O_RDONLY | os.O_CLOEXEC)  # at once: the launcher has it open
+        descriptor = os.open(os.environ[_PIPE], os.O_RDONLY | os.O_CLOEXEC)  # returns at once: the launcher has it open
         threading.Thread(target=self._read, args=(descriptor,), name="generations", daemon=True).start()
 
     @property
     def newest(self) -> int:
-        """Its number."""
+        """Number of the newest generation."""
         return self.generation.number
 
     def wait_newer(self, than: int, limit_s: float | None) -> bool:
-        """Wait until a generation newer than `than` is announced; return whether one is, after `limit_s` at most."""
+        """Wait, at most `limit_s`, until a generation newer than `than` is announced; return whether one was."""
         with self._news:
             return self._news.wait_for(lambda: self.newest > than, limit_s)
 
@@ -74,12 +74,12 @@ class Announcements:
                         self.generation = found
                         self._news.notify_all()
                     self._call(found)
-                except Exception as error:  # the next number must be heard
+                except Exception as error:  # the thread must still read the next number
                     print(f"ddp: generation {number}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
 def _newest(number: int) -> Generation:
-    """What the launcher says of the newest generation, which is `number` or one after it."""
+    """Read the launcher's description of the newest generation, which is `number` or a later one."""
     try:
         with open(os.environ.get(_FILE, os.devnull), "rb") as file:
             text = file.read()

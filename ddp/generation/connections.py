@@ -1,10 +1,10 @@
-"""The TCP connections of a process group, so that another thread can break them.
+"""Finds the TCP connections of a process group, so that another thread can break them.
 
-A collective of gloo that waits for a rank which is gone, or which has given up, cannot be told to end: `abort` does
-nothing there (torch 2.13). Where its connections end, it raises, on this rank and on those at their other ends.
+A gloo collective that waits for a rank which is gone, or has given up, cannot be cancelled: `abort` does nothing there
+(torch 2.13). When its connections are closed, it raises, on this rank and on those at the other ends.
 
-Other threads of the process may connect at the same time, to whatever they like, so a descriptor that is new says
-nothing. But each device of gloo has one epoll instance, its loop, that watches its listener and all its connections.
+Other threads of the process may connect elsewhere at the same time, so a new descriptor proves nothing. But each gloo
+device has one epoll instance, its loop, which watches its listener and all its connections.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _cloning = threading.Lock()
 
 
 def clone(store: Any) -> Any:
-    """Return a client of the same store on a connection of its own."""
+    """Return a client of the same store with its own connection."""
     with _cloning:
         return store.clone()
 
@@ -37,15 +37,15 @@ _broken_at = math.inf
 
 
 def broken_for_s() -> float:
-    """How long ago the connections of this process's groups were broken, less than 0 where they are whole.
+    """Return the time since the connections of this process's groups were broken, less than 0 if they are intact.
 
-    A thread of gloo may go on waiting in a collective all the same, so who waits for that gives up after a while.
+    A gloo thread may still stay in a collective, so waits for it must have a timeout.
     """
     return time.monotonic() - _broken_at
 
 
 class Connections:
-    """Those of the groups that a block of code has made in this process, and of a client of a store."""
+    """The connections of the groups that a block of code made in this process, and of a client of a store."""
 
     def __init__(self) -> None:
         self._loops: dict[int, int] = {}  # the inode of gloo's listener -> the epoll descriptor that watches it
@@ -53,18 +53,18 @@ class Connections:
 
     @contextlib.contextmanager
     def made_here(self) -> Iterator[None]:
-        """Take note of the groups of gloo that the block makes. Those of other threads would be taken for them."""
+        """Record the gloo groups that the block makes. Groups made by other threads meanwhile would be included."""
         global _broken_at
         _broken_at = math.inf
         before = _loops()
         try:
             yield
         finally:
-            # A new dict, since another thread may look through it.
+            # A new dict, since another thread may iterate over it.
             self._loops = self._loops | {inode: loop for inode, loop in _loops().items() if inode not in before}
 
     def clone(self, store: Any, port: int) -> Any:
-        """Return a client of the same store, at this port, on a connection that is broken with the others."""
+        """Return a client of the same store, at this port, whose connection is broken with the others."""
         with _cloning:
             before = _sockets()
             made = store.clone()
@@ -73,28 +73,28 @@ class Connections:
         return made
 
     def break_all(self) -> None:
-        """Shut them down, both ways. May be called from any thread, and again."""
+        """Shut down all connections in both directions. May be called from any thread, and repeatedly."""
         global _broken_at
         _broken_at = min(_broken_at, time.monotonic())
         for descriptor, inode in self._to_store.items():
             _break(descriptor, inode)
         for listener, loop in self._loops.items():
             watched = _watched_by(loop)
-            if listener in watched.values():  # else it was closed, and the descriptor is another's
+            if listener in watched.values():  # else it was closed, and the descriptor was reused
                 for descriptor, inode in watched.items():
-                    if inode != listener:  # gloo ends the process when that is shut down
+                    if inode != listener:  # gloo ends the process if the listener is shut down
                         _break(descriptor, inode)
 
 
 def _break(descriptor: int, inode: int) -> None:
-    with contextlib.suppress(OSError), _at(descriptor) as found:  # closed meanwhile, not connected, or a pipe
+    with contextlib.suppress(OSError), _at(descriptor) as found:  # already closed, not connected, or a pipe
         if os.fstat(found.fileno()).st_ino == inode and found.family in (socket.AF_INET, socket.AF_INET6):
             found.shutdown(socket.SHUT_RDWR)
 
 
 @contextlib.contextmanager
 def _at(descriptor: int) -> Iterator[socket.socket]:
-    """Look at a socket by a descriptor of our own, which no other thread closes. Raises OSError if it is none."""
+    """Duplicate a socket's descriptor, so that no other thread closes it. Raises OSError if it is not a socket."""
     own = os.dup(descriptor)
     try:
         found = socket.socket(fileno=own)
@@ -106,7 +106,7 @@ def _at(descriptor: int) -> Iterator[socket.socket]:
 
 
 def _loops() -> dict[int, int]:
-    """Return the epoll descriptors that watch a TCP listener, by that one's inode."""
+    """Return the epoll descriptors that watch a TCP listener, by the listener's inode."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         for descriptor, inode in _watched_by(int(name)).items():
@@ -118,12 +118,12 @@ def _loops() -> dict[int, int]:
 
 
 def _watched_by(descriptor: int) -> dict[int, int]:
-    """Return the inodes of what an epoll descriptor watches, by descriptor; nothing if it is none."""
+    """Return the inodes that an epoll descriptor watches, by descriptor; empty if it is not one."""
     try:
         if os.readlink(f"/proc/self/fd/{descriptor}") != "anon_inode:[eventpoll]":
             return {}
         text = Path(f"/proc/self/fdinfo/{descriptor}").read_text()
-    except OSError:  # closed meanwhile
+    except OSError:  # already closed
         return {}
     return {int(number): int(inode, 16) for number, inode in _WATCHED.findall(text)}
 
@@ -138,7 +138,7 @@ def _sockets() -> dict[int, int]:
     """Return the inodes of this process's sockets, by descriptor."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # that of the listing itself
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself
             status = os.fstat(int(name))
             if stat.S_ISSOCK(status.st_mode):
                 found[int(name)] = status.st_ino

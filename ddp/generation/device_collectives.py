@@ -1,16 +1,16 @@
-"""The collectives of a group on devices (NCCL), which another thread can end. Written by documentation, not yet tried.
+"""Ends a group's collectives on devices (NCCL) from another thread. Written from the documentation, not yet tested.
 
 A collective there is queued: its call returns, and its kernel waits in a stream for ranks that may be gone. The host
-waits where it reads a value or synchronizes, and hears of no error. Once the communicators are aborted, the kernels
-end, the host comes back, and what they were to write has no meaning. So before that changes anything that must not be
-lost, `settle` waits for it and asks. That is as torch has it in its documentation of `abort` and of
-TORCH_NCCL_ASYNC_ERROR_HANDLING: unless that is 0, torch's watchdog ends the process as soon as the network tells it of
-a lost rank. Under dtrain, `ddp.init` sets that (`leave_errors`), and `ddp.monitoring.device_watch` takes the watchdog's
-place. Where a device cannot go on, its process ends, and is replaced.
+waits when it reads a value or synchronizes, and gets no error. Once the communicators are aborted, the kernels end, the
+host continues, and their output is undefined. Before this output changes anything that must not be lost, `settle`
+therefore waits for the kernels and checks. This follows torch's documentation of `abort` and of
+TORCH_NCCL_ASYNC_ERROR_HANDLING: unless that is 0, torch's watchdog ends the process as soon as the network reports a
+lost rank. Under dtrain, `ddp.init` sets it (`leave_errors`), and `ddp.monitoring.device_watch` replaces the watchdog.
+If a device cannot continue, its process ends, and is replaced.
 
-Without that watchdog `settle` limits the wait for a rank that lives and does not come: by the timeout of the group, not
-counted while a debugger is open in a rank. It asks an event of the stream again and again, since to synchronize has no
-limit. After that the collectives are ended, as when a rank is lost.
+Without that watchdog, `settle` limits the wait for a rank that lives but does not join: by the timeout of the group,
+not counted while a debugger is open in a rank. It polls an event of the stream, since synchronizing has no timeout.
+After that the collectives are ended, as when a rank is lost.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ from ddp.torch_internals import abort_on_devices, device_recorder, timeout_of
 
 __all__ = ["HANDLING", "NCCL_BESIDE_GLOO", "DeviceCollectives", "can_be_ended", "leave_errors", "leaves_errors"]
 
-NCCL_BESIDE_GLOO = {"cpu", "gloo", "cuda", "nccl"}  # words of the backend that `ddp.init` takes where there is CUDA
+NCCL_BESIDE_GLOO = {"cpu", "gloo", "cuda", "nccl"}  # parts of the backend that `ddp.init` chooses with CUDA
 HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-_LIMIT_S = 60.0  # for what takes a second where all is well
-_TIMEOUT_S = 600.0  # of a group whose backend does not tell; that of NCCL
+_LIMIT_S = 60.0  # for operations that normally take a second
+_TIMEOUT_S = 600.0  # of a group whose backend does not report one; NCCL's default
 _POLL_S = 5e-5
-_BUSY_S = 2e-3  # without a pause: an optimizer's step waits for it
+_BUSY_S = 2e-3  # polled without a pause: an optimizer's step waits for it
 
 
 def can_be_ended(words: Collection[str]) -> bool:
-    """Whether NCCL's collectives can be ended in a group whose backend has these words, with gloo in host memory.
+    """Return whether NCCL's collectives can be ended in a group whose backend has these parts, with gloo on the host.
 
-    To be asked when the group is made: torch reads the variable then.
+    Must be called when the group is made: torch reads the variable then.
     """
     return {*words} == NCCL_BESIDE_GLOO and leaves_errors()
 
 
 def leaves_errors() -> bool:
-    """Whether torch's watchdog does not end this process when a collective fails."""
+    """Return whether torch's watchdog does not end this process when a collective fails."""
     return os.environ.get(HANDLING) == "0"
 
 
 def leave_errors(device: torch.device, backend: str | None) -> None:
-    """Have torch's watchdog leave errors to this package, before a group is made on CUDA under dtrain.
+    """Make torch's watchdog leave errors to this package, before a group is made on CUDA under dtrain.
 
-    Not where the user has given the variable a value: DTRAIN_DEFAULTS has the names of those that dtrain has set. Nor
-    with a `backend` in whose group nothing could be ended.
+    Does nothing if the user has set the variable (DTRAIN_DEFAULTS has the names that dtrain has set), or with a
+    `backend` whose collectives cannot be ended.
     """
     is_default = HANDLING in os.environ.get("DTRAIN_DEFAULTS", "").split(",") and os.environ.get(HANDLING) == "1"
     is_beside_gloo = backend is None or set(backend.replace(",", ":").split(":")) == NCCL_BESIDE_GLOO
@@ -67,7 +67,7 @@ def leave_errors(device: torch.device, backend: str | None) -> None:
 
 
 class DeviceCollectives:
-    """Of the default group of a process, one group after the other, which have numbers."""
+    """The collectives of a process's default groups, which are numbered in the order of their creation."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -76,18 +76,18 @@ class DeviceCollectives:
         self._has_ended = False
 
     def begin(self) -> None:
-        """Begin with a new group."""
+        """Reset for a new group."""
         with self._lock:
             self.number += 1
             self._has_ended = False
 
     @property
     def has_ended(self) -> bool:
-        """Whether those of the present group were ended."""
+        """Whether the collectives of the current group were ended."""
         return self._has_ended or self.number in self._ending
 
     def end(self, number: int) -> None:
-        """Let those of a group end, unless there is another one. May be called from any thread, and again; blocks."""
+        """End a group's collectives, unless there is a newer group. Callable from any thread, repeatedly; blocks."""
         self._ending.add(number)  # before the first kernel ends: see `settle`
         with self._lock:
             if self._has_ended or number != self.number:
@@ -97,10 +97,10 @@ class DeviceCollectives:
             self._has_ended = True
 
     def settle(self, devices: Collection[torch.device]) -> bool:
-        """Wait for what is queued on the current streams; raise CollectiveError if it may have been ended before.
+        """Wait for the current streams; raise CollectiveError if their collectives may have been ended early.
 
-        Return False, without a wait, while a CUDA graph is captured: nothing is done then. What is not done after the
-        timeout of the group is ended.
+        Returns False without waiting while a CUDA graph is captured: nothing runs then. Collectives that are not
+        complete after the timeout of the group are ended.
         """
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return False
@@ -131,13 +131,13 @@ class DeviceCollectives:
                 self.end(self.number)
                 raise CollectiveError(
                     f"rank {rank} has waited for a collective on {device} for longer than {limit_s:g} s, the timeout "
-                    "of the group (init_process_group); some rank has not come to it",
+                    "of the group (init_process_group); some rank has not joined it",
                     rank=rank,
                     what="collective on a device",
                 )
 
     def let_go(self, devices: Collection[torch.device]) -> None:
-        """End what there is, and end this process if a device does not compute any more."""
+        """End all collectives, and this process if a device no longer works."""
         self.end(self.number)
         for device in devices:
             with _ending_after(f"{device} does not answer"):
@@ -145,12 +145,12 @@ class DeviceCollectives:
                     found = torch.ones(2, device=device).sum().item()
                     torch.accelerator.synchronize(device)
                 except RuntimeError as error:  # all of CUDA's are
-                    _end_process(f"{device} does not compute any more: {error}")
+                    _end_process(f"{device} no longer works: {error}")
                 if found != 2.0:
                     _end_process(f"{device} adds 1 and 1 to {found}")
 
     def connect(self, devices: Collection[torch.device]) -> None:
-        """Connect the new group on devices, as NCCL does in the first collective there. All ranks call it; blocks."""
+        """Connect the new group on devices, as NCCL's first collective does. All ranks must call it; blocks."""
         for device in devices:
             dist.all_reduce(torch.zeros(1, device=device))
             torch.accelerator.synchronize(device)
@@ -175,6 +175,6 @@ def _ending_after(what: str) -> Iterator[None]:
 
 
 def _end_process(why: str) -> None:
-    """End this process, so that the launcher replaces it: nothing that waits for a device would let it end itself."""
+    """End this process, so that the launcher replaces it: code that waits for a device could not exit normally."""
     print(f"ddp: {why}; this process ends, to be replaced", file=sys.stderr, flush=True)
     os._exit(1)

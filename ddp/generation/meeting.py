@@ -1,7 +1,7 @@
-"""How the ranks of a generation find each other, before they connect.
+"""The rendezvous of a generation's ranks at the store, before they connect.
 
-Each leaves a key and counts itself; the last one leaves the key that all wait for, so that a look asks for one key,
-however many ranks there are.
+Each rank sets a key and increments a count; the last one sets the key that all wait for, so that each check reads only
+one key, for any number of ranks.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from ddp.errors import RendezvousError, ReplacementError
 
 __all__ = ["meet", "refuse"]
 
-_COUNT, _OUTCOME = "count", "outcome"  # of the ranks that are there; empty once all are, else why they cannot be
+_COUNT, _OUTCOME = "count", "outcome"  # number of ranks that arrived; empty once all have, else why they cannot
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.001, 0.02
 
 
 def meet(store: Any, rank: int, size: int, is_over: Callable[[], bool], timeout_s: float) -> bool:
-    """Wait for all ranks at a store (or a prefix of one) that nothing else uses; return whether they are there.
+    """Wait for all ranks at a store (or a prefix of one) that nothing else uses; return whether they arrived.
 
-    False once `is_over` says that these ranks will not meet. Raises ReplacementError if one of them cannot come,
-    RendezvousError, which names the missing ranks, after `timeout_s`, and what the store raises.
+    Returns False once `is_over()`: these ranks will not meet. Raises ReplacementError if one of them cannot come,
+    RendezvousError, which names the missing ranks, after `timeout_s`, and the store's errors.
     """
     if store.add(str(rank), 1) == 1 and store.add(_COUNT, 1) == size:
         store.set(_OUTCOME, "")
@@ -39,10 +39,10 @@ def meet(store: Any, rank: int, size: int, is_over: Callable[[], bool], timeout_
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _MOST_PAUSE_S)
     if why := store.get(_OUTCOME).decode():
-        raise ReplacementError(f"{why}, so the others cannot go on: all start again")
+        raise ReplacementError(f"{why}, so the others cannot continue: all start again")
     return not is_over()
 
 
 def refuse(store: Any, why: str) -> None:
-    """Let the ranks that wait at this store know that one of them will not come."""
+    """Notify the ranks that wait at this store that one of them will not come."""
     store.set(_OUTCOME, why)

@@ -1,6 +1,6 @@
-"""The group of a process that takes the place of a failed rank, until it has met the others: it knows its place only.
+"""The group of a process that replaces a failed rank, until it has met the others: has only rank and size.
 
-The others made their collectives before this one was started and will not make them again.
+The others ran their collectives before this process started and will not run them again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _COLLECTIVES = (
 )  # fmt: skip
 
 _ProcessGroup: Any = dist.ProcessGroup
-left_out: list[Any] = []  # tensors and optimizers that were to come over it: they come with the others' state instead
+left_out: list[Any] = []  # tensors and optimizers that it should have received: they come with the others' state
 
 
 class _PendingGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
@@ -53,7 +53,7 @@ def _refusing(name: str) -> Callable[..., NoReturn]:
         self._before_refusing()
         raise ReplacementError(
             f"{name}() before the function of @ddp.resilient: this process replaces rank {self.rank()}, and the other "
-            "ranks, which made this collective when they started, go on. Make it inside of the function. Now all ranks "
+            "ranks, which ran this collective when they started, continue. Call it inside the function. Now all ranks "
             "start again"
         )
 
@@ -65,12 +65,12 @@ for _name in _COLLECTIVES:
 
 
 def is_pending(group: dist.ProcessGroup | None) -> bool:
-    """Whether `group` waits for the function of `ddp.resilient`, so that it cannot communicate yet."""
+    """Return whether `group` waits for the function of `ddp.resilient`, so that it cannot communicate yet."""
     return isinstance(group, _PendingGroup)
 
 
 def make_pending_group(store: Any, rank: int, size: int, before_refusing: Callable[[], None]) -> None:
-    """Make it the default group. Communicates nothing."""
+    """Make a pending group the default group. Does not communicate."""
 
     def create(options: Any, backend_options: Any) -> Any:
         return _PendingGroup(options.group_rank, options.group_size, before_refusing)

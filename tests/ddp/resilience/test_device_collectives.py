@@ -162,7 +162,7 @@ def test_ranks_that_leave_errors_to_others_or_to_torch_are_told() -> None:
 @pytest.mark.parametrize(
     ("breaks", "says"),
     [
-        ("torch.ones = lambda *_, **__: fail()", "does not compute any more: CUDA error"),
+        ("torch.ones = lambda *_, **__: fail()", "no longer works: CUDA error"),
         ("device_collectives.abort_on_devices = lambda: time.sleep(60)", "its collectives on devices do not end"),
         ("torch.accelerator.synchronize = lambda *_: time.sleep(60)", "cpu does not answer"),
     ],

@@ -76,7 +76,7 @@ def test_a_rank_that_will_not_come_ends_the_wait_of_the_others() -> None:
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(meet, store, 0, 2, never, LIMIT_S)
         refuse(store, "rank 1 has left")
-        with pytest.raises(ReplacementError, match=r"^rank 1 has left, so the others cannot go on"):
+        with pytest.raises(ReplacementError, match=r"^rank 1 has left, so the others cannot continue"):
             waiting.result(LIMIT_S)
 
 
