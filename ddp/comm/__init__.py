@@ -1,1 +1,1 @@
-"""Values between processes: objects, broadcasts, combined numbers, layouts that are compared, shared memory."""
+"""Communication between processes: objects, broadcasts, reductions, comparison of layouts, shared memory."""

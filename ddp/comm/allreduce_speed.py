@@ -1,4 +1,4 @@
-"""An all-reduce over all ranks and its bandwidth, as a program: run by `dtrain check`, or under any launcher.
+"""A program that measures the bandwidth of an all-reduce over all ranks: run by `dtrain check`, or under any launcher.
 
     dtrain run --hosts alpha,beta ddp/comm/allreduce_speed.py
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 
 if __package__ in (None, "") and sys.path and not getattr(sys.flags, "safe_path", False):
-    del sys.path[0]  # our own folder: torch must not find our modules under its names for others
+    del sys.path[0]  # this folder: its modules must not shadow modules that torch imports
 
 import argparse
 import json
@@ -25,14 +25,14 @@ import torch
 import torch.distributed as dist
 
 SMALL_BYTES = 1 << 10
-MIDDLE_BYTES = 1 << 20  # by whose time it is seen how large the large one may be
+MIDDLE_BYTES = 1 << 20  # its time determines the size of the large one
 LARGE_BYTES = {"gloo": 16 << 20, "nccl": 64 << 20}
 TIMEOUT_S = 60.0
 BUDGET_S = 0.3  # for each size
 MOST_TIMES = 20
 
-Reduce = Callable[[torch.Tensor], None]  # in place, the sum over all ranks; returns when it is done
-Ones = Callable[[int], torch.Tensor]  # a float32 tensor of so many ones, where the backend wants it
+Reduce = Callable[[torch.Tensor], None]  # sums over all ranks in place; blocks
+Ones = Callable[[int], torch.Tensor]  # a float32 tensor with this many ones, on the backend's device
 
 
 def main() -> None:
@@ -75,14 +75,14 @@ def main() -> None:
             time.sleep(0.005)  # rank 0 may hold the store
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # a teardown has nothing to add
+    os._exit(0)  # skip the teardown
 
 
 def measure(reduce: Reduce, ones: Ones, store: Any, rank: int, size: int, bytes_: int) -> dict[str, float | int | bool]:
-    """Return the median time of an all-reduce of so many bytes, and what it makes of bandwidth in MB (10**6) a second.
+    """Return the median time of an all-reduce of `bytes_` bytes, and its bandwidth in MB (10**6 bytes) per second.
 
     All ranks must call it with the same sizes; blocks. `correct`: the sum of ones was the number of ranks, on this
-    rank. Algorithm bandwidth is bytes by time; bus bandwidth what each link carries then, 2 (n - 1) / n of it.
+    rank. Algorithm bandwidth is bytes by time; bus bandwidth is the load of each link, 2 (n - 1) / n of it.
     """
     tensor = ones(bytes_ // 4)
     began = time.monotonic()
@@ -90,7 +90,7 @@ def measure(reduce: Reduce, ones: Ones, store: Any, rank: int, size: int, bytes_
     first_s = time.monotonic() - began
     correct = float(tensor[0].item()) == float(tensor[-1].item()) == size
     key = f"dtrain-allreduce/times-{bytes_}"
-    if rank == 0:  # the others must do it as often
+    if rank == 0:  # the others must repeat it as often
         store.set(key, str(max(2, min(MOST_TIMES, int(BUDGET_S / max(first_s, 1e-6))))))
     times = int(store.get(key))
     taken = []

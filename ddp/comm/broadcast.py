@@ -1,7 +1,7 @@
 """Copies tensors of one rank of a group to its other ranks, many in one collective.
 
-The wrapper copies weights and buffers once, and buffers again before forward passes. Small tensors travel together
-through staging memory of at most 250 MB; a large one goes alone, from its own memory to that of the others.
+The wrapper copies weights and buffers once, and buffers again before forward passes. Small tensors are sent together
+through staging memory of at most 250 MB; a large one is sent alone, directly between the ranks' tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ddp.monitoring.stall_report import finish
 from ddp.torch_internals import buffers_of, foreach_copy
 
 _CHUNK_BYTES = 250 << 20
-_ALONE_BYTES = 4 << 20  # copying such to staging memory and back takes longer than a collective of their own
+_ALONE_BYTES = 4 << 20  # copying larger ones to staging memory and back takes longer than a separate collective
 _ALIGN_BYTES = 16
 
 
@@ -45,7 +45,7 @@ class _Package:
         self.work: dist.Work | None = None
 
     def start(self, group: dist.ProcessGroup, root: int, wait: Wait) -> None:
-        """Pack on rank `root` and start the broadcast. The staging tensor is still on its way until `finish`."""
+        """Pack on rank `root` and start the broadcast. The staging tensor is in use until `finish`."""
         if group.rank() == root:
             self.wait(wait)
             foreach_copy(self.views, self.tensors)
@@ -55,8 +55,8 @@ class _Package:
         """Wait and unpack. The root has nothing to unpack, and waits only before it packs again."""
         if group.rank() != root:
             self.wait(wait)
-            # Through .data, which has a version counter of its own: a graph of an earlier forward may have
-            # saved the buffer, and its backward must not fail because of this copy.
+            # Through .data, which has its own version counter: a graph of an earlier forward may have saved the
+            # buffer, and its backward must not fail because of this copy.
             data = [tensor.data for tensor in self.tensors]
             if all(map(_is_plain, data)):
                 foreach_copy(data, self.views)
@@ -65,7 +65,7 @@ class _Package:
                     tensor.copy_(view)
 
     def wait(self, wait: Wait) -> None:
-        """Wait until the staging tensor is free, or holds what was sent."""
+        """Wait until the staging tensor is free, or holds the received data."""
         if self.work is not None:
             wait(self.work, "broadcast of buffers", device=self.staging.device)
 
@@ -73,7 +73,7 @@ class _Package:
 def broadcast_tensors(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], root: int = 0) -> None:
     """Overwrite `tensors` on every rank of `group` with those of its rank `root`. Every rank must call it; blocks.
 
-    The tensors must agree in number, shape and dtype between ranks; they may lie on several devices.
+    The tensors must agree in number, shape and dtype between ranks; they may be on several devices.
     """
     with torch.no_grad():
         for chunk in _chunks(tensors):
@@ -85,7 +85,7 @@ def _wait_as_caller(work: dist.Work, what: str, *, device: torch.device) -> None
 
 
 def _broadcast_chunk(group: dist.ProcessGroup, chunk: Sequence[torch.Tensor], root: int, wait: Wait) -> None:
-    """Broadcast one tensor from its own memory if that is in one piece, else through memory that is free afterwards."""
+    """Broadcast one tensor from its own memory if that is contiguous, else through temporary memory."""
     if len(chunk) == 1 and chunk[0].is_contiguous() and _is_plain(chunk[0]):  # on this rank; its bytes are those of all
         flat = chunk[0].data.view(-1).view(torch.uint8)
         wait(_broadcast(group, flat, root), "broadcast of a tensor", device=flat.device)
@@ -98,7 +98,7 @@ def _broadcast_chunk(group: dist.ProcessGroup, chunk: Sequence[torch.Tensor], ro
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether its memory holds its values; that of a conjugated or negated view holds others."""
+    """Return whether its memory holds its values, unlike that of a conjugated or negated view."""
     return not (tensor.is_conj() or tensor.is_neg())
 
 
@@ -109,9 +109,9 @@ def _broadcast(group: dist.ProcessGroup, tensor: torch.Tensor, root: int) -> dis
 
 
 def _chunks(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Small neighbours of one device, up to about 250 MB each, then each large one alone.
+    """Group small neighbours of one device, up to about 250 MB each, then each large one alone.
 
-    The same on every rank, as it depends on shapes alone.
+    The result is the same on every rank, as it depends on shapes alone.
     """
     chunks: list[list[torch.Tensor]] = []
     size = 0
@@ -126,7 +126,7 @@ def _chunks(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Views of at most `_CHUNK_BYTES` that cover `tensor`, whatever its strides."""
+    """Yield views of at most `_CHUNK_BYTES` that cover `tensor`, for any strides."""
     if tensor.nbytes <= _CHUNK_BYTES or not tensor.dim():
         yield tensor
     elif len(tensor) == 1:
@@ -137,11 +137,11 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 class BufferSync:
-    """Gives every rank the buffers of one. The plan is kept while the module's buffers stay the same tensors.
+    """Broadcasts one rank's buffers. The plan is kept while the module's buffers stay the same tensors.
 
-    It looks into the submodules that `module` has now; `ignored` are full names of buffers to leave out. `wait` is
-    that of a stall report. Up to 250 MB of buffers have staging memory of their own, so that the root does
-    not wait; more go through it in turn.
+    It includes the current submodules of `module`; `ignored` are full names of buffers to skip. `wait` is that of a
+    stall report. Up to 250 MB of buffers have their own staging memory, so that the root does not wait; the rest share
+    it in turn.
     """
 
     def __init__(self, group: dist.ProcessGroup, module: nn.Module, ignored: Collection[str], wait: Wait) -> None:
@@ -152,12 +152,12 @@ class BufferSync:
             skip = {name[len(prefix) + bool(prefix) :] for name in ignored if name.rpartition(".")[0] == prefix}
             self._owners.append((buffers_of(owner), skip))
         self._packages: list[_Package] = []
-        self._planned: list[Any] = []  # the buffers' identities, which the packages keep, and forms
+        self._planned: list[Any] = []  # the identities of the buffers, kept alive by the packages, and their forms
 
     def run(self, root: int = 0) -> None:
         """Broadcast the buffers of `root`. Every rank must call it; the others wait for the root.
 
-        It is recorded as a wait on all of them: to send is no work of the root's own.
+        It is recorded as a wait on all ranks: sending does not count as the root's own work.
         """
         buffers = self._collect()
         if not buffers:
@@ -170,7 +170,7 @@ class BufferSync:
 
     def _broadcast(self, buffers: Sequence[torch.Tensor], root: int) -> None:
         with torch.no_grad():
-            # The form of a buffer may change in place: observers of quantization grow theirs so.
+            # The shape of a buffer may change in place, as in observers of quantization.
             planned = [(id(buffer), buffer.shape, buffer.dtype, buffer.device) for buffer in buffers]
             if planned != self._planned:
                 self._planned = planned
@@ -186,7 +186,7 @@ class BufferSync:
                 package.finish(self._group, root, self._wait)
 
     def _collect(self) -> list[torch.Tensor]:
-        """The current buffers, as `named_buffers` lists them, but faster."""
+        """Return the current buffers, as `named_buffers` lists them, but faster."""
         found = {
             id(buffer): buffer
             for buffers, skip in self._owners

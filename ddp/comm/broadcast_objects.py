@@ -1,4 +1,4 @@
-"""An object or an optimizer's state from one rank to all others: for `ddp.resilience`, and users of `ddp.horovod`."""
+"""Broadcasts an object or an optimizer's state to all ranks: for `ddp.resilience`, and users of `ddp.horovod`."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def broadcast_optimizer_state(
     """Give `optimizer` on every rank the state and the settings (learning rates, ...) of that on rank `root_rank`.
 
     The others may have none, or other values. Every rank must call it, with an optimizer of the same class and as many
-    parameters in each group; blocks. Raises ArgumentError on every rank if these differ, or if the root's state holds
-    what cannot be sent.
+    parameters in each group; blocks. Raises ArgumentError on every rank if these differ, or if the root's state cannot
+    be sent.
     """
     link = member_group(group, "ddp.horovod.broadcast_optimizer_state")
     if is_pending(link):
@@ -55,8 +55,8 @@ def broadcast_object(
 ) -> Any:
     """Return rank `root_rank`'s `obj`; on that rank, the object itself. Tensors arrive on the CPU.
 
-    An object is made of None, numbers, strings, bytes, tensors, and tuples, lists, sets and dicts of them. Every rank
-    must call it with the same name; blocks. Raises ArgumentError on every rank if the root's is of something else.
+    An object consists of None, numbers, strings, bytes, tensors, and tuples, lists, sets and dicts of them. Every rank
+    must call it with the same name; blocks. Raises ArgumentError on every rank if the root's has anything else.
     """
     link = member_group(group, "ddp.horovod.broadcast_object")
     is_root = link.rank() == root_rank
@@ -78,17 +78,17 @@ def broadcast_object(
 
 
 def broadcast_all(tensors: list[Tensor], root: int, link: dist.ProcessGroup) -> None:
-    """Make the values of `tensors` those of rank `root`, where others may be. Every rank must call it; blocks."""
+    """Overwrite `tensors` with those of rank `root`, also if shared or strided. Every rank must call it; blocks."""
     if link.size() > 1:
         with waiting_for_peers(f"broadcast from rank {root}", link):
             broadcast_tensors(link, [tensor.detach() for tensor in tensors], root)
 
 
 def written(obj: Any) -> tuple[bytes, str]:
-    """`obj` as bytes, or why there are none."""
+    """Return `obj` as bytes, or the reason why it cannot be encoded."""
     try:
         return encode(obj).numpy().tobytes(), ""
-    except Exception as error:  # whatever an unknown object raises, the other ranks must not wait for this one
+    except Exception as error:  # an unknown object may raise anything; the other ranks must not wait for this one
         if is_interrupt(error):
             raise
         return b"", str(error) or type(error).__name__
@@ -105,11 +105,11 @@ def _broadcast_bytes(data: bytes, length: int, root: int, link: dist.ProcessGrou
     return memory
 
 
-_TENSOR = "\0tensor"  # a tensor's place in a state that travels: (_TENSOR, dtype, shape, type of device)
+_TENSOR = "\0tensor"  # marks a tensor in a state that is sent: (_TENSOR, dtype, shape, type of device)
 
 
 def _taken_apart(value: Any, tensors: list[Tensor]) -> Any:
-    """`value` with marks in the place of its tensors, which are added to `tensors` in order."""
+    """Replace the tensors in `value` by marks, and add them to `tensors` in order."""
     if isinstance(value, Tensor) and value.layout is torch.strided:
         tensors.append(value)
         return (_TENSOR, value.dtype, tuple(value.shape), value.device.type)
@@ -117,7 +117,7 @@ def _taken_apart(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def _put_together(value: Any, tensors: list[Tensor], devices: Mapping[str, torch.device]) -> Any:
-    """The other way, with empty tensors on `devices`, by type."""
+    """Replace the marks by empty tensors on `devices`, by type, and add these to `tensors`."""
     if isinstance(value, tuple) and value and value[0] == _TENSOR:
         _, dtype, shape, device = value
         tensors.append(torch.empty(shape, dtype=dtype, device=devices.get(device, torch.device("cpu"))))

@@ -1,6 +1,6 @@
-"""Calls of collectives are compared between the ranks before data travels: 16 bytes a rank.
+"""Compares the ranks' collective calls before data is sent: 16 bytes per rank.
 
-Where the calls differ, all ranks get the error. Called by `ddp.comm.broadcast_objects` and `ddp.horovod`.
+If the calls differ, all ranks get the error. Called by `ddp.comm.broadcast_objects` and `ddp.horovod`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ddp.torch_internals import allgather_flat
 
 @dataclass(frozen=True)
 class Call:
-    """What one rank calls: `facts` must agree between the ranks, `number` need not; a `problem` is all ranks' error."""
+    """One rank's call: `facts` must agree between the ranks, `number` need not; a `problem` is an error on all."""
 
     kind: str
     name: str | None
@@ -34,7 +34,7 @@ class Call:
 
 
 class CallCheck:
-    """The comparison of a call with those of the other ranks; under way if `is_async`, and then it holds `group`.
+    """The comparison of a call with those of the other ranks; still running if `is_async`, and then it holds `group`.
 
     Raises as `settle` does.
     """
@@ -75,7 +75,7 @@ class CallCheck:
 
 
 def host_side(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The group by which the ranks of `group` exchange what is in host memory. Blocks in the first call, if at all."""
+    """Return the group in which the ranks of `group` exchange host memory. Only the first call may block."""
     device = device_of(group)
     if device.type == "cpu":
         return group
@@ -104,7 +104,7 @@ def _calls_differ(told: Sequence[str]) -> ArgumentError:
 
 
 def no_rank(root: int, link: dist.ProcessGroup) -> str:
-    """Why `root` is no rank of the group, or nothing."""
+    """Return why `root` is not a rank of the group; empty if it is."""
     return "" if 0 <= root < link.size() else f"there is no rank {root} among {link.size()}"
 
 

@@ -1,4 +1,4 @@
-"""How the ranks that train one model reach each other; where one is gone or late, the others' errors say which."""
+"""The connection of the ranks that train one model; if one is gone or late, the others' errors name it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ddp.monitoring.stall_report import StallReport
 class Channel:
     """The groups of one model and its stall report.
 
-    `group` moves the model's tensors. `control` is a group of the same ranks that moves host memory, for what the ranks
-    tell each other: `group` itself on the CPU. `number` tells the models of one group apart, the same on every rank.
+    `group` moves the model's tensors. `control` is a group of the same ranks that moves host memory, for messages
+    between the ranks: `group` itself on the CPU. `number` identifies a model within the group, the same on every rank.
     """
 
     group: dist.ProcessGroup
@@ -31,14 +31,14 @@ class Channel:
     def open(
         cls, group: dist.ProcessGroup, device: torch.device, number: int, *, stall_timeout_s: float | None
     ) -> Channel:
-        """Make that of a model on `device`. Every rank of `group` must call it; blocks if a control group is made."""
+        """Open the channel of a model on `device`. All ranks of `group` must call it; blocks if it makes a group."""
         report = StallReport(group, timeout_s=stall_timeout_s, device=device)
         with report.waiting("connection of the model's ranks"):
             return cls(group, control_group(group, device), report, number)
 
     @contextmanager
     def closing_on_error(self) -> Iterator[None]:
-        """Close the report when the block raises."""
+        """Close the report if the block raises."""
         try:
             yield
         except BaseException:

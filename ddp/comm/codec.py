@@ -1,7 +1,7 @@
-"""Plain values as bytes and back: the one form in which objects travel between processes.
+"""Encodes plain values as bytes and decodes them: the only format for objects between processes.
 
-Bytes are a length, a JSON tree, and the tensors that the tree names, one after the other, however many and small they
-are. Nothing is unpickled, and no name in the bytes chooses code to run.
+The bytes are a length, a JSON tree, and the tensors that the tree refers to, one after the other. Nothing is unpickled,
+and no name in the bytes selects code to run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FROM_ITEMS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozen
 def encode(value: Any) -> torch.Tensor:
     """Return the bytes (n,) uint8 of a value, in host memory.
 
-    Raises ArgumentError, which names the place in the value, for what is not `PLAIN`.
+    Raises ArgumentError, which names the place in the value, if it is not `PLAIN`.
     """
     parts: list[torch.Tensor] = []
     tree = json.dumps(_describe(value, "", parts)).encode()
@@ -36,9 +36,9 @@ def encode(value: Any) -> torch.Tensor:
 
 
 def decode(payload: torch.Tensor) -> Any:
-    """Return the value of which `encode` has made these bytes. Tensors are new, and in host memory.
+    """Return the value that was encoded as these bytes. Tensors are new, and in host memory.
 
-    Raises ValueError for bytes that `encode` does not make.
+    Raises ValueError for bytes that are not from `encode`.
     """
     try:
         end = _LENGTH_BYTES + int.from_bytes(payload[:_LENGTH_BYTES].numpy().tobytes(), "little")
@@ -49,7 +49,7 @@ def decode(payload: torch.Tensor) -> Any:
 
 
 def _describe(value: Any, place: str, parts: list[torch.Tensor]) -> Any:
-    """A tree for JSON; tensors go to `parts`, and {kind: content} stands for what JSON has not."""
+    """Return a tree for JSON; tensors go to `parts`, and {kind: content} represents types that JSON lacks."""
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
         return value
@@ -77,14 +77,14 @@ def _describe(value: Any, place: str, parts: list[torch.Tensor]) -> Any:
 
 
 def _put(tensor: torch.Tensor, parts: list[torch.Tensor]) -> list[Any]:
-    """Put a tensor's bytes aside, padded; return its dtype and shape."""
+    """Add a tensor's padded bytes to `parts`; return its dtype and shape."""
     flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
     parts += [flat, torch.zeros(-len(flat) % _ALIGN_BYTES, dtype=torch.uint8, device="cpu")]
     return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
 
 
 class _Reader:
-    """Builds a value from its tree, and takes the tensors in the order in which they were put aside."""
+    """Builds a value from its tree, and reads the tensors in the order in which they were added."""
 
     def __init__(self, data: torch.Tensor) -> None:
         self._data = data

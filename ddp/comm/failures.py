@@ -1,4 +1,4 @@
-"""Failures of one rank that are errors on all of them: told through the store, counted by a sum."""
+"""Turns a failure of one rank into an error on all: reported through the store, counted by a sum."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ _NEXT = "The gradients of this step are dropped (None) on every rank; the next s
 
 
 def describe_failure(what: str, error: BaseException) -> str:
-    """One line about an exception: what it ended, its type and text, and where the user's code was."""
+    """Describe an exception in one line: the operation that it ended, its type and message, and the user's line."""
     return f"{what} raised {type(error).__name__}: {error} at {line_of_traceback(error.__traceback__)}"
 
 
 def peers_failed(report: StallReport, count: int, then: str = _NEXT) -> PeerFailedError:
-    """What the `count` ranks said that failed in this step; the store may know less, or nothing. `then`: what to do."""
+    """Return an error with the messages of the `count` ranks that failed in this step, as far as the store has them.
+
+    `then` is the advice at its end.
+    """
     failures = report.failures(report.step, expected=count)
     reasons = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items()))
     ranks = f"rank {', '.join(map(str, sorted(failures)))}" if failures else f"{count} other rank{'s' * (count > 1)}"
@@ -36,11 +39,11 @@ def peers_failed(report: StallReport, count: int, then: str = _NEXT) -> PeerFail
 
 @contextmanager
 def failing_together(channel: Channel, what: str, then: str = _NEXT) -> Iterator[None]:
-    """Let an exception of one rank in this block be an error on all: PeerFailedError on those that have none.
+    """Raise PeerFailedError on all other ranks if one rank raises in this block.
 
-    For what ranks do alone between two collectives, where the others would wait for one that has raised. Every rank
-    must enter it; its end blocks. After a failed collective, or what a signal's handler raises, it does not wait for
-    them.
+    For work of single ranks between two collectives, where the others would wait for one that has raised. Every rank
+    must enter it; its end blocks. After a failed collective, or an exception from a signal handler, it does not wait
+    for them.
     """
     own: Exception | None = None
     try:
@@ -63,7 +66,7 @@ def failing_together(channel: Channel, what: str, then: str = _NEXT) -> Iterator
 
 @contextmanager
 def changing_together(channel: Channel) -> Iterator[None]:
-    """`failing_together` for a change of buckets, which some ranks have made then: no step can follow."""
+    """Like `failing_together`, for a change of buckets: some ranks have made it then, so no step can follow."""
     try:
         with failing_together(channel, "the change of its buckets", "Start all ranks again, from a checkpoint"):
             yield

@@ -1,4 +1,4 @@
-"""Numbers for the bits of tensors: replicas compare these instead of their weights. Knows neither ranks nor modules.
+"""Fingerprints of tensors, which replicas compare instead of their weights. Independent of ranks and modules.
 
 A `Digest` is one number for many tensors; `fingerprints` are one for each, to find which differs.
 """
@@ -15,7 +15,7 @@ from ddp.comm.pinned_buffer import PinnedBuffer
 from ddp.torch_internals import flatten_tensors
 
 _HASHED_AT_ONCE = 1 << 18
-_SMALL_BYTES = 1 << 16  # up to which tensors are copied together: then their number costs, not their bytes
+_SMALL_BYTES = 1 << 16  # up to this size, tensors are copied together: their number costs more than their bytes
 _DTYPE, _DEVICE = attrgetter("dtype"), attrgetter("device")
 _HASH_FACTOR = 6364136223846793005  # Knuth's for 64 bits: any odd number would do
 
@@ -39,7 +39,7 @@ class Digest:
 
     @torch.no_grad()
     def start(self) -> Callable[[], int]:
-        """Read every tensor once, where it is; return what waits for the number. Waits for no device itself."""
+        """Read every tensor once, on its device; return a function that waits for the number. Does not block."""
         forms = [*map(_DTYPE, self._tensors), *map(_DEVICE, self._tensors)]
         if forms != self._forms:
             self._forms, self._runs = forms, _runs(self._tensors)
@@ -63,7 +63,7 @@ class Digest:
 
 
 def _runs(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Small tensors of one dtype and device together, each large one by itself; empty ones nowhere."""
+    """Group small tensors of one dtype and device, with each large one alone, and without empty ones."""
     small: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     large = []
     for tensor in tensors:
@@ -75,7 +75,7 @@ def _runs(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def _words(run: Sequence[torch.Tensor]) -> torch.Tensor:
-    """(n,) int64: the bytes of tensors of one dtype one after the other, filled up with zeros."""
+    """Return the concatenated bytes of tensors of one dtype as (n,) int64, padded with zeros."""
     flat = flatten_tensors(run) if len(run) > 1 else run[0].detach().contiguous().view(-1)
     raw = (torch.view_as_real(flat.resolve_conj()).view(-1) if flat.is_complex() else flat).view(torch.uint8)
     if len(raw) % 8:
@@ -84,7 +84,7 @@ def _words(run: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _fetched(sums: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Start copying to host memory; return what waits for the copy."""
+    """Start copying to host memory; return a function that waits for the copy."""
     if sums.device.type == "cpu":
         return lambda: sums
     buffer = PinnedBuffer(len(sums), sums.dtype, sums.device)

@@ -1,6 +1,6 @@
-"""What a rank wraps, in words that can be compared: names, shapes, strides, dtypes and order of parameters and buffers.
+"""Describes and compares the ranks' modules: names, shapes, strides, dtypes and order of parameters and buffers.
 
-Two ranks whose modules differ would add up unrelated numbers, or wait for ever; so the ranks compare first.
+Two ranks with different modules would add up unrelated numbers, or wait for ever, so the ranks compare first.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def describe(
     parameters: Iterable[tuple[str, torch.Tensor]],
     buffers: Iterable[tuple[str, torch.Tensor]],
 ) -> tuple[Entry, ...]:
-    """Describe what a rank wraps, in an order that matters."""
+    """Describe a rank's module; the order of the entries matters."""
     return (
         *(Entry("setting", name, repr(value)) for name, value in settings.items()),
         *(Entry("parameter", name, _facts(tensor)) for name, tensor in parameters),
@@ -50,7 +50,7 @@ def _facts(tensor: torch.Tensor) -> str:
 def check_same_layout(group: dist.ProcessGroup, entries: Sequence[Entry]) -> None:
     """Raise LayoutMismatchError on every rank of `group` if any rank's entries differ from those of its rank 0.
 
-    Every rank must call it; blocks. Only digests travel while all agree.
+    Every rank must call it; blocks. Only digests are sent while all agree.
     """
     digest = hashlib.sha256(repr(entries).encode()).hexdigest()
     if len(set(gather_values(digest, group=group))) == 1:
@@ -70,6 +70,6 @@ def check_same_layout(group: dist.ProcessGroup, entries: Sequence[Entry]) -> Non
 
 
 def first_difference(here: Sequence[Entry], there: Sequence[Entry]) -> tuple[str, str, str]:
-    """The name of the first entry that differs, and what either side has in its place; for unequal sides."""
+    """Return the name of the first entry that differs, and both sides' entries; for unequal sides."""
     ours, theirs = next(pair for pair in zip_longest(here, there) if pair[0] != pair[1])
     return (ours or theirs).name, str(ours or "nothing more"), str(theirs or "nothing more")

@@ -1,4 +1,4 @@
-"""Small values from every rank to every rank, as collectives of bytes: nothing that arrives is unpickled."""
+"""Gathers small values from all ranks on all ranks, as collectives of bytes: nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from ddp.monitoring.stall_report import finish
 from ddp.torch_internals import default_store, device_types_of, host_group, timeout_of
 from ddp.world import before_leaving, end_groups
 
-_BLOCK_BYTES = 512  # a payload that fits, as that of a few numbers does, takes one collective
+_BLOCK_BYTES = 512  # a payload that fits, such as a few numbers, takes one collective
 _LENGTH_BYTES = 8
 _TORCHS_TIMEOUT = timedelta(minutes=30)
 
 
 def gather_values(mine: object, *, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the values of all ranks, in their order; tensors arrive in host memory.
+    """Return the values of all ranks, in rank order; tensors arrive in host memory.
 
-    A value is `ddp.comm.codec.PLAIN`. Every rank of `group` must call it; blocks. Raises ArgumentError, before anything
-    is sent, for another value.
+    A value is `ddp.comm.codec.PLAIN`. Every rank of `group` must call it; blocks. Raises ArgumentError for other
+    values, before anything is sent.
     """
     return [decode(payload) for payload in gather_bytes(encode(mine), group=group)]
 
@@ -56,7 +56,7 @@ def gather_bytes(payload: torch.Tensor, *, group: dist.ProcessGroup | None = Non
 
 
 def _all_gather(mine: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
-    """The bytes (n,) of all ranks; as the sum of what has zeros in the others' places where that is quicker."""
+    """Return the bytes (n,) of all ranks; where faster, as a sum with zeros in the other ranks' places."""
     group = dist.group.WORLD if group is None else group
     assert group is not None
     size = group.size()
@@ -72,7 +72,7 @@ def _all_gather(mine: torch.Tensor, group: dist.ProcessGroup | None) -> list[tor
 
 
 def device_of(group: dist.ProcessGroup | None = None) -> torch.device:
-    """Return where a group moves bytes: in host memory, unless it only knows that of a device, as NCCL does."""
+    """Return where a group moves bytes: in host memory, unless it only supports a device, as NCCL does."""
     group = dist.group.WORLD if group is None else group
     assert group is not None
     types = [device.type for device in device_types_of(group)]
@@ -81,7 +81,7 @@ def device_of(group: dist.ProcessGroup | None = None) -> torch.device:
 
 
 class ControlGroups:
-    """Those that were made in this process: each ends with the group whose ranks it has, or when the process leaves."""
+    """The control groups of this process: each ends with the group whose ranks it has, or when the process leaves."""
 
     def __init__(self) -> None:
         self._of: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
@@ -92,7 +92,7 @@ class ControlGroups:
             number = self._made[group.group_name]
             self._made[group.group_name] += 1
             # Not by dist.new_group(): it sorts the ranks, and without all ranks of the world it derives the name from
-            # the number of groups in this process, which may be another one elsewhere.
+            # the number of groups in this process, which may differ between ranks.
             store = PrefixStore(f"ddp/control/{group.group_name}/{number}", default_store())
             self._of[group] = host_group(group, store, timeout)
             before_leaving(self, ControlGroups.clear)
@@ -109,10 +109,10 @@ _control_groups = ControlGroups()
 
 
 def control_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """A group of the same ranks that moves host memory: `group` if it can, else one that all its users share.
+    """Return a group of the same ranks that moves host memory: `group` if it can, else one that all its users share.
 
     That is made by the first call (blocks; every rank of `group` must call it), has the timeout of `group` for
-    collectives on `device`, and is gone when `group` is. torch does not know of it: use its methods, not those of
+    collectives on `device`, and ends with `group`. torch does not register it: use its methods, not those of
     `torch.distributed`.
     """
     if device.type == "cpu" or device_of(group).type == "cpu":
@@ -121,7 +121,7 @@ def control_group(group: dist.ProcessGroup, device: torch.device) -> dist.Proces
 
 
 def member_group(group: dist.ProcessGroup | None, who: str) -> dist.ProcessGroup:
-    """`group`, by default that of all ranks, for `who`, which errors name.
+    """Return `group`, by default that of all ranks; errors name the caller `who`.
 
     Raises NotInitializedError if there is none yet, ArgumentError on a rank that is not in it.
     """

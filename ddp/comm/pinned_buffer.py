@@ -1,8 +1,8 @@
-"""Copies between a device and the host for which neither waits longer than it must: through pinned memory, with events.
+"""Asynchronous copies between a device and the host: through pinned memory, with events.
 
-For parameter servers and central storage, whose gradients leave a device and whose parameters come back to it in every
-step. On the CPU nobody makes a `PinnedBuffer`. Copies run on the device's current stream, in the order of what is
-computed there: nothing else has to wait for them, and memory that they read may be given back at once.
+For parameter servers and central storage, which copy gradients from a device and parameters back to it in every step.
+Not used on the CPU. Copies run on the device's current stream, in the order of the computation there: nothing else has
+to wait for them, and memory that they read may be freed at once.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ _WITH_STREAMS = frozenset({"cuda", "xpu"})
 
 
 def device_with_stream(tensors: Iterable[torch.Tensor]) -> torch.device | None:
-    """The device of all `tensors`, if it is one, and copies of pinned memory run beside the host there; else None."""
+    """Return the device of all `tensors`, if it is a single one with asynchronous copies; else None."""
     devices = {tensor.device for tensor in tensors}
     return devices.pop() if len(devices) == 1 and has_stream(next(iter(devices))) else None
 
 
 def has_stream(device: torch.device) -> bool:
-    """Whether the device copies to and from pinned memory beside the host."""
+    """Return whether the device copies to and from pinned memory asynchronously."""
     return device.type in _WITH_STREAMS
 
 
 def recorded_event(device: torch.device, *, is_timed: bool = False) -> torch.Event:
-    """An event of what the device's current stream has to do until now."""
+    """Return an event after all work that is queued on the device's current stream."""
     event = torch.Event(device, enable_timing=True) if is_timed else _event(device)
     _record(event, device)
     return event
 
 
 class PinnedBuffer:
-    """Host memory (numel,) that `device` copies to and from beside the host.
+    """Host memory (numel,) that `device` copies to and from asynchronously.
 
-    Only `wait` hands the memory out, and all that write to it begin with it: none overwrites what a copy still reads.
-    One thread at a time.
+    Only `wait` returns the memory, and all methods that write to it call it first, so that none overwrites memory that
+    a copy still reads. Not thread-safe.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -48,29 +48,29 @@ class PinnedBuffer:
         self._is_busy = False
 
     def wait(self) -> torch.Tensor:
-        """Wait until the last copy is over; return the memory, which is the caller's until the next copy starts."""
+        """Wait for the last copy; return the memory, which is the caller's until the next copy starts."""
         if self._is_busy:
             self._event.synchronize()
             self._is_busy = False
         return self._memory
 
     def start_fetching(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Start copying tensors of the device, one behind the other, to the beginning of the memory.
+        """Start copying tensors of the device, concatenated, to the start of the memory.
 
-        They may be changed or let go by what the device does next.
+        Later operations of the device may change or free them.
         """
         memory = self.wait()
         _copy_to_host(memory[: _numel(tensors)], tensors)
         self._started()
 
     def finish_fetching(self, into: Sequence[torch.Tensor]) -> None:
-        """Wait for what `start_fetching` began with, and write it to host tensors, as many elements together."""
+        """Wait for `start_fetching`, and write its data to host tensors with the same number of elements in all."""
         foreach_copy(list(into), _in_turn(self.wait()[: _numel(into)], into))
 
     def start_sending(self, values: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
-        """Take host tensors into the memory and start copying them to those of the device, as many elements together.
+        """Start copying host tensors to tensors of the device with the same number of elements in all.
 
-        The host tensors may be changed as soon as this returns; what the device does next finds the values in place.
+        The host tensors may be changed as soon as this returns; later operations of the device see the new values.
         """
         memory = self.wait()[: _numel(into)]
         foreach_copy(_in_turn(memory, values), list(values))
@@ -87,7 +87,7 @@ def _numel(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def _in_turn(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Views of `flat`, one behind the other, with the shapes of `like`."""
+    """Return consecutive views of `flat` with the shapes of `like`."""
     parts = torch.split(flat, [tensor.numel() for tensor in like])
     return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
 
@@ -111,6 +111,6 @@ def _copy_to_host(memory: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None
 
 
 def _copy_to_device(memory: torch.Tensor, into: Sequence[torch.Tensor]) -> None:
-    """Copy with one transfer, then part what has come on the device."""
+    """Copy with one transfer, then split on the device."""
     arrived = memory.to(into[0].device, non_blocking=True)
     foreach_copy(list(into), _in_turn(arrived, into))

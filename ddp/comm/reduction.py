@@ -1,6 +1,6 @@
-"""Numbers and tensors of every replica made one: as bytes for any way to gather them, and combined again.
+"""Reduces numbers and tensors over the replicas: encodes them as bytes for any way to gather them, and combines them.
 
-Sums of large tensors may travel apart, by `sum_of_all`. `ddp.strategy` calls it for `strategy.reduce`.
+Sums of large tensors may be all-reduced separately, by `sum_of_all`. Called by `strategy.reduce`.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from ddp.errors import ArgumentError
 from ddp.monitoring.stall_report import finish, waiting_for_peers
 
 Operation = Literal["sum", "mean", "max", "min"]
-_LARGE_BYTES = 64 << 10  # from which on a tensor travels apart: gathered, it would be there once for each replica
-_PIECE_NUMEL = 8 << 20  # that are added at once: 64 MB
+_LARGE_BYTES = 64 << 10  # larger tensors are reduced separately: gathering needs one copy for each replica
+_PIECE_NUMEL = 8 << 20  # elements added at once: 64 MB
 
 
 def payload_of(operation: str, value: Any, *, large_apart: bool = False) -> torch.Tensor:
     """Return the bytes (n,) uint8 of a value: a number, a tensor, or dicts, lists and tuples of them.
 
-    With `large_apart`, the sum or mean of a large tensor is not in it: `combine` adds it up by itself. Raises
-    ArgumentError for anything else, and for an operation that there is not.
+    With `large_apart`, large tensors of a sum or mean are not included: `combine` adds them up separately. Raises
+    ArgumentError for anything else, and for an unknown operation.
     """
     if operation not in get_args(Operation):
         raise ArgumentError(f"reduce({operation!r}): it must be one of {', '.join(map(repr, get_args(Operation)))}")
@@ -34,10 +34,10 @@ def payload_of(operation: str, value: Any, *, large_apart: bool = False) -> torc
 
 
 def combine(value: Any, payloads: Sequence[torch.Tensor]) -> Any:
-    """Return what the operation makes of the replicas' payloads, in the form and on the devices of the own `value`.
+    """Combine the replicas' payloads by the operation; the result has the form and devices of this replica's `value`.
 
     Integers stay exact; other numbers are added in float64 and rounded once (`math.fsum`), so that the result is
-    the same bits on every replica. Raises ArgumentError, the same on every replica, if their forms differ. With
+    bitwise equal on every replica. Raises ArgumentError, the same on every replica, if their forms differ. With
     payloads of `large_apart` every rank of the default group must call it; it blocks.
     """
     given = [decode(payload) for payload in payloads]
@@ -56,9 +56,9 @@ def combine(value: Any, payloads: Sequence[torch.Tensor]) -> Any:
 
 
 def sum_of_all(tensor: torch.Tensor, *, divisor: int = 1) -> torch.Tensor:
-    """Return the sum of a tensor over the ranks, by `divisor`, as `combine` does: in all-reduces of 64 MB at most.
+    """Return the sum of a tensor over the ranks by `divisor`, as `combine` does, in all-reduces of up to 64 MB.
 
-    It is added in float64, or in int64. Every rank must call it with a tensor of one form; blocks.
+    Adds in float64, or in int64. Every rank must call it with a tensor of the same form; blocks.
     """
     exact, dtype = _dtypes_of(tensor.dtype, is_mean=divisor > 1)
     total = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
@@ -72,14 +72,14 @@ def sum_of_all(tensor: torch.Tensor, *, divisor: int = 1) -> torch.Tensor:
 
 
 def _dtypes_of(dtype: torch.dtype, *, is_mean: bool) -> tuple[torch.dtype, torch.dtype]:
-    """In which dtype tensors are added, and what their sum or mean has."""
+    """Return the dtype in which tensors are added, and that of their sum or mean."""
     if dtype.is_floating_point:
         return torch.float64, dtype
     return torch.int64, torch.float64 if is_mean else torch.int64 if dtype == torch.bool else dtype
 
 
 def _plain(value: Any, name: str, *, large_apart: bool) -> Any:
-    """`value` of dicts with strings as keys, lists, integers, floats and dense tensors, or their forms."""
+    """Convert `value` to dicts with string keys, lists, integers, floats and dense tensors, or their forms."""
     if isinstance(value, torch.Tensor):
         if value.is_complex() or value.layout is not torch.strided:
             raise ArgumentError(f"reduce: {name} is a {value.dtype} {value.layout} tensor; give a dense one of numbers")
@@ -100,7 +100,7 @@ def _plain(value: Any, name: str, *, large_apart: bool) -> Any:
 
 
 def _form(value: Any) -> str:
-    """A value without its numbers, in words."""
+    """Describe a value's structure, without its numbers."""
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, dict):
@@ -111,7 +111,7 @@ def _form(value: Any) -> str:
 
 
 def _combined(operation: str, value: Any, given: Sequence[Any]) -> Any:
-    """`given` are the plain values of all replicas, of one form, which is that of `value`."""
+    """Combine `given`, the plain values of all replicas, which all have the form of `value`."""
     if isinstance(value, torch.Tensor):
         if isinstance(given[0], Mapping):  # its form
             return sum_of_all(value, divisor=len(given) if operation == "mean" else 1)
@@ -144,7 +144,7 @@ def exact_sum(numbers: Sequence[float]) -> float:
 
 
 def _of_tensors(operation: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Each (...), of one shape and dtype."""
+    """Combine tensors (...) of one shape and dtype."""
     dtype = tensors[0].dtype
     found: torch.Tensor
     if operation in ("max", "min"):

@@ -1,8 +1,8 @@
-"""Memory that processes of one host share: pages without a file, which are gone with the last process that has them.
+"""Memory that processes of one host share: pages without a file, which are freed with the last process that has them.
 
-Made with memfd_create by one process and opened by another of the same user through /proc/PID/fd/N, which `ticket`
-names; whatever kills them, nothing stays in /dev/shm. Used by the parameter server and by central storage for what
-would otherwise be copied through a socket. Nothing here says when the memory may be read or written.
+Made with memfd_create by one process and opened by another of the same user through /proc/PID/fd/N, the path in
+`ticket`; whatever kills them, nothing stays in /dev/shm. Used by the parameter server and by central storage instead of
+copies through a socket. This module does not synchronize reads and writes.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _MOST_BYTES = 1 << 46
 class SharedSegment:
     """A piece of memory of a fixed size, zeroed when made, as `tensor` (uint8, writable, at the start of a page).
 
-    With `populate`, its pages are there at once, else when each is first touched. Raises ParameterServerError if the
-    host cannot give it. A segment that was made stays open to others until it is
-    closed or its process ends; the memory itself lives as long as anybody has a tensor of it.
+    With `populate`, its pages are allocated at once, else when each is first touched. Raises ParameterServerError if
+    the host cannot provide it. A segment that was made stays open to others until it is closed or its process ends; the
+    memory itself lives as long as any process has a tensor of it.
     """
 
     available: bool = sys.platform == "linux" and hasattr(os, "memfd_create")
 
     tensor: torch.Tensor
-    ticket: dict[str, Any]  # JSON, for the process that shall `open` it; no secret: another user gets nothing by it
+    ticket: dict[str, Any]  # JSON, for the process that will `open` it; not secret: other users cannot use it
 
     def __init__(self, size_bytes: int, *, populate: bool = True) -> None:
         if size_bytes < 1:
@@ -65,7 +65,7 @@ class SharedSegment:
     @classmethod
     def open(cls, ticket: Mapping[str, Any], *, populate: bool = True) -> SharedSegment | None:
         """Open the segment of another process of this host; None if it is on another host or in another container,
-        belongs to another user, is gone, or is not what the ticket says."""
+        belongs to another user, is gone, or does not match the ticket."""
         if not cls.available:
             return None
         try:
@@ -74,7 +74,7 @@ class SharedSegment:
             if not 1 <= size_bytes <= _MOST_BYTES or any(ticket.get(name) != value for name, value in here.items()):
                 return None
             path = f"/proc/{pid}/fd/{number}"
-            if os.readlink(path) != _LINK:  # before it is opened: to open a fifo or a device may do things
+            if os.readlink(path) != _LINK:  # before opening: opening a fifo or a device may have side effects
                 return None
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except (OSError, KeyError, TypeError, ValueError, OverflowError):
@@ -90,7 +90,7 @@ class SharedSegment:
     def _opened(cls, descriptor: int, ticket: dict[str, Any], size_bytes: int, populate: bool) -> SharedSegment | None:
         status = os.fstat(descriptor)
         is_it = stat.S_ISREG(status.st_mode) and (status.st_size, status.st_ino) == (size_bytes, ticket.get("inode"))
-        # Again, now that it is open: the pid may have passed to another process in between.
+        # Again, now that it is open: the pid may have been reused in between.
         is_still = all(ticket[name] == value for name, value in _whereabouts(int(ticket["pid"])).items())
         if not (is_it and is_still and _has_fixed_size(descriptor)):
             return None
@@ -101,12 +101,12 @@ class SharedSegment:
         return segment
 
     def close(self) -> None:
-        """Let go of the memory, which goes when its last tensor does; nobody can open it any more. May be repeated."""
+        """Release the memory, which is freed with its last tensor; no process can open it any more. May be repeated."""
         self.close_descriptor()
         self.tensor = torch.empty(0, dtype=torch.uint8)
 
     def close_descriptor(self) -> None:
-        """Keep the memory, but let nobody open it any more."""
+        """Keep the memory, but prevent other processes from opening it."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -121,11 +121,11 @@ class SharedSegment:
 
 
 def _whereabouts(pid: int) -> dict[str, str]:
-    """Return what tells one process from all others that ever had its pid, on this host or another one.
+    """Return what distinguishes a process from all others that ever had its pid, on this host or another one.
 
-    Raises OSError if there is none, ValueError if /proc says what it never should.
+    Raises OSError if there is no such process, ValueError if /proc is malformed.
     """
-    # The name of the program, in parentheses, may itself hold spaces and parentheses.
+    # The name of the program, in parentheses, may itself contain spaces and parentheses.
     after_name = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     if len(after_name) < 20:
         raise ValueError(f"/proc/{pid}/stat is cut off")
@@ -142,7 +142,7 @@ def _fix_size(descriptor: int) -> None:
 
 
 def _has_fixed_size(descriptor: int) -> bool:
-    """Whether nobody can cut it off under those who read it, who would die of SIGBUS."""
+    """Return whether no process can truncate it, which would kill its readers with SIGBUS."""
     fixed = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
     return fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fixed == fixed
 

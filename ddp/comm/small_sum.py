@@ -1,9 +1,9 @@
-"""Sums of small host vectors over many ranks: 1 + log2(n) messages follow each other, in gloo's ring 2(n-1).
+"""Sums of small host vectors over many ranks: 1 + log2(n) consecutive messages, in gloo's ring 2(n-1).
 
-What ranks tell each other (`ddp.comm.objects`, the step status of a backward pass) is small and waited for, so the
-number of messages that follow each other counts, not the bytes. The method is recursive doubling (Thakur, Rabenseifner
-and Gropp 2005, "Optimization of Collective Communication Operations in MPICH"): ranks above the largest power of two
-give their vector to a partner first, and get the sum from it at the end.
+Messages between ranks (`ddp.comm.objects`, the step status of a backward pass) are small and block, so the number of
+consecutive messages matters, not the bytes. The method is recursive doubling (Thakur, Rabenseifner and Gropp 2005,
+"Optimization of Collective Communication Operations in MPICH"): ranks above the largest power of two send their vector
+to a partner first, and get the sum from it at the end.
 """
 
 from __future__ import annotations
@@ -22,29 +22,30 @@ import torch.distributed as dist
 from ddp.monitoring.stall_report import HostWork, finish
 from ddp.torch_internals import is_gloo_on_host
 
-# Measured by scripts/bench/small_sum.py: below, gloo's own all-reduce is as quick, and takes no thread.
+# Measured by scripts/bench/small_sum.py: below, gloo's own all-reduce is as fast, and needs no thread.
 _LEAST_RANKS = 8
 _MOST_BYTES = 1 << 20  # above, a ring moves less
-_FIRST_TAG, _TAGS = 1 << 30, 1 << 20  # away from what users give their own messages
+_FIRST_TAG, _TAGS = 1 << 30, 1 << 20  # away from the tags of users' own messages
 
 _calls: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
 
 
 def pays(group: dist.ProcessGroup, nbytes: int) -> bool:
-    """Whether a sum of `nbytes` of host memory should be made here: the same on every rank."""
+    """Return whether a sum of `nbytes` of host memory should be made here: the same on every rank."""
     return group.size() >= _LEAST_RANKS and nbytes <= _MOST_BYTES and is_gloo_on_host(group)
 
 
 def add_up(group: dist.ProcessGroup, flat: torch.Tensor) -> None:
-    """Replace `flat` (n,), in host memory, by its sum over the ranks: the same bits on each. Blocks.
+    """Replace `flat` (n,), in host memory, by its sum over the ranks, bitwise equal on each. Blocks.
 
-    Every rank must call it. Its messages meet no other collective of the group. RuntimeError if a rank is gone.
+    Every rank must call it. Does not interfere with other collectives of the group. Raises RuntimeError if a rank is
+    gone.
     """
     finish(HostWork(_Sum(group, flat)))
 
 
 def _next_tag(group: dist.ProcessGroup) -> int:
-    """Tell the messages of one sum from those of others: all ranks start their sums of a group in the same order."""
+    """Return a tag for the messages of one sum: all ranks start their sums of a group in the same order."""
     return _FIRST_TAG + next(_calls.setdefault(group, itertools.count())) % _TAGS
 
 
@@ -70,16 +71,16 @@ def _exchange(group: dist.ProcessGroup, flat: torch.Tensor, tag: int) -> None:
 
 
 def reduce_options(op: Any) -> dist.AllreduceOptions:
-    """Options for a group's own `allreduce`; `op` is one of `dist.ReduceOp`."""
+    """Return options for a group's own `allreduce`; `op` is one of `dist.ReduceOp`."""
     options = dist.AllreduceOptions()
     options.reduceOp = op
     return options
 
 
 class SmallAdder:
-    """Starts sums over `group` of small vectors in host memory, without blocking: a `Sender`, as `Adder` is.
+    """Starts sums over `group` of small vectors in host memory, without blocking: a `Sender`, like `Adder`.
 
-    A thread makes their exchanges, so that they go on while backward does.
+    A thread makes their exchanges, so that they overlap with backward.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -88,13 +89,13 @@ class SmallAdder:
         self._options = reduce_options(dist.ReduceOp.SUM)
 
     def start(self, flat: torch.Tensor) -> HostWork:
-        """Start to replace `flat` by its sum. Every rank starts the sums of a group in the same order."""
+        """Start replacing `flat` by its sum. Every rank must start the sums of a group in the same order."""
         is_small = pays(self._group, flat.nbytes)
         return HostWork(_Sum(self._group, flat) if is_small else self._group.allreduce([flat], self._options))
 
 
 class _Sum:
-    """One sum under way in the thread of its group, behind those that were started before."""
+    """One sum in the thread of its group, queued after those that were started before."""
 
     def __init__(self, group: dist.ProcessGroup, flat: torch.Tensor) -> None:
         self._given: tuple[dist.ProcessGroup, torch.Tensor, int] | None = group, flat, _next_tag(group)
@@ -118,7 +119,7 @@ class _Sum:
         return self._done.is_set()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the sum is there. RuntimeError if that takes too long, or a rank is gone."""
+        """Block until the sum is complete. Raises RuntimeError if that takes too long, or a rank is gone."""
         if not self._done.wait(None if timeout is None else timeout.total_seconds()):
             raise RuntimeError("Operation timed out!")
         if self._error is not None:
@@ -135,7 +136,7 @@ def _sums_of(group: dist.ProcessGroup) -> _Sums:
     sums = _sums.get(group)
     if sums is None:
         sums = _sums[group] = SimpleQueue()
-        # A daemon: at the end of the process it may still wait for a rank that does not come.
+        # A daemon: at the end of the process it may still wait for a missing rank.
         threading.Thread(target=_make_sums, args=(sums,), name="ddp-small-sums", daemon=True).start()
         weakref.finalize(group, sums.put, None).atexit = False
     return sums

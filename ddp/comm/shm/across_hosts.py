@@ -3,14 +3,14 @@
 An all-reduce adds up within each host first, so that each of its L ranks has a part of the sum; exchanges the parts
 with the ranks of the same number on the other hosts; and gathers them within the host. The network carries 2(h - 1)/h
 of the bytes for h hosts, and every rank carries its share. Values are combined as (rank 0 + rank 1 + ... of the first
-host) + (those of the second) + ..., whatever the sizes and the timing, with the same bits on all ranks. That is why
-hosts exchange parts and combine them here, which moves as much as gloo's ring, whose order depends on the size.
+host) + (those of the second) + ..., for all sizes and timings, bitwise equal on all ranks. Therefore hosts exchange
+parts and combine them here, which moves as much as gloo's ring, whose order depends on the size.
 (Hierarchical all-reduce as in Horovod and NCCL; its parts: Thakur, Rabenseifner and Gropp 2005.)
 
-A large tensor goes in chunks: while some are on the wire, the next is added up within the host, and one that came is
-gathered there. All in place: a host gets combined values of a part only after it has sent its own of it.
+A large tensor is sent in chunks: while some are on the wire, the next is added up within the host, and a received one
+is gathered there. All in place: a host gets combined values of a part only after it has sent its own.
 
-With unequal numbers of ranks per host, as many ranks of each carry as the host with the fewest has.
+With unequal numbers of ranks per host, the number of sending ranks on each is that of the host with the fewest.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from ddp.comm.shm.combine import combine
 from ddp.comm.shm.peers import Peers, bytes_of
 from ddp.comm.shm.rounds import Lost
 
-_SMALL_BYTES = 1 << 15  # up to here all of a tensor travels between hosts at once: one message instead of two
+_SMALL_BYTES = 1 << 15  # smaller tensors are exchanged whole between hosts: one message instead of two
 _CHUNK_BYTES = 4 << 20  # of a whole tensor
-_AHEAD = 2  # chunks: so early is asked for what comes, and so late gathered what came
-_SLOTS = 2 * _AHEAD  # chunks that are on their way at once
+_AHEAD = 2  # chunks: receives are posted this early, and received chunks gathered this late
+_SLOTS = 2 * _AHEAD  # chunks in flight at once
 
 
 def _in_one_step(function: Callable[..., None]) -> Callable[..., Steps]:
-    """What an engine runs, of a function that blocks."""
+    """Turn a blocking function into steps for an engine."""
 
     @wraps(function)
     def steps(*args: Any) -> Steps:
@@ -79,14 +79,14 @@ class AcrossHosts:
             self._came = torch.empty(_SLOTS, slot_bytes, dtype=torch.uint8)
 
     def close(self) -> None:
-        """Close the connections: whoever waits for this rank on another host fails."""
+        """Close the connections: ranks on other hosts that wait for this one fail."""
         self.local.shutdown()
         if self._peers is not None:
             self._peers.close()
         self.flat = self._peers = None
 
     def limit(self, timeout: timedelta) -> None:
-        """Let what starts from now on take so long."""
+        """Set the timeout of later operations."""
         for group in (self.local, self.flat):
             if hasattr(group, "set_timeout"):  # not in old torchs
                 group.set_timeout(timeout)
@@ -94,12 +94,12 @@ class AcrossHosts:
             self._peers.timeout = timeout
 
     def fail(self, text: str) -> None:
-        """Close them after an error, which the ranks of this host are told."""
+        """Close the connections after an error, and report it to the ranks of this host."""
         self.local.fail(text)
         self.close()
 
     def error(self, what: str, error: Exception) -> Lost:
-        """What went wrong, with the ranks of this group."""
+        """Return an error with the ranks of this group."""
         said = str(error)
         if isinstance(error, Lost):
             ranks = ", ".join(map(str, self._hosts[self._host]))
@@ -107,7 +107,7 @@ class AcrossHosts:
         return Lost(f"{what} failed on rank {self.rank}: {said}", rank=self.rank, what=what)
 
     def _position(self, rank: int) -> tuple[int, int]:
-        """The host of a rank, and its number there."""
+        """Return the host of a rank, and its number there."""
         return next((host, ranks.index(rank)) for host, ranks in enumerate(self._hosts) if rank in ranks)
 
     @_in_one_step
@@ -137,7 +137,7 @@ class AcrossHosts:
             next(rest, None)
 
     def _reduce_at_once(self, flat: torch.Tensor, reduction: str) -> Steps:
-        """Add up here and send; combine what came."""
+        """Add up within the host and send; combine the received sums."""
         name = "SUM" if reduction == "AVG" else reduction
         peers = self._peers if self._is_even or self._place == 0 else None
         every = flat.new_empty(len(self._hosts), flat.numel())
@@ -156,10 +156,10 @@ class AcrossHosts:
             self._run_local("broadcast", flat, 0)
 
     def _reduce_chunk(self, flat: torch.Tensor, memory: torch.Tensor, tag: int, reduction: str) -> Steps:
-        """Ask; add up here and send; combine what came; gather here. In `memory` is room for what comes.
+        """Post receives into `memory`; add up within the host and send; combine the received sums; gather them.
 
-        Each host combines a piece of the part, and gives that to the others. Of two hosts each combines the whole part:
-        that is one message instead of two, and as many bytes.
+        Each host combines a piece of the part, and sends that to the others. Of two hosts each combines the whole part:
+        that is one message instead of two, with the same number of bytes.
         """
         name = "SUM" if reduction == "AVG" else reduction
         parts = [*flat.view(self._carriers, -1)]
@@ -232,7 +232,7 @@ class AcrossHosts:
 
     @_in_one_step
     def broadcast(self, flat: torch.Tensor, root: int) -> None:
-        """Once to each other host over the network."""
+        """Send once to each other host over the network."""
         host, place = self._position(root)
         if place >= self._carriers and host == self._host:
             self._run_local("broadcast", flat, place)
@@ -280,6 +280,6 @@ class AcrossHosts:
             bytes_of(out).copy_(part)
 
     def _run_local(self, name: str, *args: Any) -> None:
-        """Run what a single rank has nothing to do in."""
+        """Run a collective within the host, unless this is its only rank."""
         if self._places > 1:
             self.local.run_now(name, *args)

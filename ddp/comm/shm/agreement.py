@@ -1,7 +1,7 @@
-"""One answer for all ranks through a store, before there is a group: rank 0 collects, decides, and tells the others.
+"""Agreement of all ranks through a store, before there is a group: rank 0 collects, decides, and publishes the answers.
 
-So ranks cannot come to different answers from what they have read. Each key has one reader, who deletes it: a store
-that outlives a group has nothing left of an earlier agreement.
+Ranks therefore cannot reach different answers from the same data. Each key has one reader, which deletes it: a store
+that outlives a group has no keys of an earlier agreement.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from ddp.errors import RendezvousError
 def agree(
     store: Any, rank: int, size: int, value: Any, decide: Callable[[list[Any]], Sequence[Any]], timeout_s: float
 ) -> Any:
-    """Return this rank's answer: rank 0 gives `decide` the values of all ranks, and it returns an answer for each.
+    """Return this rank's answer: rank 0 calls `decide` with the values of all ranks, and it returns an answer for each.
 
-    Values and answers are what JSON can hold. All ranks call it, with a store (or a prefix of one) that nothing else
+    Values and answers are JSON values. All ranks must call it, with a store (or a prefix of one) that nothing else
     uses. Blocks until all have; raises RendezvousError after `timeout_s`.
     """
     try:
         if rank == 0:
             return _collect(store, size, value, decide, timeout_s)
-        store.delete_key(f"answer/{rank}")  # of an agreement that this rank did not see the end of
+        store.delete_key(f"answer/{rank}")  # of an earlier agreement that this rank did not finish
         store.set(f"value/{rank}", json.dumps(value))
         return json.loads(_take(store, [f"answer/{rank}"], timeout_s)[0])
     except RuntimeError as error:  # DistError is one
@@ -52,7 +52,7 @@ def _collect(store: Any, size: int, value: Any, decide: Callable[[list[Any]], Se
 
 
 def _take(store: Any, keys: list[str], timeout_s: float) -> list[bytes]:
-    """Wait for keys, and return what they hold; afterwards they are not there."""
+    """Wait for keys, return their values, and delete them."""
     if not keys:
         return []
     store.wait(keys, timedelta(seconds=timeout_s))

@@ -1,4 +1,4 @@
-"""Makes the backend `shm` known to torch.distributed; what it consists of is imported when a group is made.
+"""Registers the backend `shm` with torch.distributed; its modules are imported when a group is made.
 
 Importing this module, as `import ddp` does, leaves the registration to the moment when torch looks the name up.
 """
@@ -17,10 +17,10 @@ NAME = "shm"
 
 
 def register() -> None:
-    """Make `shm` known to torch.distributed. May be repeated.
+    """Register `shm` with torch.distributed. May be repeated.
 
-    Torch with any backend that is not its own names no default backend for a group of "cpu:gloo" and the like: such a
-    group then has the name "undefined", and no numbers of its calls. So this is done only where shm is wanted.
+    With any third-party backend, torch has no default backend for a group of "cpu:gloo" and the like: such a group then
+    has the name "undefined", and no sequence numbers of its calls. So this is done only when shm is used.
     """
     if NAME not in dist.Backend.backend_list:
         setattr(dist.Backend, NAME.upper(), NAME)  # in place of what would call this function again
@@ -28,7 +28,7 @@ def register() -> None:
 
 
 class _RegisteredWhenUsed:
-    """Stands for `dist.Backend.SHM`, which torch reads when a group is asked for by this name."""
+    """Replaces `dist.Backend.SHM`, which torch reads when a group is requested by this name."""
 
     def __get__(self, _: object, __: object) -> str:
         register()
@@ -40,10 +40,10 @@ if not hasattr(dist.Backend, NAME.upper()):
 
 
 def sharing(store: Any, rank: int, size: int, timeout: timedelta) -> list[tuple[int, ...]]:
-    """Return the ranks of each host, in order of their first: those of a tuple share memory. The same on all ranks.
+    """Return the ranks that share memory, one tuple per host, ordered by first rank. The same on all ranks.
 
-    Tried with memory of the size that a group of all would need. A rank that cannot make such memory is in no tuple.
-    All ranks call it, with a store (or a prefix of one) that nothing else uses. Blocks until all have; raises
+    Tested with memory of the size that a group of all would need. A rank that cannot make such memory is in no tuple.
+    All ranks must call it, with a store (or a prefix of one) that nothing else uses. Blocks until all have; raises
     RendezvousError after `timeout`.
     """
     from ddp.comm.shm.memory import sharing as of_ranks
@@ -52,12 +52,12 @@ def sharing(store: Any, rank: int, size: int, timeout: timedelta) -> list[tuple[
 
 
 def connect(store: Any, rank: int, size: int, timeout: timedelta, others: Any = None) -> Any:
-    """Make a group, over memory within hosts and gloo between them; torch does not know of it.
+    """Make a group, over memory within hosts and gloo between them; torch does not register it.
 
-    All ranks call it, with a store that nothing else uses. Blocks until all have, else raises RendezvousError after
-    `timeout`. `others` moves what is not in host memory.
+    All ranks must call it, with a store that nothing else uses. Blocks until all have, else raises RendezvousError
+    after `timeout`. `others` moves tensors that are not in host memory.
     """
-    from ddp.comm.shm.group import ShmGroup  # not everybody makes one, and importing ddp shall cost little
+    from ddp.comm.shm.group import ShmGroup  # here, to keep `import ddp` cheap
     from ddp.comm.shm.hosts_group import HostsGroup
     from ddp.comm.shm.memory import check_able
 
@@ -71,7 +71,7 @@ def connect(store: Any, rank: int, size: int, timeout: timedelta, others: Any = 
 
 
 def _create(options: Any, backend_options: Any) -> Any:
-    """What torch calls; `options` are its _DistributedBackendOptions."""
+    """Make a group for torch, which calls this; `options` are its _DistributedBackendOptions."""
     from ddp.comm.shm.other_devices import OtherDevices
 
     others = OtherDevices(options, backend_options)

@@ -1,12 +1,12 @@
-"""The algorithms: each a generator that ends every round with a `yield`, and goes on when all ranks have posted.
+"""The algorithms: generators that end every round with a `yield`, and are resumed when all ranks have posted.
 
-Memory is given as addresses of contiguous tensors, which whoever runs the generator keeps alive. Copies are plain
-memmoves in one thread, without the interpreter's lock. What is larger than a slot goes in chunks.
+Memory is passed as addresses of contiguous tensors, which the caller of the generator keeps alive. Copies are plain
+memmoves in one thread, without the interpreter's lock. Data larger than a slot is sent in chunks.
 
-Two ranks combine what both have put into their slots, each for itself: one copy and one sum a byte. From three on, each
-rank combines its slice of a chunk and the others copy that: n - 1 sums become (n - 1)/n, and a copy is added. In both
-all ranks get the bits of rank 0 + rank 1 + ... (Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective
-Communication Operations in MPICH", has the same two ways over messages.)
+Two ranks each combine the contents of both slots: one copy and one sum per byte. From three on, each rank combines its
+slice of a chunk and the others copy that: n - 1 sums become (n - 1)/n, and a copy is added. In both cases all ranks get
+the bits of rank 0 + rank 1 + ... (Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective Communication
+Operations in MPICH", has the same two methods over messages.)
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from ddp.comm.shm.waiting import memmove
 
 Steps = Iterator[None]
 
-# Measured: smaller ones cost rounds, in which each rank waits for its turn on a core; larger ones leave the caches.
+# Measured: smaller ones need more rounds, in which each rank waits for a core; larger ones do not fit the caches.
 _CHUNK = SLOT_BYTES // 2  # the other half of a slot has results
-_SMALL = 1 << 14  # up to here every rank combines all by itself, in one round, however many ranks
+_SMALL = 1 << 14  # up to this size every rank combines everything by itself, in one round, for any number of ranks
 _RESULT = _CHUNK  # where in a slot
 _LINE = 64
 
 
 def _spans(nbytes: int, chunk: int) -> list[tuple[int, int]]:
-    """(start, length) of each chunk; an empty tensor has one, of no bytes."""
+    """Return (start, length) of each chunk; an empty tensor has one, of no bytes."""
     return [(start, min(chunk, nbytes - start)) for start in range(0, nbytes, chunk)] or [(0, 0)]
 
 
@@ -66,13 +66,13 @@ def _all_reduce_each(rounds: Rounds, flat: torch.Tensor, reduction: str) -> Step
         first, count = start // itemsize, length // itemsize
         out = flat if len(spans) == 1 else flat[first : first + count]
         parts = rounds.parts(flat.dtype, 0, count)
-        if rounds.size == 2:  # with its own values where they are: one stream of memory less
+        if rounds.size == 2:  # its own values are read in place: one stream of memory less
             parts = [out, parts[1]] if rounds.rank == 0 else [parts[0], out]
         combine(reduction, parts, out)
 
 
 def _all_reduce_sliced(rounds: Rounds, flat: torch.Tensor, reduction: str) -> Steps:
-    """In each round: a chunk of this rank's values, and its slice of the results of the chunk before."""
+    """Send in each round a chunk of this rank's values, and its slice of the results of the previous chunk."""
     words = header("all_reduce", flat.dtype, flat.numel(), reduction)
     address, itemsize, dtype = flat.data_ptr(), flat.itemsize, flat.dtype
     own = rounds.own
@@ -82,13 +82,13 @@ def _all_reduce_sliced(rounds: Rounds, flat: torch.Tensor, reduction: str) -> St
         parity = rounds.begin(words)
         if index < len(spans):
             start, length = spans[index]
-            begin, end = _slices(length, rounds.size)[rounds.rank]  # nobody else reads this rank's slice
+            begin, end = _slices(length, rounds.size)[rounds.rank]  # no other rank reads this rank's slice
             memmove(own.slots[parity], address + start, begin)
             memmove(own.slots[parity] + end, address + start + end, length - end)
         rounds.post()
         yield
         rounds.check()
-        if index:  # the results of the chunk before, which this round brought
+        if index:  # the results of the previous chunk, which arrived in this round
             start, length = spans[index - 1]
             for peer, (begin, end) in zip(rounds.peers, _slices(length, rounds.size), strict=True):
                 memmove(address + start + begin, peer.slots[parity] + _RESULT, end - begin)
@@ -103,7 +103,7 @@ def _all_reduce_sliced(rounds: Rounds, flat: torch.Tensor, reduction: str) -> St
 
 
 def _slices(nbytes: int, size: int) -> list[tuple[int, int]]:
-    """Each rank's share of a chunk, in bytes: whole cache lines."""
+    """Return each rank's share of a chunk, in bytes: whole cache lines."""
     each = -(-nbytes // (size * _LINE)) * _LINE
     return [(min(rank * each, nbytes), min((rank + 1) * each, nbytes)) for rank in range(size)]
 
@@ -142,7 +142,7 @@ def reduce_scatter(rounds: Rounds, out: torch.Tensor, pieces: Sequence[torch.Ten
 
 
 def _share(size: int) -> int:
-    """How much of a chunk each of `size` pieces gets."""
+    """Return the part of a chunk for each of `size` pieces."""
     return max(_CHUNK // size // 4096 * 4096, 4096 if size <= SLOT_BYTES // 4096 else _LINE)
 
 
@@ -166,7 +166,7 @@ def all_gather(rounds: Rounds, outs: Sequence[torch.Tensor], flat: torch.Tensor)
 
 
 def gather(rounds: Rounds, outs: Sequence[torch.Tensor], flat: torch.Tensor, root: int) -> Steps:
-    """As `all_gather`, on the root alone: the others give no `outs`."""
+    """Like `all_gather`, on the root alone: the others pass no `outs`."""
     return _gather(rounds, outs, flat, header("gather", flat.dtype, flat.numel(), root=root))
 
 
@@ -179,7 +179,7 @@ def _gather(rounds: Rounds, outs: Sequence[torch.Tensor], flat: torch.Tensor, wo
         rounds.post()
         yield
         rounds.check()
-        for peer, out in zip(rounds.peers, to, strict=False):  # none on those that only give
+        for peer, out in zip(rounds.peers, to, strict=False):  # none on ranks that only send
             memmove(out + start, peer.slots[parity], length)
 
 
@@ -189,7 +189,7 @@ def scatter(rounds: Rounds, out: torch.Tensor, pieces: Sequence[torch.Tensor], r
     room = _share(rounds.size)
     for start, length in _spans(out.nbytes, room):
         parity = rounds.begin(words)
-        for index, piece in enumerate(pieces):  # none but on the root
+        for index, piece in enumerate(pieces):  # only on the root
             memmove(rounds.own.slots[parity] + index * room, piece.data_ptr() + start, length)
         rounds.post()
         yield
@@ -236,7 +236,7 @@ def all_to_all(rounds: Rounds, outs: Sequence[torch.Tensor], pieces: Sequence[to
 
 
 class Algorithms:
-    """The above, over the rounds of one group."""
+    """The algorithms above, over the rounds of one group."""
 
     def __init__(self, rounds: Rounds) -> None:
         for algorithm in (

@@ -1,7 +1,7 @@
 """Combines the parts of all ranks, in the order of the ranks: rank 0 + rank 1 + ...
 
-Element by element, so that what an element becomes depends on the ranks' values of it alone, never on where chunks
-and slices begin. Half precision, bfloat16 and float8 are combined in float32 and rounded once (gloo rounds each
+Element by element, so that the result of an element depends on the ranks' values of it alone, never on the limits of
+chunks and slices. Half precision, bfloat16 and float8 are combined in float32 and rounded once (gloo rounds each
 partial sum); bool is combined logically.
 """
 
@@ -25,13 +25,13 @@ _STEPS: dict[str, Callable[..., torch.Tensor]] = {
     "BXOR": torch.bitwise_xor,
 }
 _BITWISE = ("BAND", "BOR", "BXOR")
-# torch has no sums of these; bits are the same as those of the signed ones.
+# torch has no sums of these; their bits are those of the signed ones.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 @lru_cache(maxsize=256)
 def reduction_of(name: str, dtype: torch.dtype) -> torch.dtype | None:
-    """Check that values of `dtype` can be combined so; return what they are combined in if that is another dtype.
+    """Check that values of `dtype` can be combined so; return the dtype to combine them in if it differs.
 
     Raises ArgumentError.
     """
@@ -48,9 +48,9 @@ def reduction_of(name: str, dtype: torch.dtype) -> torch.dtype | None:
 
 
 def combine(name: str, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Write the combined values of `parts`, one flat tensor a rank, to `out`, which may be none of them but the first.
+    """Write the combined values of `parts`, one flat tensor per rank, to `out`, which may only alias the first part.
 
-    With two parts it may be either.
+    With two parts it may alias either.
     """
     step = _STEPS[name]
     wide = reduction_of(name, out.dtype)

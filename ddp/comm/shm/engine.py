@@ -1,11 +1,11 @@
-"""What runs when, and in which thread: the operations of one group.
+"""Schedules the operations of one group over threads.
 
-Collectives wait in one queue and run in its order; messages run beside them. Whoever has the lock drives: the caller of
-a synchronous operation or of `wait`, else a thread of the group, which is started when an asynchronous operation is
-left. An asynchronous call does what needs no other rank (it fills its slot and raises its counter), finishes if all
-ranks are there, and never waits.
+Collectives wait in one queue and run in order; messages run concurrently. The thread that has the lock drives: the
+caller of a synchronous operation or of `wait`, else a thread of the group, which is started when an asynchronous
+operation is left. An asynchronous call does the part that needs no other rank (it fills its slot and increments its
+counter), finishes if all ranks are there, and never waits.
 
-An error breaks the group: all that is queued and all that comes later fails with it, and the other ranks are told.
+An error breaks the group: all queued and later operations fail with it, and it is reported to the other ranks.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ddp.comm.shm.rounds import Lost, Rounds, not_done, refused
 from ddp.monitoring.debuggers import debugged_until
 from ddp.monitoring.interrupts import is_interrupt
 
-_PAUSE_S = 0.0002  # what the thread leaves to a caller that waits at once: then nothing is handed over
+_PAUSE_S = 0.0002  # the thread pauses so long for a caller that waits at once: this saves a switch of threads
 _LOOK_S = 0.05
 
 
 class Operation:
-    """A collective or a message on its way. `results` are the tensors that its future gives."""
+    """A collective or a message in progress. `results` are the tensors of its future."""
 
     __slots__ = (
         "calls", "done", "error", "event", "in_inference", "results", "source", "steps", "then", "timeout_s", "waited",
@@ -45,7 +45,7 @@ class Operation:
         self.event: threading.Event | None = None
         self.calls: list[Callable[[], None]] = []
         self.source = -1
-        self.waited = 0.0  # when somebody first waited for it
+        self.waited = 0.0  # the time of the first wait for it
         self.in_inference = False
         self.then: Callable[[], None] | None = None  # at the end of a message
 
@@ -57,16 +57,16 @@ class Engine:
         self.rounds = rounds
         self.broken: BaseException | None = None
         self._queue: deque[Operation] = deque()  # collectives; the head of it runs
-        self._inbox: deque[Operation] = deque()  # messages that the driver has not taken yet
-        self._carried: dict[Send | Receive, Operation] = {}  # those that it has
+        self._inbox: deque[Operation] = deque()  # messages that the driver has not started yet
+        self._carried: dict[Send | Receive, Operation] = {}  # messages that it has started
         self._messages = Messages(rounds, self._finish_message)
         self._round_open = False  # the head of the queue waits for the other ranks
-        self._moved = 0.0  # when a collective last went on
+        self._moved = 0.0  # when a collective last progressed
         self._looked = 0.0  # when the driver last looked for lost ranks
-        self._asked = False  # somebody has added something: the driver shall look again
-        self._closed = False  # nobody shall drive any more
-        self._ended = False  # the other ranks have been told
-        self._last_words = ""  # what to tell them, if it is a failure
+        self._asked = False  # an operation was added: the driver must look again
+        self._closed = False  # no thread may drive any more
+        self._ended = False  # the end was reported to the other ranks
+        self._last_words = ""  # the failure to report to them, if there is one
         self._driving = threading.Lock()
         self._telling = threading.RLock()  # for `done`, `event` and `calls`; again, where a group is collected inside
         self._calls: deque[Callable[[], None]] = deque()  # due, when nobody has the lock
@@ -96,16 +96,16 @@ class Engine:
             self._call_thread()
 
     def _fail_late(self) -> None:
-        """Fail what was queued while the group broke: nobody may drive any more."""
+        """Fail operations that were queued while the group broke: no thread may drive any more."""
         if self.broken is not None:
             with self._driving:
                 self._fail_all(self.broken)
             self._call_back()
 
     def run_now(self, what: str, steps: Steps, results: Sequence[torch.Tensor], timeout_s: float) -> None:
-        """Run a collective and return when it is done, or raise its error.
+        """Run a collective; block until it is done, or raise its error.
 
-        If nothing else goes on, and the others come soon, then with little more than its own steps.
+        If nothing else runs, and the others arrive soon, this costs little more than its own steps.
         """
         operation = None
         if self.broken is None and self._driving.acquire(blocking=False):
@@ -125,7 +125,7 @@ class Engine:
     def _run_at_once(
         self, what: str, steps: Steps, results: Sequence[torch.Tensor], timeout_s: float
     ) -> Operation | None:
-        """Return None if it is done, else what is left of it."""
+        """Return None if it is done, else the rest of it as an operation."""
         rounds = self.rounds
         rounds.what = what
         try:
@@ -143,9 +143,9 @@ class Engine:
         return operation
 
     def wait(self, operation: Operation, timeout_s: float | None) -> None:
-        """Drive, or let drive, until an operation is done; raise its error, or CollectiveError after `timeout_s`.
+        """Drive, or let another thread drive, until an operation is done; raise its error.
 
-        Ctrl-C ends the wait; the operation goes on.
+        Raises CollectiveError after `timeout_s`. Ctrl-C ends the wait; the operation continues.
         """
         if not self._is_done(operation, float("inf") if timeout_s is None else time.monotonic() + timeout_s):
             raise not_done(operation.what, self.rounds.rank, timeout_s)
@@ -175,7 +175,7 @@ class Engine:
         event.wait(max(min(_LOOK_S, until - time.monotonic()), 0))
 
     def when_done(self, operation: Operation, call: Callable[[], None]) -> None:
-        """Call when the operation is done: here and now if it is."""
+        """Run `call` when the operation is done, at once if it already is."""
         with self._telling:
             if not operation.done:
                 operation.calls.append(call)
@@ -183,7 +183,7 @@ class Engine:
         call()
 
     def drain(self) -> None:
-        """Wait until the collectives that were started are done or have failed, at the latest by their timeouts."""
+        """Wait until the started collectives are done or have failed, at the latest by their timeouts."""
         while self.broken is None and not self._closed:
             try:
                 last = self._queue[-1]
@@ -192,7 +192,7 @@ class Engine:
             self._is_done(last, float("inf"))
 
     def close(self, last_words: str = "", limit_s: float = LEAVE_S) -> None:
-        """Fail what is not done, tell the other ranks, with `last_words` of a failure, and end the thread.
+        """Fail unfinished operations, notify the other ranks, with `last_words` of a failure, and end the thread.
 
         Waits for other threads up to `limit_s` each: if one still drives then, it does the rest. May be repeated.
         """
@@ -223,7 +223,7 @@ class Engine:
             self._driving.release()
 
     def leave_to_parent(self) -> None:
-        """In a forked child: the group is of no use here, and is the parent's."""
+        """Give up the group in a forked child: it belongs to the parent."""
         self._closed, self._ended, self._thread = True, True, None
         self._driving, self._telling = threading.Lock(), threading.RLock()
         self.broken = self.rounds.error("this process was forked from the rank that made the group: make another one")
@@ -234,7 +234,7 @@ class Engine:
     # The driver, which has the lock.
 
     def _drive(self, target: Operation | None, until: float) -> None:
-        """Advance until `target` is done, or nothing is left, or somebody is to be called, or the time is over."""
+        """Advance until `target` is done, nothing is left, a callback is due, or the time is over."""
         while True:
             self._asked = False
             self._advance()
@@ -242,12 +242,12 @@ class Engine:
                 return
             if self._closed or self._calls or time.monotonic() >= until:
                 return
-            is_short = self.rounds.sleep(self._can_advance)  # always, where many threads wait, of which each wakes it
+            is_short = self.rounds.sleep(self._can_advance)  # always, if many threads wait: each of them wakes it
             if not is_short or time.monotonic() - self._looked >= _LOOK_S:
                 self._look_for_lost()
 
     def _advance(self) -> None:
-        """Do all that can be done without waiting. An error breaks the group."""
+        """Make all progress that is possible without waiting. An error breaks the group."""
         try:
             while self._step():
                 pass
@@ -260,7 +260,7 @@ class Engine:
             raise
 
     def _step(self) -> bool:
-        """Do one thing; return whether there was anything to do."""
+        """Make one step; return whether there was one."""
         moved = False
         while self._inbox:
             operation = self._inbox.popleft()
@@ -300,9 +300,9 @@ class Engine:
         return bool(self._queue or self._inbox or self._messages.pending)
 
     def _look_for_lost(self) -> None:
-        """Break the group if what is waited for cannot come any more, or is late.
+        """Break the group if the awaited ranks are lost or late.
 
-        A collective is late when it has not gone on for its timeout; a message when somebody has waited so long.
+        A collective is late if it made no progress for its timeout; a message if a caller has waited so long.
         """
         self._looked = now = time.monotonic()
         try:
@@ -344,7 +344,7 @@ class Engine:
             self._finish(operation)
 
     def _drop(self) -> list[Operation]:
-        """Forget all operations; return them."""
+        """Remove all operations; return them."""
         self._messages.drop()
         left = [*self._queue, *self._inbox, *self._carried.values()]
         self._queue.clear()
@@ -373,9 +373,9 @@ class Engine:
 
     def _release(self) -> None:
         self._driving.release()
-        self._end(0)  # who closed the group may not have waited
+        self._end(0)  # `close` may not have waited
         if self._pending() and self.broken is None:
-            self._call_thread()  # first: a callback may wait for what is left
+            self._call_thread()  # first: a callback may wait for the remaining operations
         self._call_back()
 
     def _call_back(self) -> None:
@@ -402,7 +402,7 @@ class Engine:
                 join_at_end(self._thread)
 
     def _serve(self) -> None:
-        """Drive what is left. A thread that calls callbacks has a successor: they may wait for another operation."""
+        """Drive what is left. A thread that runs callbacks gets a successor: they may wait for another operation."""
         while self._thread is threading.current_thread() and not self._closed:
             self._left.wait()
             self._left.clear()

@@ -1,4 +1,4 @@
-"""Tensors of callers as the algorithms want them: flat and contiguous, with a way back where that takes a copy."""
+"""Makes callers' tensors flat and contiguous for the algorithms, and copies results back where that needed a copy."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ddp.errors import ArgumentError
 
 
 class Flats:
-    """Makes the tensors of one operation flat, and brings what is written into copies of them back.
+    """Flattens the tensors of one operation, and copies results back if they were written to copies.
 
-    `in_inference` says that torch's operations on them need inference mode, in whatever thread.
+    `in_inference` is whether torch's operations on them need inference mode, in any thread.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class Flats:
         self._copied: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor` as (n,), contiguous: the same memory where possible. Autograd does not see it."""
+        """Return `tensor` as (n,), contiguous, in the same memory where possible. Hidden from autograd."""
         if tensor.dim() == 1 and tensor.is_contiguous() and not _is_special(tensor):
             return tensor
         return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
@@ -40,7 +40,7 @@ class Flats:
         return _parts(self.read(tensor), sizes)
 
     def then_back(self, steps: Steps) -> Steps:
-        """`steps`, and then the copies."""
+        """Return `steps`, followed by the copies."""
         return self._then_back(steps) if self._copied else steps
 
     def _then_back(self, steps: Steps) -> Steps:

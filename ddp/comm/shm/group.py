@@ -1,6 +1,6 @@
-"""The process group of `shm`: what torch.distributed calls, turned into operations of the engine.
+"""The process group of `shm`: turns the calls of torch.distributed into operations of the engine.
 
-Names and arguments are those of torch's ProcessGroup, old and new ones; ranks are those of the group.
+Names and arguments are those of torch's ProcessGroup, old and new; ranks are those of the group.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _REDUCTIONS = {value: name for name, value in dist.ReduceOp.RedOpType.__members_
 
 
 def or_elsewhere(method: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
-    """Leave a call with tensors on other devices, or sparse ones, to a group that moves them."""
+    """Forward calls with tensors on other devices, or sparse ones, to a group that supports them."""
     name = method.__name__
 
     @functools.wraps(method)
@@ -48,14 +48,14 @@ def or_elsewhere(method: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
     return call
 
 
-# torch's stubs have overloads for each method, of which one Python method has to take all.
+# torch's stubs have overloads for each method; one Python method has to accept all of them.
 _ProcessGroup: Any = dist.ProcessGroup
 
 
 class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
-    """Ranks that share a host's memory. All of them make it at once; `timeout` is that of each operation too."""
+    """Ranks that share a host's memory. All of them must make it; `timeout` also applies to each operation."""
 
-    sums_in_rank_order = True  # whatever the sizes
+    sums_in_rank_order = True  # for all sizes
     supports_splitting = False
     supports_coalescing = False
     supports_time_estimate = False
@@ -76,7 +76,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
         self._algorithms: Any = Algorithms(rounds)
         self._engine: Any = Engine(rounds)
 
-    # What torch asks about it.
+    # Properties that torch reads.
 
     def getBackendName(self) -> str:
         return NAME
@@ -84,7 +84,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
     def name(self) -> str:
         return NAME
 
-    # torch's own keep these in their C++ backends, of which this has none.
+    # torch's own groups keep these in their C++ backends; this one has none.
 
     def _set_group_name(self, name: str) -> None:
         self._group_name = name
@@ -105,13 +105,13 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
         return [torch.device("cpu")] if self._others is None else self._others.device_types(self)
 
     def elsewhere(self, tensor: torch.Tensor) -> Any:
-        """The group of torch's own that moves a tensor which this one does not."""
+        """Return torch's group for a tensor that this one does not support."""
         if self._others is None:
             raise ArgumentError(f"the group moves dense tensors in host memory, not {tensor.layout} on {tensor.device}")
         return self._others.for_sparse(self) if tensor.is_cpu else self._others.group_for(self, tensor.device.type)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Limit operations that start from now on."""
+        """Set the timeout of later operations."""
         self._timeout_s = timeout.total_seconds()
         self.options = SimpleNamespace(_timeout=timeout, backend=NAME)
 
@@ -137,7 +137,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
         return self._others.group_for(self, device.type)
 
     def shutdown(self) -> None:
-        """Let the collectives that were started end, within their timeouts; then leave the other ranks."""
+        """Wait for the started collectives, within their timeouts; then leave the other ranks."""
         try:
             self._engine.drain()
         finally:
@@ -146,7 +146,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
             self._others.close()
 
     def fail(self, text: str) -> None:
-        """Let the other ranks fail with this text; the group is of no use any more."""
+        """Make the other ranks fail with this message; the group is unusable afterwards."""
         self._engine.close(text)
 
     def abort(self) -> None:
@@ -156,7 +156,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
         if "_engine" in vars(self):
             self._engine.close(limit_s=0)  # this may be any thread, in the middle of anything
 
-    # Collectives of one tensor a rank.
+    # Collectives with one tensor per rank.
 
     @or_elsewhere
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
@@ -190,10 +190,10 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
         return self._run("barrier", [self._algorithms.barrier()], Flats(), (), opts, timeout)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier. Its error names all ranks that did not come, whatever `wait_all_ranks`."""
+        """Run a barrier. Its error names all ranks that did not arrive, for any `wait_all_ranks`."""
         self._run("monitored_barrier", [self._algorithms.barrier()], Flats(), (), None, timeout).wait()
 
-    # Collectives of many tensors a rank.
+    # Collectives with many tensors per rank.
 
     @or_elsewhere
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
@@ -368,7 +368,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
     # Starting them.
 
     def run_now(self, what: str, *args: Any) -> None:
-        """Run one of `collectives` on flat tensors; return when it is done, or raise its error."""
+        """Run one of `collectives` on flat tensors; block until it is done, or raise its error."""
         self._engine.run_now(what, getattr(self._algorithms, what)(*args), (), self._timeout_s)
 
     def _root(self, opts: Any) -> int:
@@ -417,7 +417,7 @@ def _in_turn(each: Sequence[Steps]) -> Iterator[None]:
 
 
 def _reduction(opts: Any, tensors: Sequence[torch.Tensor]) -> str:
-    """The name of the reduction that options, or an operation itself, ask for; raises ArgumentError."""
+    """Return the name of the reduction in options, or of an operation itself; raises ArgumentError."""
     asked = dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
     name = "SUM" if asked == dist.ReduceOp.SUM else _REDUCTIONS[getattr(asked, "op", asked)]  # a look-up is slow
     for tensor in tensors:
@@ -426,7 +426,7 @@ def _reduction(opts: Any, tensors: Sequence[torch.Tensor]) -> str:
 
 
 def _split(tensor: torch.Tensor, sizes: Sequence[int], ranks: int) -> list[int]:
-    """Elements for each rank, of sizes along the first dimension; without sizes, equal parts."""
+    """Return the elements for each rank, from sizes along the first dimension; without sizes, equal parts."""
     rows = tensor.shape[0] if tensor.dim() else 1
     if not sizes and rows % ranks:
         raise ArgumentError(f"a tensor of {rows} rows cannot be divided equally among {ranks} ranks: give split sizes")

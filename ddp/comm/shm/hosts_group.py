@@ -1,7 +1,7 @@
-"""The process group of `shm` where not all of its ranks share memory: `across_hosts` has the algorithms.
+"""The process group of `shm` if not all of its ranks share memory: `across_hosts` has the algorithms.
 
-Operations run one after the other, in the order of their calls, in a thread of the group; messages go by gloo. An error
-breaks the group: all that is queued and all that comes later fails with it, as do the other ranks, on this host by
+Operations run one after the other, in the order of their calls, in a thread of the group; messages use gloo. An error
+breaks the group: all queued and later operations fail with it, as do the other ranks, on this host through shared
 memory and on others because their connections close.
 """
 
@@ -27,7 +27,7 @@ _LEAVE_S = 5.0  # how long the end waits for a collective that hangs
 
 
 class HostsGroup(ShmGroup):
-    """Ranks of several hosts. All of them make it at once; `hosts` are the ranks that share memory, the same on all."""
+    """Ranks of several hosts. All of them must make it; `hosts` are the ranks that share memory, the same on all."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class HostsGroup(ShmGroup):
         return self._algorithms.flat
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier. Its error names ranks that did not come."""
+        """Run a barrier. Its error names ranks that did not arrive."""
         self._flat.monitored_barrier(timeout or timedelta(seconds=self._timeout_s), wait_all_ranks)
 
     @or_elsewhere
@@ -82,7 +82,7 @@ class _Engine:
         self.broken: Exception | None = None
         self._algorithms = algorithms
         self._queue: SimpleQueue[Operation | None] = SimpleQueue()
-        # For the queue's end, and `done` and `calls`; taken again where a group is collected inside.
+        # For the queue's end, and `done` and `calls`; reentrant, because a group may be garbage-collected inside.
         self._telling = threading.RLock()
         self._is_closed = False
         self._running: Operation | None = None
@@ -95,7 +95,7 @@ class _Engine:
     def run(self, operation: Operation, *, wait: bool) -> None:
         """Start an operation; with `wait`, return when it is done, and raise its error."""
         operation.event = threading.Event()
-        with self._telling:  # what is queued comes before the queue's end
+        with self._telling:  # so that it is queued before the queue's end
             if self.broken is not None:
                 raise refused(operation.what, self._algorithms.rank, self.broken)
             self._last = operation
@@ -104,11 +104,14 @@ class _Engine:
             self.wait(operation, None)
 
     def run_now(self, what: str, steps: Steps, results: Sequence[torch.Tensor], timeout_s: float) -> None:
-        """Run an operation; return when it is done, and raise its error."""
+        """Run an operation; block until it is done, and raise its error."""
         self.run(Operation(what, steps, results, timeout_s), wait=True)
 
     def wait(self, operation: Operation, timeout_s: float | None) -> None:
-        """Block until an operation is done; raise its error, or CollectiveError after `timeout_s`: then it goes on."""
+        """Block until an operation is done; raise its error.
+
+        Raises CollectiveError after `timeout_s`; the operation then continues.
+        """
         assert operation.event is not None
         if not operation.event.wait(timeout_s):
             raise not_done(operation.what, self._algorithms.rank, timeout_s)
@@ -116,7 +119,7 @@ class _Engine:
             raise operation.error
 
     def when_done(self, operation: Operation, call: Callable[[], None]) -> None:
-        """Call when the operation is done: here and now if it is."""
+        """Run `call` when the operation is done, at once if it already is."""
         with self._telling:
             if not operation.done:
                 operation.calls.append(call)
@@ -124,13 +127,13 @@ class _Engine:
         call()
 
     def drain(self) -> None:
-        """Wait until the operations that were started are done or have failed, at the latest by their timeouts."""
+        """Wait until the started operations are done or have failed, at the latest by their timeouts."""
         last = self._last
         if last is not None and last.event is not None:
             last.event.wait(last.timeout_s + _LEAVE_S)
 
     def close(self) -> None:
-        """End the thread, fail what is not done, and tell the other ranks. May be repeated."""
+        """End the thread, fail unfinished operations, and notify the other ranks. May be repeated."""
         with self._telling:
             if self._is_closed:
                 return
@@ -139,16 +142,16 @@ class _Engine:
             self._queue.put(None)
         is_own = self._thread is threading.current_thread()  # which has dropped the group
         if not is_own:
-            self._thread.join(_LEAVE_S)  # nothing runs, unless somebody has given up waiting for it
+            self._thread.join(_LEAVE_S)  # nothing runs, unless a caller has given up waiting for it
         if not is_own and self._thread.is_alive():
             self._algorithms.fail(str(self.broken))
-            for operation in (self._running, self._last):  # what is between fails in its turn
+            for operation in (self._running, self._last):  # those in between fail in order
                 if operation is not None:
                     self._finish(operation, self.broken)
         self._algorithms.close()
 
     def leave_to_parent(self) -> None:
-        """In a forked child: the group is of no use here, and is the parent's."""
+        """Give up the group in a forked child: it belongs to the parent."""
         self._is_closed, self._telling = True, threading.RLock()
         why = "this process was forked from the rank that made the group: make another one"
         self.broken = self._algorithms.error("it", RuntimeError(why))
@@ -161,7 +164,7 @@ class _Engine:
             del operation
 
     def _do(self, operation: Operation) -> Exception | None:
-        """Run it; return its error, of which the other ranks are told."""
+        """Run an operation; return its error, after reporting it to the other ranks."""
         try:
             if operation.timeout_s != self._timeout_s:
                 self._limit(operation.timeout_s)
@@ -175,7 +178,7 @@ class _Engine:
         return None
 
     def _limit(self, timeout_s: float) -> None:
-        """Let what starts from now on take so long."""
+        """Set the timeout of later operations."""
         self._timeout_s = timeout_s
         self._algorithms.limit(timedelta(seconds=timeout_s))
 

@@ -1,8 +1,8 @@
-"""What the ranks of a group have mapped of each other, and how they find out that they can.
+"""The memory segments of a group's ranks, mapped by each other, and the check that this works.
 
 Every rank makes one segment without a file and opens those of all others, by tickets that rank 0 collects through the
-store and hands on to the ranks of the same machine; it also says, for all, who shares memory with whom. A token in the
-segment, which the ticket has too, proves that both see the same memory.
+store and passes on to the ranks of the same machine; it also decides, for all, which ranks share memory. A token in the
+segment and in the ticket proves that both see the same memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ddp.comm.shm import waiting
 from ddp.comm.shm.agreement import agree
 from ddp.errors import ParameterServerError, RendezvousError
 
-# Where in a segment, in bytes. Each word that a rank writes and others read has a cache line of its own.
+# Offsets in a segment, in bytes. Each word that a rank writes and others read has its own cache line.
 _TOKEN, POSTED, BELL, STATE, TEXT, HEADS = 0, 64, 128, 192, 256, 1024
 TEXT_BYTES = HEADS - TEXT
 HEAD_BYTES = 64
@@ -37,14 +37,14 @@ def segment_bytes(size: int) -> int:
 
 
 class Peer:
-    """A rank's segment as this process has it mapped, its own too: words, and addresses of slots and channels."""
+    """A rank's segment, possibly its own, as mapped in this process: words, and addresses of slots and channels."""
 
     def __init__(self, segment: SharedSegment, rank: int, size: int) -> None:
         self.rank = rank
         self.pid = int(segment.ticket["pid"])
         self._memory = segment.tensor  # keeps it mapped
         self.address = segment.tensor.data_ptr()
-        array: Any = segment.tensor.numpy()  # has a buffer, which Python 3.11 has no type for
+        array: Any = segment.tensor.numpy()  # has a buffer; Python 3.11 has no type for that
         self.bytes = memoryview(array)
         self.words = self.bytes.cast("Q")
         self.bell = self.bytes[BELL : BELL + 4].cast("I")
@@ -54,7 +54,7 @@ class Peer:
         self._typed: dict[tuple[torch.dtype, int], torch.Tensor] = {}
 
     def slot(self, parity: int, dtype: torch.dtype) -> torch.Tensor:
-        """One of the two slots as a flat tensor."""
+        """Return one of the two slots as a flat tensor."""
         found = self._typed.get((dtype, parity))
         if found is None:
             start = _SLOTS + parity * SLOT_BYTES
@@ -63,9 +63,9 @@ class Peer:
 
 
 def open_all(store: Any, rank: int, size: int, timeout_s: float) -> tuple[list[Peer], list[int]]:
-    """Map the segments of all ranks; return them in order, and descriptors that tell whether each rank still runs.
+    """Map the segments of all ranks; return them in order, and process descriptors (pidfds) to see whether each runs.
 
-    All ranks call it; a rank that is alone needs no others, nor a descriptor. Raises RendezvousError on all if some
+    All ranks must call it; a single rank needs no others, nor a descriptor. Raises RendezvousError on all if some
     cannot share memory, and after `timeout_s`.
     """
     if size == 1:
@@ -117,7 +117,7 @@ def _told(hosts: Sequence[Sequence[int]]) -> str:
 def _meet(
     store: Any, rank: int, size: int, timeout_s: float
 ) -> tuple[dict[int, SharedSegment], dict[int, int], list[tuple[int, ...]]]:
-    """Make a segment as a group needs it, open those of the others; return what could be opened, and by all ranks."""
+    """Make a segment for a group, open those of the others; return the opened ones, and the hosts that all agree on."""
     own, token = _own_segment(segment_bytes(size))
     segments: dict[int, SharedSegment] = {}
     pidfds: dict[int, int] = {}
@@ -140,7 +140,7 @@ def _meet(
 
 
 def _by_machine(tickets: Sequence[dict[str, Any] | None]) -> list[list[tuple[int, dict[str, Any]]]]:
-    """For each rank the tickets, with their ranks, that it could open: those of its boot and its namespace of pids."""
+    """Return for each rank the tickets, with ranks, that it could open: those with its boot id and pid namespace."""
     machines: dict[Any, list[tuple[int, dict[str, Any]]]] = {}
     places = [ticket and (ticket["boot"], ticket["namespace"]) for ticket in tickets]
     for rank, (ticket, place) in enumerate(zip(tickets, places, strict=True)):
@@ -175,7 +175,7 @@ def _opened(own: SharedSegment | None, ticket: dict[str, Any]) -> tuple[SharedSe
 
 
 def _hosts(seen: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """Group ranks that all have opened each other; those that have not opened their own are in no group."""
+    """Group ranks that all have opened each other; those that could not open their own are in no group."""
     hosts: list[list[int]] = []
     for rank in (each for each in range(len(seen)) if each in seen[each]):
         for host in hosts:

@@ -1,9 +1,9 @@
 """Messages from one rank to another: send and recv, by tags.
 
 Each pair of ranks has a channel per direction, a ring of bytes in the sender's segment, with a counter of bytes written
-and one of bytes read. A message is a head of 32 bytes and its payload, padded to 32. A send is done when all of it is
-in the channel, so that a small one need not wait for its receiver. Whoever waits for messages takes all that has come
-out of the channels; what no recv has asked for yet is kept here, so that tags may come in any order.
+and one of bytes read. A message is a header of 32 bytes and its payload, padded to 32. A send is done when all of it is
+in the channel, so that a small one need not wait for its receiver. A thread that waits for messages reads everything
+from the channels; messages without a matching recv are kept here, so that tags may come in any order.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ddp.comm.shm.rounds import DTYPES, Rounds
 from ddp.comm.shm.waiting import memmove
 
 _HEAD = 32
-_PIECE = 1 << 16  # after so many bytes the other side may go on with them
-_WRITTEN, _READ = 0, 8  # words of a channel's head, in a cache line each
+_PIECE = 1 << 16  # after this many bytes the other side may process them
+_WRITTEN, _READ = 0, 8  # words of a channel's header, each in its own cache line
 _DTYPE = {dtype: number for number, dtype in enumerate(DTYPES)}
 
 
@@ -32,7 +32,7 @@ class Send:
 
 
 class Receive:
-    """`rank` is -1 for a message of any rank; then `source` says whose it was."""
+    """A receive; `rank` is -1 for a message of any rank, and `source` is then the sender's rank."""
 
     def __init__(self, flat: torch.Tensor, rank: int, tag: int) -> None:
         self.flat, self.rank, self.tag = flat, rank, tag
@@ -40,7 +40,7 @@ class Receive:
 
 
 class _Arriving:
-    """A message of which some is here."""
+    """A message that has partly arrived."""
 
     def __init__(self, tag: int, nbytes: int, dtype: int) -> None:
         self.tag, self.nbytes, self.dtype = tag, nbytes, dtype
@@ -64,12 +64,12 @@ class Messages:
         size = rounds.size
         self._sends: list[deque[Send]] = [deque() for _ in range(size)]
         self._receives: list[Receive] = []
-        self._kept: list[list[_Arriving]] = [[] for _ in range(size)]  # in the order in which they came
+        self._kept: list[list[_Arriving]] = [[] for _ in range(size)]  # in the order of their arrival
         self._arriving: list[_Arriving | None] = [None] * size
         self._out = [_Channel(rounds.own, rank) for rank in range(size)]
         self._in = [_Channel(peer, rounds.rank) for peer in rounds.peers]
         self.pending = 0
-        self._moved = [0.0] * size  # when something last moved to or from each rank
+        self._moved = [0.0] * size  # time of the last transfer to or from each rank
 
     def add(self, message: Send | Receive) -> None:
         self.pending += 1
@@ -85,7 +85,7 @@ class Messages:
         )
 
     def advance(self) -> bool:
-        """Move what can be moved; return whether anything was. Raises Lost for a message that nobody can receive."""
+        """Transfer what is possible; return whether anything was. Raises Lost for a message that cannot be received."""
         moved = False
         for rank in range(self._rounds.size):
             while self._push(rank):
@@ -98,7 +98,7 @@ class Messages:
         return moved
 
     def absent(self) -> list[int]:
-        """The ranks without which nothing moves: not those of whom something has come that was not taken yet."""
+        """Return the ranks that block all transfers: not those with data that has arrived and was not read yet."""
         came = {rank for rank, channel in enumerate(self._in) if channel.available()}
         named = {receive.rank for receive in self._receives if receive.rank >= 0} - came
         others = {peer.rank for peer in self._rounds.others}
@@ -107,7 +107,7 @@ class Messages:
         return sorted(named | {rank for rank, sends in enumerate(self._sends) if sends})
 
     def moved(self, message: Send | Receive) -> float:
-        """When something last moved to or from the rank of a message, or from any if that may be any."""
+        """Return the time of the last transfer to or from a message's rank, or from any rank if that may be any."""
         return self._moved[message.rank] if message.rank >= 0 else max(self._moved)
 
     def _push(self, rank: int) -> bool:
@@ -137,7 +137,7 @@ class Messages:
         if not available:
             return False
         self._moved[rank] = monotonic()
-        self._rounds.fence()  # what comes later is read after a fence of its own
+        self._rounds.fence()  # later data is read after another fence
         message = self._arriving[rank]
         if message is None:
             message = self._arriving[rank] = _Arriving(*channel.get_head())
@@ -154,19 +154,19 @@ class Messages:
             self._arriving[rank] = None
             if message.receive is not None:
                 self._received(message.receive, rank)
-            else:  # who has asked for it meanwhile gets it before what comes next of the same tag
+            else:  # a recv posted meanwhile gets it before later messages of the same tag
                 for receive in [*self._receives]:
                     self._take_kept(receive)
         return True
 
     def _match(self, message: _Arriving, rank: int) -> None:
-        """Find who has asked for a message first, or keep it."""
+        """Match a message with the first receive for it, or keep it."""
         for receive in self._receives:
             if receive.rank in (-1, rank) and receive.tag == message.tag:
                 self._check(message, receive, rank)
                 self._receives.remove(receive)
                 message.receive, message.into, receive.rank = receive, receive.flat, rank
-                self._receives.append(receive)  # still on its way
+                self._receives.append(receive)  # still incomplete
                 receive.tag = -1
                 return
         message.into = torch.empty(max(message.nbytes, 1), dtype=torch.uint8, device="cpu")
@@ -203,7 +203,7 @@ class Messages:
         self._finish(message)
 
     def drop(self) -> None:
-        """Forget all."""
+        """Drop all messages."""
         for sends in self._sends:
             sends.clear()
         self._receives.clear()
@@ -237,7 +237,7 @@ class _Channel:
         return self._head[at], self._head[at + 1], self._head[at + 2]
 
     def put(self, source: int, length: int, valid: int) -> None:
-        """Write `length` bytes, of which those beyond `valid` are padding."""
+        """Write `length` bytes; those after `valid` are padding."""
         for at, offset, count in self._parts(valid):
             memmove(self._address + at, source + offset, count)
         self._at += length
@@ -248,7 +248,7 @@ class _Channel:
         self._at += length
 
     def _parts(self, count: int) -> list[tuple[int, int, int]]:
-        """(place in the ring, offset, bytes): two where the ring ends in between."""
+        """Return (position in the ring, offset, bytes): two parts if the ring wraps around in between."""
         at = self._at % CHANNEL_BYTES
         first = max(min(count, CHANNEL_BYTES - at), 0)
         return [(at, 0, first), *([(0, first, count - first)] if count > first else [])]

@@ -1,7 +1,7 @@
-"""What a group of `shm` does not move itself: tensors of other devices, and sparse ones.
+"""Backends for tensors that a group of `shm` does not support: those on other devices, and sparse ones.
 
-torch takes a group that is written in Python as the whole group, and makes no backend for its other devices. So this
-makes them, when the first tensor of such a device comes, by what the whole group was asked for ("cpu:shm,cuda:nccl").
+torch treats a group that is written in Python as the whole group, and makes no backend for its other devices. This
+module makes them, at the first tensor of such a device, from the backend of the whole group ("cpu:shm,cuda:nccl").
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ddp.torch_internals import destroy_device_group, device_group, host_group
 
 
 class OtherDevices:
-    """Groups of torch's own of the same ranks. `options` and `backend_options` are those that torch makes groups by."""
+    """torch's own groups of the same ranks. `options` and `backend_options` are those that torch makes groups with."""
 
     def __init__(self, options: Any, backend_options: Any) -> None:
         self._options, self._backend_options = options, backend_options
@@ -24,7 +24,7 @@ class OtherDevices:
         self._types: list[torch.device] = []
 
     def backends(self, group: dist.ProcessGroup) -> dict[str, str]:
-        """The backends of a group's other devices, by type. While torch still makes the group: all that it could be."""
+        """Return the backends of a group's other devices, by type; all possible ones while torch makes the group."""
         known = _backends_of(group)
         if known is None:
             known = dict(dist.Backend.default_device_backend_map)
@@ -32,17 +32,17 @@ class OtherDevices:
         return known
 
     def device_types(self, group: dist.ProcessGroup) -> list[torch.device]:
-        """The types of devices whose tensors a group moves, the host's first; empty while torch still makes the group.
+        """Return the device types that a group supports, the host's first; empty while torch still makes the group.
 
         torch 2.15 asks then: it attaches a recorder, which needs torch's own backends, unless this is empty. Once known
-        they stay, also when torch has forgotten the group: its operations then fail with its own errors.
+        they stay, also after torch has removed the group: its operations then fail with its own errors.
         """
         if not self._types and _backends_of(group) is not None:
             self._types = [*map(torch.device, ("cpu", *self.backends(group)))]
         return self._types
 
     def group_for(self, group: dist.ProcessGroup, device: str) -> dist.ProcessGroup:
-        """The group that moves tensors of a type of device; RuntimeError if `group` has no backend for it."""
+        """Return the group for a type of device; raises RuntimeError if `group` has no backend for it."""
         if device not in self._groups:
             backend = self.backends(group).get(device)
             if backend is None:
@@ -54,7 +54,7 @@ class OtherDevices:
         return self._groups[device]
 
     def for_sparse(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """A group of gloo. All ranks must come the first time."""
+        """Return a gloo group. All ranks must call it the first time."""
         if "sparse" not in self._groups:
             store = PrefixStore("sparse", self._options.store)
             self._groups["sparse"] = host_group(group, store, self._options.timeout)
@@ -67,7 +67,7 @@ class OtherDevices:
 
 
 def _backends_of(group: dist.ProcessGroup) -> dict[str, str] | None:
-    """The backends that a group was asked for, by type of device; None while torch still makes it."""
+    """Return the backends with which a group was made, by type of device; None while torch still makes it."""
     try:
         config = dist.get_backend_config(group)
     except (AssertionError, RuntimeError, TypeError, ValueError):  # by version of torch

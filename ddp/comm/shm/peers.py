@@ -1,8 +1,7 @@
-"""Messages between the ranks of one number on all hosts, over gloo.
+"""Messages between the ranks with the same number on all hosts, over gloo.
 
-Ask for what comes before anything is sent: a request waits behind the data that this rank has sent before it, and a
-rank that is not asked sends nothing. gloo's own collectives send first, so that a slow link is used in one direction
-at a time.
+Post receives before sends: a request waits behind the data that this rank has sent before it, and a rank without a
+request sends nothing. gloo's own collectives send first, so that a slow link is used in one direction at a time.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _AT_ONCE = timedelta(milliseconds=1)
 
 
 class Peers:
-    """`ranks`, one on each host, of which this process is the one on `host`. Rows are contiguous tensors, one a host.
+    """`ranks`, one on each host; this process is the one on `host`. Rows are contiguous tensors, one per host.
 
     A tag is free again after `wait`.
     """
@@ -39,11 +38,11 @@ class Peers:
         self._works[tag] += [(host, self.group.recv([bytes_of(rows[host])], host, tag)) for host in self._others]
 
     def send(self, rows: Sequence[torch.Tensor], tag: int) -> None:
-        """Send each other host its row, when it asks for it."""
+        """Send each other host its row, once it requests it."""
         self._works[tag] += [(host, self.group.send([bytes_of(rows[host])], host, tag)) for host in self._others]
 
     def wait(self, tag: int) -> None:
-        """Block until all of this tag has come and gone. RuntimeError if a rank is gone, or some are too late."""
+        """Block until all transfers of this tag are done. Raises RuntimeError if a rank is gone or too late."""
         works, began = self._works[tag], monotonic()
         while works:
             host = works[0][0]
@@ -52,14 +51,14 @@ class Peers:
             except RuntimeError as error:
                 if monotonic() - began < self.timeout.total_seconds():
                     raise RuntimeError(f"rank {self._ranks[host]} on another host: {error}") from error
-                late = {host, *self._unfinished(works)}  # who was waited for first need not be who stalls
+                late = {host, *self._unfinished(works)}  # the first one awaited need not be the one that stalls
                 ranks = [self._ranks[each] for each in sorted(late)]
                 told = f"rank {ranks[0]} on another host" if len(ranks) == 1 else f"{ranks_text(ranks)} on other hosts"
                 raise RuntimeError(f"{told}: {error}") from error
         del self._works[tag]
 
     def _unfinished(self, works: list[tuple[int, Any]]) -> Iterator[int]:
-        """Whose messages are not over; afterwards there are no more."""
+        """Yield the hosts with unfinished messages, and remove these."""
         while works:
             host = works[0][0]
             try:
@@ -68,18 +67,18 @@ class Peers:
                 yield host
 
     def exchange(self, rows: Sequence[torch.Tensor], came: Sequence[torch.Tensor]) -> None:
-        """Give each other host its row of `rows`, and get one of each."""
+        """Send each other host its row of `rows`, and receive one from each."""
         self.receive(came, 0)
         self.send(rows, 0)
         self.wait(0)
 
     def close(self) -> None:
-        """Close the connections: whoever waits for this rank fails."""
+        """Close the connections: ranks that wait for this one fail."""
         for works in self._works.values():
             works.clear()
         self.group = None
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor as (n,) uint8: gloo moves any dtype so."""
+    """Return the memory of a contiguous tensor as (n,) uint8, so that gloo can move any dtype."""
     return tensor.view(-1).view(torch.uint8)

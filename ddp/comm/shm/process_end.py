@@ -14,7 +14,7 @@ LEAVE_S = 5.0  # how long a group's `close` waits for another thread: a callback
 
 
 class Closing(Protocol):
-    """What runs the operations of a group."""
+    """An engine that runs the operations of a group."""
 
     def close(self) -> None: ...
     def leave_to_parent(self) -> None: ...
@@ -26,7 +26,7 @@ _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 def end_with_process(engine: Closing) -> None:
-    """Call its `close()` before the interpreter ends, and its `leave_to_parent()` in a forked child."""
+    """Call the engine's `close()` before the interpreter ends, and its `leave_to_parent()` in a forked child."""
     _engines[next(_numbers)] = engine
 
 
@@ -36,7 +36,7 @@ def join_at_end(thread: threading.Thread) -> None:
 
 
 def close_all() -> None:
-    """Before the interpreter ends: a thread that wants its lock afterwards would abort the process.
+    """Close all groups before the interpreter ends: a thread that takes its lock afterwards would abort the process.
 
     The newest first: one that runs operations of others was made after them.
     """

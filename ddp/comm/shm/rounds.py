@@ -1,10 +1,10 @@
-"""Rounds of all ranks of a group: each fills its slot, raises its counter, and waits for the counters of the others.
+"""Rounds of all ranks of a group: each fills its slot, increments its counter, and waits for the others' counters.
 
 There are two slots, used in turn. A rank that fills one for round k + 2 has seen all counters at k + 1, and a rank
-raises its counter to k + 1 only when it has read what it wants of round k: nobody reads a slot that is filled again.
+sets its counter to k + 1 only after reading its data of round k: no rank reads a slot that is being filled again.
 
-Each round carries a header: what operation its rank is in, of which dtype and how many elements. Ranks whose headers
-differ call different things: all of them see it in the first round, before anything is written to a tensor.
+Each round has a header: its rank's operation, dtype and number of elements. If the headers differ, the ranks called
+different operations: all of them see it in the first round, before anything is written to a tensor.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ddp.errors import CollectiveError
 
 _OPEN, _FAILED, _CLOSED = 0, 1, 2
 _POSTED, _STATE, _HEADS = POSTED // 8, STATE // 8, HEADS // 8
-_KEPT_PARTS = 64  # views of slots: a training step asks for the same ones again
+_KEPT_PARTS = 64  # cached views of slots: every training step uses the same ones
 _SLICE_S = 0.05  # how long a rank sleeps before it looks whether the others still run
 
 KINDS = (
@@ -40,16 +40,16 @@ _DTYPE = {dtype: number for number, dtype in enumerate(DTYPES)}
 
 
 class Lost(CollectiveError):
-    """A collective of `shm` failed on this rank; the group is of no use any more."""
+    """A collective of `shm` failed on this rank; the group is unusable from now on."""
 
 
 def refused(what: str, rank: int, broken: BaseException | None) -> Lost:
-    """What a call gets on `rank` after the group is `broken`."""
+    """Return the error for a call on `rank` after the group is `broken`."""
     return Lost(f"{what} is refused on rank {rank}, since the group has failed: {broken}", rank=rank, what=what)
 
 
 def not_done(what: str, rank: int, timeout_s: float | None) -> CollectiveError:
-    """What a wait gets that has a limit of its own."""
+    """Return the error for a wait with its own timeout."""
     return CollectiveError(
         f"{what} on rank {rank} was not done within {timeout_s:g} s; it goes on", rank=rank, what=what
     )
@@ -57,7 +57,7 @@ def not_done(what: str, rank: int, timeout_s: float | None) -> CollectiveError:
 
 @lru_cache(maxsize=256)
 def header(kind: str, dtype: torch.dtype, numel: int, reduction: str = "none", root: int = -1) -> tuple[int, int]:
-    """What all ranks must call alike, as two words."""
+    """Return the part of a call that must agree between ranks, as two words."""
     return _KIND[kind] | _REDUCTION[reduction] << 8 | _DTYPE[dtype] << 16 | (root + 1) << 32, numel
 
 
@@ -94,7 +94,7 @@ class Rounds:
     # In a round.
 
     def begin(self, words: tuple[int, int]) -> int:
-        """Start a round with this header; returns which slot is this round's. Then fill it, `post`, and yield."""
+        """Start a round with this header; return its slot's index. Then fill it, `post`, and yield."""
         self.round += 1
         self.parity = parity = self.round & 1
         self._words = words
@@ -104,13 +104,13 @@ class Rounds:
         return parity
 
     def post(self) -> None:
-        """Let the others read what this rank has written."""
+        """Publish this rank's data to the others."""
         self.fence()
         self.own.words[_POSTED] = self.round
         self.ring()
 
     def ring(self, ranks: Iterable[int] | None = None) -> None:
-        """Wake those who sleep, to look at what was written before."""
+        """Wake sleeping ranks, to look at the data written before."""
         self.fence()
         for bell, address in self._bells if ranks is None else [self._bell(rank) for rank in ranks]:
             if bell[0]:
@@ -121,7 +121,7 @@ class Rounds:
         return self.peers[rank].bell, self.peers[rank].bell_address
 
     def all_posted(self) -> bool:
-        """Whether all ranks are in this round, or further."""
+        """Return whether all ranks are in this round, or further."""
         this = self.round
         for words in self._counters:  # noqa: SIM110  # a generator costs more than all else here
             if words[_POSTED] < this:
@@ -129,7 +129,7 @@ class Rounds:
         return True
 
     def check(self) -> None:
-        """Raise Lost if not all ranks began this round with the same header, or one has failed since.
+        """Raise Lost if not all ranks started this round with the same header, or one has failed since.
 
         Call it when all have posted.
         """
@@ -139,11 +139,11 @@ class Rounds:
         for words in self._counters:
             if words[at] != first or words[at + 1] != second:
                 raise self._mismatch(at)
-            if words[_STATE] == _FAILED:  # it does not wait for this rank any more: nor has it the result
+            if words[_STATE] == _FAILED:  # it no longer waits for this rank, and does not have the result
                 raise self.error("; ".join(filter(None, (self._why_gone(peer.rank) for peer in self.others))))
 
     def parts(self, dtype: torch.dtype, start: int, count: int) -> list[torch.Tensor]:
-        """`count` elements from `start` on of the slots of all ranks, of this round."""
+        """Return `count` elements from `start` on of the slots of all ranks, in this round."""
         key = (dtype, start, count, self.parity)
         found = self._parts.get(key)
         if found is None:
@@ -163,15 +163,15 @@ class Rounds:
     # Waiting.
 
     def absent(self) -> list[int]:
-        """The ranks that this round waits for."""
+        """Return the ranks that this round waits for."""
         return [peer.rank for peer in self.others if peer.words[_POSTED] < self.round]
 
     def spin(self) -> bool:
-        """Look for a moment whether all have posted."""
+        """Spin for a moment; return whether all have posted."""
         return spin(self.all_posted, self._crowded)
 
     def sleep(self, is_ready: Callable[[], bool]) -> bool:
-        """Look for a moment, then sleep until `is_ready()`, woken or not, for a slice; return whether it was short."""
+        """Spin, then sleep until `is_ready()`, a wake-up or the end of a slice; return whether it was short."""
         if spin(is_ready, self._crowded):
             return True
         bell, address = self.own.bell, self.own.bell_address
@@ -187,12 +187,12 @@ class Rounds:
         return time.monotonic() - began < _SLICE_S * 0.9 and not any(words[_STATE] for words in self._counters)
 
     def wake_driver(self) -> None:
-        """End the `sleep` of this process's other thread."""
+        """Wake this process's other thread from `sleep`."""
         self.own.bell[0] = 0
         futex_wake(self.own.bell_address)
 
     def look_for_lost(self, absent: Callable[[], Sequence[int]], late_after_s: float | None) -> None:
-        """Raise Lost if one of the ranks `absent()` cannot come any more, or with `late_after_s` because it is late."""
+        """Raise Lost if one of the ranks `absent()` is gone or, with `late_after_s`, late."""
         gone = {rank: why for rank in absent() if (why := self._why_gone(rank))}
         if not gone and late_after_s is None:
             return
@@ -225,7 +225,7 @@ class Rounds:
     # The end.
 
     def tell_failure(self, text: str) -> None:
-        """Let the others fail too, with the first cause."""
+        """Make the others fail too, with the first cause."""
         if self.own.words[_STATE] != _OPEN:
             return
         said = text.encode("utf-8")[: TEXT_BYTES - 1].decode("utf-8", "ignore").encode("utf-8")
@@ -235,7 +235,7 @@ class Rounds:
         self.ring()
 
     def close(self, *, in_child: bool = False) -> None:
-        """Tell the others that this rank has left; a forked child has nothing to tell."""
+        """Notify the others that this rank has left; not in a forked child."""
         if not in_child:
             if self.own.words[_STATE] == _OPEN:
                 self.fence()

@@ -35,7 +35,7 @@ class _Timespec(ctypes.Structure):
 
 
 def futex_wait(address: int, value: int, timeout_s: float) -> None:
-    """Sleep while the 32-bit word at `address` is `value`, until it is woken, a signal comes, or the time is over."""
+    """Sleep while the 32-bit word at `address` is `value`, until a wake-up, a signal or the timeout."""
     limit = _Timespec(int(timeout_s), int(timeout_s % 1 * 1e9))
     _syscall(_FUTEX_CALL, address, _WAIT, value, ctypes.addressof(limit))
 
@@ -46,14 +46,14 @@ def futex_wake(address: int) -> None:
 
 
 class Fence:
-    """Orders what this thread wrote and read before a call against what it writes and reads after it.
+    """Orders this thread's memory accesses before a call against those after it.
 
-    A lock that is always held is released and taken again. On x86 both are locked instructions, of which each is a
-    full fence. On ARM the release is a store-release and the taking after it a load-acquire, which the architecture
-    keeps in this order ("RCsc"), and neither can what stands before pass the first, nor what stands after the second.
-    (Taking first and releasing then would let both sides slip in between.)
+    A lock that is always held is released and acquired again. On x86 both are locked instructions, each a full fence.
+    On ARM the release is a store-release and the acquire after it a load-acquire, which the architecture keeps in this
+    order ("RCsc"); earlier accesses cannot pass the first, nor later ones the second. (Acquiring first and releasing
+    then would let accesses from both sides move in between.)
 
-    One thread at a time may call it. After an interrupt in the middle the lock is free: it is taken first.
+    Not thread-safe. After an interrupt in the middle the lock is free: it is acquired first.
     """
 
     def __init__(self) -> None:
@@ -67,13 +67,13 @@ class Fence:
         self._acquire()
 
 
-# Measured: a peer on another core that is about to come does so within this; more costs who waits for the same core.
+# Measured: a peer on another core that is nearly ready arrives within this; more delays threads on the same core.
 _SPINS = 200
 _YIELDS = 6
 
 
 def spin(is_ready: Callable[[], bool], crowded: bool) -> bool:
-    """Look for some microseconds whether something is ready; `crowded`: let others of this core go first."""
+    """Spin for some microseconds until `is_ready()`; `crowded`: yield the core to others first."""
     if is_ready():
         return True
     if crowded:

@@ -1,4 +1,4 @@
-"""What a collective of `shm` returns: torch's Work, of an operation that may still run."""
+"""The results of collectives of `shm`: torch's Work, for an operation that may still run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _future_of(results: Sequence[torch.Tensor]) -> torch.futures.Future[Any]:
 
 
 class DoneWork(dist.Work):
-    """Of an operation that was done when its call returned. One does for all."""
+    """The Work of an operation that was done when its call returned. One object serves all."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True
@@ -45,7 +45,7 @@ class DoneWork(dist.Work):
 
 
 class ShmWork(dist.Work):
-    """`group` runs the operation in `engine`, and lives as long as this."""
+    """The Work of an operation that `group` runs in `engine`; keeps the group alive."""
 
     def __init__(self, group: dist.ProcessGroup, engine: Engine, operation: Operation) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class ShmWork(dist.Work):
         return self._operation.source
 
     def get_future(self) -> Any:
-        """A future of the tensors that the operation writes; its error is a RuntimeError with that of the operation."""
+        """Return a future of the operation's tensors; its error is a RuntimeError with that of the operation."""
         if self._future is None:
             done: torch.futures.Future[Any] = torch.futures.Future()
             # What set_exception() sets is a value to torch's reducer, which takes it for tensors: SIGSEGV (torch 2.13).
