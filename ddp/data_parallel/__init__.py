@@ -1,1 +1,1 @@
-"""DistributedDataParallel: the wrapper, the reducer, and what the ranks tell each other in each step."""
+"""DistributedDataParallel: the wrapper, the reducer, and the status that ranks exchange in each step."""

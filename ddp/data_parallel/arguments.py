@@ -1,4 +1,4 @@
-"""Checks the arguments of DistributedDataParallel, before anything communicates."""
+"""Check the arguments of DistributedDataParallel before anything communicates."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from ddp.torch_internals import device_index
 
 _MB = 1 << 20
 _DEFAULT_CAP_MB = 25.0
-# Compressors work on one bucket while others travel; measured: best at 2 to 4 MB on 1 Gbit/s.
+# Compressors work on one bucket while others are in transit; measured: best at 2 to 4 MB on 1 Gbit/s.
 _COMPRESSED_CAP_MB = 4.0
 _FIRST_CAP_BYTES = 1 * _MB
-# Measured with gloo over loopback: a collective takes some 0.6 ms of CPU time, as much as copying 4 MB.
+# Measured with gloo over loopback: a collective takes about 0.6 ms of CPU time, as much as copying 4 MB.
 _OWN_BYTES_ON_CPU = 4 * _MB
 
 _MEANINGLESS: Mapping[str, tuple[object, str]] = {
@@ -37,9 +37,9 @@ _MEANINGLESS: Mapping[str, tuple[object, str]] = {
 
 
 def check_torchs_arguments(given: Mapping[str, object]) -> None:
-    """Warn of arguments that are accepted for the sake of scripts written for torch's class, and change nothing.
+    """Warn about arguments that are accepted for compatibility with torch's class but have no effect.
 
-    And of `broadcast_buffers`, as torch 2.13 does. Raises UnsupportedError for `mixed_precision`.
+    Also warn about `broadcast_buffers`, as torch 2.13 does. Raises UnsupportedError for `mixed_precision`.
     """
     if given["mixed_precision"] is not None:
         raise UnsupportedError(
@@ -75,12 +75,12 @@ def check_initialized(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
 
 
 def checked_device(parameters: Sequence[tuple[str, nn.Parameter]]) -> torch.device:
-    """The device of the first parameter. All must be on devices of its type and have values; something must train.
+    """Return the device of the first parameter, after checking all: same device type, initialized, some trainable.
 
-    Raises UnsupportedError for parameters of which each rank holds a part (tensor parallel, FSDP2), ArgumentError or
+    Raises UnsupportedError for parameters that are split over the ranks (tensor parallel, FSDP2), ArgumentError or
     DdpError for others that cannot be averaged.
     """
-    tensor = sys.modules.get("torch.distributed.tensor")  # who made a DTensor has imported it
+    tensor = sys.modules.get("torch.distributed.tensor")  # imported already if there is a DTensor
     for name, parameter in parameters:
         if tensor is not None and isinstance(parameter, tensor.DTensor):
             raise UnsupportedError(
@@ -106,7 +106,7 @@ def checked_device(parameters: Sequence[tuple[str, nn.Parameter]]) -> torch.devi
 
 
 def checked_group(group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup:
-    """The group to average over. Raises NotInitializedError, or ArgumentError if this rank is not in it."""
+    """Return the group to average over. Raises NotInitializedError, or ArgumentError if this rank is not in it."""
     if device_mesh is not None:
         if group is not None:
             raise ArgumentError("Cannot specify both process_group and device_mesh arguments: give one of them")
@@ -124,7 +124,7 @@ def checked_device_ids(
     output_device: int | torch.device | None,
     device: torch.device,
 ) -> list[int] | None:
-    """The index of the one device that inputs are moved to, in a list, or None."""
+    """Return the index of the one device that inputs are moved to, in a list, or None."""
     if not device_ids:
         if output_device is not None:
             raise ArgumentError(
@@ -151,9 +151,9 @@ def bucket_limits(
     *,
     is_compressed: bool,
 ) -> BucketLimits:
-    """Sizes of buckets, as torch has them: a small first one by default, else one for all, or the given ones first.
+    """Return the sizes of buckets as in torch: a small first one by default, else one size, or the given ones first.
 
-    "auto" begins with the default. Raises ArgumentError.
+    "auto" starts from the default. Raises ArgumentError.
     """
     if cap_mb == "auto":
         if caps_mb:
@@ -184,9 +184,9 @@ def replanning(
     *,
     init_sync: bool,
 ) -> Replanning | None:
-    """Say whether buckets follow from measurement; None if nothing is measured, as by default on a device.
+    """Return whether measurement may change the buckets; None if nothing is measured, as by default on a device.
 
-    Raises ArgumentError if arguments contradict each other, UnsupportedError for what cannot be measured on `device`.
+    Raises ArgumentError if arguments contradict each other, UnsupportedError if `device` does not allow "auto".
     """
     if cap_mb == "auto":
         if measure is False:

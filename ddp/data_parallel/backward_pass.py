@@ -1,6 +1,6 @@
-"""What a reducer and its policy share: one pass, how it begins and ends, and what a policy decides of passes.
+"""The interface between a reducer and its policy: a pass, its start and end, and the policy's decisions about passes.
 
-And how a reducer holds on to autograd: its hooks on the parameters, and graphs that outlive a pass.
+Also the reducer's connection to autograd: its hooks on the parameters, and graphs that outlive a pass.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ddp.torch_internals import current_node, gradient_hooks, will_be_reached
 class Pass:
     """One reduction on this rank, from its start until its averages are in place or it has failed.
 
-    Its identity tells it from later ones: what belongs to an earlier pass cannot end this one. `problem` is why it will
-    count as failed; `holds` whether all buckets wait for its end; `has_joined` whether this rank has no more inputs.
+    Passes are compared by identity, so that leftovers of an earlier pass cannot end this one. `problem` is the reason
+    why it will fail, `holds` whether all buckets wait for its end, `has_joined` whether this rank has no more inputs.
     """
 
     problem: DdpError | None
@@ -33,14 +33,14 @@ class Pass:
     unfrozen: Sequence[tuple[str, torch.nn.Parameter]]
     holds: bool
     has_joined: bool
-    has_told: bool = False  # whether this rank's status is on its way
+    has_sent_status: bool = False
     arrived: dict[int, Any] = field(default_factory=dict)  # when gradients were ready, while it holds
 
 
 class EndOfBackward:
-    """What the engine calls at the end of a backward pass; `failed` instead, if it drops this without a call.
+    """Callback for the engine at the end of a backward pass; calls `failed` if the engine drops it without a call.
 
-    That may be late, and in another thread: the graph of a pass that failed lives as long as somebody holds it.
+    That may be late, and in another thread: the graph of a failed pass lives as long as anything references it.
     """
 
     def __init__(self, done: Callable[[], None], failed: Callable[[], None]) -> None:
@@ -60,42 +60,42 @@ class PassPolicy(Protocol):
     """Decides which backward passes a reducer reduces, and what else the ranks must agree on in them."""
 
     def may_begin(self) -> bool:
-        """A gradient has come and no pass runs: begin one and return True, or leave it where it is."""
+        """Handle a gradient outside of a pass: begin one and return True, or leave the gradient where it is."""
 
     def begin(self) -> None:
         """Call the reducer's `begin`, in a backward pass that will be reduced."""
 
     def end(self, pass_: Pass) -> None:
-        """The backward pass has ended, or there is none: call the reducer's `finish`."""
+        """Call the reducer's `finish`: the backward pass has ended, or there is none."""
 
     def starting(self) -> None:
-        """A pass starts."""
+        """Handle the start of a pass."""
 
     def fill(self, **common: Any) -> RankStatus:
-        """This rank's status, from what the reducer knows of it."""
+        """Complete this rank's status; `common` are the reducer's fields."""
 
     def disagreement(self, statuses: StatusSum) -> DdpError | None:
-        """Why the ranks' gradients must not be averaged. Collective where it is not None."""
+        """Return why the ranks' gradients must not be averaged, or None. Collective if it is not None."""
 
     def rank_count(self, statuses: StatusSum) -> int:
-        """How many ranks, or micro-batches, the average is over."""
+        """Return the number of ranks, or micro-batches, to average over."""
 
     def delivered(self, *, is_first: bool) -> None:
-        """The averages are in `.grad`."""
+        """Handle the arrival of the averages in `.grad`."""
 
     def ended(self, *, has_failed: bool) -> None:
-        """The pass is over, or a failure has come in its place."""
+        """Handle the end of a pass, or a failure that replaces it."""
 
 
 def accumulates(leaves: Iterable[Node], warn: Callable[[str], None]) -> bool:
-    """Whether the running backward pass leaves gradients in `.grad` of `leaves`, or of others if it reaches none.
+    """Return whether the running backward pass accumulates into `.grad` of `leaves`, or of others if it reaches none.
 
-    `torch.autograd.grad()` does not, which is warned of where it returns gradients of `leaves`.
+    `torch.autograd.grad()` does not; `warn` is called if it returns gradients of `leaves`.
     """
     try:
         if any(map(will_be_reached, leaves)):
             return True
-    except RuntimeError as error:  # a leaf whose gradient is captured: what torch.autograd.grad() does
+    except RuntimeError as error:  # a leaf whose gradient is captured, by torch.autograd.grad()
         if is_interrupt(error):
             raise
         warn(
@@ -105,14 +105,14 @@ def accumulates(leaves: Iterable[Node], warn: Callable[[str], None]) -> bool:
         return False
     try:
         return any(map(will_be_reached, _leaves_below(current_node())))
-    except RuntimeError as error:  # the same of a leaf that is no parameter: a gradient penalty, say
+    except RuntimeError as error:  # the same for a leaf that is not a parameter, as in a gradient penalty
         if is_interrupt(error):
             raise
         return False
 
 
 def _leaves_below(node: Node | None) -> Iterator[Node]:
-    """The nodes that accumulate into leaves, among those that `node` leads to."""
+    """Yield the nodes reachable from `node` that accumulate into leaves."""
     seen, stack = {node}, [node]
     while stack:
         current = stack.pop()
@@ -128,7 +128,7 @@ def _leaves_below(node: Node | None) -> Iterator[Node]:
 
 
 class _Revalued(torch.autograd.Function):
-    """`value`, to the bit, with the derivative of `source`."""
+    """Returns the exact bits of `value`, with the derivative of `source`."""
 
     @staticmethod
     def forward(ctx: Any, source: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -142,16 +142,16 @@ class _Revalued(torch.autograd.Function):
 class GraphKeeper:
     """Keeps `backward(create_graph=True)` differentiable: `.grad` has the average as its value and this rank's graph.
 
-    It holds the gradients of one backward pass with their graphs, while their values are reduced. Where every rank goes
-    on to compute the same function f of the averaged gradients g, the average of the ranks' gradients of f is then
-    exact: the derivative of f(mean of g_r) is the mean over the ranks r of f'(g) dg_r.
+    It holds the gradients of one backward pass with their graphs, while their values are reduced. If every rank then
+    computes the same function f of the averaged gradients g, the average of the ranks' gradients of f is exact: the
+    derivative of f(mean of g_r) is the mean over the ranks r of f'(g) dg_r.
     """
 
     def __init__(self) -> None:
         self._kept: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
 
     def set_aside(self, members: Iterable[Member]) -> None:
-        """Put plain copies in the place of gradients that have a graph."""
+        """Replace gradients that have a graph with plain copies."""
         for member in members:
             grad = member.parameter.grad
             if grad is not None and grad.requires_grad:
@@ -159,7 +159,7 @@ class GraphKeeper:
                 member.parameter.grad = grad.detach().clone()
 
     def restore(self, on_grad: Callable[[torch.Tensor], None]) -> None:
-        """Give the averages their graphs back; `on_grad` is called when a backward pass goes through one of them."""
+        """Restore the graphs on the averages; `on_grad` is called when a backward pass goes through one of them."""
         with torch.enable_grad():
             for parameter, grad in self._kept:
                 if parameter.grad is not None:
@@ -168,18 +168,18 @@ class GraphKeeper:
 
 
 class GradientHooks:
-    """One hook for each parameter, called when its gradient is in `.grad`. Parameters are numbered as they are added.
+    """One hook per parameter, called when its gradient is in `.grad`. Parameters are numbered as they are added.
 
-    `nodes` are those that leave the parameters' gradients in `.grad`, in the same order.
+    `nodes` are the autograd nodes that accumulate the parameters' gradients, in the same order.
     """
 
     def __init__(self) -> None:
-        self.nodes: list[Node] = []  # they stay alive as long as somebody holds them: autograd only knows them weakly
+        self.nodes: list[Node] = []  # keeps them alive: autograd only has weak references
         self._handles: list[RemovableHandle] = []
-        self._registered: list[Any] = []  # an ordered dict for each parameter, of its hooks by ids of handles
+        self._registered: list[Any] = []  # per parameter, an ordered dict of its hooks by handle id
 
     def add(self, parameter: torch.nn.Parameter, hook: Callable[[torch.Tensor], None]) -> None:
-        """Call `hook` whenever a gradient of `parameter` is there. It may be frozen now."""
+        """Call `hook` whenever a gradient of `parameter` is ready. The parameter may be frozen now."""
         requires_grad = parameter.requires_grad
         parameter.requires_grad_(True)
         self.nodes.append(get_gradient_edge(parameter).node)
@@ -189,24 +189,24 @@ class GradientHooks:
         parameter.requires_grad_(requires_grad)
 
     def be_last(self) -> None:
-        """Let hooks that the user registered after ours run before it, which sends what they leave."""
+        """Run our hook after hooks that the user registered later, so that it sends their result."""
         if max(map(len, self._registered)) > 1:
             for hooks, own in zip(self._registered, self._handles, strict=True):
-                if own.id in hooks:  # torch goes by the order of insertion, which move_to_end() does not change
+                if own.id in hooks:  # torch uses the order of insertion, which move_to_end() does not change
                     hooks[own.id] = hooks.pop(own.id)
 
     def has_others(self, index: int) -> bool:
-        """Whether the user has registered hooks on this parameter too."""
+        """Return whether the user has registered hooks on this parameter too."""
         return len(self._registered[index]) > 1
 
     def unreached(self) -> frozenset[int]:
-        """The parameters that the running backward pass will not reach, as far as autograd's engine knows.
+        """Return the parameters that the running backward pass will not reach, as far as autograd's engine knows.
 
         It does not see into reentrant checkpoints.
         """
         return frozenset(index for index, node in enumerate(self.nodes) if not will_be_reached(node))
 
     def remove(self) -> None:
-        """Take the hooks off the parameters. May be repeated."""
+        """Remove the hooks from the parameters. May be repeated."""
         for handle in self._handles:
             handle.remove()

@@ -19,11 +19,11 @@ _CAUSES = "an optimizer with other settings, a step taken or skipped there alone
 
 
 class WeightChecksum:
-    """One number for all parameters, computed where they are.
+    """One number for all parameters, computed on their device.
 
-    On a device `take` only enqueues that and a copy to pinned host memory. `digest`, which is asked for at the end of
-    backward, waits for the copy: for all that the device had to do before this pass, but for no gradient. Without that
-    wait the ranks could not say in this step that they differ.
+    On a device `start` only enqueues the computation and a copy to pinned host memory. `digest`, called at the end of
+    backward, waits for the copy: for all work queued on the device before this pass, but for no gradient. Without that
+    wait, the ranks could not report in this step that they differ.
     """
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
@@ -31,12 +31,12 @@ class WeightChecksum:
         self._digest = Digest(self._named.values())
         self._read: Callable[[], int] = lambda: 0
 
-    def take(self) -> None:
-        """Sum up every parameter as it is now. Reads all weights once; does not wait for the device."""
+    def start(self) -> None:
+        """Start to sum up every parameter as it is now. Reads all weights once; does not wait for the device."""
         self._read = self._digest.start()
 
     def digest(self) -> int:
-        """48 bits of what was taken last: other ones after a change of one bit. Waits until the device has taken it."""
+        """Return 48 bits of the sum that was started last; they change if one bit does. Waits for the device."""
         return self._read() % _PRIME
 
     def compare(self, channel: Channel, step: int, *, counts: bool = True, why: str = "") -> DriftError | None:
@@ -48,14 +48,14 @@ class WeightChecksum:
 def drift_among(
     every: Sequence[Mapping[str, int] | None], step: int = 0, why: str = "", *, otherwise: str = ""
 ) -> DriftError | None:
-    """The error for the first name whose number is not the same in the checksums of all ranks; None where all are.
+    """Return the error for the first name whose checksum differs between the ranks, or None.
 
-    `every` has None for a rank that does not count. `step` is the one that comes next, 0 outside of training.
-    `otherwise` ends the error's text.
+    `every` has None for a rank that does not count. `step` is the next step, 0 outside of training. `otherwise` is
+    appended to the error's text.
     """
-    told = {rank: sums for rank, sums in enumerate(every) if sums is not None}
-    for name in dict.fromkeys(name for sums in told.values() for name in sums):
-        totals = {rank: sums.get(name) for rank, sums in told.items()}
+    counted = {rank: sums for rank, sums in enumerate(every) if sums is not None}
+    for name in dict.fromkeys(name for sums in counted.values() for name in sums):
+        totals = {rank: sums.get(name) for rank, sums in counted.items()}
         if len(set(totals.values())) > 1:
             usual, _ = Counter(totals.values()).most_common(1)[0]
             ranks = tuple(rank for rank, total in totals.items() if total != usual)

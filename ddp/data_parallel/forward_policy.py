@@ -1,4 +1,4 @@
-"""Which backward passes DistributedDataParallel reduces: those of the forward passes that it has announced."""
+"""DistributedDataParallel's choice of backward passes to reduce: those of the forward passes that it has announced."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ from ddp.monitoring import timeline
 from ddp.monitoring.stall_report import finish
 from ddp.torch_internals import call_after_backward, current_backward
 
-_NOBODY = -1
-_MOST_OF_EQUAL_REPLICAS = 3  # passes after other steps on each rank that left replicas equal: the user makes them so
+_NO_RANK = -1
+_MOST_OF_EQUAL_REPLICAS = 3  # times that replicas stay equal though ranks step unequally: then the user equalises them
 
 
 class _Mode(enum.Enum):
-    """What the last forward announced for the gradients that come next."""
+    """The last forward's announcement for the next gradients."""
 
     REDUCE = enum.auto()
     SET_ASIDE = enum.auto()  # this rank has further passes in this step, or does not count
-    SETTING_ASIDE = enum.auto()  # and its backward pass runs
+    SETTING_ASIDE = enum.auto()  # the same, while its backward pass runs
     ACCUMULATE = enum.auto()
-    IDLE = enum.auto()  # nothing: they were computed without the wrapper's forward
+    IDLE = enum.auto()  # nothing: gradients now did not come through the wrapper's forward
 
 
 class _Forward:
-    """A forward pass whose gradients shall be reduced, until a backward pass has reached one of its outputs.
+    """A forward pass whose gradients will be reduced; open until a backward pass has reached one of its outputs.
 
-    `is_opaque`: its outputs could not be found, so any backward pass may be its own.
+    `is_opaque`: its outputs could not be found, so any backward pass may belong to it.
     """
 
     def __init__(self) -> None:
@@ -58,10 +58,10 @@ class _Forward:
 
 
 class ForwardPolicy:
-    """Reduces the backward passes of announced forward passes, and says when a forward pass needs rank 0's buffers.
+    """Reduces the backward passes of announced forward passes, and decides when a forward pass needs rank 0's buffers.
 
     With `checksum`, every pass compares the weights. Without `buffer_sync`, every rank keeps its own buffers;
-    `buffer_hook` runs in its place. With `micro_batches`, a step has as many passes on each rank as they say.
+    `buffer_hook` replaces it. With `micro_batches`, these determine the number of passes of a step on each rank.
     """
 
     def __init__(
@@ -78,11 +78,11 @@ class ForwardPolicy:
         self.buffer_hook = buffer_hook
         self.micro_batches = micro_batches
         self._buffer_sync = buffer_sync
-        self._buffers_are_of = -1  # how many reductions there had been when they were made equal
+        self._buffers_are_of = -1  # number of reductions when buffers were last made equal
         self._checksum = checksum
         self._mode = _Mode.IDLE
         self._forwards: list[_Forward] = []
-        self._had_foreign_leaf = False  # in the last forward, in the place of a parameter
+        self._had_foreign_leaf = False  # instead of a parameter, in the last forward
         self.divides_by_active = False  # whether only ranks that have not joined count in the average
         self._in_backward_optimizers: InBackwardOptimizers | None = None  # from the first forward pass on
         self._watch = StepWatch(reducer.module_watch.parameters, self._before_step)
@@ -91,9 +91,9 @@ class ForwardPolicy:
         self._equal_after_other_steps = 0
 
     def enter_forward(self, module: nn.Module, *, steps_alone: bool = False) -> None:
-        """A forward pass of the wrapper around `module` begins. Raises BackwardError if that has other parameters.
+        """Begin a forward pass of the wrapper around `module`. Raises BackwardError if that has other parameters.
 
-        With `steps_alone`, this rank's next steps are its own affair (LocalSGD).
+        With `steps_alone`, this rank's next steps are not compared with the others' (LocalSGD).
         """
         if self._mode is _Mode.SETTING_ASIDE:
             self._mode = _Mode.IDLE
@@ -112,16 +112,16 @@ class ForwardPolicy:
 
     @property
     def has_stale_buffers(self) -> bool:
-        """Whether the next forward pass starts with new buffers: once between two reductions.
+        """Return whether the next forward pass starts with new buffers: once between two reductions.
 
-        Counted by reductions, which are the same on every rank: a rank may make forward passes of its own.
+        Reductions are counted, because their number is the same on every rank; that of forward passes may not be.
         """
         return self._buffer_sync is not None and self.reducer.report.step != self._buffers_are_of
 
     def sync_buffers(
         self, root: int, named: Callable[[], Sequence[tuple[str, torch.Tensor]]]
     ) -> AbstractContextManager[None]:
-        """Give every rank the buffers of `root`, before a forward pass; or return what runs the hook around that."""
+        """Copy the buffers of `root` to every rank before a forward pass, or return a context that runs the hook."""
         self._buffers_are_of = self.reducer.report.step
         if self.buffer_hook is not None:
             return self._hooked(self.buffer_hook, named)
@@ -131,7 +131,7 @@ class ForwardPolicy:
 
     @contextmanager
     def _hooked(self, hook: BufferHook, named: Callable[[], Sequence[tuple[str, torch.Tensor]]]) -> Iterator[None]:
-        """Run the hook; one that runs after forward also does so after one that raises, as on the other ranks."""
+        """Run the hook before or after forward; after it also if forward raises, as the other ranks run it."""
         if hook.is_before:
             hook.run(named())
         try:
@@ -144,7 +144,7 @@ class ForwardPolicy:
             hook.run(named())
 
     def prepare(self, output: Any, *, is_syncing: bool, is_training: bool) -> None:
-        """Announce a forward pass with gradients: those of its backward will be reduced, or only accumulated.
+        """Announce a forward pass with gradients: its backward's gradients will be reduced, or only accumulated.
 
         A backward through any tensor in `output` takes part in a reduction even if it reaches no parameter on
         this rank.
@@ -170,7 +170,7 @@ class ForwardPolicy:
         self.reducer.report.at("between forward and backward")
 
     def _output_hook(self, forward: _Forward) -> Callable[[torch.Tensor], None]:
-        """The hook of what a forward pass returned."""
+        """Return the hook for the outputs of a forward pass."""
 
         def on_grad(_: torch.Tensor) -> None:
             forward.is_open = False
@@ -180,11 +180,11 @@ class ForwardPolicy:
 
     @property
     def is_announced(self) -> bool:
-        """Whether the other ranks wait for the next backward pass, or for one of the same step that follows it."""
+        """Whether the other ranks wait for the next backward pass, or for a later one of the same step."""
         return self._mode not in (_Mode.ACCUMULATE, _Mode.IDLE)
 
     def is_inside_backward(self) -> bool:
-        """Whether an announced backward pass runs in this thread: a forward now is a checkpoint's."""
+        """Return whether an announced backward pass runs in this thread: a forward now is a checkpoint's."""
         return self.reducer.is_inside_backward() or (self._mode is _Mode.SETTING_ASIDE and current_backward() != -1)
 
     def reduce_alone(self) -> None:
@@ -198,21 +198,21 @@ class ForwardPolicy:
                 self._set_aside()
 
     def reduce_as_joined(self) -> None:
-        """Take part in a reduction of the others with nothing: this rank has no more inputs (Join).
+        """Take part in a reduction without gradients: this rank has no more inputs (Join).
 
-        It gets the averages too: an optimizer that is shared between the ranks steps here with them.
+        It receives the averages too: an optimizer that is sharded over the ranks steps here with them.
         """
         self.reducer.settle()
         self.reducer.drop_gradients()
         self.reducer.reduce_now(joined=True)
 
     def share_iteration(self, *, syncs: bool, has_buffers: bool) -> tuple[bool, int]:
-        """Whether any rank reduces gradients, and the last rank that `has_buffers`. Every rank must call it; blocks."""
+        """Return whether any rank reduces gradients, and the last rank that `has_buffers`. Collective; blocks."""
         channel = self.reducer.channel
-        told = torch.tensor([int(syncs), channel.report.rank if has_buffers else _NOBODY], device="cpu")
+        largest = torch.tensor([int(syncs), channel.report.rank if has_buffers else _NO_RANK], device="cpu")
         with channel.report.waiting("agreement on an iteration with uneven inputs"):
-            finish(channel.control.allreduce([told], reduce_options(dist.ReduceOp.MAX)), device=told.device)
-        any_syncs, root = told.tolist()
+            finish(channel.control.allreduce([largest], reduce_options(dist.ReduceOp.MAX)), device=largest.device)
+        any_syncs, root = largest.tolist()
         return bool(any_syncs), root
 
     # Called by the reducer: see PassPolicy
@@ -237,7 +237,7 @@ class ForwardPolicy:
             self.reducer.begin()
 
     def _set_aside(self) -> None:
-        """The backward pass of a micro-batch has ended that is not the last one in a step, or does not count."""
+        """End the backward pass of a micro-batch that is not the last one of a step, or does not count."""
         steps = self.micro_batches
         assert steps is not None
         self._mode = _Mode.IDLE
@@ -257,7 +257,7 @@ class ForwardPolicy:
                 self.reducer.fail("its backward pass raised an exception")
 
     def _refuse_other_grads(self, is_kept: bool | None) -> None:
-        """Raise BackwardError for what would come into the sum of a step besides its micro-batches."""
+        """Raise BackwardError for gradients in the sum of a step that are not of its micro-batches."""
         if self.micro_batches is None:
             return
         if self.micro_batches.passes:
@@ -275,9 +275,9 @@ class ForwardPolicy:
         self.reducer.finish(pass_)
 
     def starting(self) -> None:
-        if self._had_foreign_leaf and self.reducer.module_watch.problem() is None:  # else that has named it
+        if self._had_foreign_leaf and self.reducer.module_watch.problem() is None:  # else the problem names it
             self.reducer.warn(
-                "a forward pass used other tensors in the place of parameters (torch.func.functional_call?): their "
+                "a forward pass used other tensors instead of the parameters (torch.func.functional_call?): their "
                 "gradients stay on this rank"
             )
         self._is_kept = self._watch.is_kept()
@@ -285,7 +285,7 @@ class ForwardPolicy:
             self._refuse_other_grads(self._is_kept)
             self.micro_batches.put_back()
         if self._checksum is not None:
-            self._checksum.take()
+            self._checksum.start()
         opaque = [forward for forward in self._forwards if forward.is_opaque and forward.is_open]
         if opaque:
             opaque[-1].is_open = False
@@ -318,21 +318,21 @@ class ForwardPolicy:
         return None
 
     def _drift(self, checksum: WeightChecksum, why: str = "") -> DdpError | None:
-        """How the replicas differ now. Every rank must call it; blocks."""
+        """Find out how the replicas differ now. Every rank must call it; blocks."""
         pass_ = self.reducer.current
         counts = pass_ is None or not pass_.has_joined
         return checksum.compare(self.reducer.channel, self.reducer.report.step + 1, counts=counts, why=why)
 
     def _before_step(self, optimizer: Any) -> bool:
-        """An optimizer of these parameters steps: whether that counts. Within backward it has not their averages."""
+        """Return whether a step of an optimizer of these parameters counts. Refuse one before averages are in place."""
         pass_ = self.reducer.current
-        if pass_ is not None and not pass_.has_told and not self.reducer.has_users_hook:
+        if pass_ is not None and not pass_.has_sent_status and not self.reducer.has_users_hook:
             self.reducer.refuse(pass_, stepped_inside(optimizer, self.reducer.members))
         self.reducer.nonfinite.before_step()
         return pass_ is None
 
     def replicas_equalised(self) -> None:
-        """Every rank has the weights of one now, however often each has stepped."""
+        """Forget earlier steps: every rank has the weights of one now."""
         self._watch.restart()
 
     def rank_count(self, statuses: StatusSum) -> int:
@@ -355,20 +355,20 @@ class ForwardPolicy:
         self._mode = _Mode.IDLE
 
     def _get_local_used_map(self) -> torch.Tensor:
-        """How many ranks had a gradient in the last pass, for each parameter."""
+        """Return how many ranks had a gradient in the last pass, for each parameter."""
         return self.reducer.used_map()
 
     def _rebuild_buckets(self) -> bool:
-        """Lightning calls it: there is never anything to do."""
+        """Do nothing. Lightning calls it."""
         return False
 
     def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Lightning calls it: the backward pass that follows is reduced."""
+        """Announce that the next backward pass is reduced. Lightning calls it."""
         self.prepare(outputs, is_syncing=True, is_training=False)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in what a module returned, however nested."""
+    """Yield the tensors in a module's output, however nested."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -383,18 +383,16 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 class BufferHook:
-    """Runs a user's function that synchronises buffers, in the place of the broadcast from rank 0.
+    """Runs a user's function that synchronises buffers, instead of the broadcast from rank 0.
 
-    `_register_buffer_comm_hook` of torch's class takes it.
-
-    `call(state, buffers by name)` runs before or after forward. The futures that it returns are waited for at the end
-    of backward, or before it runs again.
+    It is registered by `_register_buffer_comm_hook`, as in torch's class. `call(state, buffers by name)` runs before or
+    after forward. Its futures are waited for at the end of backward, or before it runs again.
     """
 
     def __init__(self, state: object, call: Callable[..., Any], location: object) -> None:
         self._state = state
         self._call = call
-        # torch's enum is private, so it is known by its name; its default is after forward.
+        # torch's enum is private, so compare the name; the default is after forward.
         self.is_before = getattr(location, "name", None) == "PRE_FORWARD"
         self._futures: list[torch.futures.Future[Any]] = []
 
@@ -406,6 +404,6 @@ class BufferHook:
             self._futures += returned if isinstance(returned, list | tuple) else [returned]
 
     def wait(self) -> None:
-        """Wait for what the hook returned."""
+        """Wait for the hook's futures."""
         while self._futures:
             self._futures.pop().wait()

@@ -1,6 +1,6 @@
-"""A step of as many micro-batches as before on fewer ranks: which pass of it comes next, and what the others left.
+"""A step of as many micro-batches as before on fewer ranks: its next pass, and the gradients of earlier passes.
 
-Made by `ddp.resilience.global_batch`; the policy of DistributedDataParallel asks it in each pass.
+Made by `ddp.resilience.global_batch`; the policy of DistributedDataParallel uses it in each pass.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ import torch
 
 
 class MicroBatches:
-    """Deals the `count` micro-batches of a step to the ranks in turn. Every rank makes equally many passes a step.
+    """Deals the `count` micro-batches of a step to the ranks in turn. Every rank makes equally many passes per step.
 
-    The gradients of all passes of a rank but the last one are set aside, so that the script finds none and its
-    optimizer has nothing to do; the last one's reduction takes them along. Where the ranks do not divide the
-    micro-batches, some ranks make one pass of a micro-batch that counts elsewhere: it is spare, their first one, and
-    its gradients are dropped.
+    The gradients of all passes of a rank except the last are set aside, so that the script finds none and its optimizer
+    has nothing to do; the last pass reduces them as well. If the number of ranks does not divide that of micro-batches,
+    some ranks repeat a micro-batch that counts elsewhere: this spare pass is their first, and its gradients are
+    dropped.
     """
 
     def __init__(self) -> None:
         self.count = 0  # of a step, over all ranks; 0 until it is known
         self.own: Sequence[int] = ()  # of this rank's passes in a step, in their order
-        self.at = 0  # which of them comes next
-        self.passes = 0  # that went through since the last commit
-        self.users_own = 0  # forward passes since then whose gradients the script itself accumulates
+        self.at = 0  # index of the next of them
+        self.passes = 0  # reduced since the last commit
+        self.users_own = 0  # forward passes since then whose gradients the script accumulates by itself
         self.before_pass: Callable[[], None] = lambda: None  # called before each forward with gradients
         self._spare = 0
         self._aside: dict[torch.Tensor, torch.Tensor] = {}  # the gradients of the step's passes so far
 
     def deal(self, count: int, rank: int, ranks: int) -> None:
-        """Begin a step of `count` micro-batches, as `rank` of so many."""
+        """Begin a step of `count` micro-batches, as `rank` of `ranks`."""
         real = [*range(rank, count, ranks)]
         self._spare = -(-count // ranks) - len(real)
         self.own = [(real or [rank % count])[0]] * self._spare + real
@@ -38,22 +38,22 @@ class MicroBatches:
         self._aside.clear()
 
     def end(self) -> None:
-        """Deal none any more, but keep their count."""
+        """Stop dealing, but keep the count."""
         self.own, self.at, self.passes, self.users_own, self._spare = (), 0, 0, 0, 0
         self._aside.clear()
 
     @property
     def is_last(self) -> bool:
-        """Whether the pass that comes next, or runs, ends the step."""
+        """Whether the next or running pass ends the step."""
         return self.at + 1 >= len(self.own)
 
     @property
     def is_spare(self) -> bool:
-        """Whether it does not count."""
+        """Whether the next or running pass does not count."""
         return self.at < self._spare
 
     def set_aside(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Take the gradients away from `parameters`."""
+        """Add the gradients of `parameters` to those set aside, and set `.grad` to None."""
         for parameter in parameters:
             if parameter.grad is not None:
                 before = self._aside.get(parameter)
@@ -61,7 +61,7 @@ class MicroBatches:
                 parameter.grad = None
 
     def put_back(self) -> None:
-        """Leave what was set aside in `.grad`, where the running backward pass adds to it."""
+        """Put the gradients set aside back into `.grad`, where the running backward pass adds to them."""
         for parameter, grad in self._aside.items():
             parameter.grad = grad if parameter.grad is None else grad + parameter.grad
         self._aside.clear()

@@ -1,6 +1,6 @@
-"""Notices parameters that a module got, or that were converted, after it was wrapped.
+"""Detect parameters that were added to a module, or converted, after it was wrapped.
 
-Called by the reducer at the start of every backward pass; never touches the module.
+Called by the reducer at the start of every backward pass; never changes the module.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _DEVICE = operator.attrgetter("device")
 
 
 class ModuleWatch:
-    """The parameters and submodules that `module` has when this is made. `ignored` are full names of parameters."""
+    """The parameters and submodules of `module` at construction. `ignored` are full names of parameters."""
 
     def __init__(self, module: nn.Module, ignored: Iterable[str]) -> None:
         self._module = module
@@ -38,7 +38,7 @@ class ModuleWatch:
         self._devices = list(map(_DEVICE, self.parameters))
 
     def follow(self, module: nn.Module) -> ModuleWatch:
-        """The watch of the module that is wrapped now; another one with the same parameters may take its place.
+        """Return the watch of the module that is wrapped now; another one with the same parameters may replace it.
 
         Raises BackwardError if it has others.
         """
@@ -54,7 +54,7 @@ class ModuleWatch:
         return ModuleWatch(module, self._ignored)
 
     def problem(self) -> BackwardError | None:
-        """Why gradients could not be reduced now, or None. About 0.1 us a parameter."""
+        """Return why gradients could not be reduced now, or None. Takes about 0.1 us per parameter."""
         newcomer = self._newcomer()
         if newcomer is not None:
             return BackwardError(
@@ -65,7 +65,7 @@ class ModuleWatch:
         return self._conversion()
 
     def _conversion(self) -> BackwardError | None:
-        """The error for parameters that have another dtype or device now; of the device, one speaks for all."""
+        """Return an error if a parameter changed its dtype or device; the first one's device stands for all."""
         if list(map(_DTYPE, self.parameters)) == self._dtypes and self.parameters[0].device == self._devices[0]:
             return None
         names = {id(parameter): name for name, parameter in self._module.named_parameters()}
@@ -80,7 +80,7 @@ class ModuleWatch:
         return None
 
     def has_foreign_leaf(self) -> bool:
-        """Whether a tensor that a backward pass would leave a gradient in lies in the place of a parameter now."""
+        """Return whether a parameter was replaced by a tensor that a backward pass would leave a gradient in."""
         values = chain.from_iterable(map(dict.values, self._owned))
         if all(map(operator.is_, values, self._owned_values)):
             return False
@@ -90,7 +90,7 @@ class ModuleWatch:
         )
 
     def _newcomer(self) -> str | None:
-        """The name of a trainable parameter that was not there, or None."""
+        """Return the name of a new trainable parameter, or None."""
         values = chain.from_iterable(map(dict.values, self._dicts))
         if sum(map(len, self._dicts)) == len(self._values) and all(map(operator.is_, values, self._values)):
             return None
@@ -102,7 +102,7 @@ class ModuleWatch:
 
 
 def sparse_names(module: nn.Module) -> frozenset[str]:
-    """Full names of the parameters that get sparse gradients."""
+    """Return the full names of parameters that get sparse gradients."""
     sources = {
         id(owner.weight)
         for owner in module.modules()

@@ -1,19 +1,19 @@
 """Averages gradients over the ranks while backward still runs: the core of DistributedDataParallel and hvd's optimizer.
 
-One hook for each parameter tells when its gradient is there. When all gradients of a bucket are, its
-reduction starts, always in the order of the plan, so that every rank starts the same collectives in the
-same order. A callback at the end of backward starts what is left, waits, and puts the averages into place.
+A hook on each parameter runs when its gradient is ready. When all gradients of a bucket are ready, its reduction
+starts, always in the order of the plan, so that every rank starts the same collectives in the same order. A callback
+at the end of backward starts the remaining ones, waits, and puts the averages into place.
 
-The last transfer carries the step status, what every rank has to say about this pass: which parameters had
-gradients, whether it failed. The host waits for the other ranks' statuses, and never for a device. A parameter
-without a gradient on this rank contributes zeros; one that no rank used keeps the gradient it had, or None. A rank
-whose pass ends with an exception sends zeros for the rest and says so; then every rank raises in the same iteration,
-and the next one finds all of them in step.
+The last transfer carries the step status, every rank's report of this pass: which parameters had gradients, whether
+it failed. The host waits for the other ranks' statuses, and never for a device. A parameter without a gradient on
+this rank contributes zeros; one that no rank used keeps the gradient it had, or None. A rank whose pass ends with an
+exception sends zeros for the rest and reports the failure; then every rank raises in the same iteration, and all are
+in step again in the next one.
 
 The plan of buckets is the same on every rank, and so are the bits of sums that depend on it. It follows the order of
-gradients in the first pass that succeeds, and a failure of a later one changes nothing in it.
+gradients in the first pass that succeeds; a later failure does not change it.
 
-Which backward passes are reduced, and what else the ranks must agree on, a `PassPolicy` decides.
+A `PassPolicy` decides which backward passes are reduced, and what else the ranks must agree on.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ _Named = tuple[str, torch.nn.Parameter]
 
 
 class Reducer:
-    """Owns the buckets of one module, the hooks on its parameters and the pass that runs.
+    """Owns the buckets of one module, the hooks on its parameters and the running pass.
 
     `named` are the module's parameters in the order of registration, which all ranks share; those that do not require
     a gradient now are only watched. `sparse` names those with sparse gradients. With `as_views`, gradients in flat
-    buckets stay views of them. `planner` watches the first steps and may change the buckets. `policy` is set by its
-    maker, before the first gradient.
-    Backward passes of one module must not run in two threads at once. Where it is on several devices, the hooks of
-    autograd's threads take turns, and all buckets leave at the end of backward.
+    buckets stay views of them. `planner` observes the first steps and may change the buckets. The owner sets `policy`
+    before the first gradient.
+    Backward passes of one module must not run in two threads at once. If it is on several devices, the hooks in
+    autograd's threads run one at a time, and all buckets are sent at the end of backward.
     """
 
     policy: PassPolicy
@@ -93,19 +93,19 @@ class Reducer:
         self.is_closed = False
         self._has_all_ranks = dist.is_initialized() and channel.group.size() == dist.get_world_size()
         self.current: Pass | None = None
-        self.before_last_bucket: Callable[[], None] | None = None  # called when all of its gradients are there
+        self.before_last_bucket: Callable[[], None] | None = None  # called when all of its gradients are ready
         self.last_failed = False  # the last pass, on this rank
-        self._unsettled = False  # whether what a failed pass sent is still on its way
+        self._unsettled = False  # whether collectives of a failed pass are still running
         # Since the last reduction, over all backward passes: in order of arrival, and None without weights.
         self.touched: dict[int, None] = {}
         self._weight: float | None = None
-        # Held while a pass is failed from outside its backward, which a thread of the engine may do that frees a graph;
-        # and with several devices, of which each has a thread of the engine, in hooks.
+        # Held while a pass is failed from outside its backward, perhaps by an engine thread that frees a graph; also in
+        # hooks if there are several devices, since each has an engine thread.
         self.lock = threading.RLock()
         self._has_several_devices = len({parameter.device for _, parameter in named}) > 1
         self.is_planned = False  # by the order in which gradients arrive; the same on every rank
-        # Nothing leaves early in this rank's next pass: it shows which gradients become ready more than once. So after
-        # a failure, which may have come from such a gradient.
+        # No bucket is sent early in this rank's next pass, which shows which gradients become ready more than once.
+        # Also set after a failure, since such a gradient may have caused it.
         self._watches = True
         self._repeated: set[int] = set()
         self._last_absent: frozenset[int] = frozenset()
@@ -135,7 +135,7 @@ class Reducer:
             self._watch(member)
 
     def close(self) -> None:
-        """Remove the hooks: the owner is gone, or leaves the group."""
+        """Remove the hooks. Called when the owner is gone or leaves the group."""
         self.is_closed = True
         self.hooks.remove()
         self.report.close()
@@ -159,13 +159,13 @@ class Reducer:
         return self._comm_hook is not None and not self._comm_hook.takes_own
 
     def plan_state(self) -> dict[str, Any]:
-        """The plan of the next pass in names, to go on with the same buckets after a restart. Not to be changed."""
+        """Return the plan of the next pass in names, to keep the same buckets after a restart. Do not modify it."""
         return {**self._schedule.state, "is_planned": self.is_planned}
 
     def resume_plan(self, state: Mapping[str, Any]) -> None:
-        """Plan as `plan_state` says, and reduce the parameters that it names, whichever require a gradient now.
+        """Load a plan, and reduce exactly the parameters that it names, regardless of which require a gradient now.
 
-        Every rank must do it, between passes. Communicates nothing.
+        Every rank must call it, between passes. Communicates nothing.
         """
         names = self._schedule.state
         if any({*state[kind]} != {*names[kind]} for kind in ("order", "sparse")):
@@ -173,7 +173,7 @@ class Reducer:
         self.load_plan_state(state)
 
     def load_plan_state(self, state: Mapping[str, Any]) -> None:
-        """Plan as `plan_state` says. Every rank must do it, between passes. Raises CheckpointError for other names."""
+        """Load a plan. Every rank must call it, between passes. Raises CheckpointError for other names."""
         self._schedule.check_plan_state(state)
         self.settle()
         self.is_planned = state["is_planned"]
@@ -187,7 +187,7 @@ class Reducer:
         return explain(self._schedule, self.planner, self.channel.group, self.members, compression, compressed_limits)
 
     def used_map(self) -> torch.Tensor:
-        """How many ranks had a gradient in the last pass, by index."""
+        """Return how many ranks had a gradient in the last pass, by index."""
         return self._schedule.used_map()
 
     def _watch(self, member: Member) -> None:
@@ -195,11 +195,11 @@ class Reducer:
         self.hooks.add(member.parameter, self._locked(hook) if self._has_several_devices else hook)
 
     def is_inside_backward(self) -> bool:
-        """Whether a backward pass runs that will be reduced, in this thread: a forward now is a checkpoint's."""
+        """Return whether a pass to reduce runs in this thread's backward: a forward now is a checkpoint's."""
         return self.current is not None and current_backward() != -1
 
     def settle(self) -> None:
-        """Wait for what a failed pass of this rank left on its way. Every rank's next pass begins after it."""
+        """Wait for the collectives that a failed pass of this rank started; every rank's next pass follows them."""
         with self.lock:
             if self.current is not None and current_backward() == -1:
                 self.fail("its backward pass was interrupted")
@@ -218,21 +218,21 @@ class Reducer:
             self.planner.timer.restart()
 
     def add_weight(self, weight: float) -> None:
-        """Count `weight` for the gradients that the next backward pass adds to those of this rank."""
+        """Add `weight` for the gradients that the next backward pass adds to this rank's."""
         self._weight = (self._weight or 0.0) + weight
 
     def reduce_now(self, *, joined: bool = False) -> None:
-        """Take part in a reduction without a backward pass of this rank, with what is there. Blocks."""
+        """Take part in a reduction without a backward pass of this rank, with its present gradients. Blocks."""
         self.policy.end(self._start(joined=joined))
 
     def warn(self, text: str) -> None:
-        """Warn of something once."""
+        """Issue a warning once."""
         if text not in self._warned:
             self._warned.add(text)
             warnings.warn(text, stacklevel=2)
 
     def _hook(self, member: Member) -> Callable[[torch.Tensor], None]:
-        """The hook of one parameter: the only Python code that runs once for each parameter, so every lookup counts."""
+        """Return the hook of one parameter: the only Python code that runs per parameter, so every lookup counts."""
         index, touched, transfer_of = member.index, self.touched, self._schedule.transfer_of
         now = perf_counter if self.planner is None else self.planner.timer.clock.now
 
@@ -269,7 +269,7 @@ class Reducer:
         return on_grad
 
     def reach(self) -> None:
-        """A backward pass has reached what a forward pass returned: it takes part even if it reaches no parameter."""
+        """Let a backward pass that has reached a forward's output take part, even if it reaches no parameter."""
         if self.is_closed:
             raise BackwardError(
                 "the DistributedDataParallel that made this output was deleted before backward, so gradients would "
@@ -280,7 +280,7 @@ class Reducer:
                 self.policy.begin()
 
     def begin(self) -> None:
-        """Start a pass that ends with the backward pass that runs now."""
+        """Start a pass that ends with the running backward pass."""
         if in_compiled_autograd():
             raise UnsupportedError(
                 "compiled autograd is not supported, gradients would not be averaged: turn "
@@ -297,7 +297,7 @@ class Reducer:
             self.report.tell_failure(self.report.step, str(problem))
         self.policy.starting()
         self._schedule.begin()
-        # The streams of several devices are in step with each other only at the end of backward.
+        # The streams of several devices are synchronised with each other only at the end of backward.
         holds = self._watches or graphs is not None or problem is not None or self._has_several_devices
         holds = holds or (self.planner is not None and self.planner.holds)
         self.current = pass_ = Pass(problem, graphs, self._unfrozen(), holds, has_joined=joined)
@@ -307,7 +307,7 @@ class Reducer:
         return pass_
 
     def mark(self, moment: Moment) -> None:
-        """This moment of a step is now."""
+        """Record that the step has reached `moment`."""
         if self.planner is not None:
             self.planner.timer.mark(moment)
 
@@ -317,7 +317,7 @@ class Reducer:
     def _expect_absent(self) -> None:
         """Do not let buckets wait for parameters that this pass will not reach, if they were absent last time too.
 
-        A parameter that had a gradient last time is waited for, since a reentrant checkpoint may reach it.
+        Buckets do wait for a parameter that had a gradient last time, since a reentrant checkpoint may reach it.
         """
         unreached = self.hooks.unreached()
         if unreached <= self._last_absent:
@@ -325,7 +325,7 @@ class Reducer:
                 self._schedule.transfer_of[index].missing.discard(index)
 
     def abandon(self, pass_: Pass) -> None:
-        """End a pass whose backward pass the engine has dropped, unless it is over already."""
+        """Fail a pass whose backward the engine has dropped, unless it is over already."""
         with self.lock:
             if self.current is pass_:
                 self.fail(f"its backward pass raised an exception ({self._schedule.not_ready()})")
@@ -333,37 +333,37 @@ class Reducer:
     def fail(self, why: str) -> None:
         """End this rank's part in the running or announced pass: the others raise PeerFailedError in theirs.
 
-        Does not wait for other ranks and never raises, since a destructor calls it. Whoever calls it from outside the
-        pass holds the `lock`.
+        Does not wait for other ranks and never raises, since a destructor calls it. Callers outside the pass must hold
+        `lock`.
         """
-        self.current = None  # else what is freed meanwhile could end it a second time
+        self.current = None  # else a graph freed meanwhile could end it a second time
         self.report.tell_failure(self.report.step, why)
         self._watches = True
         self.drop_gradients()
         try:
-            if self.report.is_in_step:  # else nobody knows what of this pass is on its way
+            if self.report.is_in_step:  # else it is unknown which collectives of this pass were started
                 self._schedule.send_nothing(RankStatus(failed=True))
                 self._unsettled = True
                 time_warning.unsettled.add(self)
-        except Exception:  # a hook's again, or the group is broken: the others find out by waiting
+        except Exception:  # the hook raised again, or the group is broken: the others notice while they wait
             self._schedule.end()
         self._break_off()
         self._forget(has_failed=True)
 
     def _break_off(self) -> None:
-        """Where this rank is out of step, let the others fail as well: they would wait for what it does not do."""
+        """If this rank is out of step, make the others fail too: they would wait for collectives it does not start."""
         if not self.report.is_in_step:
             break_connections()
 
     def send_rest(self, pass_: Pass) -> None:
-        """Start what is left, before `finish`, where nothing else must come first."""
+        """Start the remaining transfers before `finish`, if nothing else must come first."""
         if pass_.problem is None and pass_.graphs is None:
             with torch.no_grad():
                 self._schedule.send_rest(self.touched)
 
     @torch.no_grad()
     def finish(self, pass_: Pass) -> None:
-        """Start what is left, wait, and put the averages into place; or raise what the ranks' statuses say. Blocks."""
+        """Start the remaining transfers, wait, and put the averages into place, or raise the ranks' error. Blocks."""
         self.mark("backward ended")
         self.last_failed = True
         if self.before_last_bucket is not None:
@@ -398,7 +398,7 @@ class Reducer:
         assert pass_ is not None
         if pass_.problem is None:
             self._note_taken_gradients(pass_)
-        pass_.has_told = True
+        pass_.has_sent_status = True
         return self.policy.fill(
             failed=pass_.problem is not None,
             joined=pass_.has_joined,
@@ -410,12 +410,12 @@ class Reducer:
         )
 
     def _note_status(self, statuses: StatusSum) -> None:
-        """Take note of what does not depend on whether the pass has failed."""
+        """Note the part of the statuses that counts even if the pass has failed."""
         if self._has_all_ranks:
             time_warning.note(statuses.warned)
 
     def _note_taken_gradients(self, pass_: Pass) -> None:
-        """Refuse what a hook of the user took away between its arrival and now."""
+        """Refuse the pass if a user's hook removed a gradient after its arrival."""
         for index in self._schedule.absent():
             member = self.members[index]
             if index not in self.touched or member.parameter.grad is not None:
@@ -426,14 +426,14 @@ class Reducer:
                 pass_.problem = BackwardError(
                     f"the gradient of {member.name!r} was taken away before it was averaged, in a hook that sets .grad "
                     "to None: for an optimizer that steps in backward use "
-                    "torch.distributed.optim._apply_optimizer_in_backward, which is known here",
+                    "torch.distributed.optim._apply_optimizer_in_backward, which is supported",
                     parameter=member.name,
                 )
                 self.report.tell_failure(self.report.step, str(pass_.problem))
                 return
 
     def _conclude(self, pass_: Pass, statuses: StatusSum) -> None:
-        """Do what the ranks' statuses say: every rank does the same."""
+        """Act on the ranks' statuses: every rank does the same."""
         self.mark("arrived")
         self._note_status(statuses)
         if pass_.problem is not None:
@@ -465,7 +465,7 @@ class Reducer:
             with self.report.waiting("all-reduce of unfrozen parameters"):
                 unfrozen = average_unfrozen(group, pass_.unfrozen, factor)
             with changing_together(self.channel):
-                self._take_in(unfrozen)
+                self._add_members(unfrozen)
         if pass_.graphs is not None:
             pass_.graphs.restore(lambda _: self.reach())
         if self.planner is not None:
@@ -476,27 +476,27 @@ class Reducer:
         self.policy.delivered(is_first=is_first)
 
     def refuse(self, pass_: Pass, problem: BackwardError) -> None:
-        """Let the running pass fail at its end, on every rank."""
+        """Make the running pass fail at its end, on every rank."""
         if pass_.problem is None:
             pass_.problem = problem
             self.report.tell_failure(self.report.step, str(problem))
 
     def first_used(self) -> torch.nn.Parameter:
-        """The first parameter for which any rank had a gradient in the last pass; the first where none had."""
+        """Return the first parameter for which any rank had a gradient in the last pass, else the first of all."""
         index = int(torch.argmax((self.used_map() > 0).to(torch.uint8))) if self._last_absent else 0
         return self.members[index].parameter
 
     def drop_gradients(self) -> None:
-        """Set every `.grad` to None: what is in there is neither this rank's gradient nor an average."""
+        """Set every `.grad` to None: the present values are neither this rank's gradients nor averages."""
         for parameter in self.parameters():
             parameter.grad = None
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """Those that are trained now."""
+        """Return the parameters that are trained now."""
         return [*(member.parameter for member in self.members), *dict(self._unfrozen()).values()]
 
     def leave_out(self) -> None:
-        """Let what this rank has since the last reduction not count in the next one."""
+        """Exclude this rank's gradients since the last reduction from the next one."""
         self.drop_gradients()
         self.touched.clear()
         self._weight = None if self._weight is None else 0.0
@@ -525,8 +525,8 @@ class Reducer:
         self._schedule.end()
         self._schedule.plan(order, repeated=self._repeated)
 
-    def _take_in(self, unfrozen: Sequence[_Named]) -> None:
-        """Reduce these like all others from now on."""
+    def _add_members(self, unfrozen: Sequence[_Named]) -> None:
+        """Reduce these parameters like all others from now on."""
         taken = {id(parameter) for _, parameter in unfrozen}
         self._frozen = [(name, parameter) for name, parameter in self._frozen if id(parameter) not in taken]
         new = [Member(len(self.members) + at, name, parameter) for at, (name, parameter) in enumerate(unfrozen)]

@@ -1,4 +1,4 @@
-"""Compares the replicas of a model between the ranks, when somebody asks."""
+"""Compare the replicas of a model between the ranks, on request."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from ddp.torch_internals import compiled_module
 def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, buffers: bool = False) -> None:
     """Raise DriftError on every rank unless all ranks hold the same bits in every parameter of `model`.
 
-    With `optimizer`, its states and settings are compared too; with `buffers`, the model's buffers, which ranks may
-    rightly have different between two forward passes. Of a model in DistributedDataParallel, this package's or torch's,
-    the ranks of its group compare all that it does not ignore; of another module, all ranks of the world.
+    With `optimizer`, its states and settings are compared too; with `buffers`, also the model's buffers, which may
+    legitimately differ between two forward passes. For a model in DistributedDataParallel, ours or torch's, the ranks
+    of its group compare everything that it does not ignore; for another module, all ranks of the world do.
 
-    Every rank must call it at the same place; blocks. It reads everything once, and sends a few bytes: only where
-    replicas differ, a number for each tensor follows. The error names the first that differs and the ranks that hold
-    another value than most. Raises ArgumentError on every rank if one cannot read its own, CollectiveError if a rank is
-    gone. Without a process group nothing happens.
+    Every rank must call it at the same place; blocks. It reads everything once and sends a few bytes; one number per
+    tensor follows only if replicas differ. The error names the first tensor that differs and the ranks whose value is
+    not that of most. Raises ArgumentError on every rank if one cannot read its own, CollectiveError if a rank is gone.
+    Without a process group nothing happens.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return
@@ -49,11 +49,11 @@ def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
             raise
         problem, reason = error, f"{type(error).__name__}: {error}"
     with waiting_for_peers("comparison of the replicas", group):
-        told = gather_values((mine, len(tensors), reason), group=group)
-        reasons = [f"rank {rank}: {text}" for rank, (_, _, text) in enumerate(told) if text]
+        every = gather_values((mine, len(tensors), reason), group=group)
+        reasons = [f"rank {rank}: {text}" for rank, (_, _, text) in enumerate(every) if text]
         if reasons:
             raise ArgumentError(f"check_replicas: {'; '.join(reasons)}") from problem
-        if len({(digest, count) for digest, count, _ in told}) == 1:
+        if len({(digest, count) for digest, count, _ in every}) == 1:
             return
         every = gather_values(fingerprints(tensors), group=group)
     if (drift := drift_among(every)) is not None:
@@ -61,14 +61,14 @@ def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
 
 
 def replica_of(model: nn.Module | None) -> Any:
-    """The wrapper around `model`, or inside of what torch.compile made, of this package or torch's; None without."""
+    """Return the wrapper that `model` is, or that torch.compile has wrapped, ours or torch's; None without one."""
     while model is not None and not isinstance(model, TorchDistributedDataParallel):
         model = compiled_module(model)
     return model
 
 
 def weights_of(wrapper: Any) -> dict[str, nn.Parameter]:
-    """The parameters that the ranks of a wrapper's group have in common, by name."""
+    """Return the parameters that the ranks of a wrapper's group have in common, by name."""
     ignored = wrapper.parameters_to_ignore
     return {name: each for name, each in wrapper.module.named_parameters() if name not in ignored}
 
@@ -81,7 +81,7 @@ def _tensors_of(
     ignored = () if wrapper is None else wrapper.parameters_to_ignore
     for name, tensor in module.named_parameters() if wrapper is None else weights_of(wrapper).items():
         if type(tensor).__name__ == "DTensor" or type(tensor.data).__name__ == "DTensor":
-            raise ArgumentError(f"{name!r} is a DTensor, of which each rank holds a part: there is nothing to compare")
+            raise ArgumentError(f"{name!r} is a DTensor, split over the ranks: there is nothing to compare")
         yield name, tensor
     if buffers:
         yield from ((f"buffer {name}", buffer) for name, buffer in module.named_buffers() if name not in ignored)
@@ -99,7 +99,7 @@ def _tensors_of(
 
 
 def _numbers(name: str, value: object) -> Iterator[tuple[str, torch.Tensor]]:
-    """What can be compared of a state or setting: tensors and numbers."""
+    """Yield the comparable values of a state or setting: tensors and numbers."""
     if isinstance(value, torch.Tensor):
         yield name, value
     elif isinstance(value, int | float):

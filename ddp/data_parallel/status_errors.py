@@ -1,8 +1,8 @@
-"""The errors for a step status on which the ranks do not agree: who differs, in what, and what to do about it.
+"""Errors for a step status on which the ranks disagree: which rank differs, in what, and what to do about it.
 
-And for gradients that are not finite, of which the status says how many ranks had them.
+Also for gradients that are not finite; the status has the number of ranks with such gradients.
 
-Called by the reducer and its policy on every rank in the same iteration; those that take a channel are collective.
+Called by the reducer and its policy on every rank in the same iteration; functions with a channel are collective.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _WHAT = "exchange of how the ranks differ"
 
 
 def forwards_differ(channel: Channel, mine: int) -> DdpError:
-    """A rank has skipped a backward pass, or made a forward pass more."""
+    """Return the error for a rank that skipped a backward pass, or made an extra forward pass."""
     every = channel.gather(mine, _WHAT)
     usual = min(every, key=lambda count: (-every.count(count), count))
     odd = [f"rank {rank} made {count}" for rank, count in enumerate(every) if count != usual]
@@ -34,41 +34,41 @@ def forwards_differ(channel: Channel, mine: int) -> DdpError:
 
 
 def starts_differ(channel: Channel, mine: bool | None) -> DdpError:
-    """Some ranks began the pass with the gradients of the last reduction, others with none."""
+    """Return the error for ranks that began the pass with the gradients of the last reduction while others had none."""
     every = channel.gather(mine, _WHAT)
     kept = [rank for rank, is_kept in enumerate(every) if is_kept is True]
     emptied = [rank for rank, is_kept in enumerate(every) if is_kept is False]
     return BackwardError(
         f"rank {', '.join(map(str, kept))} began this backward pass with the averaged gradients of the last one still "
-        f"in .grad, and rank {', '.join(map(str, emptied))} without: what is averaged now would be a mixture. Let "
+        f"in .grad, and rank {', '.join(map(str, emptied))} without: the average would mix old and new gradients. Let "
         "every rank step and call zero_grad() after the same passes; to accumulate gradients on all, use no_sync(). "
         "The gradients of this step are dropped (None) on every rank"
     )
 
 
 def steps_of_each(channel: Channel, mine: int) -> str:
-    """Say how often the optimizers of each rank have stepped."""
+    """Describe how often the optimizers of each rank have stepped."""
     every = channel.gather(mine, _WHAT)
-    told = ", ".join(f"{count} time{'s' * (count != 1)} on rank {rank}" for rank, count in enumerate(every))
+    counts = ", ".join(f"{count} time{'s' * (count != 1)} on rank {rank}" for rank, count in enumerate(every))
     return (
-        f"Since the last reduction optimizers have stepped {told}: let every rank step equally often, and make no step "
-        "after a pass inside no_sync() that the others do not make"
+        f"Since the last reduction optimizers have stepped {counts}: let every rank step equally often, and make no "
+        "step after a pass inside no_sync() that the others do not make"
     )
 
 
 def stepped_inside(optimizer: Any, members: Sequence[Member]) -> BackwardError:
-    """An optimizer has stepped before the gradients were averaged."""
+    """Return the error for an optimizer that stepped before the gradients were averaged."""
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     name = next((member.name for member in members if id(member.parameter) in stepped), "a frozen parameter")
     return BackwardError(
         f"{type(optimizer).__name__} stepped {name!r} within backward, before its gradient was averaged over the "
-        "ranks: step after backward, or use torch.distributed.optim._apply_optimizer_in_backward, which is known here",
+        "ranks: step after backward, or use torch.distributed.optim._apply_optimizer_in_backward, which is supported",
         parameter=name,
     )
 
 
 def drifted_meanwhile(step: int) -> DriftError:
-    """The digests of the replicas differ, and their parameters do not any more."""
+    """Return the error for replicas whose digests differed, but whose parameters are equal now."""
     return DriftError(
         f"the replicas were different when the backward pass of step {step} began, and are equal at its end: something "
         "changes weights within backward",
@@ -79,7 +79,7 @@ def drifted_meanwhile(step: int) -> DriftError:
 
 
 def numbers_differ(channel: Channel, mine: int) -> DdpError:
-    """The ranks reduce gradients of different models."""
+    """Return the error for ranks that reduce gradients of different models."""
     every = channel.gather(mine, _WHAT)
     which = ", ".join(f"rank {rank} number {number + 1}" for rank, number in enumerate(every))
     return BackwardError(
@@ -89,7 +89,7 @@ def numbers_differ(channel: Channel, mine: int) -> DdpError:
 
 
 def weights_differ(channel: Channel, mine: float | None) -> DdpError:
-    """Not every rank gave a weight, or they add up to nothing."""
+    """Return the error for weights that some ranks did not give, or that add up to 0."""
     every = channel.gather(mine, _WHAT)
     without = [rank for rank, weight in enumerate(every) if weight is None]
     if without:
@@ -104,10 +104,10 @@ _VARIABLE = "DTRAIN_ON_NONFINITE"
 
 
 class NonFinite:
-    """Says, or stops, when an optimizer is about to step a model with gradients that are infinite or no numbers (NaN).
+    """Warns or stops when an optimizer is about to step a model with gradients that are infinite or NaN.
 
-    Gradients with which no optimizer steps are no matter: a GradScaler skips such steps, and so may a script. The step
-    status shows every rank how many ranks had such gradients, so all of them ask which in the same iteration.
+    Gradients that no optimizer steps with do not matter: a GradScaler skips such steps, and so may a script. The step
+    status has the number of ranks with such gradients, so all ranks ask in the same iteration which ranks they are.
     DTRAIN_ON_NONFINITE is `warn`, the default, or `stop`. Owned by the reducer.
     """
 
@@ -117,14 +117,14 @@ class NonFinite:
         self._has_warned = False
 
     def note(self, count: int, *, is_here: bool) -> None:
-        """Note how many ranks had such gradients in the reduction that ends. Communicates if any had."""
+        """Record how many ranks had such gradients in the reduction that ends. Communicates if any had."""
         self._ranks = ()
         if count and not self._has_warned:
             every = self._channel.gather(is_here, "exchange of which gradients are not finite")
             self._ranks = tuple(rank for rank, is_there in enumerate(every) if is_there)
 
     def before_step(self) -> None:
-        """An optimizer is about to step. Raises NonFiniteError on every rank, or warns once, on one of the ranks."""
+        """Check before an optimizer steps. Raises NonFiniteError on every rank, or warns once, on one of the ranks."""
         ranks, self._ranks = self._ranks, ()
         if not ranks:
             return

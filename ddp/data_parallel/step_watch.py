@@ -1,6 +1,6 @@
-"""Notices what a rank does to weights and gradients between two reductions: optimizer steps, dropped gradients.
+"""Watch for changes of weights and gradients between two reductions: optimizer steps, dropped gradients.
 
-The ranks compare it in the step status: where one has stepped alone, or started a pass with other gradients than the
+The ranks compare them in the step status: if one has stepped alone, or started a pass with other gradients than the
 rest, replicas would differ from then on. Also steps the optimizers that step within backward. Owned by the policy of
 DistributedDataParallel.
 """
@@ -23,8 +23,8 @@ from ddp.torch_internals import in_backward_optimizers, version_of
 class StepWatch:
     """Counts the steps of optimizers of `parameters` since `restart`; an optimizer within another does not count.
 
-    `on_step` is called before each and says whether to count it. What `delivered` has seen in `.grad` is compared with
-    what is there when the next pass begins.
+    `on_step` is called before each step and returns whether to count it. The `.grad` seen by `delivered` is compared
+    with the one at the start of the next pass.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor], on_step: Callable[[Any], bool]) -> None:
@@ -32,7 +32,7 @@ class StepWatch:
         self._ids = frozenset(map(id, parameters))
         self._on_step = on_step
         self._running: list[int] = []  # optimizers that step now, the outermost first, by id
-        # A parameter, its gradient and the version of that.
+        # A parameter, its gradient and the gradient's version.
         self._probe: tuple[torch.Tensor, weakref.ref[torch.Tensor], int] | None = None
         before, after = weakref.WeakMethod(self._before), weakref.WeakMethod(self._after)
         self._handles = [
@@ -43,25 +43,25 @@ class StepWatch:
             weakref.finalize(self, handle.remove).atexit = False
 
     def restart(self) -> None:
-        """Forget what was seen: replicas were made equal."""
+        """Reset, after replicas were made equal."""
         self.steps = 0
         self._running.clear()
         self._probe = None
 
     def pass_ended(self) -> None:
-        """Count from here. Forget optimizers that have begun a step, which may have raised."""
+        """Reset the count. Forget optimizers inside a step, which may have raised."""
         self.steps = 0
         self._running.clear()
 
     def delivered(self, parameter: torch.Tensor) -> None:
-        """Note the gradient of `parameter` as the reduction has left it; every rank gives the same parameter."""
+        """Record the gradient of `parameter` after a reduction; every rank passes the same parameter."""
         grad = parameter.grad
         if grad is not None and grad.layout is torch.strided:
             with contextlib.suppress(UnsupportedError):
                 self._probe = parameter, weakref.ref(grad), version_of(grad)
 
     def is_kept(self) -> bool | None:
-        """Whether `.grad` is as `delivered` left it (True) or empty (False); None where neither is known. Ask once."""
+        """Return True if `.grad` is as `delivered` left it, False if empty, None if unknown. Call it once per pass."""
         if self._probe is None:
             return None
         (parameter, delivered, version), self._probe = self._probe, None
@@ -84,7 +84,7 @@ class StepWatch:
             del self._running[self._running.index(id(optimizer)) :]
 
     def _has_ours(self, optimizer: Any) -> bool:
-        """Whether it steps any of our parameters. Its first one is mostly enough; an optimizer may have no hash."""
+        """Return whether it steps any of our parameters. Its first one usually is; an optimizer may be unhashable."""
         return any(not self._ids.isdisjoint(map(id, group["params"])) for group in optimizer.param_groups)
 
 
@@ -96,8 +96,8 @@ def _call(method: weakref.WeakMethod[Any], optimizer: Any) -> None:
 class InBackwardOptimizers:
     """The optimizers of `parameters` that step within backward.
 
-    `torch.distributed.optim._apply_optimizer_in_backward` makes them. torch lets them step as soon as a
-    gradient is there, which is before it is averaged. Here their own hooks are removed, and they step after that.
+    `torch.distributed.optim._apply_optimizer_in_backward` creates them. torch lets them step as soon as a gradient is
+    ready, which is before it is averaged. Here their own hooks are removed, and they step after averaging.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -112,7 +112,7 @@ class InBackwardOptimizers:
                 handle.remove()
 
     def step(self) -> None:
-        """Step with the gradients that are there, and set them to None."""
+        """Step with the present gradients, and set them to None."""
         for parameter in self._owners:
             if parameter.grad is not None:
                 for optimizer in in_backward_optimizers(parameter):

@@ -1,4 +1,4 @@
-"""What torch's DistributedDataParallel has beside training: what scripts read of it, and libraries call."""
+"""The interface of torch's DistributedDataParallel beyond training: attributes that scripts read, libraries' calls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ddp.torch_internals import BoundedJoin, check_join, is_in_join
 
 
 class TorchSurface(TorchDistributedDataParallel):
-    """The base of ddp's class, which sets what is only declared here."""
+    """Base of ddp's class, which sets the attributes that are only declared here."""
 
     process_group: dist.ProcessGroup
     device: torch.device
@@ -49,15 +49,15 @@ class TorchSurface(TorchDistributedDataParallel):
         return self._policy is not None and self.require_forward_param_sync and self._policy.has_stale_buffers
 
     def _share_buffers(self, policy: ForwardPolicy, root: int) -> AbstractContextManager[None]:
-        """Give every rank the buffers of `root` where that is due; return what runs the buffer hook around forward."""
+        """Copy the buffers of `root` to every rank if due; return the buffer hook's context around forward."""
         return policy.sync_buffers(root, self._named_buffers) if self._syncs_buffers() else nullcontext()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let backward passes of forwards made inside only accumulate gradients on this rank.
+        """Only accumulate gradients on this rank in backward passes of forwards made inside.
 
-        The first backward pass of a forward made outside reduces the accumulated sum. It is the forward that counts:
-        around backward alone, it has no effect, as in torch. Every rank must use it in the same steps.
+        The first backward pass of a forward made outside reduces the accumulated sum. The forward decides: around
+        backward alone, it has no effect, as in torch. Every rank must use it in the same steps.
         """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
@@ -72,7 +72,7 @@ class TorchSurface(TorchDistributedDataParallel):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Join:
-        """Let ranks run out of inputs at different times, inside this context; all must enter it, and its end waits.
+        """Allow ranks to run out of inputs at different times inside this context. All must enter it; its end blocks.
 
         A rank that has no more inputs takes part in the others' reductions with zeros. With
         `divide_by_initial_world_size`, averages are still over all ranks, else over those that have inputs. At the
@@ -84,7 +84,7 @@ class TorchSurface(TorchDistributedDataParallel):
         return BoundedJoin(self, self._policy.reducer.report.wait, enable, throw_on_early_termination, **options)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """What `torch.distributed.algorithms.Join` runs on a rank that has joined."""
+        """Return the hook that `torch.distributed.algorithms.Join` runs on a rank that has joined."""
         policy = self._policy
         if policy is None:
             return JoinHook()
@@ -93,14 +93,14 @@ class TorchSurface(TorchDistributedDataParallel):
         equalise = partial(self._equalise, policy.reducer.channel, with_buffers=self.forward_sync_buffers)
         return JoinedRankHook(policy, partial(self._share_buffers, policy), equalise)
 
-    @property  # type: ignore[misc]  # torch lets it be set, which did nothing sensible after construction
+    @property  # type: ignore[misc]  # settable in torch, which makes no sense after construction
     def broadcast_buffers(self) -> bool:
         """Whether forward passes begin with rank 0's buffers."""
         return self.forward_sync_buffers
 
     @property
     def reducer(self) -> Any:  # type: ignore[override]  # ours
-        """What libraries reach for that drive torch's reducer; None in a world of one."""
+        """The reducer, for libraries that drive torch's; None in a world of one."""
         return self._policy
 
     @property
@@ -112,10 +112,10 @@ class TorchSurface(TorchDistributedDataParallel):
         return list(self.named_module_buffers.values())
 
     def _assign_modules_buffers(self) -> None:
-        """They are looked up whenever they are needed."""
+        """Do nothing: buffers are looked up when needed."""
 
     def will_sync_module_buffers(self) -> bool:
-        """Whether the next forward pass would begin with rank 0's buffers."""
+        """Return whether the next forward pass would begin with rank 0's buffers."""
         return self._syncs_buffers() and bool(self.named_module_buffers)
 
     @property
@@ -137,10 +137,10 @@ class TorchSurface(TorchDistributedDataParallel):
         )
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
-        """Outputs are returned as they are."""
+        """Do nothing: outputs are returned as they are."""
 
     def _set_static_graph(self) -> None:
-        """Do as torch's class: only before training. It changes nothing here. Raises DdpError."""
+        """Do nothing, but raise DdpError after training has started, as torch's class does."""
         if not self.static_graph and self._policy is not None and self._policy.reducer.report.step > 0:
             raise DdpError(
                 f"_set_static_graph() after {self._policy.reducer.report.step} steps: call it before the first one, or "
@@ -149,7 +149,7 @@ class TorchSurface(TorchDistributedDataParallel):
         self.static_graph = True
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """The facts that torch's class logs, as far as there are such here."""
+        """Return the data that torch's class logs, as far as it exists here."""
         steps = 0 if self._policy is None else self._policy.reducer.report.step
         return {
             "world_size": self.process_group.size(),
@@ -170,14 +170,14 @@ class TorchSurface(TorchDistributedDataParallel):
         }
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Nothing is sampled."""
+        """Do nothing: there is no sampling."""
 
     def _remove_autograd_hooks(self) -> None:
         if self._policy is not None:
             self._policy.reducer.hooks.remove()
 
     def _check_reducer_finalized(self) -> None:
-        """Backward returns when everything is reduced, so there is nothing to check."""
+        """Do nothing: backward returns when everything is reduced."""
 
     def _register_fused_optim(self, *_: object, **__: object) -> None:
         raise UnsupportedError(
@@ -185,10 +185,10 @@ class TorchSurface(TorchDistributedDataParallel):
         )
 
     def register_comm_hook(self, state: object, hook: Callable[[Any, Any], torch.futures.Future[torch.Tensor]]) -> None:
-        """Let `hook(state, bucket)` reduce each bucket of gradients, as torch's class does; once, before backward.
+        """Let `hook(state, bucket)` reduce each bucket of gradients, as torch's class does. Once, before backward.
 
         `bucket` has the interface of `torch.distributed.GradBucket`, its gradients are not divided, and the future
-        that the hook returns holds the result, one tensor of the bucket's size. Sparse gradients do not go through it.
+        returned by the hook holds the result, one tensor of the bucket's size. Sparse gradients do not go through it.
         """
         self._use_hook(checked_hook(state, hook))
 
@@ -204,13 +204,13 @@ class TorchSurface(TorchDistributedDataParallel):
     def _register_buffer_comm_hook(
         self, state: object, hook: Callable[..., Any], comm_hook_location: object = None
     ) -> None:
-        """Let `hook(state, buffers_by_name)` synchronise buffers, in the place of the broadcast from rank 0."""
+        """Let `hook(state, buffers_by_name)` synchronise buffers, instead of the broadcast from rank 0."""
         self._buffer_hook = BufferHook(state, hook, comm_hook_location)
         if self._policy is not None:
             self._policy.buffer_hook = self._buffer_hook
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle and deepcopy: all but what communicates. Only with the default group, as in torch."""
+        """Return the state for pickle and deepcopy, without communication. Only with the default group, as in torch."""
         if getattr(self, "process_group", None) is not dist.group.WORLD:
             raise DdpError(
                 "DDP Pickling/Unpickling are only supported when using DDP with the default process group: copy or "
@@ -223,7 +223,7 @@ class TorchSurface(TorchDistributedDataParallel):
         return {**state, "compression": None, "device_mesh": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Attach to the default group, without communication; alone where there is none."""
+        """Attach to the default group, without communication; train alone if there is none."""
         nn.Module.__setstate__(self, state)
         if dist.is_initialized():
             self._join_group(None)
@@ -233,18 +233,18 @@ class TorchSurface(TorchDistributedDataParallel):
         self._release()
         self._join_group(new_process_group)
 
-    # What ddp's class has.
+    # Implemented by ddp's class
 
     def _use_hook(self, hook: CommHook) -> None:
-        """Let it reduce the gradients from now on."""
+        """Let `hook` reduce the gradients from now on."""
         raise NotImplementedError
 
     def _equalise(self, channel: Channel, root: int, *, with_buffers: bool) -> None:
-        """Make this rank's values those of rank `root` of the group."""
+        """Copy the values of rank `root` of the group to this rank."""
         raise NotImplementedError
 
     def _release(self) -> None:
-        """Be a plain wrapper: nothing communicates."""
+        """Stop communicating and become a plain wrapper."""
         raise NotImplementedError
 
     def _join_group(self, group: dist.ProcessGroup | None) -> None:
@@ -261,10 +261,10 @@ class TorchSurface(TorchDistributedDataParallel):
 
 
 class JoinedRankHook(JoinHook):
-    """Keeps up the collectives of one wrapper on a rank that has joined, then gives all the last joiner's values.
+    """Takes part in one wrapper's collectives on a rank that has joined, then copies the last joiner's values to all.
 
     In each iteration, the ranks that still have inputs announce it (Join itself does), agree on whether gradients will
-    be reduced and on whose buffers count, and go on. Those that have joined take part in all of it with nothing.
+    be reduced and whose buffers count, and continue. Ranks that have joined take part with nothing.
     """
 
     def __init__(
@@ -278,7 +278,7 @@ class JoinedRankHook(JoinHook):
         self._equalise = equalise
 
     def main_hook(self) -> None:
-        """Take part in one iteration of the others."""
+        """Take part in one iteration of the other ranks."""
         syncs, root = self._policy.share_iteration(syncs=False, has_buffers=False)
         with self._sync_buffers(root):
             pass
@@ -286,10 +286,10 @@ class JoinedRankHook(JoinHook):
             self._policy.reduce_as_joined()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Give every rank the parameters and buffers of one that joined last."""
+        """Copy the parameters and buffers of a rank that joined last to every rank."""
         _, root = self._policy.share_iteration(syncs=False, has_buffers=is_last_joiner)
         self._policy.divides_by_active = False
         self._equalise(root)
         self._policy.replicas_equalised()
         if not is_last_joiner:
-            self._policy.reducer.drop_gradients()  # of passes in which this rank only took part
+            self._policy.reducer.drop_gradients()  # they are of passes in which this rank had no inputs

@@ -1,4 +1,4 @@
-"""The wrapper that a user sees: equalises the replicas, runs forward, tells the reducer; torch's interface."""
+"""The wrapper that a user sees: equalises the replicas, runs forward, informs the reducer; torch's interface."""
 
 from __future__ import annotations
 
@@ -59,65 +59,64 @@ class DistributedDataParallel(TorchSurface):
 
     Every rank of the group must construct it, with a module of the same layout; construction blocks until all do,
     compares the layouts (LayoutMismatchError names the first difference and the rank) and copies parameters and buffers
-    of the group's rank 0 to the others. After that, the forward and backward passes that every rank makes leave the
-    same averaged gradients in `.grad` on each, and an unmodified optimizer keeps the replicas equal. The gradient of a
-    mean loss over equal shards is that of the mean loss over the whole batch. For a loss that is a sum, multiply it by
-    the number of ranks; for shards of different size use `backward(loss, weight=...)`, or multiply the mean by the own
-    share times the number of ranks.
+    of the group's rank 0 to the others. After that, forward and backward passes on every rank leave the same averaged
+    gradients in `.grad` on each, and an unmodified optimizer keeps the replicas equal. The gradient of a mean loss over
+    equal shards is that of the mean loss over the whole batch. For a loss that is a sum, multiply it by the number of
+    ranks; for shards of different size use `backward(loss, weight=...)`, or multiply the mean by this rank's share
+    times the number of ranks.
 
     The arguments are those of `torch.nn.parallel.DistributedDataParallel`:
 
-    - `device_ids`: at most one device, to which tensors among the inputs are moved. None: they are there already.
+    - `device_ids`: at most one device, to which tensors among the inputs are moved. None: they are on it already.
     - `broadcast_buffers` (`forward_sync_buffers` in newer torch): every forward after a reduction starts with rank 0's
       buffers.
-    - `init_sync=False`: skip the comparison and the first broadcast; the caller vouches for equality.
+    - `init_sync=False`: skip the comparison and the first broadcast; the caller guarantees equality.
     - `process_group`: the ranks that average with each other; default: all.
-    - `device_mesh`: a one-dimensional one, instead of `process_group`; also a slice, as `mesh["dp"]` of a mesh whose
+    - `device_mesh`: a one-dimensional mesh, instead of `process_group`; also a slice, as `mesh["dp"]` of a mesh whose
       other dimension the module uses by itself.
     - `bucket_cap_mb`: size in MiB at which a bucket is closed; by default 25 (4 with compression), and 1 for the first
-      so that communication starts early. `bucket_cap_mb_list`: one for each bucket in launch order. By default these
-      are where it begins: on the CPU, after five steps, sizes follow by which a simulation of the step is quickest on
-      this link, but only where averages stay the same to the bit: with two ranks, or a backend that adds in the order
-      of the ranks whatever the sizes. "auto" lets them follow everywhere; then two runs of one script may differ in the
-      last bits of their sums. Under a fixed `compression` or a communication hook they stay, with a warning.
-    - `gradient_as_bucket_view`: let `.grad` always be a view of its bucket, even where it was another tensor before,
-      and use the bucket again although an older gradient may have been kept elsewhere. By default `.grad` is a view
-      only where that cannot be noticed, and what is kept of a gradient does not change.
+      so that communication starts early. `bucket_cap_mb_list`: one for each bucket in launch order. By default, these
+      are only the initial sizes: on the CPU, after five steps, the sizes with the quickest simulated step on this link
+      replace them, but only if averages stay the same to the bit: with two ranks, or a backend that adds in the order
+      of the ranks for any size. "auto" allows it everywhere; then two runs of one script may differ in the last bits of
+      their sums. With a fixed `compression` or a communication hook the sizes stay, with a warning.
+    - `gradient_as_bucket_view`: make `.grad` always a view of its bucket, even if it was another tensor before, and
+      reuse the bucket even if an older gradient may still be referenced elsewhere. By default `.grad` is a view only if
+      that cannot be noticed, and a gradient that is kept does not change.
     - `find_unused_parameters`, `static_graph`: accepted, not needed. Parameters that a rank does not use are always
-      handled exactly: one that some rank used is averaged with zeros for the others, one that none used keeps its old
+      handled exactly: if some rank used one, it is averaged with zeros for the others; if none did, it keeps its old
       gradient.
-    - `mixed_precision` (private in torch) raises UnsupportedError: use torch.autocast. Arguments that mean nothing here
-      are accepted with a warning that says why.
+    - `mixed_precision` (private in torch) raises UnsupportedError: use torch.autocast. Arguments that have no effect
+      here are accepted with a warning that says why.
 
     These are new:
 
-    - `compression`: how gradients travel: "bf16", "fp16", "int8" or "powersgd" (see `ddp.compression`).
-    - `measure`: by default, on the CPU, collectives of three sizes are timed here (some 0.1 s at most on links of 10 MB
-      a second and more), and the first steps; buckets of the second and third step wait for the end of backward.
-      `measurement` has the figures. With True also on a device, for `explain` alone: by its events, which are read when
-      it has come by them. Nothing is measured if buckets have sizes of yours, or with `init_sync=False`.
+    - `compression`: how to send gradients: "bf16", "fp16", "int8" or "powersgd" (see `ddp.compression`).
+    - `measure`: by default, on the CPU, collectives of three sizes are timed here (about 0.1 s at most on links of 10
+      MB/s and more), and the first steps; buckets of the second and third step wait for the end of backward.
+      `measurement` has the figures. With True also on a device, for `explain` only: by its events, which are read once
+      they are over. Nothing is measured if you give bucket sizes, or with `init_sync=False`.
     - `weight_checksum`: compare the weights of all ranks in every backward pass, at the cost of reading them once;
       DriftError names the first parameter that differs, the step and the rank.
-    - `stall_timeout_s`: when a rank has waited so long for the others, CollectiveError says where each of them is;
-      default: nine tenths of the group's own timeout. It holds for what belongs to no model too (checkpoints,
-      `gather_metrics`, LocalSGD, evaluations), the least of all living models' then; but a rank that reads or writes a
-      checkpoint is waited for as long as that group's timeout allows.
+    - `stall_timeout_s`: when a rank has waited this long for the others, CollectiveError says where each of them is;
+      default: nine tenths of the group's own timeout. It also holds for waits that belong to no model (checkpoints,
+      `gather_metrics`, LocalSGD, evaluations), where the least of all living models counts; but a rank that reads or
+      writes a checkpoint is waited for as long as that group's timeout allows.
 
     No pass ends silently different on some ranks. If the forward or backward of one rank raises, all others raise
-    PeerFailedError in theirs, with what it said; if a rank skipped a backward pass, unfroze a parameter that another
-    did not, stepped an optimizer within backward, or began with other gradients than the rest, all raise BackwardError;
-    if it stepped more often than others, and weights differ, DriftError. After these, `.grad` is None on every rank,
-    and the next step can go on. A parameter that is unfrozen on all ranks is reduced from then on.
+    PeerFailedError in theirs, with its message. If a rank skipped a backward pass, unfroze a parameter that another did
+    not, stepped an optimizer within backward, or began with other gradients than the rest, all raise BackwardError; if
+    it stepped more often than others and weights differ, DriftError. After these, `.grad` is None on every rank, and
+    training can continue with the next step. A parameter that is unfrozen on all ranks is reduced from then on.
 
-    It is an instance of torch's class, so that libraries which ask for that find it. A world of one communicates
-    nothing.
+    It is a subclass of torch's, so that libraries which check for that accept it. A world of one does not communicate.
 
-    The method is that of Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
-    VLDB 13(12).
+    The method is from Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB
+    13(12).
     """
 
-    _least_ranks = 2  # that communicate; 1 lets tests and benchmarks see one device's way through a reduction
-    _policy: ForwardPolicy | None = None  # with the reducer; None in a world of one
+    _least_ranks = 2  # that communicate; 1 lets tests and benchmarks run a reduction on a single device
+    _policy: ForwardPolicy | None = None  # has the reducer; None in a world of one
     _end: Callable[[], Any] | None = None
     _micro_batches: MicroBatches | None = None
     _method: Half | Int8 | PowerSGD | None = None  # of the compression that is used
@@ -169,7 +168,7 @@ class DistributedDataParallel(TorchSurface):
         self.is_multi_device_module = len({parameter.device for _, parameter in parameters}) > 1
         self.dim = dim
         self.device_mesh = device_mesh
-        # As in torch, broadcast_buffers=False keeps buffers out of the first broadcast too, forward_sync_buffers=False
+        # As in torch, broadcast_buffers=False excludes buffers from the first broadcast too; forward_sync_buffers=False
         # does not.
         with_buffers = broadcast_buffers is not False or forward_sync_buffers is not None
         self.forward_sync_buffers = (
@@ -224,7 +223,7 @@ class DistributedDataParallel(TorchSurface):
             check_same_layout(channel.control, entries)
 
     def _equalise(self, channel: Channel, root: int, *, with_buffers: bool) -> None:
-        """Make this rank's values those of rank `root` of the group."""
+        """Copy the values of rank `root` of the group to this rank."""
         named = [*self._named_parameters(), *(self._named_buffers() if with_buffers else ())]
         with channel.report.waiting(f"broadcast of rank {root}'s parameters"):
             broadcast_tensors(channel.group, [tensor for _, tensor in named], root)
@@ -260,7 +259,7 @@ class DistributedDataParallel(TorchSurface):
         before_leaving(self, DistributedDataParallel._let_go)
 
     def _release(self) -> None:
-        """Be a plain wrapper: nothing communicates."""
+        """Stop communicating and become a plain wrapper."""
         if self._end is not None:
             self._end()
         if self.compression is not None:
@@ -274,7 +273,7 @@ class DistributedDataParallel(TorchSurface):
         vars(self).pop("process_group", None)
 
     def _check_not_left_behind(self) -> None:
-        """Raise ReplacementError where the group of this model was made anew without it: it would train alone."""
+        """Raise ReplacementError if the group was rebuilt without this model, which would train alone."""
         group = vars(self).get("process_group")
         if (group is None or is_pending(group)) and dist.is_initialized() and not is_pending(checked_group(None, None)):
             raise ReplacementError(
@@ -302,14 +301,14 @@ class DistributedDataParallel(TorchSurface):
             inputs, kwargs = self._on_device(inputs, kwargs)
             return self.module(*inputs, **kwargs)  # activation checkpointing
         report = policy.reducer.report
-        report.check_in_step()  # or the end of this pass would write into buckets on their way
+        report.check_in_step()  # else the end of this pass would write into buckets in transit
         if torch.is_grad_enabled():
             timeline.forward()
         is_syncing = torch.is_grad_enabled() and self.require_backward_grad_sync
         Join.notify_join_context(self)  # where it raises, it does so on every rank
         active = swap_active_ddp_module(self)
         try:
-            # First what the ranks do together: where one rank alone raises after it, all have done the same.
+            # Collectives first: if one rank alone raises afterwards, all have made the same calls.
             report.begin("start of a forward pass")
             policy.reducer.settle()
             root = 0
@@ -332,7 +331,7 @@ class DistributedDataParallel(TorchSurface):
         return output
 
     def _on_device(self, inputs: Any, kwargs: Any) -> Any:
-        """The inputs with their tensors on the device of `device_ids`, if that was given."""
+        """Move tensors among the inputs to the device of `device_ids`, if that was given."""
         if not self.device_ids:
             return inputs, kwargs
         device = torch.device(self.device.type, self.device_ids[0])
@@ -341,13 +340,13 @@ class DistributedDataParallel(TorchSurface):
     def backward(self, loss: torch.Tensor, *, weight: float | torch.Tensor | None = None, **kwargs: Any) -> None:
         """Run `loss.backward(**kwargs)`, with `weight` for an average of shares of different size.
 
-        `loss` is the mean over what this rank has, and `weight` says of how much: tokens, samples. The gradient is then
+        `loss` is the mean over this rank's share, and `weight` the size of the share: tokens, samples. The gradient is
         the sum of w*g over the sum of w, over all ranks and, with `no_sync`, over all passes since the last reduction:
-        that of the mean over everything. A rank whose weight is 0 contributes nothing, whatever its loss is; it
-        must still make the forward pass. Either every rank gives weights in a step or none does (BackwardError).
-        Gradients must be None or 0 before the first pass of a step. For a `weight` on a device, the host waits. Under
-        compression that owes what it rounds (int8, powersgd), keep the sum of the weights about equal in all steps:
-        what is owed is in the weights of its own step.
+        that of the mean over everything. A rank whose weight is 0 contributes nothing, even if its loss is not finite;
+        it must still make the forward pass. Either every rank gives weights in a step or none does (BackwardError).
+        Gradients must be None or 0 before the first pass of a step. For a `weight` on a device, the host waits. With
+        error-feedback compression (int8, powersgd), keep the sum of the weights about equal in all steps: the error
+        that is carried over is in the weights of its own step.
         """
         if weight is None:
             loss.backward(**kwargs)
@@ -372,7 +371,7 @@ class DistributedDataParallel(TorchSurface):
             self._weigh_alone(amount)
 
     def _weigh_alone(self, amount: float) -> None:
-        """What the reducer does with weights, in a world of one."""
+        """Apply weights in a world of one, as the reducer does."""
         self._weight += amount
         if not self._has_synced_forward:
             return
@@ -385,20 +384,20 @@ class DistributedDataParallel(TorchSurface):
 
     @property
     def measurement(self) -> Measurement | None:
-        """What the first steps showed, and what was decided by it; None before that, and where nothing is measured."""
+        """Results of the first steps and the resulting decision; None before that, and if nothing is measured."""
         planner = None if self._policy is None else self._policy.reducer.planner
         return None if planner is None else planner.measurement
 
     def explain(self) -> StepReport:
-        """Say where the time of a step goes, and what other buckets, compression or LocalSGD would change.
+        """Report where the time of a step goes, and what other buckets, compression or LocalSGD would change.
 
-        Print what it returns: one screen; `as_dict()` has the same for programs. Call it after some 10 steps, on any
-        rank: it communicates nothing, reads what the ranks agreed on in their first steps and this rank's last 200, and
-        compresses some MB for the cost of that, which takes some 0.1 s; on a device compression is not compared.
-        Everything that is not said to be measured is simulated: within 15 % where the link is what a step waits for.
+        Print the result: one screen; `as_dict()` has the same for programs. Call it after about 10 steps, on any rank:
+        it does not communicate. It reads what the ranks agreed on in their first steps and this rank's last 200 steps,
+        and compresses a few MB to time that, which takes about 0.1 s; on a device compression is not compared.
+        Everything not marked as measured is simulated: within 15 % if the link limits the step.
 
-        Raises DdpError before enough steps, UnsupportedError where nothing is measured (see `measure`, and in a world
-        of one), of a communication hook that is not ours and of compression on a device.
+        Raises DdpError before enough steps, UnsupportedError if nothing is measured (see `measure`, and in a world of
+        one), for a communication hook that is not ours and for compression on a device.
         """
         if self._policy is None:
             raise UnsupportedError("explain() in a world of one: nothing is sent; train with two ranks to measure")
@@ -421,7 +420,7 @@ class DistributedDataParallel(TorchSurface):
         self._use_hook(CommHook(hook, compressor, is_chained, takes_own=True))
 
     def reduction_state(self) -> dict[str, Any] | None:
-        """What a checkpoint must hold for compression to go on: what it still owes, and the plan that this fits.
+        """Return the state to resume compression from a checkpoint: its residual errors and the matching bucket plan.
 
         None without compression. Every rank must call it, between two steps; blocks. `ddp.Checkpoint` does.
         """
@@ -430,10 +429,10 @@ class DistributedDataParallel(TorchSurface):
         return {"plan": self._policy.reducer.plan_state(), "compression": self.compression.state_dict()}
 
     def load_reduction_state(self, state: Mapping[str, Any]) -> None:
-        """Go on with what `reduction_state` returned, in a world of any size. Every rank must call it.
+        """Resume from the result of `reduction_state`, in a world of any size. Every rank must call it.
 
-        Raises CheckpointError if it does not fit the module. Without compression, nothing happens but
-        a warning that what was owed is lost.
+        Raises CheckpointError if it does not fit the module. Without compression, it only warns that the residual
+        errors are lost.
         """
         if self.compression is None or self._policy is None:
             warnings.warn(
@@ -447,7 +446,7 @@ class DistributedDataParallel(TorchSurface):
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
         """Average over another group from now on. Every rank of it must call it; nothing is compared.
 
-        What compression owes is forgotten.
+        The residual errors of compression are dropped.
         """
         super()._update_process_group(new_process_group)
         if self._method is not None:
@@ -455,13 +454,13 @@ class DistributedDataParallel(TorchSurface):
             self._use_compression(self._method)
 
     def average_over(self, group: dist.ProcessGroup) -> None:
-        """Average over the ranks of `group` from now on, as `_update_process_group`; for other modules of ddp."""
+        """Average over the ranks of `group` from now on, like `_update_process_group`; for other modules of ddp."""
         self._update_process_group(group)
 
     def step_in(self, micro_batches: MicroBatches | None) -> None:
-        """Let a step be over `micro_batches` from now on, also in a group of one rank; for other modules of ddp.
+        """Make a step of `micro_batches` from now on, also in a group of one rank; for other modules of ddp.
 
-        None: over one pass again.
+        None: of one pass again.
         """
         self._micro_batches, self._least_ranks = micro_batches, 1
         if self._policy is not None:
@@ -469,7 +468,7 @@ class DistributedDataParallel(TorchSurface):
 
     @property
     def gradient_reducer(self) -> Reducer | None:
-        """What averages the gradients of this model, for other modules of ddp; None where nothing is averaged."""
+        """The reducer of this model's gradients, for other modules of ddp; None if nothing is averaged."""
         return None if self._policy is None else self._policy.reducer
 
     def _join_group(self, group: dist.ProcessGroup | None) -> None:

@@ -1,1 +1,1 @@
-"""Which gradients travel together, in which order, and how."""
+"""Buckets of gradients: their contents, their order, and how they are reduced."""

@@ -1,10 +1,10 @@
-"""Which gradients travel together, in which order, and where each lies in its bucket: pure functions and their results.
+"""The plan of buckets: which gradients share one, in which order, and each one's offset. Pure functions and results.
 
 The plan follows Li et al. 2020 (PyTorch Distributed: Experiences on Accelerating Data Parallel Training,
-VLDB 13(12)): gradients become ready roughly in the reverse order of registration, buckets of some MB keep
+VLDB 13(12)): gradients become ready roughly in the reverse order of registration, buckets of a few MB keep
 the latency of a collective small against its transfer, and a small first bucket starts the communication
-early. It adds two things. A gradient that is large enough is a bucket by itself and is reduced where it
-lies, without a copy in or out. And the last bucket is always a flat one, which carries the ranks' statuses.
+early. It adds two things. A gradient that is large enough is a bucket by itself and is reduced in place,
+without a copy in or out. And the last bucket is always a flat one, which carries the ranks' statuses.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import cached_property
 
 import torch
 
-# From here on, on the CPU, one call that copies and divides a gradient costs less than a second pass over its memory.
+# From this size on, on the CPU, a call that copies and divides a gradient costs less than a second pass over memory.
 _LARGE_BYTES = 32 << 10
 
 # A flat bucket up to this size may wait for a larger gradient behind it, so that the step status needs no
@@ -25,10 +25,10 @@ _MAY_WAIT_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class BucketLimits:
-    """Sizes in bytes at which a flat bucket is closed, and from which on a gradient is a bucket of its own.
+    """Sizes in bytes at which a flat bucket is closed, and from which a gradient is a bucket of its own.
 
     The first buckets are closed at `first_caps_bytes`, one after the other, all others at `cap_bytes`. `own_bytes` is
-    None if no gradient travels alone. With `piece_bytes`, what is larger is reduced in pieces of so much.
+    None if no gradient has its own bucket. Tensors larger than `piece_bytes` are reduced in pieces of that size.
     """
 
     cap_bytes: int
@@ -39,7 +39,7 @@ class BucketLimits:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Member:
-    """A parameter of a bucket: its index in the module, its name for messages, itself."""
+    """A parameter of a bucket: its index in the module, its name for messages, the parameter itself."""
 
     index: int
     name: str
@@ -48,7 +48,7 @@ class Member:
 
 @dataclass(frozen=True)
 class GradSpec:
-    """What the plan must know of one gradient. `stride` is dense: the layout that autograd gives."""
+    """Description of one gradient for the plan. `stride` is dense: the layout that autograd gives."""
 
     index: int
     shape: tuple[int, ...]
@@ -102,7 +102,7 @@ class BucketPlan:
 
 
 def spec_of(index: int, parameter: torch.Tensor) -> GradSpec:
-    """Describe the gradient that autograd will give to `parameter`."""
+    """Describe the gradient that autograd will create for `parameter`."""
     dense = torch.empty_like(parameter, device="meta")  # keeps strides if they are dense, else makes them so
     dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype  # grad_dtype: torch 2.10 and newer
     return GradSpec(index, tuple(parameter.shape), dense.stride(), dtype, parameter.device)
@@ -113,8 +113,8 @@ def plan_buckets(
 ) -> tuple[BucketPlan, ...]:
     """Divide `specs`, given in the order in which they are expected to become ready, into buckets in launch order.
 
-    The last bucket is flat and has room for `status_numel` numbers behind its gradients. It is one of gradients if that
-    can be; with `status_alone`, it holds nothing else and lies in host memory.
+    The last bucket is flat and has room for `status_numel` numbers after its gradients. It holds gradients if possible;
+    with `status_alone`, it holds nothing else and is in host memory.
     """
     finished: list[tuple[int, BucketPlan]] = []  # with the position of the gradient that completes it
     open_: dict[tuple[torch.device, torch.dtype], list[GradSpec]] = {}
@@ -161,13 +161,13 @@ def _bucket(specs: Iterable[GradSpec], *, is_own: bool = False) -> BucketPlan:
 
 
 def _is_large(spec: GradSpec) -> bool:
-    """Whether a gradient is copied by itself. On a device none is: there the number of calls counts, not the bytes."""
+    """Return whether to copy a gradient by itself. Never on a device: the number of calls counts there, not bytes."""
     return spec.device.type == "cpu" and spec.nbytes >= _LARGE_BYTES
 
 
 def _with_status(plans: list[BucketPlan], numel: int) -> tuple[BucketPlan, ...]:
-    """Put a flat bucket last and give it room for the step status: the last small one there is, else an empty one."""
-    # Weights are among the step status's numbers: they must not be rounded more than the gradients are.
+    """Put a flat bucket last, with room for the step status: the last small one, else an empty one."""
+    # The step status contains weights, which must not be rounded more than the gradients are.
     is_double = any(plan.dtype == torch.float64 for plan in plans)
     exact = (torch.float64,) if is_double else (torch.float32, torch.float64)
     at = max((i for i, plan in enumerate(plans) if not plan.is_own and plan.dtype in exact), default=None)
@@ -181,7 +181,7 @@ def _alone(numel: int) -> BucketPlan:
 
 
 def slot_view(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
-    """The view of `flat` that holds the gradient of `slot`, with its shape, strides and dtype."""
+    """Return the view of `flat` for the gradient of `slot`, with its shape, strides and dtype."""
     spec = slot.spec
     part = flat[slot.offset : slot.offset + spec.flat_numel]
     if spec.dtype.is_complex:

@@ -1,7 +1,7 @@
 """The transfers of one module, in the order in which every rank starts them.
 
-The reducer says which gradients are there and when backward ends; this starts, awaits and delivers the buckets, the
-step status among them, and plans them anew when the order or the parameters change.
+The reducer reports which gradients are ready and when backward ends. The schedule starts, awaits and delivers the
+buckets, including the step status, and plans them again when the order or the parameters change.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _SMALL_NUMEL = 1 << 12  # summed in 2 us
 class BucketSchedule:
     """Buckets of `members` in launch order. With `as_views`, gradients in flat buckets stay views of them.
 
-    `sparse` are the indices of members whose gradients are sparse: they are in no bucket. `own_status`
-    is asked for this rank's status when the last bucket leaves.
+    `sparse` are the indices of members whose gradients are sparse: they are in no bucket. `own_status` returns this
+    rank's status; it is called before the last bucket is sent.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class BucketSchedule:
         self.order: list[int] = []
         self.specs: list[GradSpec] = []  # of the gradients, in this order
         self.repeated: frozenset[int] = frozenset()
-        self.state: dict[str, Any] = {}  # the plan in names and numbers; without sizes where these are `limits`
-        self.transfer_of: list[Transfer] = []  # by index; the same list for ever, the hooks hold it
+        self.state: dict[str, Any] = {}  # the plan in names and numbers; without sizes if these are `limits`
+        self.transfer_of: list[Transfer] = []  # by index; never replaced, since the hooks hold this list
         self._channel = channel
         self._members = members
         self._sparse = [members[index] for index in sorted(sparse)]
@@ -67,14 +67,14 @@ class BucketSchedule:
         self._transfers: list[Transfer] = []
         self._next = 0  # the first transfer that has not been sent in this pass
         self._absent: list[int] = []
-        self.is_finite = True  # the gradient of the probe, on this rank, in this pass
+        self.is_finite = True  # the probed gradient, on this rank, in this pass
         self._statuses = torch.empty(0)  # the last step status
         self.plan([index for index in reversed(range(len(members))) if index not in sparse])
 
     def plan(self, order: Sequence[int], repeated: Collection[int] = ()) -> None:
-        """Plan the buckets for gradients that become ready in this order. Every rank must do it between passes.
+        """Plan the buckets for gradients that become ready in this order. Every rank must call it between passes.
 
-        Those in `repeated` become ready more than once in a pass: their buckets leave at its end.
+        Those in `repeated` become ready more than once in a pass: their buckets are sent at its end.
         """
         self.repeated = frozenset(repeated)
         self.order = list(order)
@@ -84,14 +84,14 @@ class BucketSchedule:
         carrier = self._transfers[-1]
         assert isinstance(carrier, FlatTransfer)
         self._carrier = carrier
-        # Sparse gradients are in no bucket and complete none: any that leaves at the end of backward will do.
+        # Sparse gradients are in no bucket and complete none: any bucket sent at the end of backward will do.
         self.transfer_of[:] = [carrier] * len(self._members)
         for transfer in self._transfers:
             for member in transfer.members:
                 self.transfer_of[member.index] = transfer
             transfer.hold_back(self.repeated)
-        # What is not finite, in the loss or in backward, spoils the gradients that follow: a small one near the end
-        # shows it. The host waits for no device.
+        # A non-finite value in the loss or in backward spreads to later gradients: a small one near the end shows it.
+        # Gradients on a device are not probed: the host would wait.
         on_host = [self._members[index] for index in order if self._members[index].parameter.device.type == "cpu"]
         small = [member for member in on_host if member.parameter.numel() <= _SMALL_NUMEL]
         smallest = min(on_host, key=lambda member: member.parameter.numel(), default=None)
@@ -104,7 +104,7 @@ class BucketSchedule:
         self.state = {**names, **sizes}
 
     def plans_for(self, limits: BucketLimits, *, compressed: bool = False) -> tuple[BucketPlan, ...]:
-        """The buckets that limits give, in launch order; nothing changes. `compressed`: as they would be then."""
+        """Return the buckets for `limits` in launch order, without a change. `compressed`: as with compression."""
         if self._hook is not None and not self._hook.takes_own:
             limits = dataclasses.replace(limits, own_bytes=None)
         return plan_buckets(
@@ -117,7 +117,7 @@ class BucketSchedule:
         )
 
     def use_limits(self, limits: BucketLimits) -> None:
-        """Close buckets at other sizes from now on. Every rank must do it between passes."""
+        """Close buckets at other sizes from now on. Every rank must call it between passes."""
         self.limits = limits
         self.end()
         self.plan(self.order, self.repeated)
@@ -133,7 +133,7 @@ class BucketSchedule:
             )
 
     def load_plan_state(self, state: Mapping[str, Any], repeated: Collection[int]) -> None:
-        """Plan as `state` was elsewhere, for gradients of which those in `repeated` become ready more than once."""
+        """Restore the plan from `state`; gradients in `repeated` become ready more than once."""
         index_of = {member.name: member.index for member in self._members}
         if (limits := state.get("limits")) is not None:
             firsts = tuple(map(int, limits["first_caps_bytes"]))
@@ -154,7 +154,7 @@ class BucketSchedule:
         return FlatTransfer(plan, members, sender, as_views=self._as_views)
 
     def use_hook(self, hook: CommHook) -> None:
-        """Let `hook` reduce the buckets from now on. The step status goes by itself."""
+        """Let `hook` reduce the buckets from now on. The step status is sent by itself."""
         self._hook = hook
         self.plan(self.order, self.repeated)
 
@@ -169,19 +169,19 @@ class BucketSchedule:
             transfer.begin()
 
     def send_complete(self, touched: Mapping[int, None]) -> None:
-        """Send every bucket whose turn it is and which is complete; the last waits for the end of backward."""
+        """Send complete buckets as far as the order allows; the last one waits for the end of backward."""
         while self._next < len(self._transfers) - 1 and not self._transfers[self._next].missing:
             if self._is_chained_to_previous():
                 return
             self._send_next(touched)
 
     def send_rest(self, touched: Mapping[int, None]) -> None:
-        """Send all that is left: what is not there now is absent."""
+        """Send all remaining buckets; gradients that are not ready now are absent."""
         while self._next < len(self._transfers):
             self._send_next(touched)
 
     def _is_chained_to_previous(self) -> bool:
-        """Whether the bucket before may still start collectives of its own."""
+        """Return whether the previous bucket may still start collectives of its own."""
         previous = self._transfers[self._next - 1].work if self._next else None
         return self._hook is not None and self._hook.is_chained and not (previous is None or previous.is_completed())
 
@@ -198,14 +198,14 @@ class BucketSchedule:
         if probe is not None and probe.index in transfer.indices and probe.index in touched:
             self.is_finite = _is_finite(probe.parameter.grad)
         if transfer is self._carrier:
-            if self._hook is not None:  # the step status must know of a hook that fails later
+            if self._hook is not None:  # the step status must include a hook that fails later
                 self._wait_for(self._transfers[:-1])
             self._absent += [member.index for member in self._sparse if member.index not in touched]
             write(self._own_status(), self._carrier.status, self._absent)
         self._send(transfer)
 
     def _send(self, transfer: Transfer) -> None:
-        if self._hook is not None and transfer is not self._carrier:  # what it raises says nothing of a collective
+        if self._hook is not None and transfer is not self._carrier:  # its exceptions are not those of a collective
             transfer.send()
             self._next += 1
             return
@@ -215,7 +215,7 @@ class BucketSchedule:
         self._channel.report.counted()
 
     def send_nothing(self, status: RankStatus) -> None:
-        """Send zeros in the place of all that has not been sent."""
+        """Send zeros for all that has not been sent."""
         while self._next < len(self._transfers):
             self._await_previous()
             transfer = self._transfers[self._next]
@@ -225,13 +225,13 @@ class BucketSchedule:
             self._send(transfer)
 
     def absent(self) -> list[int]:
-        """Indices of the gradients that this rank did not have in this pass."""
+        """Return the indices of the gradients that this rank did not have in this pass."""
         return self._absent
 
     def wait(self) -> StatusSum:
-        """Wait until everything has arrived; return what the ranks said. Raises CollectiveError."""
+        """Wait until everything has arrived; return the ranks' statuses. Raises CollectiveError."""
         self._wait_for(self._transfers)
-        self._statuses = self._carrier.status.clone()  # without a hold on the gradients in the same memory
+        self._statuses = self._carrier.status.clone()  # does not keep the gradients in the same memory alive
         return read(self._statuses, self._channel.group.size())
 
     def _wait_for(self, transfers: Sequence[Transfer]) -> None:
@@ -261,21 +261,21 @@ class BucketSchedule:
                 average_sparse(self._channel, member, factor)
 
     def end(self) -> None:
-        """Forget the pass, whether or not it was delivered."""
+        """Reset after a pass, whether or not it was delivered."""
         for transfer in self._transfers:
             transfer.drop()
         self._absent = []
         self._next = 0
 
     def used_map(self) -> torch.Tensor:
-        """How many ranks had a gradient in the last pass, by index: (parameters,), int32."""
+        """Return how many ranks had a gradient in the last pass, by index: (parameters,), int32."""
         counts = self._statuses[HEADER_NUMEL:] if len(self._statuses) else torch.zeros(len(self._members))
         return counts.round().to(torch.int32)
 
-    # What is missing, for messages; called from other threads
+    # Missing gradients, for messages; called from other threads
 
     def not_ready(self) -> str:
-        """The first bucket that waits for gradients of this rank, and which."""
+        """Name the first bucket that waits for gradients of this rank, and these gradients."""
         for position, transfer in enumerate(self._transfers, 1):
             missing = sorted(transfer.missing - {AT_THE_END})
             if transfer.work is None and missing:
@@ -286,7 +286,7 @@ class BucketSchedule:
 
 
 def _is_finite(grad: torch.Tensor | None) -> bool:
-    """Whether all of a small gradient is finite, or the first part of a large one; the sum takes the least time."""
+    """Return whether a small gradient, or the first part of a large one, is finite; a sum takes the least time."""
     if grad is None or grad.layout is not torch.strided:
         return True
     if grad.numel() > _PROBED_NUMEL:

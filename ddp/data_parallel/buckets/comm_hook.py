@@ -1,7 +1,7 @@
-"""Communication hooks: a user's function reduces each bucket, in the place of the all-reduce.
+"""Communication hooks: a user's function reduces each bucket, instead of the all-reduce.
 
-The interface is that of torch, so that torch's own hooks (`torch.distributed.algorithms.ddp_comm_hooks`) work
-unchanged. Called by `bucket_schedule`, which starts one hook a bucket, in the same order on every rank.
+The interface is torch's, so that torch's own hooks (`torch.distributed.algorithms.ddp_comm_hooks`) work unchanged.
+Called by `bucket_schedule`, which runs the hook once per bucket, in the same order on every rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ddp.errors import ArgumentError
 from ddp.monitoring.stall_report import HostWork
 from ddp.torch_internals import AnyFuture
 
-# Hooks of torch that start one collective, before they return.
+# torch's hooks that start one collective, before they return.
 _SINGLE = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
 
 _Future = torch.futures.Future[torch.Tensor]
@@ -33,11 +33,11 @@ _Future = torch.futures.Future[torch.Tensor]
 
 @dataclass(frozen=True)
 class CommHook:
-    """A hook as it was registered: `call(state, bucket)` starts a reduction and returns the future of its result.
+    """A registered hook: `call(state, bucket)` starts a reduction and returns the future of its result.
 
     `is_chained`: it may start collectives after it has returned, when others are done (PowerSGD does). No other
-    collective of the group may start meanwhile: their order would differ between the ranks. `takes_own`: a large
-    gradient may come to it in the memory where autograd left it; it is no user's, who might keep the bucket.
+    collective of the group may start meanwhile: their order would differ between the ranks. `takes_own`: it accepts a
+    large gradient in the memory where autograd left it; False for users' hooks, which might keep the bucket.
     """
 
     call: Callable[[Any, Any], _Future]
@@ -47,7 +47,7 @@ class CommHook:
 
 
 class GradBucket:
-    """What a hook is given: the interface of `torch.distributed.GradBucket`. Gradients are not divided by anything."""
+    """A hook's argument, with the interface of `torch.distributed.GradBucket`. Gradients are not divided."""
 
     def __init__(self, index: int, plan: BucketPlan, members: Sequence[Member], *, is_last: bool) -> None:
         self._index = index
@@ -57,32 +57,32 @@ class GradBucket:
         self._buffer = torch.empty(0)
 
     def index(self) -> int:
-        """The bucket's place in the order in which buckets are reduced, from 0; after the first step another plan's."""
+        """Return the bucket's position in launch order, from 0; after the first step, in another plan."""
         return self._index
 
     def buffer(self) -> torch.Tensor:
-        """All gradients of the bucket, flat (numel,), of one dtype; complex ones as pairs of real numbers."""
+        """Return all gradients of the bucket, flat (numel,), of one dtype; complex ones as pairs of real numbers."""
         return self._buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        """Views of the buffer, one a parameter."""
+        """Return views of the buffer, one per parameter."""
         return [slot_view(self._buffer, slot) for slot in self._plan.slots]
 
     def parameters(self) -> list[torch.Tensor]:
         return [member.parameter for member in self._members]
 
     def is_last(self) -> bool:
-        """Whether no other bucket follows in this backward pass."""
+        """Return whether no other bucket follows in this backward pass."""
         return self._is_last
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Let `buffer` be what `buffer()` returns, as hooks that wrap others do."""
+        """Replace the result of `buffer()`, as hooks that wrap others do."""
         self._buffer = buffer
 
 
 @dataclass
 class _HookWork:
-    """A hook's future, waited for like a collective; the result goes into `flat`, where the gradients were."""
+    """A hook's future, waited for like a collective; the result is copied into `flat`, over the gradients."""
 
     future: _Future
     flat: torch.Tensor
@@ -96,13 +96,13 @@ class _HookWork:
         return self._done.is_set()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the result is there (for CUDA: until it is enqueued). RuntimeError if that takes too long."""
+        """Block until the result is ready (for CUDA: until it is enqueued). Raises RuntimeError on timeout."""
         if self._is_in_place:
             return True
         if not self._done.wait(None if timeout is None else timeout.total_seconds()):
             raise RuntimeError("Operation timed out!")
         result: Any = self.future.wait()
-        if isinstance(result, list | tuple):  # what a collective's own future holds
+        if isinstance(result, list | tuple):  # from a collective's own future
             (result,) = result
         if not isinstance(result, torch.Tensor):
             raise ArgumentError(
@@ -121,7 +121,7 @@ class _HookWork:
 
 
 class HookSender:
-    """Lets the hook reduce one bucket. Each pass has a copy of `bucket`, with the gradients of that pass."""
+    """Reduces one bucket by the hook. Each pass has a copy of `bucket`, with the gradients of that pass."""
 
     divisor = 1
 
@@ -161,11 +161,11 @@ def checked_hook(state: object, hook: Callable[[Any, Any], _Future]) -> CommHook
 
 
 def builtin_hook(kind: object, group: dist.ProcessGroup) -> CommHook:
-    """The hook that stands behind one of torch's `dist.BuiltinCommHookType`. Raises ArgumentError for others."""
+    """Return the hook for one of torch's `dist.BuiltinCommHookType`. Raises ArgumentError for others."""
     known = {
         BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
         BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
     }
     if kind not in known:
-        raise ArgumentError(f"{kind!r} is no built-in communication hook: {', '.join(map(str, known))}")
+        raise ArgumentError(f"{kind!r} is not a built-in communication hook: {', '.join(map(str, known))}")
     return CommHook(known[kind], group, is_chained=False)

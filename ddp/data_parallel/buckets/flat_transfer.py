@@ -1,7 +1,7 @@
-"""A flat bucket on its way: many gradients in one tensor, with views of it as gradients where nobody can notice.
+"""A flat bucket in transit: many gradients in one tensor, with views of it as gradients where that goes unnoticed.
 
-That saves copying the averages back. It is done for gradients that backward itself made, in memory that nobody else
-looks at any more: who keeps `.grad` of a step, or anything that shares its memory, finds it unchanged later.
+That saves copying the averages back. It is done for gradients that backward itself made, in memory that nothing else
+references any more: code that keeps a step's `.grad`, or anything that shares its memory, finds it unchanged later.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ class _Region:
         self.small_views = [view for _, _, view in self.small]
         self.large = {place[0].index: place for place in self.places[plan.small_count :]}
         self.views = [view for _, _, view in self.places]
-        self.is_given_away = False  # whether a place is, or was, `.grad` of its parameter
+        self.is_given_away = False  # whether any place is, or was, `.grad` of its parameter
         self._holders_at_first = self._holders()
         self._count_at_first = self._holder_count()
 
     def is_watched(self) -> bool:
-        """Whether somebody may still hold a gradient that was given away and is no longer `.grad`. In doubt, yes."""
+        """Return whether an old gradient in here, no longer `.grad`, may still be referenced. In doubt, True."""
         if not self.is_given_away:
             return False
-        # No place is held less often than at first, so equal sums are equal counts.
+        # No place has fewer references than at first, so equal sums mean equal counts.
         if self._count_at_first is not None and self._holder_count() == self._count_at_first:
             return False
         holders = self._holders()
@@ -56,7 +56,7 @@ class _Region:
         )
 
     def _holders(self) -> list[tuple[int, int]] | None:
-        """How many hold the memory, then each place: as a Python object, and in all other ways; None if not counted."""
+        """Count references to the memory, then to each place: by Python, and by all else. None if not supported."""
         if tensor_owner_count is None:
             return None
         storage = self.tensor.untyped_storage()
@@ -74,10 +74,10 @@ class _Region:
 class FlatTransfer(Transfer):
     """Many gradients in one flat tensor.
 
-    Small gradients, and on a device all, are copied into it with one call when the last is there. Large ones are
-    divided into it when they become ready. With `as_views`, every place becomes `.grad`, whoever may still hold an
-    older gradient. The last bucket's flat tensor also carries the step status: one number for each parameter of the
-    module.
+    Small gradients, and on a device all, are copied into it with one call when the last is ready. Large ones are
+    divided into it when they become ready. With `as_views`, every place becomes `.grad`, even if an older gradient may
+    still be referenced. The last bucket's flat tensor also carries the step status: one number for each parameter of
+    the module.
     """
 
     def __init__(self, plan: BucketPlan, members: Sequence[Member], sender: Sender, *, as_views: bool) -> None:
@@ -91,13 +91,13 @@ class FlatTransfer(Transfer):
         self._own = self.indices
         self._made_by_backward: frozenset[int] = frozenset()
         self._taken: set[int] = set()  # large ones that are in their places
-        self._grads: list[torch.Tensor] = []  # those that lie elsewhere and get the average, and
-        self._places: list[torch.Tensor] = []  # where it is
+        self._grads: list[torch.Tensor] = []  # those in other memory, to which the average is copied from...
+        self._places: list[torch.Tensor] = []  # ...these
         self._absent: list[_Place] = []
-        self._old: dict[int, torch.Tensor] = {}  # what was in the place of an absent gradient, by index
+        self._old: dict[int, torch.Tensor] = {}  # old contents of the place of an absent gradient, by index
 
     def _renew(self) -> None:
-        """Take new memory, filled with zeros since hooks also see what lies between the places."""
+        """Allocate new memory, filled with zeros since hooks also see the gaps between the places."""
         plan = self._plan
         self._flat = torch.zeros(plan.numel + plan.status_numel, dtype=plan.dtype, device=plan.device)
         self._region = _Region(self._flat, self.members, plan)
@@ -109,10 +109,10 @@ class FlatTransfer(Transfer):
         self._made_by_backward = self._own.difference(had) if had else self._own
 
     def take_early(self, index: int) -> None:
-        """Take a large gradient that has just become ready.
+        """Divide a large gradient that has just become ready into its place.
 
-        The caches still hold it, and its memory is free for the next one that autograd makes. Another gradient for
-        the same parameter would be added to one that is divided already, so it is refused.
+        It is still in the caches, and its memory becomes free for autograd's next one. Another gradient for the same
+        parameter would be added to one that is divided already, so it is refused.
         """
         place = self._region.large[index]
         if index in self._taken:
@@ -130,7 +130,7 @@ class FlatTransfer(Transfer):
             self._settle(place, grad)
 
     def _settle(self, place: _Place, grad: torch.Tensor) -> None:
-        """Make the place the gradient if nobody can notice, else note to copy the average back."""
+        """Make the place the gradient if that goes unnoticed, else note to copy the average back."""
         member, parameter, view = place
         if self._as_views or member.index in self._made_by_backward or grad.layout is not torch.strided:
             parameter.grad = view
@@ -157,7 +157,7 @@ class FlatTransfer(Transfer):
         return [member.index for member, _, _ in self._absent]
 
     def _gather_small(self, touched: Mapping[int, None]) -> None:
-        """Copy all with one call: for small gradients the number of calls counts, not the bytes."""
+        """Copy all small gradients with one call: the number of calls counts, not the bytes."""
         parameters, views, indices = self._small_parameters, self._region.small_views, self._small_indices
         all_grads = [parameter.grad for parameter in parameters]
         layouts = {None if grad is None else grad.layout for grad in all_grads}
@@ -171,7 +171,7 @@ class FlatTransfer(Transfer):
         self._gather_small_each(touched)
 
     def _gather_small_each(self, touched: Mapping[int, None]) -> None:
-        """The same where some are absent, sparse, or lie in the bucket already."""
+        """Copy small gradients one by one if some are absent, sparse, or in the bucket already."""
         places, views, grads = [], [], []
         for place in self._region.small:
             member, parameter, view = place
@@ -198,7 +198,7 @@ class FlatTransfer(Transfer):
             view.copy_(dense(grad))
 
     def gather_nothing(self) -> None:
-        if self._region.is_given_away:  # the gradients of an older step are in there, which somebody may have kept
+        if self._region.is_given_away:  # it has gradients of an older step, which the user may have kept
             self._renew()
         else:
             self._flat.zero_()
@@ -206,7 +206,7 @@ class FlatTransfer(Transfer):
 
     @property
     def status(self) -> torch.Tensor:
-        """The place of the step status: to be written between `gather` and `send`, and read once it is back."""
+        """The place of the step status; write it between `gather` and `send`, read it after the reduction."""
         return self._flat[self._plan.numel :]
 
     def send(self) -> None:

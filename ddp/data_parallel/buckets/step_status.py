@@ -1,9 +1,9 @@
-"""What the ranks tell each other at the end of every backward pass: a few numbers that are added up over the ranks.
+"""The status that ranks exchange at the end of every backward pass: a few numbers, added up over the ranks.
 
-They travel in host memory: behind the gradients of the last bucket, or alone where gradients are on a device, which the
-host must not wait for. The reducer writes this rank's numbers when backward has ended, since until then a rank may
-fail, and reads the sums when all else is on its way. Every rank reads the same sums, so all of them decide the
-same in the same iteration.
+They are sent from host memory: behind the gradients of the last bucket, or alone if gradients are on a device, which
+the host must not wait for. The reducer writes this rank's numbers when backward has ended, since a rank may fail until
+then, and reads the sums when everything else is in transit. Every rank reads the same sums, so all decide the same in
+the same iteration.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ HEADER_NUMEL = _FIELDS + 2 * _DIGITS
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What one rank says of its pass.
+    """One rank's report of its pass.
 
-    `failed`: its pass ended with an exception. `joined`: it has no more inputs and only keeps the others company.
-    `weight`: the sum of the weights of what it contributes, None if it gave none. `open_forwards`: forward passes
-    since the last reduction whose outputs saw no backward. `unfrozen`: parameters that were frozen at the last plan
-    and are not now. `number`: which of the group's wrappers this is. `digest`: 48 bits of what should be equal
-    everywhere. `steps`: how often optimizers have stepped since the last reduction. `kept` and `emptied`: the gradients
-    of the last reduction were still there, untouched, or gone, when this pass began; neither where that is not known.
-    `nonfinite`: its own gradients had a value that is infinite or no number. `warned`: it has heard that the job's time
-    is nearly up, which the others may not know.
+    `failed`: its pass ended with an exception. `joined`: it has no more inputs and only takes part in collectives.
+    `weight`: the sum of the weights of its contributions, None if it gave none. `open_forwards`: forward passes since
+    the last reduction whose outputs saw no backward. `unfrozen`: parameters that were frozen at the last plan and are
+    not now. `number`: index of the wrapper in its group. `digest`: 48 bits of a checksum that should be equal
+    everywhere. `steps`: number of optimizer steps since the last reduction. `kept` and `emptied`: the gradients of the
+    last reduction were still there, unchanged, or gone, when this pass began; neither if that is unknown.
+    `nonfinite`: its own gradients had a value that is infinite or NaN. `warned`: it was notified that the job's time is
+    nearly up, which the others may not know.
     """
 
     failed: bool = False
@@ -52,7 +52,7 @@ class RankStatus:
 
 @dataclass(frozen=True)
 class StatusSum:
-    """What all ranks said, added up. `active` ranks are those that have not joined."""
+    """Sum of all ranks' statuses. `active` ranks are those that have not joined."""
 
     active: int
     failed: int
@@ -72,7 +72,7 @@ _PLAIN = RankStatus()
 
 
 def write(status: RankStatus, place: torch.Tensor, absent: Sequence[int]) -> None:
-    """Write `status` into `place` (HEADER_NUMEL + parameters,), and 1 for every parameter but those `absent`."""
+    """Write `status` into `place` (HEADER_NUMEL + parameters,), and 1 for every parameter except those `absent`."""
     place[:HEADER_NUMEL].zero_()
     place[HEADER_NUMEL:].fill_(not (status.failed or status.joined))
     if absent:
@@ -84,7 +84,7 @@ def write(status: RankStatus, place: torch.Tensor, absent: Sequence[int]) -> Non
 
 @lru_cache(maxsize=16)
 def _header(status: RankStatus, dtype: torch.dtype) -> torch.Tensor:
-    """(HEADER_NUMEL,): the same in most steps."""
+    """Return the header (HEADER_NUMEL,), which is the same in most steps."""
     digits = [status.digest >> (_DIGIT_BITS * at) & _MOST for at in range(_DIGITS)]
     compared = [min(status.open_forwards, _MOST), status.number & _MOST, min(status.steps, _MOST), *digits]
     opened, number, steps, *digits = [0] * len(compared) if status.joined else compared
@@ -96,7 +96,7 @@ def _header(status: RankStatus, dtype: torch.dtype) -> torch.Tensor:
 
 
 def read(sums: torch.Tensor, size: int) -> StatusSum:
-    """Read what `write` wrote on each of `size` ranks, after it was added up."""
+    """Read the sum of the statuses that `write` wrote on each of `size` ranks."""
     header = sums[:HEADER_NUMEL].tolist()
     failed, joined, weighted, weight, unfrozen, opened, opened2, number, number2, *rest = header
     steps, steps2, kept, emptied, nonfinite, warned, *digits = rest
@@ -118,12 +118,12 @@ def read(sums: torch.Tensor, size: int) -> StatusSum:
 
 
 def _are_equal(total: float, squares: float, count: int) -> bool:
-    """Whether `count` numbers with this sum and this sum of squares are all the same (Cauchy-Schwarz)."""
+    """Return whether `count` numbers with this sum and this sum of squares are all equal (Cauchy-Schwarz)."""
     return count * squares == total * total
 
 
 def used_among(sums: torch.Tensor, indices: Collection[int]) -> frozenset[int]:
-    """Those parameters of `indices` for which any rank had a gradient."""
+    """Return those of `indices` for which any rank had a gradient."""
     if not indices:
         return frozenset()
     counts = sums[HEADER_NUMEL:].tolist()

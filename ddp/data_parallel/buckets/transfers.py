@@ -1,7 +1,7 @@
-"""A bucket on its way: gradients in, all-reduce, averages out; here, a bucket of one gradient.
+"""A bucket in transit: gradients in, all-reduce, averages out; here, a bucket of one gradient.
 
-A gradient is *absent* where this rank has none to contribute since the last reduction: it contributes
-zeros, or what an older reduction left in `.grad`, which is the same on every rank.
+A gradient is *absent* if this rank has had none to contribute since the last reduction: it contributes zeros, or the
+result of an older reduction in `.grad`, which is the same on every rank.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from ddp.torch_internals import memory_owner_count
 
 
 def _owners(tensor: torch.Tensor) -> int:
-    """How many own the memory of `tensor`, this question included."""
+    """Count the owners of the memory of `tensor`, including this call."""
     return memory_owner_count(tensor.untyped_storage())
 
 
-# In the place of the index of a gradient that a transfer waits for: one that never comes.
+# Stands for a gradient that never comes, so that the transfer waits for the end of backward.
 AT_THE_END = -1
 
 _SOLE_OWNER = _owners(torch.empty(1))
 
 
 class Sender(Protocol):
-    """Starts the reduction of a flat tensor in place, without blocking. Gradients are divided by `divisor` before."""
+    """Starts the reduction of a flat tensor in place, without blocking. Gradients are divided by `divisor` first."""
 
     divisor: int
 
@@ -43,9 +43,9 @@ class Sender(Protocol):
 class Adder:
     """Starts all-reduces over `group` of tensors on `device`, without blocking.
 
-    Where the backend averages by itself (NCCL), gradients are not divided. Elsewhere each rank divides its share by
-    `divisor` before they are added: then float16 does not overflow, and a copy that is made anyway divides for nothing.
-    NCCL does the same. A tensor of more than `piece_bytes` goes in pieces.
+    If the backend averages by itself (NCCL), gradients are not divided. Otherwise each rank divides its share by
+    `divisor` before the sum: then float16 does not overflow, and a copy that is made anyway divides at no cost. NCCL
+    does the same. A tensor of more than `piece_bytes` is sent in pieces.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, piece_bytes: int | None = None) -> None:
@@ -63,7 +63,7 @@ class Adder:
 
 
 class _Pieces:
-    """The pieces of a tensor on their way."""
+    """The pieces of a tensor in transit."""
 
     def __init__(self, works: Sequence[dist.Work]) -> None:
         self._works = works
@@ -76,18 +76,18 @@ class _Pieces:
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:
-    """The names of a group's backends, by type of device."""
+    """Return the names of a group's backends, by type of device."""
     return dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
 
 
 class Transfer(ABC):
-    """A bucket of `members` on its way: gradients in, all-reduce, averages out. The schedule decides when."""
+    """A bucket of `members` in transit: gradients in, all-reduce, averages out. The schedule decides when."""
 
     def __init__(self, members: Sequence[Member], sender: Sender) -> None:
         self.members = tuple(members)
         self.indices = frozenset(member.index for member in members)
-        self.missing = set(self.indices)  # the gradients that it waits for
-        self.taken_early: frozenset[int] = frozenset()  # those for which `take_early` is called
+        self.missing = set(self.indices)  # gradients that it waits for
+        self.taken_early: frozenset[int] = frozenset()  # gradients for which `take_early` is called
         self.work: Pending | None = None
         self._sender = sender
 
@@ -99,25 +99,25 @@ class Transfer(ABC):
         return f"{self.members[0].name!r} to {self.members[-1].name!r}"
 
     def hold_back(self, repeated: frozenset[int]) -> None:
-        """Leave at the end of backward if one of these gradients is in here: they become ready more than once."""
+        """Wait for the end of backward if one of these gradients is in here: they become ready more than once."""
         if repeated & self.indices:
             self.indices |= {AT_THE_END}
             self.missing.update(self.indices)
             self.taken_early -= repeated
 
     def begin(self) -> None:  # noqa: B027  # most have nothing to prepare
-        """Prepare, before backward reaches the parameters, for the gradients that it will make."""
+        """Prepare for the gradients, before backward reaches the parameters."""
 
-    def take_early(self, index: int) -> None:  # noqa: B027  # most take no gradient by itself
-        """Take a gradient that has just become ready."""
+    def take_early(self, index: int) -> None:  # noqa: B027  # most wait for all their gradients
+        """Process a gradient that has just become ready."""
 
     @abstractmethod
     def gather(self, touched: Mapping[int, None]) -> list[int]:
-        """Get ready to send the gradients, divided; return the indices of absent ones."""
+        """Prepare to send the gradients, divided; return the indices of absent ones."""
 
     @abstractmethod
     def gather_nothing(self) -> None:
-        """Get ready to send zeros, whatever the gradients are; nothing will be delivered."""
+        """Prepare to send zeros instead of the gradients; nothing will be delivered."""
 
     @abstractmethod
     def send(self) -> None:
@@ -125,17 +125,17 @@ class Transfer(ABC):
 
     @abstractmethod
     def deliver(self, used: Collection[int], factor: float) -> None:
-        """Put `factor` times the averages into `.grad`; absent ones only if they are in `used`: some rank had them."""
+        """Put `factor` times the averages into `.grad`; absent ones only if in `used`, because some rank had them."""
 
     def drop(self) -> None:
-        """Forget what was on its way, once it has arrived or never will."""
+        """Reset, once the transfer has arrived or never will."""
         self.work = None
         self.missing.update(self.indices)
         self._forget()
 
     @abstractmethod
     def _forget(self) -> None:
-        """Drop the gradients."""
+        """Drop references to the gradients."""
 
 
 class OwnTransfer(Transfer):
@@ -207,5 +207,5 @@ def ready_twice(member: Member) -> BackwardError:
 
 
 def dense(grad: torch.Tensor) -> torch.Tensor:
-    """`grad` as a strided tensor: a sparse gradient that no module announced is reduced as a dense one."""
+    """Return `grad` as a strided tensor: a sparse gradient that no module announced is reduced as a dense one."""
     return grad if grad.layout is torch.strided else grad.to_dense()

@@ -1,8 +1,8 @@
 """Gradients that are in no bucket: they are exchanged after the step status of a backward pass, one after the other.
 
-Sparse ones (of embeddings): every rank's rows travel to every rank, which adds them up. Called by `bucket_schedule`.
-Those of parameters that were frozen when the buckets were planned and are trained now: called by the reducer, when any
-rank has such parameters.
+Sparse gradients (of embeddings): every rank's rows are sent to every rank, which adds them up. Called by
+`bucket_schedule`. Gradients of parameters that were frozen when the buckets were planned and are trained now: called
+by the reducer if any rank has such parameters.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def average_sparse(channel: Channel, member: Member, factor: float) -> None:
     """Average the gradient of `member` over the ranks; `.grad` is sparse unless some rank's is dense.
 
     Every rank must call it; blocks. A rank's `.grad` may be None, sparse with any number of rows, or dense. The result
-    is `factor` times the sum over the ranks divided by their number, and bitwise equal on all: each adds up the rows in
+    is `factor` times the sum over the ranks divided by their number, and bitwise equal on all: each adds the rows in
     the order of the ranks.
     """
     with channel.report.waiting(f"exchange of the rows of {member.name!r}"):
@@ -48,13 +48,13 @@ def _average(channel: Channel, parameter: torch.nn.Parameter, factor: float) -> 
 
 
 def _gathered_sizes(control: dist.ProcessGroup, mine: torch.Tensor | None) -> tuple[list[int], list[int]]:
-    """Of every rank: what its gradient is, and how many rows it has, by host memory, where they are read."""
+    """Return each rank's kind of gradient and number of rows; exchanged in host memory, where they are read."""
     kind, count = _NONE, 0
     if mine is not None:
         kind, count = (_SPARSE, len(mine.values())) if mine.is_sparse else (_DENSE, 0)
-    told = torch.tensor([kind, count], device="cpu")
-    every = [torch.empty_like(told) for _ in range(control.size())]
-    finish(control.allgather([every], [told]), device=told.device)
+    own = torch.tensor([kind, count], device="cpu")
+    every = [torch.empty_like(own) for _ in range(control.size())]
+    finish(control.allgather([every], [own]), device=own.device)
     rows = [other.tolist() for other in every]
     return [row[0] for row in rows], [row[1] for row in rows]
 
@@ -62,7 +62,7 @@ def _gathered_sizes(control: dist.ProcessGroup, mine: torch.Tensor | None) -> tu
 def _summed_rows(
     group: dist.ProcessGroup, parameter: torch.Tensor, mine: torch.Tensor | None, counts: list[int]
 ) -> torch.Tensor:
-    """The sum of all ranks' sparse gradients, coalesced. The gather pads every rank's rows to the longest."""
+    """Return the sum of all ranks' sparse gradients, coalesced. The gather pads every rank's rows to the longest."""
     longest, own = max(counts), counts[group.rank()]
     indices = torch.zeros(longest, dtype=torch.int64, device=parameter.device)  # (rows,)
     values = torch.zeros(longest, *parameter.shape[1:], dtype=parameter.dtype, device=parameter.device)
@@ -88,11 +88,11 @@ def average_unfrozen(group: dist.ProcessGroup, mine: Sequence[_Named], factor: f
     Every rank must call it. Raises BackwardError on all if not every rank unfroze the same ones. Where no rank has a
     gradient, `.grad` stays as it is.
     """
-    told = gather_values({name: parameter.grad is not None for name, parameter in mine}, group=group)
-    if any([*names] != [*told[0]] for names in told):
-        raise _unfrozen_differ(told)
+    every = gather_values({name: parameter.grad is not None for name, parameter in mine}, group=group)
+    if any([*names] != [*every[0]] for names in every):
+        raise _unfrozen_differ(every)
     for name, parameter in mine:
-        if not any(has_grad[name] for has_grad in told):
+        if not any(has_grad[name] for has_grad in every):
             continue
         grad = parameter.grad
         total = torch.zeros_like(parameter) if grad is None else grad.detach().to_dense().clone()
@@ -108,12 +108,12 @@ def average_unfrozen(group: dist.ProcessGroup, mine: Sequence[_Named], factor: f
     return mine
 
 
-def _unfrozen_differ(told: Sequence[Collection[str]]) -> BackwardError:
-    """Not every rank unfroze the same parameters."""
-    every = {name for names in told for name in names}
-    name = min(every, key=lambda name: (sum(name in names for names in told), name))
-    lacking = [rank for rank, names in enumerate(told) if name not in names]
-    having = [rank for rank, names in enumerate(told) if name in names]
+def _unfrozen_differ(unfrozen: Sequence[Collection[str]]) -> BackwardError:
+    """Return the error for ranks that unfroze different parameters."""
+    every = {name for names in unfrozen for name in names}
+    name = min(every, key=lambda name: (sum(name in names for names in unfrozen), name))
+    lacking = [rank for rank, names in enumerate(unfrozen) if name not in names]
+    having = [rank for rank, names in enumerate(unfrozen) if name in names]
     return BackwardError(
         f"parameter {name!r} was frozen when the module was wrapped and requires a gradient now on rank "
         f"{', '.join(map(str, having))}, but not on rank {', '.join(map(str, lacking))}: unfreeze it on every rank in "

@@ -1,1 +1,1 @@
-"""What a step costs on this link: the sizes of buckets that follow from it, and what `model.explain` says of it."""
+"""The cost of a step on this link: bucket sizes that follow from it, and the report of `model.explain`."""

@@ -1,9 +1,9 @@
-"""Decides the buckets of a model by its first steps; the same on every rank.
+"""Choose the buckets of a model from measurements of its first steps; the same on every rank.
 
-The reducer tells it of every pass. After the first one, which shows the order of gradients, two passes hold their
-buckets back until backward has ended, so that they show when gradients are ready with nothing on the wire; the next two
-run as they are. Then the ranks agree on the slowest of each figure, and all take the decision of rank 0; on a device,
-two steps later, when it has come by what is to be read.
+The reducer reports every pass. After the first, which shows the order of gradients, two passes hold their buckets back
+until backward has ended, to show when gradients are ready with nothing on the wire; the next two run normally. Then
+the ranks agree on the slowest value of each figure, and all use rank 0's decision; on a device two steps later, when
+its events can be read.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ _HELD_STEPS = 2
 _FREE_STEPS = 2
 
 _PIECE_BYTES = 1 << 20
-_SLOW_PIECE_S = 0.006  # some 1.4 Gbit/s; on quicker links the processor time of more all-reduces counts
+_SLOW_PIECE_S = 0.006  # about 1.4 Gbit/s; on faster links the CPU time of more all-reduces matters
 
-# Whether the sizes of buckets follow from what is measured: "exact" only where the averages stay the same to the bit,
-# "asked" because the user wants it, who is warned if nothing can be decided.
+# Whether measurement may change the sizes of buckets: "exact" only if the averages stay the same to the bit, "asked" at
+# the user's request, with a warning if no decision is possible.
 Replanning = Literal["no", "exact", "asked"]
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What the first steps showed, the same on every rank: their record, the link, and what was decided by them.
+    """Results of the first steps, the same on every rank: their record, the link, and the decision.
 
-    `step_s` is the time of a step as measured, with the buckets that there were. `choices` are sizes of buckets with
-    their simulated steps, quickest first.
+    `step_s` is the measured time of a step with the buckets of that time, whose sizes are `limits`. `choices` are sizes
+    of buckets with their simulated steps, quickest first.
     """
 
     record: StepRecord
@@ -54,7 +54,7 @@ class Measurement:
 
 
 class BucketPlanner:
-    """Watches the first steps of a model. Every rank must make it alike. `clock` times them."""
+    """Measures the first steps of a model by `clock`. Every rank must create it with equal arguments."""
 
     def __init__(self, channel: Channel, link: LinkCost, clock: Clock, replanning: Replanning) -> None:
         self.timer = StepTimer(clock)
@@ -82,7 +82,7 @@ class BucketPlanner:
         return cls(channel, measure_link(channel, device), clock_of(device), replanning)
 
     def restart(self) -> None:
-        """Measure from the next step on: gradients come in another order, or others do."""
+        """Measure from the next step on: the gradients or their order have changed."""
         self._steps = 0
         self._held: list[TimedStep] = []
         self._free: list[TimedStep] = []
@@ -90,7 +90,7 @@ class BucketPlanner:
         self.timer.restart()
 
     def keep_buckets(self) -> None:
-        """Measure, but change nothing: what a checkpoint says of buckets must stay."""
+        """Measure, but change nothing: the buckets of a checkpoint must stay."""
         self._replanning = "no"
 
     @property
@@ -99,19 +99,19 @@ class BucketPlanner:
         return self.is_deciding and self._steps < _HELD_STEPS
 
     def count_step(self) -> None:
-        """All ranks have sent what a pass has to send, without failures: it is one of the first steps on every rank.
+        """Count a pass in which all ranks have sent everything without failures: it is a step on every rank.
 
-        What a rank alone raises after this must not let its count fall behind that of the others.
+        If one rank alone raises after this, its count must not fall behind the others'.
         """
         self._steps += 1
 
     @property
     def decides(self) -> bool:
-        """Whether the ranks agree at the end of the pass that is counted now."""
+        """Whether the ranks decide at the end of the pass that is counted now."""
         return self.is_deciding and self._steps >= _HELD_STEPS + _FREE_STEPS + self.timer.clock.late_steps
 
     def step_ended(self, schedule: BucketSchedule, arrived: Mapping[int, Any], *, has_joined: bool) -> None:
-        """The averages of a pass are in place. After the last that is measured, agree with the other ranks; blocks.
+        """End a step, when averages are in place. After the last measured one, agree with the other ranks; blocks.
 
         Every rank must call it in the same passes, after `count_step`. `has_joined`: this rank had no inputs, so its
         times do not count.
@@ -128,13 +128,13 @@ class BucketPlanner:
         figures = self._agreed(schedule)
         if figures is None:
             self._warn(
-                "the steps that were to be measured were not whole on every rank (uneven inputs, create_graph, a "
-                "forward pass inside of backward)"
+                "the steps to measure were incomplete on some rank (uneven inputs, create_graph, a forward pass inside "
+                "of backward)"
             )
             return
         with failing_together(self._channel, "the choice of buckets"):
             self.measurement, limits = self._chosen(schedule, *figures)
-        # Simulation gives the same on all ranks, unless their machines add up otherwise.
+        # The simulation has the same result on all ranks, unless their floating-point arithmetic differs.
         every = self._channel.gather(dataclasses.astuple(limits), "agreement on the sizes of buckets")
         if (limits := BucketLimits(*every[0])) != schedule.limits:
             with changing_together(self._channel):
@@ -143,10 +143,10 @@ class BucketPlanner:
     def _chosen(
         self, schedule: BucketSchedule, record: StepRecord, link: LinkCost, step_s: float
     ) -> tuple[Measurement, BucketLimits]:
-        """Choose sizes of buckets by these figures."""
+        """Choose sizes of buckets from these figures."""
         current = schedule.limits
-        if schedule.has_hook:  # what it holds may be of these buckets
-            self._warn("compression or a communication hook may hold what is of these buckets")
+        if schedule.has_hook:  # its state may depend on these buckets
+            self._warn("the state of compression or a communication hook may depend on these buckets")
             self.keep_buckets()
         choices = choose(record, link, current, lambda limits: buckets_of(schedule.plans_for(limits)))
         best = current if self._replanning == "no" else choices[0].limits
@@ -155,11 +155,11 @@ class BucketPlanner:
         return measurement, dataclasses.replace(best, piece_bytes=pieces)
 
     def _piece_bytes(self, link: LinkCost) -> int | None:
-        """In what pieces gloo should reduce over a slow link; None: whole. Of two ranks' sums, no bit changes by it.
+        """Return the size of pieces for gloo on a slow link; None: whole. It changes no bit of two ranks' sums.
 
-        In a large all-reduce of gloo, what asks for data waits behind data that goes the same way: measured at 100
-        Mbit/s, 32 MB take 6 % longer in all-reduces of 4 MB than in those of 1 MB, which take the time of the bytes; at
-        1 Gbit/s, 1 or 2 %.
+        In a large all-reduce of gloo, requests for data wait behind data in the same direction: measured at 100 Mbit/s,
+        32 MB take 6 % longer in all-reduces of 4 MB than in those of 1 MB, which take the time of the bytes; at 1
+        Gbit/s, 1 or 2 %.
         """
         if self.timer.clock.is_device:  # the group may have no backend for the CPU
             return None
@@ -169,20 +169,20 @@ class BucketPlanner:
 
     def _warn(self, why: str) -> None:
         if self._replanning == "asked":
-            warnings.warn(f'bucket_cap_mb="auto" decides nothing, buckets stay as they are: {why}', stacklevel=2)
+            warnings.warn(f'bucket_cap_mb="auto" has no effect, buckets stay as they are: {why}', stacklevel=2)
 
     def _agreed(self, schedule: BucketSchedule) -> tuple[StepRecord, LinkCost, float] | None:
-        """The slowest rank's figures, part by part, and the link as the last one to end backward saw it."""
+        """Return the slowest rank's figures, part by part, and the link as seen by the last rank to end backward."""
         held: list[StepTimes] = []
         free: list[StepTimes] = []
         try:
             if not self._is_missing:
                 held, free = ([step.times() for step in steps] for steps in (self._held, self._free))
-        except RuntimeError:  # the device lost a moment; the others must not wait for this rank
+        except RuntimeError:  # the device lost an event; the others must not wait for this rank
             self._is_missing = True
         mine = [float(self._is_missing), *[-math.inf] * (6 + len(schedule.order))]
         if held and free:
-            # What disturbs a step makes it longer, so the shortest of each part is the best.
+            # Disturbances make a step longer, so the shortest of each part is the best.
             mine = [
                 0.0,
                 min(t.forward_s for t in held + free),
@@ -213,8 +213,8 @@ class BucketPlanner:
 
 
 def _are_exact(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether sums have the same bits whatever travels together: two numbers have one sum.
+    """Return whether sums have the same bits for any buckets, as those of two ranks have.
 
-    With more ranks, the order of a ring's additions depends on where in its tensor a number is.
+    With more ranks, the order of additions in a ring depends on a number's position in its tensor.
     """
     return group.size() <= 2 or sums_in_rank_order(group, device)

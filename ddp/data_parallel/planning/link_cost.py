@@ -1,6 +1,6 @@
-"""What an all-reduce of one group costs, by a few that are timed when a model is wrapped.
+"""The cost of a group's all-reduce, measured by timing a few when a model is wrapped.
 
-One of b bytes takes latency + b * seconds per byte (Hockney 1994, "The communication challenge for MPP").
+An all-reduce of b bytes takes latency + b * seconds per byte (Hockney 1994, "The communication challenge for MPP").
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _SMALL_TIMES = 3
 
 @dataclass(frozen=True)
 class LinkCost:
-    """What an all-reduce over a group of `ranks` costs.
+    """Cost of an all-reduce over a group of `ranks`.
 
-    One of b bytes takes `latency_s` + b * `seconds_per_byte`, where b is the size of the tensor that is reduced, not
-    what a rank sends for it. `contention`: the seconds by which computing is delayed for each second that a collective
-    is on its way beside it; about 0 where the link is slow or a device communicates by itself, up to 1 and more where
-    both need the same cores.
+    An all-reduce of b bytes takes `latency_s` + b * `seconds_per_byte`, where b is the size of the reduced tensor, not
+    of the data that a rank sends. `contention`: the delay of computation, in seconds per second of a concurrent
+    collective; about 0 if the link is slow or a device communicates by itself, up to 1 and more if both need the same
+    cores.
     """
 
     ranks: int
@@ -40,28 +40,28 @@ class LinkCost:
     contention: float = 0.0
 
     def collective_s(self, nbytes: float) -> float:
-        """Seconds from the start of an all-reduce of `nbytes` to its end, if every rank starts it at once."""
+        """Return the duration of an all-reduce of `nbytes` in seconds, if all ranks start it at the same time."""
         return self.latency_s + nbytes * self.seconds_per_byte
 
     def corrected(self, collectives: int, nbytes: int, seconds: float) -> LinkCost:
-        """The same with a bandwidth by which `collectives` of `nbytes` in all take `seconds`, one after another."""
+        """Return a copy whose bandwidth lets `collectives` of `nbytes` in total take `seconds`, one after another."""
         left_s = seconds - collectives * self.latency_s
         return replace(self, seconds_per_byte=left_s / nbytes) if left_s > 0 and nbytes else self
 
     @property
     def ring_bytes_per_s(self) -> float:
-        """Bytes that each rank sends in a second if the all-reduce is a ring: 2 (n-1)/n of the tensor."""
+        """Bytes that each rank sends per second if the all-reduce is a ring: 2 (n-1)/n of the tensor."""
         if not self.seconds_per_byte:
             return float("inf")
         return 2 * (self.ranks - 1) / self.ranks / self.seconds_per_byte
 
 
 def measure_link(channel: Channel, device: torch.device) -> LinkCost:
-    """Time all-reduces of three sizes on `device`; return their cost on all ranks: as the slowest rank saw it.
+    """Time all-reduces of three sizes on `device`; return the cost that the slowest rank measured, on all ranks.
 
-    Every rank must call it; blocks, some 0.1 s at most where a link carries 10 MB a second or more. Sizes grow until
-    another would take too long. Only then are they timed, largest first: a shaped link lets the first bytes through
-    faster than it carries more.
+    Every rank must call it; blocks, about 0.1 s at most on links of 10 MB/s or more. Sizes grow until another would
+    take too long. Only then are they timed, largest first: a shaped link transfers the first bytes faster than later
+    ones.
     """
     clock = clock_of(device)
     with channel.report.waiting("measurement of the link"):
@@ -72,12 +72,12 @@ def measure_link(channel: Channel, device: torch.device) -> LinkCost:
             finish(channel.group.allreduce([flat[: nbytes // 4]]), device=flat.device)
             return clock.seconds(start, clock.now())
 
-        timed(_SMALL_BYTES)  # connections are made when they are needed first
+        timed(_SMALL_BYTES)  # the first use makes connections
         nbytes, spent_s = _FIRST_BYTES, 0.0
         while nbytes < _MOST_BYTES:
             (took_s,) = agree(channel, [timed(nbytes)])
             spent_s += took_s
-            if spent_s + 2.5 * _GROWTH * took_s > _BUDGET_S:  # once to grow, once to time it and the smaller ones
+            if spent_s + 2.5 * _GROWTH * took_s > _BUDGET_S:  # growth, then the timing of this size and smaller ones
                 break
             nbytes *= _GROWTH
         sizes = [nbytes, nbytes // _GROWTH, _SMALL_BYTES]
@@ -96,10 +96,10 @@ def agree(channel: Channel, values: list[float]) -> list[float]:
 def fit(ranks: int, samples: Sequence[tuple[int, float]]) -> LinkCost:
     """Fit the cost of an all-reduce to `samples` of (bytes, seconds), by least squares of the relative errors.
 
-    Neither part of the cost is negative. ValueError without samples of two sizes.
+    Neither part of the cost is negative. Raises ValueError without samples of two sizes.
     """
     if len({nbytes for nbytes, _ in samples}) < 2:
-        raise ValueError(f"samples of two sizes at least are needed to fit a latency and a bandwidth, not {samples}")
+        raise ValueError(f"at least two sizes of samples are needed to fit a latency and a bandwidth, not {samples}")
     rows = [(1 / seconds, nbytes / seconds) for nbytes, seconds in samples]  # latency * a + per_byte * b = 1
     aa, ab, bb = (sum(a * a for a, _ in rows), sum(a * b for a, b in rows), sum(b * b for _, b in rows))
     a1, b1 = sum(a for a, _ in rows), sum(b for _, b in rows)

@@ -1,9 +1,9 @@
-"""One step by simulation: when each bucket leaves and arrives, and what of it backward does not cover. Pure arithmetic.
+"""Simulation of one step: when each bucket is sent and arrives, and how much backward does not overlap. Pure.
 
-The model: gradients become ready at their measured times. A bucket leaves when its last gradient is ready and all
-buckets before it have left; the last one leaves at the end of backward, since it carries the step status. The
-collectives of a group go one after another. While one is on its way, computing is slower by the link's `contention`.
-Compressing and decompressing take their time from backward, before a bucket leaves.
+The model: gradients become ready at their measured times. A bucket is sent when its last gradient is ready and all
+buckets before it are sent; the last one is sent at the end of backward, since it carries the step status. The
+collectives of a group run one after another. While one runs, computing is slower by the link's `contention`.
+Compression and decompression interrupt backward, before a bucket is sent.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MB = 1 << 20
 _CAPS_MB = (0.5, 1, 2, 4, 8, 16, 25, 50, 100)
 _FIRST_CAP_MB = 1
 
-# Plans whose simulated steps differ by less are the same to a measurement: the one that is there stays.
+# A smaller difference between simulated steps cannot be measured: the current plan stays.
 _LEAST_GAIN = 0.02
 
 
@@ -26,7 +26,7 @@ _LEAST_GAIN = 0.02
 class GradReady:
     """One gradient: the index of its parameter, its size on the wire, and when it was ready.
 
-    `ready_s` counts from the start of backward, without what collectives beside it delay.
+    `ready_s` counts from the start of backward, without delays by concurrent collectives.
     """
 
     index: int
@@ -36,11 +36,11 @@ class GradReady:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step as measured, without its communication, on the slowest of the ranks, in seconds.
+    """One measured step without its communication, on the slowest rank, in seconds.
 
-    `gradients` are in the order in which they were ready. `backward_s` is the time from the start of backward to its
-    end with nothing on the wire; `forward_s` that of the forward pass and what lies between it and backward; `other_s`
-    the rest of a step: copying averages into gradients, the optimizer, reading data.
+    `gradients` are in the order in which they were ready. `backward_s` is the duration of backward with nothing on the
+    wire; `forward_s` that of the forward pass and the time until backward; `other_s` the rest of a step: copying
+    averages into gradients, the optimizer, reading data.
     """
 
     gradients: tuple[GradReady, ...]
@@ -50,7 +50,7 @@ class StepRecord:
 
     @property
     def compute_s(self) -> float:
-        """Seconds of a step that communicates nothing."""
+        """Seconds of a step without communication."""
         return self.forward_s + self.backward_s + self.other_s
 
     @property
@@ -61,10 +61,10 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class CompressionCost:
-    """What it costs to send a bucket compressed.
+    """Cost of sending a bucket compressed.
 
-    `wire_ratio`: the time of its bytes on the wire by that of an all-reduce of the bucket as it is. `s_per_byte`: what
-    compressing and decompressing take for each byte of the bucket. `collectives` follow each other for one bucket.
+    `wire_ratio`: time on the wire, relative to an all-reduce of the uncompressed bucket. `s_per_byte`: time to compress
+    and decompress, per byte of the bucket. `collectives`: their number per bucket, one after another.
     """
 
     name: str
@@ -75,7 +75,7 @@ class CompressionCost:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that travel together, by the index of their parameters, and the bytes of all of them."""
+    """Gradients that are reduced together, by the indices of their parameters, and their total bytes."""
 
     indices: tuple[int, ...]
     nbytes: int
@@ -83,7 +83,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class BucketTime:
-    """When a bucket was ready, and its collective began and ended, in seconds since the start of backward."""
+    """Times at which a bucket was ready and its collective began and ended, in seconds since the start of backward."""
 
     bucket: Bucket
     ready_s: float
@@ -93,10 +93,10 @@ class BucketTime:
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """A step as simulated, in seconds: `total_s` = `compute_s` + `delayed_s` + `exposed_s`.
+    """A simulated step, in seconds: `total_s` = `compute_s` + `delayed_s` + `exposed_s`.
 
-    `compute_s` is the step without communication, `delayed_s` what collectives and compression beside it took of the
-    cores. `wire_s` is how long collectives were on their way: `overlapped_s` beside backward, `exposed_s` after it.
+    `compute_s` is the step without communication, `delayed_s` the time that concurrent collectives and compression took
+    from the cores. `wire_s` is the time of collectives: `overlapped_s` during backward, `exposed_s` after it.
     """
 
     total_s: float
@@ -109,9 +109,9 @@ class SimulatedStep:
 
 
 def buckets_of(plans: Iterable[BucketPlan]) -> list[Bucket]:
-    """What the simulation needs of a plan, in launch order. Beside a device's gradients, the step status costs nothing.
+    """Return the buckets of a plan for the simulation, in launch order.
 
-    It is in host memory, and the device does not wait for it.
+    The step status costs nothing beside a device's gradients: the device does not wait for this host memory.
     """
     plans = list(plans)
     return [
@@ -127,7 +127,7 @@ def buckets_of(plans: Iterable[BucketPlan]) -> list[Bucket]:
 def simulate(
     record: StepRecord, buckets: Sequence[Bucket], cost: LinkCost, *, compression: CompressionCost | None = None
 ) -> SimulatedStep:
-    """Simulate the step of `record` with these buckets, given in launch order, on a link of this cost."""
+    """Simulate the step of `record` with these buckets, in launch order, on a link of this cost."""
     ready_of = {gradient.index: gradient.ready_s for gradient in record.gradients}
     clock = _Clock(cost.contention)
     times: list[BucketTime] = []
@@ -158,7 +158,7 @@ def simulate(
 
 
 class _Clock:
-    """The time of backward, which goes on more slowly while the link is busy."""
+    """Time in backward, which is slower while the link is busy."""
 
     def __init__(self, contention: float) -> None:
         self.now_s = 0.0
@@ -167,7 +167,7 @@ class _Clock:
         self._slowdown = 1 + contention
 
     def compute_until(self, computed_s: float) -> None:
-        """Go on until so much of backward is computed."""
+        """Advance until `computed_s` of backward is computed."""
         left_s = computed_s - self._computed_s
         if left_s <= 0:
             return
@@ -176,11 +176,11 @@ class _Clock:
         self._computed_s = computed_s
 
     def delay(self, seconds: float) -> None:
-        """Do so much that is not backward's own."""
+        """Spend `seconds` on work that is not backward's own."""
         self.now_s += seconds
 
     def send(self, wire_s: float) -> float:
-        """Start a collective as soon as the link is free; return when that is."""
+        """Start a collective as soon as the link is free; return when it starts."""
         start_s = max(self.now_s, self._busy_until_s)
         self._busy_until_s = start_s + wire_s
         return start_s
@@ -188,14 +188,14 @@ class _Clock:
 
 @dataclass(frozen=True)
 class Choice:
-    """Sizes of buckets, and the simulated step with the buckets that they give."""
+    """Sizes of buckets, and the simulated step with these buckets."""
 
     limits: BucketLimits
     step: SimulatedStep
 
 
 def candidates(current: BucketLimits) -> Iterator[BucketLimits]:
-    """Sizes to compare: `current` first; of the others, gradients that travel alone are as small as the cap at most."""
+    """Yield sizes to compare: `current` first; others with `own_bytes` no larger than the cap."""
     yield current
     for cap in _CAPS_MB:
         cap_bytes = int(cap * _MB)
@@ -211,8 +211,8 @@ def choose(
 ) -> list[Choice]:
     """Simulate the step of `record` for each of `candidates`; return them, quickest first.
 
-    `plan` gives the buckets for sizes. The current sizes come first if no others are quicker by 2 %. A function of its
-    arguments alone: the same on every rank that has the same ones.
+    `plan` returns the buckets for sizes. The current sizes come first if no others are quicker by 2 %. Pure: equal
+    arguments have the same result on every rank.
     """
     now, *others = (Choice(limits, simulate(record, plan(limits), cost)) for limits in candidates(current))
     others.sort(key=_rank_of)

@@ -1,7 +1,7 @@
-"""What `model.explain()` returns: where the time of a step goes, and what other ways to communicate would cost.
+"""The report of `model.explain()`: where the time of a step goes, and the cost of other ways to communicate.
 
-It never communicates: what it needs was agreed on in the first steps. Other plans, compressions and LocalSGD are
-simulated, none is tried; only compressing is timed, with made-up gradients.
+It never communicates: the ranks agreed on its data in the first steps. Other plans, compressions and LocalSGD are
+simulated, not tried; only compression is timed, with made-up gradients.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ __all__ = ["Exposed", "OtherWay", "StepReport"]  # those that scripts/docs shows
 
 _Method = Half | Int8 | PowerSGD
 
-_LEAST_SAVING = 0.1  # that pays: simulations err
+_LEAST_SAVING = 0.1  # that pays, since simulations are inexact
 _LOCAL_STEPS = 8  # of LocalSGD between two averages
-_LOCAL_CHUNK_BYTES = 64 << 20  # in which LocalSGD averages
+_LOCAL_CHUNK_BYTES = 64 << 20  # of LocalSGD's averages
 _METHODS = ("bf16", "int8", "powersgd")
 _REHEARSALS = 3
 _REHEARSED_BYTES = 4 << 20
@@ -55,10 +55,10 @@ _LEAST_SHOWN_S = 5e-5
 
 @dataclass(frozen=True)
 class Exposed:
-    """Why communication was exposed, in seconds that add up to all of it.
+    """Causes of exposed communication, in seconds that add up to all of it.
 
-    `latency_s`: what would not be exposed if messages took no time before their first byte. Of the rest, `last_s` is
-    the bucket that leaves at the end of backward, and `queued_s` those before it, which were still on their way then.
+    `latency_s`: the part that would not be exposed if latency were 0. The rest consists of `last_s`, the bucket that is
+    sent at the end of backward, and `queued_s`, buckets before it that were still in transit then.
     """
 
     latency_s: float
@@ -68,7 +68,7 @@ class Exposed:
 
 @dataclass(frozen=True)
 class OtherWay:
-    """Another plan, compression or LocalSGD: its step as simulated, and by how much of this one it is shorter."""
+    """Another plan, compression or LocalSGD: its simulated step, and by what fraction it is shorter than this one."""
 
     title: str
     step_s: float
@@ -77,7 +77,7 @@ class OtherWay:
 
     @property
     def pays(self) -> bool:
-        """Whether it saves a tenth of the step; simulations err."""
+        """Whether it saves a tenth of the step; less is within the simulation's error."""
         return self.gain >= _LEAST_SAVING
 
 
@@ -85,8 +85,8 @@ class OtherWay:
 class StepReport:
     """Where a step's time goes. `str()` is one screen of 80 columns.
 
-    `computed_s` is what this rank computed in each of its last steps, and `measured_step_s` the median of these steps.
-    `step` is the model's, with the `record` of the slowest rank.
+    `computed_s` is the computing time of this rank in each of its last steps, and `measured_step_s` the median of these
+    steps. `step` is simulated with the `record` of the slowest rank.
     """
 
     ranks: int
@@ -103,16 +103,16 @@ class StepReport:
 
     @property
     def measured_steps(self) -> int:
-        """How many steps of this rank were measured."""
+        """Number of measured steps of this rank."""
         return len(self.computed_s)
 
     @property
     def behind_slowest_s(self) -> float:
-        """What the slowest rank computes longer than this one, by the median of its steps."""
+        """Additional computing time of the slowest rank, compared with the median of this one's steps."""
         return max(0.0, self.record.compute_s - statistics.median(self.computed_s))
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it in numbers, strings, lists and dicts, as JSON has them."""
+        """Return the whole report as JSON types: numbers, strings, lists and dicts."""
         step, record, rate = self.step, self.record, self.cost.ring_bytes_per_s
         parts = {name: value for name, value in asdict(step).items() if name not in ("total_s", "buckets")}
         return {
@@ -191,31 +191,31 @@ def explain(
     compression: _Method | None,
     compressed_limits: BucketLimits,
 ) -> StepReport:
-    """Explain the step of a model that sends by `compression`; `compressed_limits` are those that other methods have.
+    """Explain the step of a model with `compression`; other methods would have `compressed_limits`.
 
-    Raises UnsupportedError if too little will ever be known of it, DdpError if there were too few steps.
+    Raises UnsupportedError if the data will never be known, DdpError if there were too few steps.
     """
     if planner is None:
         raise UnsupportedError(
-            "explain() needs what is measured in the first steps, and nothing was of this model: wrap it with "
-            'measure=True and init_sync=True, and without bucket_cap_mb or, on the CPU, with bucket_cap_mb="auto"'
+            "explain() needs measurements of the first steps, and this model has none: wrap it with measure=True and "
+            'init_sync=True, and without bucket_cap_mb or, on the CPU, with bucket_cap_mb="auto"'
         )
     is_on_device = planner.timer.clock.is_device
     if schedule.has_hook and compression is None:
-        raise UnsupportedError("explain() does not know what a communication hook of your own costs")
+        raise UnsupportedError("explain() does not know the cost of a communication hook of your own")
     if schedule.has_hook and is_on_device:
-        raise UnsupportedError("explain() does not know what compressing costs on a device: wrap it without, to see")
+        raise UnsupportedError("explain() does not know the cost of compression on a device: wrap the model without it")
     steps_s, computed_s = planner.timer.recent_s()
     if planner.is_deciding or len(steps_s) < _FEWEST_STEPS:
         raise DdpError(
-            "explain() needs the first 10 steps of training: some are measured, the next show how long a step "
+            "explain() needs the first 10 steps of training: some are measured, the next ones show how long a step "
             "takes. Call it after more steps"
         )
     found = planner.measurement
     if found is None:
         raise DdpError(
-            "explain() has nothing to go by: the steps that were to be measured were not whole on every rank "
-            "(uneven inputs, create_graph, a forward pass inside of backward)"
+            "explain() has no measurements: the steps to measure were incomplete on some rank (uneven inputs, "
+            "create_graph, a forward pass inside of backward)"
         )
     backend = str(backend_of(group, members[0].parameter.device).name())
 
@@ -238,12 +238,12 @@ def explain(
 
 
 def _rehearsed(method: _Method, members: Sequence[Member], ranks: int, backend: str, link: LinkCost) -> CompressionCost:
-    """What a method costs, by compressing gradients of this model's shapes here; nothing is sent."""
+    """Measure the cost of a method by compressing gradients of this model's shapes here; nothing is sent."""
     group = RehearsalGroup(ranks)
     compressor = method.compressor(group, None)
     bucket = bucket_like([member.parameter for member in members], _REHEARSED_BYTES)
     nbytes, took_s = bucket.buffer().nbytes, []
-    for _ in range(_REHEARSALS):  # the first one takes fresh memory
+    for _ in range(_REHEARSALS):  # the first one allocates memory
         began = perf_counter()
         compressor.rehearse(bucket)
         took_s.append(perf_counter() - began)
@@ -252,13 +252,13 @@ def _rehearsed(method: _Method, members: Sequence[Member], ranks: int, backend: 
     sent *= exchange_ratio(backend, ranks, _ranks_of_a_host(ranks))
     if not isinstance(method, PowerSGD):
         return CompressionCost(compressor.name, sent, s_per_byte)
-    # Over gloo, backward waits until a bucket is through.
+    # Over gloo, backward waits until a bucket has arrived.
     waiting_s = 2 * link.latency_s / nbytes + sent * link.seconds_per_byte
     return CompressionCost(compressor.name, 0.0, s_per_byte + waiting_s, collectives=0)
 
 
 def _ranks_of_a_host(ranks: int) -> int:
-    """How many of a group's ranks share this host, by the environment; as if each had a host where it does not say."""
+    """Return how many of a group's ranks share this host, from the environment; 1 if it does not say."""
     try:
         return min(ranks, read_placement(os.environ).local_world_size)
     except LaunchEnvironmentError:
@@ -266,10 +266,10 @@ def _ranks_of_a_host(ranks: int) -> int:
 
 
 def exchange_ratio(backend: str, ranks: int, local_ranks: int) -> float:
-    """How much longer bytes take that all ranks send each other, as compressors do, than the same in an all-reduce.
+    """Return the ratio of an exchange between all ranks, as compressors make, to an all-reduce of the same bytes.
 
-    What limits is a host's network: its g of n ranks send 2 g (n-g)/n of a bucket to others, of which a ring carries
-    2 (n-1)/n, and the algorithm of shm 2 (h-1)/h for h hosts.
+    A host's network is the limit: its g of n ranks send 2 g (n-g)/n of a bucket to other hosts, compared with 2 (n-1)/n
+    in a ring, and 2 (h-1)/h by shm's algorithm for h hosts.
     """
     if local_ranks >= ranks:
         return 1.0
@@ -290,10 +290,10 @@ def explain_step(
     compressed_buckets: Sequence[Bucket],
     compressions: Sequence[CompressionCost],
 ) -> StepReport:
-    """Explain the step that is made now, with `buckets` and `compression`, and simulate the others.
+    """Explain the current step, with `buckets` and `compression`, and simulate alternatives.
 
-    `step_times_s` and `compute_times_s` are this rank's measured steps and what it computed in each; `plans` are
-    other buckets by title, `compressions` the ones to compare, which would have `compressed_buckets`.
+    `step_times_s` and `compute_times_s` are this rank's measured steps and its computing time in each; `plans` are
+    other buckets by title, `compressions` the methods to compare, which would have `compressed_buckets`.
     """
     now = simulate(record, buckets, cost, compression=compression)
 
@@ -306,7 +306,7 @@ def explain_step(
         for each in compressions
         if compression is None or each.name != compression.name
     ]
-    # A step of LocalSGD: its own computing, and its share of the average of all parameters after the last.
+    # A step of LocalSGD: its own computing, and its share of the average of all parameters after the last step.
     average_s = -(-record.nbytes // _LOCAL_CHUNK_BYTES) * cost.latency_s + record.nbytes * cost.seconds_per_byte
     ways.append(other(f"LocalSGD, every={_LOCAL_STEPS}", record.compute_s + average_s / _LOCAL_STEPS))
     return StepReport(
@@ -359,7 +359,7 @@ def _rate(cost: LinkCost) -> str:
 
 
 def _sizes(nbytes: Sequence[int]) -> str:
-    """Sizes of buckets in MiB, those alike one after the other counted."""
+    """Format sizes of buckets in MiB, with runs of equal sizes counted."""
     runs = [(size, len(list(alike))) for size, alike in groupby(f"{each / _MIB:.2g}" for each in nbytes)]
     texts = [size if times == 1 else f"{times} x {size}" for size, times in runs]
     if len(texts) > 4:

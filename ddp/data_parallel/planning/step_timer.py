@@ -1,4 +1,4 @@
-"""Times the steps of one model on this rank, by the host's clock or a device's events. It never communicates."""
+"""Time the steps of one model on this rank, by the host's clock or a device's events. Never communicates."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import torch
 
 from ddp.comm.pinned_buffer import recorded_event
 
-# What a step comes by, in this order: its forward pass begins (the last one, if it accumulates over several), backward
+# The moments of a step, in this order: its forward pass begins (the last one, if it accumulates over several), backward
 # begins, backward has ended, all buckets have been sent, all have arrived.
 Moment = Literal["forward", "backward", "backward ended", "sent", "arrived"]
 _MOMENTS: tuple[Moment, ...] = get_args(Moment)
 _RECENT = 200
-_PAUSE = 3.0  # medians: what takes longer is no step, but an evaluation or a checkpoint besides
+_PAUSE = 3.0  # medians: a longer step includes an evaluation or a checkpoint
 
 
 class HostClock:
-    """A moment is a number of seconds."""
+    """Clock of the host; a moment is a number of seconds."""
 
     is_device = False
     late_steps = 0
@@ -38,9 +38,9 @@ class HostClock:
 
 
 class DeviceClock:
-    """A moment is an event on the current stream of the calling thread: when the device has done what was asked before.
+    """Clock of a device; a moment is an event on the caller's current stream, after the work queued before it.
 
-    Moments should be read `late_steps` steps later: then the device has passed them, or has enough to do meanwhile.
+    Read moments `late_steps` steps later: then the device has passed them, or has enough queued work meanwhile.
     """
 
     is_device = True
@@ -53,14 +53,14 @@ class DeviceClock:
         return recorded_event(self._device, is_timed=True)
 
     def is_over(self, moment: Any) -> bool:
-        """Return whether the device has come by it, without waiting. It never comes by what a graph has captured."""
+        """Return whether the device has passed the event, without waiting. It never passes one captured by a graph."""
         try:
             return bool(moment.query())
         except RuntimeError:
             return False
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Block until the device has come by both; return the time between them."""
+        """Block until the device has passed both events; return the time between them."""
         start.synchronize()
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3
@@ -75,10 +75,10 @@ def clock_of(device: torch.device) -> Clock:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """One step of this rank, in seconds. `other_s` is what came before its last forward pass and after its averages.
+    """One step of this rank, in seconds. `other_s` is the time before its last forward pass and after its averages.
 
-    `forward_s` has what lies between forward and backward, too. `ready_s`, by parameter, counts from the start of
-    backward; it is empty where buckets did not wait for its end.
+    `forward_s` includes the time between forward and backward. `ready_s`, by parameter, counts from the start of
+    backward; it is empty if buckets did not wait for its end.
     """
 
     forward_s: float
@@ -94,14 +94,14 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class TimedStep:
-    """The moments of one step: the end of the one before, those of `Moment`, and its end; and of its gradients."""
+    """The moments of one step (the previous step's end, those of `Moment`, its end), and those of its gradients."""
 
     clock: Clock
     moments: tuple[Any, ...]
     arrived: Mapping[int, Any]
 
     def times(self) -> StepTimes:
-        """Read the moments. On a device that blocks until it has come by all of them."""
+        """Read the moments. Blocks until a device has passed all of them."""
         seconds = self.clock.seconds
         before, forward, backward, ended, _, all_arrived, end = self.moments
         return StepTimes(
@@ -114,28 +114,28 @@ class TimedStep:
 
 
 class StepTimer:
-    """Notes the moments of steps by `clock`, each step from the averages of the one before to its own."""
+    """Records the moments of steps by `clock`; a step lasts from the previous step's averages to its own."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self._before: Any = None
         self._at: dict[Moment, Any] = {}
-        # Of the last steps, whole or not: their start, the end of backward, the arrival of the averages, their end.
+        # The last steps, complete or not: their start, the end of backward, the arrival of the averages, their end.
         self._recent: deque[tuple[Any, Any, Any, Any]] = deque(maxlen=_RECENT)
 
     def mark(self, moment: Moment) -> None:
-        """Note that this moment is now."""
-        self._at.pop(moment, None)  # so that they are in the order in which they came last
+        """Record that the step has reached `moment`."""
+        self._at.pop(moment, None)  # keeps the order in which moments came last
         self._at[moment] = self.clock.now()
 
     def restart(self) -> None:
-        """Let the next step begin now, after one that does not count."""
+        """Begin the next step now, after one that does not count."""
         self._at, self._before = {}, self.clock.now()
 
     def end_step(self, arrived: Mapping[int, Any]) -> TimedStep | None:
-        """End the step, and begin the next; return it, or None if a part of it was not seen.
+        """End the step and begin the next; return it, or None if a moment of it is missing.
 
-        `arrived` has the moments of the clock at which gradients were ready.
+        `arrived` has the moments at which gradients were ready.
         """
         at, before = self._at, self._before
         self.restart()
@@ -143,7 +143,7 @@ class StepTimer:
         if before is None:
             return None
         self._recent.append((before, at["backward ended"], at["arrived"], now))
-        if tuple(at) != _MOMENTS:  # there was a forward pass inside of the backward pass, or none
+        if tuple(at) != _MOMENTS:  # there was a forward pass inside of backward, or none
             return None
         return TimedStep(self.clock, (before, *at.values(), now), arrived)
 
@@ -152,7 +152,7 @@ class StepTimer:
         self._recent.clear()
 
     def recent_s(self) -> tuple[list[float], list[float]]:
-        """Return the seconds of the recent steps that are over, and of what this rank computed in each.
+        """Return the durations in seconds of the recent steps that are over, and this rank's computing time in each.
 
         Pauses between steps are left out.
         """
