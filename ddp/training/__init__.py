@@ -1,1 +1,1 @@
-"""A training loop that is already written: fit, evaluate, predict, save, with callbacks."""
+"""A ready-made training loop: fit, evaluate, predict, save, with callbacks."""

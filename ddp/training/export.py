@@ -1,6 +1,6 @@
-"""A model in files that need nothing of this package: its weights, or a program that runs without its class.
+"""Write a model to files that do not need this package: its weights, or a program that runs without its class.
 
-Called by `ddp.training.trainer` on the replica that writes. Every file is there as a whole or not at all.
+Called by `ddp.training.trainer` on the replica that writes. Every file is written completely or not at all.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ddp.torch_internals import tree_leaves, tree_map_only
 
 
 def weights_of(module: nn.Module) -> dict[str, Any]:
-    """A copy of the state on the CPU, each tensor with memory of its own."""
+    """Return a copy of the state on the CPU, each tensor with memory of its own."""
     state = module.state_dict()
     return {
         name: each.detach().to("cpu", copy=True).contiguous() if isinstance(each, Tensor) else each
@@ -33,10 +33,10 @@ def write_weights(module: nn.Module, path: Path) -> None:
 
 
 def read_weights(module: nn.Module, path: Path) -> Mapping[str, Any]:
-    """Return the weights in a file. Raises CheckpointError if it cannot be read or they are not the module's."""
+    """Return the weights in a file. Raises CheckpointError if it cannot be read or does not fit the module."""
     try:
         weights = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises many kinds for a file that is none of its own
+    except Exception as error:  # torch raises many kinds for a foreign file
         raise CheckpointError(f"{path.absolute()} cannot be read as weights: {error}") from error
     own = module.state_dict()
     if not isinstance(weights, Mapping) or set(weights) != set(own):
@@ -51,7 +51,7 @@ def read_weights(module: nn.Module, path: Path) -> Mapping[str, Any]:
 
 
 def check_format(path: Path, given: str | None) -> None:
-    """Raise ArgumentError unless the format, by default that of the file's suffix, is that of `torch.export`."""
+    """Raise ArgumentError unless the format, by default from the file's suffix, is that of `torch.export`."""
     if given != "export" and (given is not None or path.suffix != ".pt2"):
         raise ArgumentError(
             f"export({str(path)!r}, format={given!r}): the only format is that of torch.export; name the file .pt2, "
@@ -60,14 +60,14 @@ def check_format(path: Path, given: str | None) -> None:
 
 
 def export(module: nn.Module, path: Path, example_inputs: Any) -> None:
-    """Write the module as it evaluates, on the CPU. The first dimension of inputs may differ later, if it can."""
+    """Write the module in eval mode, on the CPU. The first dimension of inputs is dynamic if possible."""
     model = copy.deepcopy(module).to("cpu").eval()
     inputs: Any = example_inputs if isinstance(example_inputs, list | tuple | Mapping) else (example_inputs,)
     inputs = dict(inputs) if isinstance(inputs, Mapping) else tuple(inputs)
     inputs = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), inputs)
     tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
     if tensors and all(tensor.dim() and len(tensor) == 1 for tensor in tensors):
-        # One sample would be taken for a constant of the program.
+        # A batch of one sample would become a constant of the program.
         inputs = tree_map_only(Tensor, lambda tensor: torch.cat([tensor, tensor]), inputs)
     arguments, named = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
     shapes = tree_map_only(Tensor, lambda tensor: {0: torch.export.Dim.AUTO} if tensor.dim() else None, inputs)
@@ -81,6 +81,6 @@ def _write(path: Path, write: Callable[[Any], object]) -> None:
         with replacing(path) as file:
             write(file)
     except RuntimeError as error:
-        if isinstance(error.__context__, OSError):  # a full disk: torch's C++ writer answers it with another error
+        if isinstance(error.__context__, OSError):  # a full disk: torch's C++ writer then raises another error
             raise error.__context__ from None
         raise

@@ -1,6 +1,6 @@
-"""Where a fit stands, for `ddp.State`: what a replaced worker needs besides the model, the optimizer and the data.
+"""Progress of a fit, for `ddp.State`: what a replaced worker needs besides the model, the optimizer and the data.
 
-It reads and sets what only it and `ddp.training.trainer` use of a trainer.
+It reads and sets attributes of a trainer that only it and `ddp.training.trainer` use.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PLACE = ("epoch", "step", "epoch_step", "learning_rate", "is_stopped", "is_endi
 
 
 class FitState:
-    """Of one trainer. `state_dict` is the same on all replicas, `own_state` what this one has by itself."""
+    """State of one trainer. `state_dict` is the same on all replicas, `own_state` is this replica's own."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -55,10 +55,10 @@ class FitState:
 
 
 def state_of(trainer: Any, loader: ReplicaLoader) -> State | None:
-    """What goes on after a failure in a fit that begins now; None on all replicas if there is an obstacle on one.
+    """Return the state of a fit that survives a failure; None on all replicas if one of them has an obstacle.
 
-    All replicas call it, and those that take no failed one's place block until they have agreed. Of the others it
-    raises ReplacementError where one cannot do what the replicas that are there do.
+    Every replica must call it; all but replacements of failed ones block until they have agreed. Raises
+    ReplacementError on a replacement that cannot do the same as the other replicas.
     """
     if not (trainer.strategy.comes_back and can_go_on()):
         return None
@@ -68,18 +68,18 @@ def state_of(trainer: Any, loader: ReplicaLoader) -> State | None:
         problem = state.commits.obstacle()
     except ArgumentError as error:
         problem = str(error)
-    except Exception as error:  # whatever a callback's state_dict() raises before its on_fit_begin()
+    except Exception as error:  # a callback's state_dict() may raise anything before its on_fit_begin()
         problem = f"{type(error).__name__}: {error}"
     if is_replacement():
         if problem:
             set_restart_policy(0)
-            raise ReplacementError(f"the other replicas go on with fit(), which this process cannot: {problem}")
+            raise ReplacementError(f"the other replicas continue fit(), but this process cannot: {problem}")
         return state
-    told = gather_values(problem)
-    if not any(told):
+    problems = gather_values(problem)
+    if not any(problems):
         return state
-    rank = next(rank for rank, each in enumerate(told) if each)
-    reason = problem or f"rank {rank}: {told[rank]}"
+    rank = next(rank for rank, each in enumerate(problems) if each)
+    reason = problem or f"rank {rank}: {problems[rank]}"
     warnings.warn(f"after a failure all processes of this fit() will start again: {reason}", stacklevel=3)
     return None
 

@@ -1,6 +1,6 @@
-"""What a trainer reads from a batch and measures on it: losses and metrics as sums and counts that add up exactly.
+"""A trainer's view of a batch: its parts, and losses and metrics as sums and counts that add up exactly.
 
-Called by `ddp.training.trainer`. Knows of no replicas: totals of several are added by whoever has them.
+Called by `ddp.training.trainer`. It does not know other replicas: its callers add up the totals of several.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ _PARTS = {1: "(inputs,)", 2: "(inputs, targets)", 3: "(inputs, targets, sample w
 class Share:
     """This replica's samples of a global batch.
 
-    `count` is how many they are. It is 0 where the batch has fewer samples than there are replicas: then `inputs` and
-    `targets` are a stand-in, because many models cannot run on an empty batch, and what is computed on it counts for
-    nothing.
+    `count` is their number. It is 0 if the batch has fewer samples than there are replicas: then `inputs` and `targets`
+    are a stand-in, because many models cannot run on an empty batch, and results on it do not count.
     """
 
     inputs: Any
@@ -44,7 +43,7 @@ class Share:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A batch, and what part of an optimizer step it is."""
+    """A batch, and its part of an optimizer step."""
 
     batch: Any
     size: int  # of the global batch
@@ -54,12 +53,12 @@ class MicroBatch:
 
 
 def micro_batches(loader: Any, accumulate: int) -> Iterator[MicroBatch]:
-    """Go through what is left of the loader's epoch, `accumulate` batches to a step, fewer where it ends."""
+    """Yield the rest of the loader's epoch, `accumulate` batches per step, fewer in the last step."""
     state, size = loader.state_dict(), loader.global_batch_size
     place, done, total = state["position"], 0, 0
     for batch in loader:
         before, place = place, loader.state_dict()["position"]
-        left = state["length"] - place  # samples behind this batch
+        left = state["length"] - place  # samples after this batch
         left -= left % size if loader.drop_last else 0
         own = min(size, place - before)
         if done == 0:
@@ -71,7 +70,7 @@ def micro_batches(loader: Any, accumulate: int) -> Iterator[MicroBatch]:
 
 
 def read_share(batch: Any, device: torch.device, stand_in: Callable[[], Any]) -> Share:
-    """Take a batch apart: a tensor, (x,), (x, y), (x, y, weights), or a dict, which is inputs and targets at once.
+    """Split a batch into its parts: a tensor, (x,), (x, y), (x, y, weights), or a dict, both inputs and targets.
 
     Raises ArgumentError for anything else.
     """
@@ -83,12 +82,12 @@ def read_share(batch: Any, device: torch.device, stand_in: Callable[[], Any]) ->
 
 
 def targets_of(batch: Any) -> Any:
-    """The targets of a batch, on its device. Raises ArgumentError as `read_share` does."""
+    """Return the targets of a batch, on its device. Raises ArgumentError as `read_share` does."""
     return _parts(batch)[1]
 
 
 def _parts(batch: Any) -> tuple[Any, Any, Any]:
-    """Inputs, targets and weights."""
+    """Return inputs, targets and weights."""
     if isinstance(batch, Mapping):
         return batch, batch, batch.get("sample_weight")
     if isinstance(batch, Tensor):
@@ -98,7 +97,7 @@ def _parts(batch: Any) -> tuple[Any, Any, Any]:
         return inputs, targets, weights
     what = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, list | tuple) else type(batch).__name__
     raise ArgumentError(
-        f"a batch is a {what}: fit() knows {', '.join(_PARTS.values())} and dicts; let the data set give one of "
+        f"a batch is a {what}: fit() accepts {', '.join(_PARTS.values())} and dicts; let the data set return one of "
         "them, or write a train_step() of your own"
     )
 
@@ -111,7 +110,7 @@ def _count(batch: Any) -> int:
 
 
 def called(model: nn.Module, inputs: Any, names: Iterable[str]) -> Any:
-    """Run a model: a list of inputs as its arguments, of a dict those in `names`, or all of it where there are none."""
+    """Run a model on a list of inputs as arguments, or on the entries of a dict in `names` (the dict if none are)."""
     if isinstance(inputs, Mapping):
         known = {name: inputs[name] for name in names if name in inputs}
         return model(**known) if known else model(inputs)
@@ -119,7 +118,7 @@ def called(model: nn.Module, inputs: Any, names: Iterable[str]) -> Any:
 
 
 def on_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """`value` with `function` of each tensor in it; a tensor alone and a plain list take no detour."""
+    """Apply `function` to each tensor in `value`; with a fast path for a single tensor and plain lists."""
     if isinstance(value, Tensor):
         return function(value)
     if type(value) in (list, tuple):
@@ -132,11 +131,11 @@ def on_device(value: Any, device: torch.device) -> Any:
 
 
 class Loss:
-    """A loss function as users write it, per sample or their mean, as losses that can be added up.
+    """A user's loss function, per sample or the mean, as losses that can be added up.
 
     `function(outputs, targets)` returns (samples, ...) or one number, which counts as the mean over the samples. The
-    mean of torch's CrossEntropyLoss and NLLLoss over class numbers is another one: over the labels that are not
-    `ignore_index`, by their class weights. Their losses come as a sum, and `weight` says what to divide it by. Raises
+    mean of torch's CrossEntropyLoss and NLLLoss over class numbers is different: over the labels that are not
+    `ignore_index`, by their class weights. Their losses are returned as a sum, and `weight` returns its divisor. Raises
     ArgumentError for reduction="sum".
     """
 
@@ -157,9 +156,9 @@ class Loss:
         return self._summed is not None and self._summed.weight is not None
 
     def weight(self, targets: Any) -> Tensor | None:
-        """Return () float64: the sum of the weights of the labels that count, or None for a mean over the samples.
+        """Return () float64, the sum of the weights of the labels that count, or None for a mean over the samples.
 
-        `targets` are class numbers (samples, ...), perhaps of no sample; it is computed on their device.
+        `targets` are class numbers (samples, ...), perhaps of 0 samples; the sum is computed on their device.
         """
         if not self._is_sum(targets):
             return None
@@ -170,11 +169,11 @@ class Loss:
         return torch.where(counts, weights, 0.0).sum()
 
     def _is_sum(self, targets: Any) -> bool:
-        """Whether the losses of these targets come as a sum: of class numbers, not of probabilities."""
+        """Return whether the losses of these targets are a sum: for class numbers, not for probabilities."""
         return self._summed is not None and isinstance(targets, Tensor) and not targets.is_floating_point()
 
     def _class_weights_on(self, device: torch.device) -> Tensor:
-        """The class weights (classes,) in float64, copied to the device once: copying them waits for both."""
+        """Return the class weights (classes,) in float64, copied to the device once, since the copy synchronises."""
         own: Tensor = self._summed.weight
         given, version, found = self._class_weights.get(device, (own, -1, own))
         if given is not own or version != version_of(own):
@@ -183,9 +182,9 @@ class Loss:
         return found
 
     def __call__(self, outputs: Any, share: Share) -> Tensor:
-        """Return (count,) losses, or their sum () where `weight` is what to divide it by.
+        """Return (count,) losses, or their sum () if `weight` is its divisor.
 
-        Of a share without samples, they are empty or 0, and lead back to the outputs all the same.
+        For a share without samples, they are empty or 0, and still part of the graph of the outputs.
         """
         is_sum = self._is_sum(share.targets)
         value = (self._summed if is_sum else self._function)(outputs, share.targets)
@@ -207,19 +206,19 @@ class Loss:
 
 
 def _is_over_labels(function: Any) -> bool:
-    """Whether it is one of torch's means over labels; a class derived from them may compute anything."""
+    """Return whether it is one of torch's means over labels, itself: a subclass may compute anything."""
     if not isinstance(function, nn.NLLLoss | nn.CrossEntropyLoss) or function.reduction != "mean":
         return False
     return type(function).forward in (nn.NLLLoss.forward, nn.CrossEntropyLoss.forward)
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """The tensor, of half precision in single."""
+    """Return the tensor, with half precision converted to single."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def _accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Classes in dimension 1 and their numbers or one-hot rows; without classes, logits of one yes or no."""
+    """Compare classes in dimension 1 with class numbers or one-hot rows; without classes, binary logits."""
     if outputs.dim() == 1 or outputs.shape[1] == 1:
         return (outputs > 0).flatten() == (targets > 0.5).flatten()
     return outputs.argmax(1) == (targets.argmax(1) if targets.shape == outputs.shape else targets)
@@ -238,7 +237,7 @@ _NAMED: dict[str, Metric] = {
 
 
 def metrics_of(given: Iterable[str | Metric] | Mapping[str, str | Metric]) -> dict[str, Metric]:
-    """Return metrics by their names. Raises ArgumentError for one that there is not, or that has no name."""
+    """Return metrics by name. Raises ArgumentError for one that does not exist or has no name."""
     if isinstance(given, str):
         raise ArgumentError(f"metrics={given!r}: give a list of them, [{given!r}]")
     pairs = given.items() if isinstance(given, Mapping) else ((None, metric) for metric in given)
@@ -253,7 +252,7 @@ def metrics_of(given: Iterable[str | Metric] | Mapping[str, str | Metric]) -> di
         name = name or own
         if not callable(function) or name == "<lambda>" or name == "loss" or name in found:
             raise ArgumentError(
-                f"metrics: {name!r} is no function, has no name of its own, or is there twice: give a dict of names "
+                f"metrics: {name!r} is not a function, has no name, or occurs twice: give a dict of names "
                 "and functions of (outputs, targets)"
             )
         found[name] = function
@@ -261,7 +260,7 @@ def metrics_of(given: Iterable[str | Metric] | Mapping[str, str | Metric]) -> di
 
 
 def _sums(name: str, metric: Metric, outputs: Any, share: Share) -> tuple[Any, Any]:
-    """Return (sum, count) of a metric on a share: its own pair, or from values (samples, ...), or a mean."""
+    """Return (sum, count) of a metric on a share: its own pair, or computed from values (samples, ...) or a mean."""
     value = metric(outputs, share.targets)
     if isinstance(value, tuple):
         return value
@@ -279,7 +278,7 @@ def _sums(name: str, metric: Metric, outputs: Any, share: Share) -> tuple[Any, A
 
 
 class Totals:
-    """Sums and counts by name, in float64, where they were computed: reading them waits for the device."""
+    """Sums and counts by name, in float64, on the device of the computation: reading them waits for it."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._of: dict[str, list[Any]] = {name: [0.0, 0.0] for name in names}
@@ -302,14 +301,14 @@ class Totals:
         self._of = {name: list(pair) for name, pair in numbers.items()}
 
     def spread(self, place: int, count: int) -> dict[str, list[list[float]]]:
-        """The numbers as lists of `count`, at this replica's place: added up, they have those of each replica."""
+        """Return the numbers in lists of `count`, at index `place`: their sum over replicas has each one's numbers."""
         return {
             name: [[number if each == place else 0.0 for each in range(count)] for number in pair]
             for name, pair in self.numbers().items()
         }
 
     def load(self, spread: Mapping[str, Any], place: int, count: int) -> None:
-        """Take what this replica had, or, where they were not as many, all of it at the first."""
+        """Load this replica's numbers; if the number of replicas was different, all of them on the first."""
 
         def own(numbers: list[float]) -> float:
             if len(numbers) == count:

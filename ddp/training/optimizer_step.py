@@ -1,4 +1,4 @@
-"""What a step of the optimizer may need besides it: gradients that are averaged before, and rates of this step alone.
+"""Preparation of an optimizer step: gradients averaged before it, and learning rates for this step only.
 
 Called by `ddp.training.trainer`.
 """
@@ -20,9 +20,9 @@ from ddp.training.losses_and_metrics import wide
 
 
 def needs_average(strategy: Strategy, precision: str, max_grad_norm: float | None) -> bool:
-    """Whether gradients must be averaged before the step, where the strategy would do it in the step.
+    """Return whether gradients must be averaged before the step although the strategy would do it in the step.
 
-    Raises UnsupportedError where it cannot be done.
+    Raises UnsupportedError if that is not possible.
     """
     if not strategy.averages_in_step or (max_grad_norm is None and precision != "float16"):
         return False
@@ -30,7 +30,7 @@ def needs_average(strategy: Strategy, precision: str, max_grad_norm: float | Non
         what = "max_grad_norm" if max_grad_norm is not None else 'precision="float16"'
         raise UnsupportedError(
             f"{what} under strategy {strategy.name!r}: no replica has the averaged gradients; leave it out "
-            '(or take precision="bfloat16"), or choose "all_reduce"'
+            '(or use precision="bfloat16"), or choose "all_reduce"'
         )
     return strategy.replicas > 1
 
@@ -39,7 +39,7 @@ def needs_average(strategy: Strategy, precision: str, max_grad_norm: float | Non
 def average_gradients(strategy: Strategy, module: nn.Module) -> None:
     """Average the gradients over the replicas of a process group, in all-reduces of 64 MB or of one gradient.
 
-    Half precision is added in single. A replica without a gradient that another has contributes zeros and gets the
+    Half precision is summed in single. A replica without a gradient that another has contributes zeros and gets the
     average. Every replica must call it; blocks. Raises UnsupportedError on all if one has a sparse gradient.
     """
     parameters = list(module.parameters())
@@ -48,7 +48,7 @@ def average_gradients(strategy: Strategy, module: nn.Module) -> None:
     if 2 in kinds:
         raise UnsupportedError(
             f"a sparse gradient under strategy {strategy.name!r} with max_grad_norm or float16: gradients are averaged "
-            'before the step then, and only dense ones can be; take sparse=False in the embedding, or "all_reduce"'
+            'before the step then, and only dense ones can be; use sparse=False in the embedding, or "all_reduce"'
         )
     gradients = []
     for parameter, kind in zip(parameters, kinds, strict=True):

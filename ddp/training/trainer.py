@@ -3,9 +3,9 @@
     trainer = ddp.Trainer(model, optimizer, nn.CrossEntropyLoss(), metrics=["accuracy"], callbacks=[...])
     history = trainer.fit(train, epochs=12, validation=test, global_batch_size=64)
 
-`fit`, `_fit_epoch`, `_train` and `train_step` are the whole loop, top down. It uses what `ddp.strategy` offers to
-everybody, so leaving it for a loop of your own takes nothing away: the model, the optimizer and the files stay as they
-are. What is computed on a batch is in `losses_and_metrics`, what happens besides in `callbacks`.
+`fit`, `_fit_epoch`, `_train` and `train_step` are the whole loop, top down. It only uses the public interface of
+`ddp.strategy`, so you can switch to a loop of your own: the model, the optimizer and the files stay the same.
+Computations on a batch are in `losses_and_metrics`, everything else in `callbacks`.
 """
 
 from __future__ import annotations
@@ -62,34 +62,35 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 class Trainer(Training):
     """Train `model` with `optimizer` on `loss`, under a strategy or its name (default: `ddp.strategy()`).
 
-    Every process makes it alike; it blocks until all have (`strategy.prepare`). `model` is the user's module, and stays
-    reachable as `trainer.module`; `trainer.model` and `trainer.optimizer` are what the loop uses.
+    Every process must create it with equal arguments; it blocks until all have (`strategy.prepare`). `model` is the
+    user's module, still available as `trainer.module`; the loop uses `trainer.model` and `trainer.optimizer`.
 
-    - A batch is `(x, y)`, `(x, y, sample weights)`, `(x,)`, or a dict. `x` may be a list of inputs. Of a dict, the
-      model gets the entries that its `forward` has names for, or all of it if there are none; `loss` and metrics get
-      the model's outputs and the dict, whose "sample_weight" counts as weights.
+    - A batch is `(x, y)`, `(x, y, sample weights)`, `(x,)`, or a dict. `x` may be a list of inputs. From a dict, the
+      model gets the entries that match argument names of its `forward`, or the whole dict if none do; `loss` and
+      metrics get the model's outputs and the dict, whose "sample_weight" counts as weights.
     - `loss(outputs, targets)` returns the losses of the samples, or their mean, as torch's losses do. Gradients are
       those of the mean over the global batch, however unequal the replicas' shares are. Weights multiply the losses,
-      and do not change the divisor. torch's CrossEntropyLoss and NLLLoss of class numbers are means over the labels
-      that are not `ignore_index`, by class weight; so are the gradients of a step, and the loss of an evaluation. (Of
-      one replica's labels where it steps by itself: "local_sgd", and parameter servers that do not wait for all. Those
-      that do refuse such labels, in the worker that has some.) Any other function that returns one number is taken for
-      a mean over the samples.
+      and do not change the divisor. torch's CrossEntropyLoss and NLLLoss for class numbers are means over the labels
+      that are not `ignore_index`, by class weight; so are the gradients of a step, and the loss of an evaluation. (The
+      mean is over one replica's labels if it steps by itself: "local_sgd", and parameter servers that do not wait for
+      all. Those that do refuse such labels, in the worker that has some.) Any other function that returns one number
+      counts as a mean over the samples.
     - `metrics`: names ("accuracy", ...), functions (outputs, targets), or a dict of them, that return values of the
-      samples (averaged by weight), (sum, count), or their mean. Sums over all replicas, exact.
+      samples (averaged by weight), (sum, count), or their mean. Sums over all replicas are exact.
     - `precision` "bfloat16" or "float16": forward and loss under autocast; the latter with a GradScaler.
-    - `accumulate`: batches in one step of the optimizer, which is that of the mean over all of their samples.
+    - `accumulate`: batches per step of the optimizer; the gradient is that of the mean over all of their samples.
     - `max_grad_norm`: clip the averaged gradients to this norm.
     - `log_every`: steps between two exchanges of the logs of steps. Replicas without a process group do not exchange
       them, and have their own.
     - `seed`: of the order of the data, and, if given, of each replica's random numbers (dropout) in `fit`.
-    - `resilient`: the first `fit` of a script goes on after a process of it has failed, as `ddp.resilient` says: under
-      `dtrain run`, on the CPU, with "all_reduce". Elsewhere, and with what `ddp.resilient` refuses, a
-      failure ends the attempt; so does a lost host, and with `--grow` a new one, since the rest of an epoch is dealt
-      out among as many ranks as before only. See `ddp.callbacks.Callback` for what callbacks see of it.
+    - `resilient`: the first `fit` of a script continues after one of its processes has failed, as described in
+      `ddp.resilient`: under `dtrain run`, on the CPU, with "all_reduce". Elsewhere, and with anything that
+      `ddp.resilient` refuses, a failure ends the attempt; so does a lost host, and with `--grow` a new one, since the
+      rest of an epoch can only be dealt to as many ranks as before. `ddp.callbacks.Callback` describes the effect on
+      callbacks.
 
-    Override `train_step` for a loss that needs more than outputs and targets. It may call the one here, once a batch,
-    and add a term of its own to what that returns.
+    Override `train_step` for a loss that needs more than outputs and targets. It may call the inherited one, once per
+    batch, and add a term to the result.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class Trainer(Training):
         self.totals = Totals(["loss", *self.metrics])
         self.asks_to_stop = self.is_stopped = False  # this replica; all of them
         self._resilient = resilient
-        self._state: State | None = None  # in a fit that goes on after a failure
+        self._state: State | None = None  # in a fit that survives failures
         self.is_ending_step = False  # the optimizer has stepped, and callbacks have not seen it
 
     def fit(
@@ -143,12 +144,12 @@ class Trainer(Training):
         global_batch_size: int | None = None,
         steps_per_epoch: int | None = None,
     ) -> History:
-        """Train until `epochs` epochs are done, counted from the beginning of the training; return their logs.
+        """Train until `epochs` epochs are done, counted from the start of the training; return their logs.
 
-        `train` and `validation` are map-style data sets, taken in global batches of `global_batch_size` (default 32),
+        `train` and `validation` are map-style data sets, read in global batches of `global_batch_size` (default 32),
         `train` in a new order each epoch; or loaders of the strategy. A second call, or a run that a ModelCheckpoint
-        resumes, does the epochs that are missing. `steps_per_epoch` ends epochs earlier. Every replica must call it;
-        blocks. On an evaluator it evaluates `validation` until the training ends.
+        resumes, trains the remaining epochs. `steps_per_epoch` ends epochs earlier. Every replica must call it; blocks.
+        An evaluator evaluates `validation` until the training ends.
 
         Raises what the model, the data or the loss raise; DdpError on all replicas if a callback raises.
         """
@@ -193,7 +194,7 @@ class Trainer(Training):
         self.callbacks.call("on_epoch_begin", epoch)
         if self.is_ending_step:
             self._end_step()
-        if not (self.epoch_step and loader.epoch > epoch):  # else its last step was done before a restart
+        if not (self.epoch_step and loader.epoch > epoch):  # else its last step was made before a restart
             loader.set_epoch(epoch)
             self._train(loader)
         logs = {**self._exchange(), "learning_rate": self.learning_rate}
@@ -210,7 +211,7 @@ class Trainer(Training):
             self._state.commit()
 
     def _follow(self, validation: Any, global_batch_size: int | None) -> History:
-        """What an evaluator does: evaluate each new state of the parameters, until the training ends."""
+        """Evaluate each new state of the parameters until the training ends. Only called on an evaluator."""
         if validation is None:
             raise ArgumentError("this process is an evaluator, but fit() has no validation data for it to evaluate")
         held_out = self._loader(validation, global_batch_size)
@@ -248,11 +249,11 @@ class Trainer(Training):
         self.is_ending_step = False
 
     def train_step(self, batch: Any) -> Tensor:
-        """Return this replica's part of the loss of a global batch, to be differentiated, as `strategy.mean` does.
+        """Return this replica's part of the loss of a global batch, for backward, as `strategy.mean` does.
 
-        Called under autocast, with what the loader gives this replica, perhaps an empty batch, on its device. An own
-        one may also `record` metrics. Where the loss is a mean over labels, the one here returns that over this
-        replica's, and notes how many they are.
+        Called under autocast, with this replica's part of the batch from the loader, perhaps empty, on its device. An
+        override may also `record` metrics. If the loss is a mean over labels, this method returns the mean over this
+        replica's labels, and records their number.
         """
         assert self.train_loader is not None
         share, outputs = self._forward(batch, self.train_loader)
@@ -261,7 +262,7 @@ class Trainer(Training):
         return self.weighted.mean(losses, share, batch)
 
     def _backward(self, part: MicroBatch) -> None:
-        # Gradients travel with the last batch of a step.
+        # Gradients are reduced with the last batch of a step.
         no_sync = contextlib.nullcontext if part.ends_step else getattr(self.model, "no_sync", contextlib.nullcontext)
         timeline.forward()
         with no_sync():
@@ -292,16 +293,16 @@ class Trainer(Training):
         self.optimizer.zero_grad()
 
     def record(self, name: str, total: Any, count: Any) -> None:
-        """Add to a mean in the logs of this epoch. Every replica must have the same names."""
+        """Add to a mean in the logs of this epoch. Every replica must use the same names."""
         self.totals.add(name, total, count)
 
     def stop(self) -> None:
-        """End the training on all replicas, at the end of this epoch or when logs are exchanged next."""
+        """End the training on all replicas, at the end of this epoch or at the next exchange of logs."""
         self.asks_to_stop = True
 
     @property
     def steps(self) -> int:
-        """The steps of a whole epoch."""
+        """Number of steps of a whole epoch."""
         assert self.train_loader is not None
         steps = max(1, -(-len(self.train_loader) // self.accumulate))
         return min(steps, self.steps_per_epoch or steps)
@@ -337,8 +338,8 @@ class Trainer(Training):
     def predict(self, data: Any, *, global_batch_size: int | None = None) -> Any:
         """Return the outputs for all samples on the CPU, in the order of the data set, on every replica.
 
-        Tensors (samples, ...), in whatever tuples or dicts the model returns. A batch may have targets, which are not
-        used. Every replica must call it; blocks.
+        Tensors (samples, ...), in the same tuples or dicts as the model's output. Targets in a batch are not used.
+        Every replica must call it; blocks.
         """
         loader = self._loader(data, global_batch_size)
         if loader.shuffle or loader.drop_last:
@@ -356,7 +357,7 @@ class Trainer(Training):
         return tree_map(lambda *rows: torch.cat(rows), *parts)
 
     def _gather(self, rows: Tensor, *, count: int, size: int) -> Tensor:
-        """The rows of all replicas for one global batch, in its order. The first `count` are this replica's."""
+        """Gather the rows of all replicas for one global batch, in its order. This replica has the first `count`."""
         rows = rows[:count]
         if self.strategy.replicas == 1:  # also of several processes
             return rows.cpu()
@@ -368,17 +369,17 @@ class Trainer(Training):
         return gathered
 
     def weights(self) -> dict[str, Tensor]:
-        """A copy of the model's state on the CPU. Call `strategy.sync()` on every replica before."""
+        """Return a copy of the model's state on the CPU. Call `strategy.sync()` on every replica before."""
         return files.weights_of(self.module)
 
     def load_weights(self, weights: Mapping[str, Any]) -> None:
-        """Put weights into the model. Every replica must call it, with the same ones."""
+        """Load weights into the model. Every replica must call it, with the same weights."""
         self.module.load_state_dict(weights)
         self.strategy.publish()
 
     @phase(SAVE)
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the model's `state_dict`, which plain PyTorch reads, as a whole or not at all, from the main replica.
+        """Write the model's `state_dict`, readable by plain PyTorch, from the main replica, completely or not at all.
 
         Every replica must call it; blocks until the file is there. Raises DdpError on all if it cannot be written.
         """
@@ -386,7 +387,7 @@ class Trainer(Training):
         self._on_main(f"save {path}", lambda: files.write_weights(self.module, Path(path)))
 
     def load(self, path: str | PathLike[str]) -> None:
-        """Put what `save` wrote, or a `state_dict` of plain PyTorch, into the model. Every replica must call it.
+        """Load a file of `save`, or a `state_dict` of plain PyTorch, into the model. Every replica must call it.
 
         Raises CheckpointError if the file cannot be read or is of another model.
         """
@@ -397,16 +398,16 @@ class Trainer(Training):
     ) -> None:
         """Write the model as a program of `torch.export` (.pt2), which runs without its class.
 
-        `example_inputs` is a tensor (samples, ...), a tuple of them, or a dict by argument. Batches may have another
-        size later. The model is exported as it evaluates, on the CPU, from the main replica. Every replica must call
-        it; blocks. Raises DdpError on all if it fails.
+        `example_inputs` is a tensor (samples, ...), a tuple of them, or a dict by argument. The size of batches may
+        differ later. The model is exported in eval mode, on the CPU, from the main replica. Every replica must call it;
+        blocks. Raises DdpError on all if it fails.
         """
         files.check_format(Path(path), format)
         self.strategy.sync()
         self._on_main(f"export {path}", lambda: files.export(self.module, Path(path), example_inputs))
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the training stands, and the callbacks' states, in numbers, tensors, lists and dicts.
+        """Return the progress of the training and the callbacks' states, in numbers, tensors, lists and dicts.
 
         Every replica must call it at the same step, if they have a process group.
         """
@@ -425,7 +426,7 @@ class Trainer(Training):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was called, in a world of any size. Every replica must call it."""
+        """Resume from the point of `state_dict`, in a world of any size. Every replica must call it."""
         self.epoch, self.step, self.epoch_step = state["epoch"], state["step"], state["epoch_step"]
         self.learning_rate = state["learning_rate"]
         self.asks_to_stop, self.logs = state["stopping"], dict(state["logs"])
@@ -458,7 +459,7 @@ class Trainer(Training):
         if self.strategy.is_main:
             try:
                 action()
-            except Exception as error:  # whatever torch raises, the other replicas must not wait
+            except Exception as error:  # torch may raise anything, and the other replicas must not wait
                 if is_interrupt(error):
                     raise
                 problem = error
@@ -481,15 +482,15 @@ class Trainer(Training):
             return data
         if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
             raise ArgumentError(
-                f"a {type(data).__name__} cannot be shared out: give the data set, or strategy.loader(dataset, ...)"
+                f"a {type(data).__name__} cannot be sharded: give the data set, or strategy.loader(dataset, ...)"
             )
         if isinstance(data, tuple) and all(hasattr(item, "shape") for item in data):  # else a data set of two samples
-            raise ArgumentError("a tuple of tensors is no data set: give torch.utils.data.TensorDataset(x, y)")
+            raise ArgumentError("a tuple of tensors is not a data set: give torch.utils.data.TensorDataset(x, y)")
         size = _BATCH_SIZE if global_batch_size is None else global_batch_size
         return self.strategy.loader(data, global_batch_size=size, shuffle=shuffle, seed=self.seed or 0)
 
     def _forward(self, batch: Any, loader: ReplicaLoader) -> tuple[Share, Any]:
-        """This replica's share of a batch, and the model's outputs for it, in single precision at least."""
+        """Return this replica's share of a batch, and the model's outputs for it, in single precision at least."""
         share = read_share(batch, self.device, loader.stand_in)
         return share, on_tensors(wide, called(self.model, share.inputs, self._names))
 
@@ -498,7 +499,7 @@ class Trainer(Training):
         return torch.autocast(self.device.type, dtype=self._dtype if is_on else None, enabled=is_on)
 
     def _is_over(self) -> bool:
-        """Whether this epoch is to end before its data does."""
+        """Return whether this epoch must end before its data does."""
         return self.is_stopped or (self.steps_per_epoch is not None and self.epoch_step >= self.steps_per_epoch)
 
     @contextlib.contextmanager

@@ -1,7 +1,7 @@
-"""Losses that are means over labels: of each replica's own in a batch, made one mean over those of a whole step.
+"""Losses that are means over labels: combine each replica's means over batches into one mean over a whole step.
 
-Called by `ddp.training.trainer`. How many labels count is known before backward, from the batch alone, so that it can
-travel with the gradients.
+Called by `ddp.training.trainer`. The number of labels that count is known before backward, from the batch alone, so
+that it can be sent with the gradients.
 """
 
 from __future__ import annotations
@@ -21,48 +21,49 @@ _NOTHING = 1e-30  # the weight of no labels: it changes no sum of weights, and d
 
 
 class WeightedMeans:
-    """The means of a trainer's `loss` over labels, for the model that `strategy.prepare` has returned.
+    """Means of a trainer's `loss` over labels, for the model returned by `strategy.prepare`.
 
     The gradients of a step's micro-batches on all replicas add up to that of the mean over all its labels, as one
-    process would compute it; of a step without any they are 0. Where the model's `backward` takes weights, they travel
-    with the gradients; else the replicas add them up once a step, before its last backward. See `Strategy.weighting`.
+    process would compute it; for a step without labels they are 0. If the model's `backward` takes weights, they are
+    sent with the gradients; else the replicas sum them once per step, before its last backward. See
+    `Strategy.weighting`.
 
-    Raises UnsupportedError for class weights where the strategy takes no weights.
+    Raises UnsupportedError for class weights if the strategy takes no weights.
     """
 
     def __init__(self, strategy: Strategy, loss: Loss) -> None:
         self._strategy, self._loss = strategy, loss
         if loss.has_class_weights:
             self._refuse("class weights")
-        self.unit = 0.0  # that weights are counted in, the same on every replica; 0 before the first step
-        self.of_step = 0.0  # this replica's own, in the last step that had some
-        self.of_batch: float | None = None  # of the labels that the loss of this batch is the mean over
+        self.unit = 0.0  # of weights, the same on every replica; 0 before the first step
+        self.of_step = 0.0  # this replica's weight in the last step that had labels
+        self.of_batch: float | None = None  # weight of the labels in the mean loss of this batch
         self._is_settled = self._is_open = False
         self._given: Any = None
         self._labels: Tensor | None = None  # of the batch on the device, as long as nothing has changed them
         self._version = 0
 
     def begin_step(self, global_batch_size: int) -> None:
-        """Count in samples at first: nothing is known yet of labels."""
+        """Count in samples before the first step, since labels are not known yet."""
         self._is_open = False
         self.unit = self.unit or _power_of_two(global_batch_size / self._strategy.replicas)
 
     def begin_batch(self, given: Any, moved: Any) -> None:
-        """A batch, as the loader gives it and on the replica's device."""
+        """Begin a batch: `given` from the loader, `moved` on the replica's device."""
         self.of_batch, self._given, self._labels = None, given, _labels(moved)
         self._version = 0 if self._labels is None else version_of(self._labels)
 
     def mean(self, losses: Tensor, share: Share, batch: Any) -> Tensor:
-        """Return what to differentiate of a batch's losses: its part of the mean, or a mean by itself.
+        """Return the loss of a batch for backward: its part of the mean, or a mean by itself.
 
-        Raises ArgumentError in the second call for a batch, UnsupportedError for labels that do not count where the
+        Raises ArgumentError in the second call for a batch, UnsupportedError for labels that do not count if the
         strategy takes no weights.
         """
         if self.of_batch is not None:
-            raise ArgumentError("train_step() of Trainer was called twice for one batch: it notes the labels of one")
+            raise ArgumentError("train_step() of Trainer was called twice for one batch: it counts the labels once")
         targets = targets_of(batch)
         if self._labels is not None and self._labels is targets and version_of(targets) == self._version:
-            targets = targets_of(self._given)  # the same in host memory, where nothing waits for a device
+            targets = targets_of(self._given)  # the same in host memory, without waiting for a device
         weight = self._loss.weight(targets)
         if weight is None:
             return self._strategy.mean(losses, share.weights)
@@ -78,7 +79,7 @@ class WeightedMeans:
         if self._strategy.weighting == "refused":
             raise UnsupportedError(
                 f"{what} under strategy {self._strategy.name!r}: the servers average the replicas' gradients by "
-                'samples, so the mean would not be that of the global batch; take reduction="none" (a mean over the '
+                'samples, so the mean would not be that of the global batch; use reduction="none" (a mean over the '
                 'samples), mode="async", or strategy "all_reduce"'
             )
 
@@ -101,31 +102,31 @@ class WeightedMeans:
         loss.backward(gradient=torch.full_like(loss, weight))
 
     def _factor(self) -> float:
-        """What makes this replica's sum of the step its part of the average of the replicas."""
+        """Return the factor from this replica's sum of the step to its part of the replicas' average."""
         total = self.of_step / self.unit
         if self._strategy.weighting == "by_exchange":
             total = self._strategy.reduce("sum", total) / self._strategy.replicas
         return 1 / total if total else 0.0
 
     def settle(self, usual: float) -> None:
-        """Count from now on in what a step has on the average over the replicas, if there was one with labels.
+        """Count from now on in units of a step's average weight over the replicas, if there was one with labels.
 
-        The sums that travel are then about as large as means, in half precision too. A power of two changes no bit.
+        The reduced sums are then about as large as means, also in half precision. A power of two changes no bit.
         """
         if usual > 0 and not self._is_settled:
             self.load(_power_of_two(usual))
 
     def place(self) -> tuple[float, bool]:
-        """What `load` takes."""
+        """Return the arguments of `load`."""
         return self.unit, self._is_settled
 
     def load(self, unit: float, is_settled: bool = True) -> None:
-        """Go on with the unit of a training that is resumed: what compression still owes is counted in it."""
+        """Use the unit of a resumed training: the residual errors of compression are counted in it."""
         self.unit, self._is_settled = unit, is_settled and unit > 0
 
 
 def _labels(batch: Any) -> Tensor | None:
-    """The targets of a batch, where torch counts changes of them; None also for what only an own train_step takes."""
+    """Return the targets of a batch if torch counts their changes; None also for batches only an override accepts."""
     try:
         targets = targets_of(batch)
     except ArgumentError:

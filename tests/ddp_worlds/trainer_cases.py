@@ -455,9 +455,9 @@ def refuses() -> None:
         with pytest.raises(ddp.errors.ArgumentError, match=message):
             trainer(**options)
     one = trainer()
-    with pytest.raises(ddp.errors.ArgumentError, match=r"a list_iterator cannot be shared out: give the data set"):
+    with pytest.raises(ddp.errors.ArgumentError, match=r"a list_iterator cannot be sharded: give the data set"):
         one.fit(iter([1]), epochs=1)
-    with pytest.raises(ddp.errors.ArgumentError, match=r"a tuple of tensors is no data set: give .*TensorDataset"):
+    with pytest.raises(ddp.errors.ArgumentError, match=r"a tuple of tensors is not a data set: give .*TensorDataset"):
         one.evaluate((torch.zeros(4, 2), torch.zeros(4)))
     with pytest.raises(ddp.errors.ArgumentError, match="must not shuffle"):
         one.predict(one.strategy.loader(data(), global_batch_size=4, shuffle=True))
