@@ -2,16 +2,16 @@
 
 Three lines make a single-process script distributed:
 
-    world = ddp.init()  # who this rank is; without a launcher, a world of one
+    world = ddp.init()  # rank, world size, device; without a launcher, a world of one
     model = ddp.DistributedDataParallel(model.to(world.device))  # averages gradients during backward
     sampler = ddp.DistributedSampler(dataset)  # each rank its share of the data
 
-`ddp.Checkpoint(folder)` saves all that a run needs to resume, and finds the newest whole one when it starts again.
+`ddp.Checkpoint(folder)` saves everything that a run needs to resume, and loads the newest complete one at the start.
 Start the script with `dtrain run`, torchrun, mpirun or srun, or alone with plain python.
 
-Other ways to train the same loop are behind `ddp.strategy(name)`; `ddp.Trainer` is the loop already written, with
-`ddp.callbacks`. `ddp.horovod` is for scripts in Horovod's style, `ddp.compression` has the options of `compression=`,
-`ddp.errors` what is raised.
+`ddp.strategy(name)` has other ways to train the same loop; `ddp.Trainer` is a ready-made loop with `ddp.callbacks`.
+`ddp.horovod` is for scripts in Horovod's style, `ddp.compression` has the options of `compression=`, `ddp.errors` the
+exceptions.
 """
 
 from ddp import callbacks, compression, errors, horovod

@@ -1,7 +1,7 @@
-"""The world of this process: joins the ranks into a process group and says who and where this one is.
+"""The world of this process: join the ranks into a process group, and describe this rank.
 
-`init` is the entry. It makes at most one default process group and closes it when the interpreter ends;
-a group that somebody else made is used as it is and left alone.
+The entry point is `init`. It creates at most one default process group and closes it when the interpreter ends;
+a group created by other code is used as it is and left open.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ from ddp.torch_internals import (
 
 __all__ = ["World", "init"]
 
-_TIMEOUT, _NCCL_TIMEOUT = timedelta(minutes=30), timedelta(minutes=10)  # torch's, to meet
+_TIMEOUT, _NCCL_TIMEOUT = timedelta(minutes=30), timedelta(minutes=10)  # torch's, for the rendezvous
 
 
 @dataclass(frozen=True)
 class World:
-    """Who this process is among the ranks of its job; in a resilient function, other ranks may be there later on.
+    """This process among the ranks of its job; in a resilient function, the values may change later.
 
     `rank` counts from 0 to `world_size` - 1 over all hosts, `local_rank` from 0 to `local_world_size` - 1 on this one.
-    `node_rank` is this host's index, None where the launcher does not tell. `device` is where this rank's model and
-    batches belong. `backend` is what the process group was made with: "shm", "gloo", "nccl" and so on.
+    `node_rank` is this host's index, None if the launcher does not provide it. `device` is the one for this rank's
+    model and batches. `backend` is that of the process group: "shm", "gloo", "nccl" and so on.
     """
 
     rank: int
@@ -80,21 +80,21 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0: the one that prints, logs and saves."""
+        """Whether this is rank 0, which prints, logs and saves."""
         return self.rank == 0
 
 
-_CONNECT_S = 10.0  # ranks that have met need no more to connect
-_END_S = 1.0  # for a group to end: more than it takes where no collective is on its way
-_BACKEND_KEY, _FINISHED_KEY = "ddp/backend", "ddp/finished"  # for those that start later
+_CONNECT_S = 10.0  # enough to connect once all ranks have met
+_END_S = 1.0  # for a group to end: more than enough if no collective is running
+_BACKEND_KEY, _FINISHED_KEY = "ddp/backend", "ddp/finished"  # for ranks that start later
 _world: World | None = None
 
 
 @dataclass
 class _Membership:
-    """How this process belongs to the group that `init` has made, so that it can join again.
+    """Membership of this process in the group that `init` has created, to join again.
 
-    `store` is the whole store, of which each generation has a prefix; `timeout` is what was asked for.
+    `store` is the whole store, where each generation has a prefix; `timeout` is the requested one.
     """
 
     placement: Placement
@@ -102,9 +102,9 @@ class _Membership:
     backend: str
     timeout: timedelta | None
     device_id: torch.device | None
-    can_be_ended: bool  # what it does on devices, by NCCL
+    can_be_ended: bool  # its collectives on devices, by NCCL
     generation: int = 0
-    joining: int = -1  # the generation that it connects to now
+    joining: int = -1  # the generation that it is connecting to
     connections: Connections = field(default_factory=Connections)
     on_devices: DeviceCollectives = field(default_factory=DeviceCollectives)
 
@@ -118,24 +118,24 @@ def init(backend: str | None = None, *, timeout_s: float | None = None) -> World
     Every rank must call it; it blocks until all have, at most `timeout_s` seconds (default: torch's 30
     minutes, 10 for NCCL), which is also the limit of each later collective. Ranks come from RANK and
     WORLD_SIZE (dtrain run, torchrun), else from Open MPI's or SLURM's variables; without any, the process
-    is a world of one with a group of its own. Where torch has an accelerator with collectives of its own (CUDA and
+    is a world of one with a group of its own. If torch has an accelerator with its own collectives (CUDA and
     ROCm with NCCL, XPU with xccl), the device is `cuda:LOCAL_RANK` (`cuda:0` if only one is visible), made current,
     and the backend NCCL, with gloo for CPU tensors. NCCL connects at once, unless ranks of a host see one device, which
     they may share; a user's `new_group()` of some ranks then splits the group, which all ranks must do at once.
-    Otherwise the CPU, and `shm` if ranks share the memory of a host, which they find out by trying, else gloo.
-    `backend="gloo"` stays on the CPU whatever there is, and never takes shm. The variable DTRAIN_BACKEND, the same on
-    every rank, is what `backend` is by default.
+    Otherwise the device is the CPU, and the backend `shm` if ranks share the memory of a host, which they find out by
+    trying, else gloo. `backend="gloo"` always stays on the CPU and never uses shm. The variable DTRAIN_BACKEND, the
+    same on every rank, is the default of `backend`.
 
-    A second call returns the same object, also for "gloo" where the first has taken shm. A default group that already
+    A second call returns the same object, also for "gloo" if the first has chosen shm. A default group that already
     exists is used and not closed at exit. Raises LaunchEnvironmentError for an inconsistent environment, on all ranks
-    if they would take unlike backends and some were given none; RendezvousError if the ranks cannot meet.
+    if their backends differ and some were given none; RendezvousError if the ranks cannot meet.
     """
     global _world
     if _world is not None and dist.is_initialized():
         if backend not in (None, _world.backend) and (backend, _world.backend) != ("gloo", SHM):
             raise ArgumentError(
                 f"init(backend={backend!r}), but this process already joined with {_world.backend!r}: give the first "
-                "init() this backend, or this one none"
+                "init() this backend, or omit it here"
             )
         return _world
     if dist.is_initialized():
@@ -161,7 +161,7 @@ def world_at(placement: Placement, device: torch.device, backend: str) -> World:
 
 
 def _adopt() -> World:
-    """Describe the default group that somebody else made; its rank and size count, not the environment's."""
+    """Describe a default group created by other code; its rank and size count, not the environment's."""
     rank, world_size, backend = dist.get_rank(), dist.get_world_size(), dist.get_backend()
     try:
         placement = read_placement(os.environ)
@@ -179,13 +179,13 @@ def _adopt() -> World:
     accelerator = find_accelerator()
     device = torch.device("cpu")
     if accelerator is not None and backend not in ("gloo", SHM):
-        # Its maker has chosen the current device, perhaps not by LOCAL_RANK.
+        # The code that created it has chosen the current device, perhaps not by LOCAL_RANK.
         device = torch.device(accelerator, torch.accelerator.current_device_index())
     return world_at(placement, device, backend)
 
 
 def _join(placement: Placement, backend: str | None, timeout_s: float | None, device: torch.device) -> str:
-    """Make the default group; return its backend, which the ranks choose together if None is given."""
+    """Create the default group; return its backend, which the ranks choose together if None is given."""
     global _membership
     given = None if timeout_s is None else timedelta(seconds=timeout_s)
     is_by_address = (
@@ -196,7 +196,7 @@ def _join(placement: Placement, backend: str | None, timeout_s: float | None, de
         store = store_at_address(placement, timeout) if is_by_address else store_without_address(placement)
         first = PrefixStore("default_pg", store) if is_by_address else store
         is_replacement = generation_at_start() > 0 and placement.world_size > 1
-        if is_replacement:  # the others have left their choice
+        if is_replacement:  # the store has the others' choice
             backend = store.get(_BACKEND_KEY).decode()
             leave_errors(device, backend)
         else:
@@ -208,7 +208,7 @@ def _join(placement: Placement, backend: str | None, timeout_s: float | None, de
         member = _Membership(placement, store, backend, given, eager, can_be_ended(words_of(backend)))
         if is_replacement:
             make_pending_group(store, placement.rank, placement.world_size, partial(set_restart_policy, 0))
-            member.generation = -1  # in none yet
+            member.generation = -1  # no member of one yet
         else:
             if can_replace() and placement.rank == 0:
                 store.set(_BACKEND_KEY, backend)
@@ -229,7 +229,7 @@ def _join(placement: Placement, backend: str | None, timeout_s: float | None, de
 
 
 def _connect(member: _Membership, store: Store) -> None:
-    """Make the default group with the other ranks."""
+    """Create the default group with the other ranks."""
     with member.connections.made_here() if can_replace() else contextlib.nullcontext():
         dist.init_process_group(
             member.backend,
@@ -242,10 +242,10 @@ def _connect(member: _Membership, store: Store) -> None:
 
 
 def current_generation() -> int | None:
-    """The generation to which the default group belongs, -1 before a replacement has joined one.
+    """Return the generation of the default group, -1 before a replacement has joined one.
 
-    None where there are no generations: the launcher of this process announces none, `init` did not make the group, or
-    it moves tensors on devices and nobody could end that (`DeviceCollectives`).
+    None if there are no generations: the launcher announces none, `init` did not create the group, or it moves tensors
+    on devices in a way that cannot be ended (`DeviceCollectives`).
     """
     if _membership is None or not can_replace() or not dist.is_initialized():
         return None
@@ -253,21 +253,21 @@ def current_generation() -> int | None:
 
 
 def is_on_host() -> bool:
-    """Whether the group that `init` has made moves tensors in host memory only."""
+    """Return whether the group that `init` has created moves tensors in host memory only."""
     return _membership is not None and words_of(_membership.backend) <= {"cpu", "gloo", SHM}
 
 
 def lacks_error_handling() -> bool:
-    """Whether there are no generations only since TORCH_NCCL_ASYNC_ERROR_HANDLING is not 0, on this rank."""
+    """Return whether TORCH_NCCL_ASYNC_ERROR_HANDLING, not 0 on this rank, is the only obstacle to generations."""
     if _membership is None or not can_replace() or not dist.is_initialized() or dist.get_world_size() == 1:
         return False
     return current_generation() is None and words_of(_membership.backend) == NCCL_BESIDE_GLOO
 
 
 def break_connections() -> None:
-    """Let the collectives that this process waits for fail, here and on the other ranks. May be called by any thread.
+    """Make the collectives that this process waits for fail, here and on the other ranks. May be called by any thread.
 
-    The group is of no use afterwards.
+    The group is unusable afterwards.
     """
     if _membership is None:
         return
@@ -287,9 +287,10 @@ def break_connections() -> None:
 
 
 def _end_if_connecting(member: _Membership, number: int) -> None:
-    """End this process, so that it is replaced.
+    """End this process if it is still connecting to generation `number`, so that it is replaced.
 
-    gloo waits for a rank that died while it connected, whatever breaks, and a store's client for a host that is off.
+    gloo keeps waiting for a rank that died while connecting, even if connections break, and a store's client for a host
+    that is off.
     """
     if member.joining == number:
         print(f"ddp: rank {member.placement.rank} waits for a rank that is gone, and ends", file=sys.stderr, flush=True)
@@ -297,9 +298,9 @@ def _end_if_connecting(member: _Membership, number: int) -> None:
 
 
 def settle(devices: Collection[torch.device]) -> bool:
-    """Wait for what is queued on the current streams of devices; return False where that is not possible.
+    """Wait for the work queued on the current streams of devices; return False if that is not possible.
 
-    Raises CollectiveError if collectives of this process were ended before, and may have left anything there.
+    Raises CollectiveError if collectives of this process were ended before, and may have left undefined values there.
     """
     return not devices or _membership is None or _membership.on_devices.settle(devices)
 
@@ -307,19 +308,19 @@ def settle(devices: Collection[torch.device]) -> bool:
 def rejoin(
     number: int, variables: Mapping[str, str], is_over: Callable[[], bool], devices: Collection[torch.device] = ()
 ) -> bool:
-    """Make the default group anew, as generation `number`; return whether it is made.
+    """Create the default group again, as generation `number`; return whether that succeeded.
 
-    `variables` are those of the environment that may be others in it: this rank, the size of the world, where the store
-    is. `devices` are those on which it will communicate. False once `is_over` says that there is a newer one: call
-    again with that. What communicates over the old group has let it go then. Blocks until all ranks have called it;
-    raises RendezvousError if they do not come.
+    `variables` are environment variables that may change with it: this rank, the size of the world, the store's
+    address. `devices` are those on which it will communicate. Returns False once `is_over` reports a newer generation:
+    call again with that. Users of the old group have released it by then. Blocks until all ranks have called it; raises
+    RendezvousError if they do not come.
     """
     member = _membership
     assert member is not None
     if not is_pending(dist.group.WORLD):
         member.on_devices.let_go(devices)
     _drop_group()
-    number_groups_anew()  # one that could not connect was none to destroy
+    number_groups_anew()  # a group that could not connect was not destroyed
     member.on_devices.begin()
     member.generation, member.joining = -1, number
     try:
@@ -333,16 +334,16 @@ def rejoin(
             return False
         member.connections = Connections()
         member.joining = number
-        # Broken with the other connections, so that nobody waits in vain at the store.
+        # Broken with the other connections, so that this process does not wait at the store in vain.
         own = member.connections.clone(member.store, int(os.environ["MASTER_PORT"]))
-        if is_over():  # announced before there was anything to break
+        if is_over():  # announced before there was a connection to break
             return False
         hook = sys.excepthook
         try:
             _connect(member, PrefixStore(f"{prefix}/default_pg", own))
             member.on_devices.connect(devices)
         finally:
-            sys.excepthook = hook  # torch has put its own around it once more
+            sys.excepthook = hook  # torch has wrapped it again
     except DdpError:
         raise
     except (RuntimeError, ValueError) as error:
@@ -359,53 +360,53 @@ def rejoin(
 
 
 def _take_place(member: _Membership, variables: Mapping[str, str]) -> None:
-    """Be who this process is from now on, in its environment and in its World."""
+    """Update the environment and the World of this process to its new rank."""
     if not variables:
         return
     os.environ.update(variables)
     member.placement = placement = read_placement(os.environ)
-    # Also at the same address: another store may be there since, and a host without power has closed no connection.
+    # Even at the same address there may be another store now, and a host without power has closed no connection.
     member.store = store_at_address(placement, member.timeout or _TIMEOUT)
     member.store.set(_BACKEND_KEY, member.backend)
     if _world is not None:
         now = world_at(placement, _world.device, _world.backend)
         for name, value in vars(now).items():
-            object.__setattr__(_world, name, value)  # the user has it
+            object.__setattr__(_world, name, value)  # the user holds this object
 
 
 def own_store(number: int) -> Store:
-    """Return the part of the store that belongs to a generation, on a connection for one thread alone."""
+    """Return a generation's part of the store, on a connection of its own for one thread."""
     assert _membership is not None
     return PrefixStore(f"generation/{number}", clone(_membership.store))
 
 
 def note_finished() -> None:
-    """Tell those that might still come that this rank, and so all others, will meet nobody any more."""
+    """Announce to processes that may still come that this rank, and so all others, will meet no one any more."""
     if _membership is not None and _membership.placement.rank == 0:
         _membership.store.set(_FINISHED_KEY, "")
 
 
 def has_finished() -> bool:
-    """Whether the others have said so."""
+    """Return whether the others have announced that they finished."""
     return _membership is not None and bool(_membership.store.check([_FINISHED_KEY]))
 
 
 def refuse(number: int, why: str) -> None:
-    """Tell those that wait for this rank under generation `number` that it will not come. May be called by any thread.
+    """Notify ranks that wait for this one in generation `number` that it will not come. May be called by any thread.
 
-    `why` says what this rank "has" done.
+    `why` continues the sentence "rank N ...".
     """
     if _membership is not None:
         refuse_to_meet(PrefixStore("here", own_store(number)), f"rank {_membership.placement.rank} {why}")
 
 
 def _drop_group() -> None:
-    """Let go of a group, whatever state it is in."""
+    """Release the group, in any state."""
     for owner, let_go in list(_owners.items()):
         let_go(owner)
     groups = open_groups()
     if dist.is_initialized():
-        inspect.unwrap(dist.destroy_process_group)()  # under dtrain another one keeps the groups for a while
+        inspect.unwrap(dist.destroy_process_group)()  # under dtrain a wrapper keeps the groups for a while
     gc.collect()
     end_groups(groups)
 
@@ -426,20 +427,20 @@ _owners: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKey
 
 
 def before_leaving(owner: T, let_go: Callable[[T], None]) -> None:
-    """Have `let_go(owner)` called before the group is closed at exit, if `owner` still lives then."""
+    """Call `let_go(owner)` before the group is closed at exit, if `owner` still lives then."""
     _owners[owner] = let_go
 
 
 def communicating() -> list[Any]:
-    """What would let go of the group before it is closed."""
+    """Return the living owners registered by `before_leaving`."""
     return list(_owners)
 
 
 def leave() -> None:
     """Close the group at exit, unless the process ends with an error: closing may wait for a rank that is gone.
 
-    A group ends its threads when the last reference to it goes. Left to the interpreter's teardown, such a thread may
-    want the interpreter's lock when there is none any more: 2 of 24 runs aborted so, with torch 2.13.
+    A group ends its threads with the last reference to it. During the interpreter's teardown, such a thread may want
+    the interpreter's lock after it is gone: 2 of 24 runs aborted like that, with torch 2.13.
     """
     if not dist.is_initialized() or getattr(sys, "last_value", None) is not None:
         return
