@@ -1,1 +1,1 @@
-"""What this process says of itself while it runs: its progress to the launcher, where it stands to other ranks."""
+"""Reports of this process while it runs: its progress for the launcher, its position for other ranks."""

@@ -1,7 +1,7 @@
-"""When a debugger was last open in a rank of this run: nobody who waits meanwhile for that rank waits too long.
+"""The last time that a debugger was open in a rank of this run, so that waits for that rank do not time out.
 
-The launcher says so in a file: DTRAIN_DEBUGGER_FILE, see launcher/agent/workers/worker.py. It is read only where a wait
-would be given up. What torch itself bounds goes on: the timeout of a group holds for each collective from its begin.
+The launcher writes it to a file: DTRAIN_DEBUGGER_FILE, see launcher/agent/workers/worker.py. It is only read before a
+wait would be given up. torch's own limits still apply: the timeout of a group counts from the start of each collective.
 """
 
 from __future__ import annotations
@@ -21,5 +21,5 @@ def debugged_until() -> float:
     try:
         said = Path(path).read_text() if path else ""
         return monotonic() if said == "open" else float(said)
-    except (OSError, ValueError):  # there is none
+    except (OSError, ValueError):  # there is no file
         return float("-inf")

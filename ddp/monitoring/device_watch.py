@@ -1,8 +1,8 @@
-"""Ends this process where a collective on a device outlasts the timeout of its group, in the place of torch's watchdog.
+"""End this process if a collective on a device exceeds the timeout of its group, as torch's watchdog would.
 
-That one ends no process where TORCH_NCCL_ASYNC_ERROR_HANDLING is 0. What it has seen is in torch's flight recorder: how
-far each group has come. This looks there, from a thread, also for collectives that `ddp` knows nothing of; what two
-ranks send each other is not counted there. Written by torch's sources; on a GPU, it has not run.
+The watchdog ends no process if TORCH_NCCL_ASYNC_ERROR_HANDLING is 0, but records the progress of each group in torch's
+flight recorder. A thread reads it, also for collectives that `ddp` did not start; point-to-point messages are not
+counted there. Written from torch's sources; it has not run on a GPU.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from ddp.torch_internals import device_recorder, timeouts_on_devices
 
 __all__ = ["start"]
 
-_LATER_S = 10.0  # than the timeout: until then, a rank that waits for its device may raise an error instead
+_LATER_S = 10.0  # after the timeout: until then, a rank that waits for its device may raise an error instead
 _LONGEST_PAUSE_S = 5.0
 
 
 @dataclass(frozen=True)
 class _Overdue:
-    """A collective, its number in its group, and for how long it has been on its way."""
+    """A collective, its number in its group, and for how long it has been running."""
 
     what: str
     group: str
@@ -38,14 +38,14 @@ class _Overdue:
 
 
 class _Watch:
-    """What is known of the groups of this process, by their numbers in the recorder."""
+    """Progress of the groups of this process, by their numbers in the recorder."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, tuple[int, float]] = {}  # how far a group has come, and since when
+        self._seen: dict[str, tuple[int, float]] = {}  # progress of a group, and since when
         self._gone: set[str] = set()
 
     def stuck(self, status: Mapping[str, Mapping[str, str]], now: float, least_s: float) -> dict[str, int]:
-        """Return the groups that have come no further for `least_s`, with how many of their collectives are over."""
+        """Return the groups without progress for `least_s`, with the number of their finished collectives."""
         found = {}
         for group, numbers in status.items():
             over, begun = int(numbers["last_completed_collective"]), int(numbers["last_enqueued_collective"])
@@ -63,7 +63,7 @@ class _Watch:
     ) -> _Overdue | None:
         """Return the collective in which a living group has been stuck for longer than its timeout.
 
-        The recorder keeps groups that are gone, and collectives of theirs never end. A later one may have the name.
+        The recorder keeps groups that are gone, whose collectives never end. A later group may have the same name.
         """
         newest: dict[str, int] = {}
         for entry in entries:
@@ -81,7 +81,7 @@ class _Watch:
 
 
 def start(rank: int, is_ended: Callable[[], bool]) -> None:
-    """Watch until this process ends. `is_ended` says whether what is on the devices was ended already."""
+    """Watch until this process ends. `is_ended` returns whether the collectives on devices were ended already."""
     thread = threading.current_thread()
     threading.Thread(target=_watch, args=(rank, is_ended, thread.ident), name="ddp-device-watch", daemon=True).start()
 
@@ -94,7 +94,7 @@ def _watch(rank: int, is_ended: Callable[[], bool], trainer: int | None) -> None
         living = timeouts_on_devices()
         least_s = min(living.values(), default=_LONGEST_PAUSE_S)
         time.sleep(max(0.1, min(_LONGEST_PAUSE_S, least_s / 10)))
-        # Without entries: these ask events of CUDA, which spoils the capture of a graph by another thread.
+        # Without entries: these query CUDA events, which invalidates the capture of a graph by another thread.
         stuck = watch.stuck(json.loads(record(False, True)).get("pg_status", {}), time.monotonic(), least_s)
         if not stuck or not living or is_ended() or time.monotonic() - debugged_until() < least_s:
             continue

@@ -1,7 +1,7 @@
-"""Tells an exception that a signal's handler has raised from one of the code that was interrupted.
+"""Distinguish an exception raised by a signal handler from one of the interrupted code.
 
-Such an exception is this rank's own, whatever ran: torch's DataLoader raises one in the middle of a collective when one
-of its workers has died, and it is a RuntimeError, as those of a collective are.
+Such an exception is this rank's own, whatever code ran: torch's DataLoader raises one in the middle of a collective
+when one of its workers has died, and it is a RuntimeError, like those of a collective.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["is_interrupt"]
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether a handler of a signal raised `error`; Ctrl-C, whose handler is no Python code, always counts."""
+    """Return whether a signal handler raised `error`; Ctrl-C, whose handler is not Python code, always counts."""
     if isinstance(error, KeyboardInterrupt):
         return True
     handlers = {_code_of(handler) for number in signal.valid_signals() if callable(handler := signal.getsignal(number))}

@@ -1,4 +1,4 @@
-"""The end of a process of a group: what it tells the others, and that it ends while a collective hangs."""
+"""The end of a process of a group: its report to the others, and how it exits while a collective hangs."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ __all__ = ["end_process", "how_it_ends", "leave_pending"]
 
 
 class Unfinished(Protocol):
-    """A collective on its way."""
+    """A collective in progress."""
 
     def is_completed(self) -> bool: ...
 
 
 def how_it_ends() -> tuple[str, bool]:
-    """How this process ends, as seen when it does; and whether another rank is the cause."""
+    """Describe how this process ends, while it does; return also whether another rank is the cause."""
     error = getattr(sys, "last_value", None)
-    if error is None or hasattr(sys, "ps1"):  # an interactive session goes on after an error
+    if error is None or hasattr(sys, "ps1"):  # an interactive session continues after an error
         return "has exited", False
     line = line_of_traceback(error.__traceback__)
-    said = format_exception_only(error)[0].splitlines()[0]  # also if its str() fails
+    said = format_exception_only(error)[0].splitlines()[0]  # works even if str() of the error fails
     is_secondary = isinstance(error, CollectiveError | dist.DistError) or "onnection closed by peer" in said
     return f"ended with {printable(said, 250)}, at {line}", is_secondary
 
@@ -41,15 +41,15 @@ _pending: list[Unfinished] = []
 
 
 def leave_pending(work: Unfinished) -> None:
-    """Note a collective that may run until this process ends: after a stall or Ctrl-C, nobody waits for it."""
+    """Note a collective that may run until this process ends: after a stall or Ctrl-C, no code waits for it."""
     _pending[:] = [*(other for other in _pending if not other.is_completed()), work]
 
 
 def _leave_at_once() -> None:
-    """End a process that ends with an exception, or by Ctrl-C, while a collective still hangs.
+    """Exit at once after an exception or Ctrl-C if a collective still hangs.
 
-    At the interpreter's teardown, gloo would wait for that until the group's own timeout (half an hour by default),
-    and neither the launcher nor the other ranks would learn that this rank has failed.
+    At the interpreter's teardown, gloo would wait for it until the group's own timeout (half an hour by default), and
+    neither the launcher nor the other ranks would notice that this rank has failed.
     """
     error = getattr(sys, "last_value", None)
     if not isinstance(error, Exception | KeyboardInterrupt) or hasattr(sys, "ps1"):
@@ -70,4 +70,4 @@ def end_process(error: BaseException) -> NoReturn:
     os._exit(1)
 
 
-atexit.register(_leave_at_once)  # at import, so that what is registered later has run before
+atexit.register(_leave_at_once)  # at import, so that handlers registered later have run before

@@ -1,11 +1,12 @@
-"""What the launcher is told of this process while it runs: five numbers in a file that both have mapped.
+"""Report the progress of this process to the launcher: five numbers in a file that both have mapped.
 
-DTRAIN_PROGRESS_FILE names a file that the launcher made. It begins with these, little-endian 64-bit integers: the
-number of backward passes whose gradients are in place, that of durable checkpoints, what the failure of this process
-means to the others (`set_restart_policy`), a number that changes when a phase begins or ends, whose remainder by three
-is that phase (`phase`): a long evaluation or save is thus not taken for a hang; and the first number at the time of the
-newest checkpoint. Only this process writes to it. Without the variable, or with a file that cannot be mapped, nothing
-is told; that is never an error. Once this module is imported, the launcher counts no steps by itself.
+DTRAIN_PROGRESS_FILE names a file that the launcher made. It begins with these little-endian 64-bit integers: the
+number of backward passes whose gradients are in place; the number of durable checkpoints; the consequence of a failure
+of this process for the others (`set_restart_policy`); a number that changes when a phase begins or ends, and whose
+remainder by three is that phase (`phase`), so that a long evaluation or save is not mistaken for a hang; and the first
+number at the time of the newest checkpoint. Only this process writes to it. Without the variable, or with a file that
+cannot be mapped, nothing is reported; that is never an error. Once this module is imported, the launcher does not count
+steps itself.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ _VARIABLE = "DTRAIN_PROGRESS_FILE"
 _SIZE_BYTES = 40
 _STEPS, _CHECKPOINTS, _RESTART_POLICY, _PHASE, _SAVED_STEPS = 0, 1, 2, 3, 4
 _PHASES = 3
-EVALUATION, SAVE = 1, 2  # of `phase`; 0 is all else
+EVALUATION, SAVE = 1, 2  # of `phase`; 0 is everything else
 
 
 @cache
 def _counters() -> memoryview | None:
-    """The mapped file. Looked for at first use, not at import: a forked worker has its own variable by then."""
+    """Return the mapped file. It is opened at first use, not at import: a forked worker has its own variable then."""
     file = timeline.mapped_file(_VARIABLE, _SIZE_BYTES)
     return None if file is None else memoryview(file).cast("Q")
 
@@ -54,7 +55,7 @@ def count_checkpoint() -> None:
 
 @contextmanager
 def phase(kind: int, *, loads: bool = False) -> Iterator[None]:
-    """Say that this process evaluates (EVALUATION), or saves or `loads` (SAVE), until the block ends. May be nested."""
+    """Report that this process evaluates (EVALUATION), or saves or `loads` (SAVE), during the block. May be nested."""
     counters = _counters()
     if counters is None:
         yield
@@ -73,16 +74,16 @@ def _begin_phase(counters: memoryview, kind: int) -> None:
 
 
 def set_restart_policy(kind: int) -> None:
-    """Say what the launcher does when this process fails, from now on.
+    """Set what the launcher does when this process fails, from now on.
 
-    0, an ordinary process: the attempt ends, as without a word. 1: it alone is started again, or the others go on
-    without it. 2: it alone is started again, and the others wait for that; without restarts left the attempt ends.
-    3, resilient: as 2, and the others are told at once to meet it again, in the next generation: each reads its number
-    from the FIFO that DTRAIN_GENERATION_PIPE names, and the process started in its place has it in DTRAIN_GENERATION
-    (launcher/agent/workers/worker.py has the format). That takes all ranks: once one has ended for good, the attempt
-    ends with the next failure. 4: as 3, but among as many ranks as before only: with a lost or a new host all start
+    0, an ordinary process: the attempt ends, as by default. 1: it alone is restarted, or the others continue without
+    it. 2: it alone is restarted, and the others wait for that; without restarts left the attempt ends.
+    3, resilient: as 2, and the others are notified at once to meet it again, in the next generation: each reads its
+    number from the FIFO in DTRAIN_GENERATION_PIPE, and the replacement process has it in DTRAIN_GENERATION
+    (launcher/agent/workers/worker.py has the format). That requires all ranks: once one has ended for good, the attempt
+    ends with the next failure. 4: as 3, but only among as many ranks as before: with a lost or a new host all start
     again.
-    A process that was started again stands as the one before it, until it says otherwise.
+    A restarted process inherits the policy of its predecessor until it sets another.
     """
     if kind not in (0, 1, 2, 3, 4):
         raise ValueError(
@@ -94,7 +95,7 @@ def set_restart_policy(kind: int) -> None:
 
 
 def count_step_after(outputs: Iterable[torch.Tensor]) -> None:
-    """Count one step at the end of each backward pass through any of `outputs`, what a forward returned."""
+    """Count one step at the end of each backward pass through any of `outputs` of a forward."""
     global _is_queued
     if _counters() is None:
         return

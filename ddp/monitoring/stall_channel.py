@@ -1,12 +1,12 @@
-"""The thread that tells the other ranks where this process is, and asks them: all through the store of its world.
+"""The thread that reports this process's position to the other ranks and asks for theirs, through the world's store.
 
-`stall_report` is its only caller. A StoreThread has a connection of its own to the store and one daemon thread, which
-alone uses it: the store of a frozen host blocks for ever, and then only that thread. While nobody asks, it reads
-one key about once a second and writes nothing. A question is a counter that goes up; every process that sees it
-overwrites its one answer, so that any number of questions at once cost one answer. Before the interpreter ends,
-the answer becomes this process's last words.
+`stall_report` is its only caller. A StoreThread has a connection of its own to the store and one daemon thread, the
+only one that uses it: the store of a frozen host blocks for ever, and then only that thread. Without questions, it
+reads one key about once a second and writes nothing. A question is a counter that goes up; every process that sees it
+overwrites its one answer, so that any number of questions at once cost one answer. Before the interpreter ends, the
+answer becomes this process's last words.
 
-What crosses the store is JSON of bounded length (`stall_text.Answer`).
+Values in the store are JSON of bounded length (`stall_text.Answer`).
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from ddp.torch_internals import default_store
 
 __all__ = ["Reporter", "StoreThread", "store_thread_of_world"]
 
-_ASKED = "asked"  # how many questions there were
-_LAST_WORDS = 2**53  # answers every question that will come
+_ASKED = "asked"  # number of questions so far
+_LAST_WORDS = 2**53  # answers every later question
 _TICK_S = 0.05  # between two looks at the answers, while somebody here waits for them
 _STORE_TIMEOUT_S = 2.0
 _SLACK_S = 1.0  # for the thread to notice a question of its own process
 
 
 class Reporter(Protocol):
-    """What the thread needs of a StallReport."""
+    """The part of a StallReport that the thread uses."""
 
     @property
     def interval_s(self) -> float: ...
@@ -58,7 +58,7 @@ Job = Callable[[Store], None]
 
 
 class _Question:
-    """One question under way, and what has been heard of it."""
+    """One question in progress, and its answers so far."""
 
     def __init__(self, ranks: Sequence[int], patience_s: float, then: Callable[[Heard], None]) -> None:
         self.ranks = ranks
@@ -68,7 +68,7 @@ class _Question:
         self.answers: dict[int, Answer] = {}
 
     def is_settled(self, store: Store) -> bool:
-        """Ask, or read what has been answered since; whether that is all, or time is up."""
+        """Ask, or read new answers; return whether they are complete, or time is up."""
         if not self.number:
             self.number = store.add(_ASKED, 1)
         unsettled = [rank for rank in self.ranks if not self._is_settled(rank)]
@@ -86,16 +86,16 @@ class _Question:
 
 
 class StoreThread:
-    """The connection and the thread of one process in one world. `trouble` says why it works no more."""
+    """The connection and the thread of one process in one world. `trouble` is why it does not work any more."""
 
     def __init__(self, store: Store, rank: int) -> None:
-        # Its short timeout bounds what waits for a key; other requests to a frozen TCPStore have no bound at all.
+        # Its short timeout limits waits for a key; other requests to a frozen TCPStore have no limit at all.
         self._store: Store | None = PrefixStore("ddp/stall_report", clone(store))
         self._store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
         self._peer = _peer_of(self._store)
         self._rank = rank
         self._pid = os.getpid()
-        self._jobs: SimpleQueue[Job | _Question | None] = SimpleQueue()  # its put() may be called in a destructor
+        self._jobs: SimpleQueue[Job | _Question | None] = SimpleQueue()  # put() may be called in a destructor
         self._questions: list[_Question] = []
         self._reporters: dict[str, weakref.ref[Reporter]] = {}
         self._finished: dict[str, int] = {}
@@ -108,7 +108,7 @@ class StoreThread:
         self.trouble = ""
 
     def enter(self, group_name: str, reporter: Reporter) -> str:
-        """Tell of `reporter` from now on, as long as somebody else holds it; return its key, the same on all ranks."""
+        """Report `reporter` from now on, by weak reference; return its key, which is the same on all ranks."""
         with self._lock:
             ordinal = self._ordinals[group_name] = self._ordinals.get(group_name, -1) + 1
             key = f"{group_name}/{ordinal}"
@@ -122,7 +122,7 @@ class StoreThread:
         return key
 
     def leave(self, key: str, step: int) -> None:
-        """Tell no more of it. Takes no lock: this may run in a destructor, in any thread."""
+        """Stop reporting it. Takes no lock: this may run in a destructor, in any thread."""
         if self._pid == os.getpid() and self._reporters.pop(key, None) is not None:
             self._finished[key] = step
             for old in list(self._finished)[:-MOST_POSITIONS]:
@@ -144,7 +144,7 @@ class StoreThread:
         self._jobs.put(_Question(ranks, patience_s, then))
 
     def append(self, key: str, text: str) -> None:
-        """Add `text` to the value of `key`; wait for that at most a second. Never raises."""
+        """Append `text` to the value of `key`; wait for that at most a second. Never raises."""
         self._do(lambda store: store.append(key, text), _SLACK_S)  # type: ignore[attr-defined]  # not in torch's stubs
 
     def read(self, key: str, patience_s: float) -> bytes:
@@ -152,7 +152,7 @@ class StoreThread:
         return self._do(lambda store: store.get(key) if store.check([key]) else b"", patience_s) or b""
 
     def _do(self, job: Callable[[Store], T], patience_s: float) -> T | None:
-        """What `job` returns in the thread, or None: then it is done later or not at all, and somebody knows less."""
+        """Run `job` in the thread and return its result, or None on a timeout: then it runs later or not at all."""
         done: SimpleQueue[T] = SimpleQueue()
         if self._is_usable():
             self._jobs.put(lambda store: done.put(job(store)))
@@ -171,10 +171,10 @@ class StoreThread:
         )
 
     def end(self) -> None:
-        """Have the thread leave the last words of this process, and end. `_end_store_threads` waits for it.
+        """Make the thread write the last words of this process, and end. `_end_store_threads` waits for it.
 
-        A thread that came back from the store during the interpreter's teardown could abort the process; one in a
-        request to a frozen TCPStore does not come back.
+        A thread that returns from the store during the interpreter's teardown could abort the process; one in a
+        request to a frozen TCPStore does not return.
         """
         if self._thread is not None and self._pid == os.getpid():
             self._is_ending = True
@@ -204,7 +204,7 @@ class StoreThread:
 
     def _goes_on(self) -> bool:
         if self._is_ending:
-            # A write gets no reply that could fail to come, when the store's host ends in the same moment.
+            # A write has no reply, which could be missing if the store's host ends at the same moment.
             self._tell(self._last_words())
             return False
         if self._reporters:
@@ -220,7 +220,7 @@ class StoreThread:
         return True
 
     def _next_job(self) -> Job | _Question | None:
-        # No local name, which would keep one alive while the thread waits.
+        # No local variable, which would keep a reporter alive while the thread waits.
         pause_s = min((reporter.interval_s for _, reporter in self._living()), default=1.0)
         try:
             return self._jobs.get(timeout=_TICK_S if self._questions else pause_s)
@@ -229,7 +229,7 @@ class StoreThread:
 
     def _serve(self, job: Job | _Question | None) -> None:
         if isinstance(job, _Question):
-            self._questions.append(job)  # first, so that it gets its reply also if the store is gone
+            self._questions.append(job)  # first, so that it gets its reply even if the store is gone
         store = self._open()
         if job is not None and not isinstance(job, _Question):
             job(store)
@@ -267,7 +267,7 @@ class StoreThread:
         self._open().set(_answer_key(self._rank), answer.to_json())
 
     def _open(self) -> Store:
-        """The store, unless its server has hung up: torch writes a page of C++ frames to stderr for each try then."""
+        """Return the store, unless its server has hung up: then torch writes a page of C++ frames for each attempt."""
         if self._store is None or _has_hung_up(self._peer):
             self.trouble = "the store is gone: the process that hosts it (most likely that of rank 0) has ended"
             raise RuntimeError(self.trouble)
@@ -287,7 +287,7 @@ _inherited: list[object] = []
 
 
 def store_thread_of_world() -> StoreThread | None:
-    """Return that of the default group's store; None without one, or with a store that cannot be cloned."""
+    """Return the thread for the default group's store; None without a group, or if its store cannot be cloned."""
     if not dist.is_initialized():
         return None
     try:
@@ -301,14 +301,14 @@ def store_thread_of_world() -> StoreThread | None:
             store_thread = _store_threads[store] = StoreThread(store, dist.get_rank())
         except (NotImplementedError, RuntimeError):  # a store of the user's own
             return None
-    # Again for each, so that it comes before whatever closes the group at exit: the last that came in goes first.
+    # Registered again for each, to run before the group is closed at exit: handlers run in reverse order.
     atexit.unregister(_end_store_threads)
     atexit.register(_end_store_threads)
     return store_thread
 
 
 def _end_store_threads() -> None:
-    """Before the interpreter ends: a thread that lets go of its store afterwards would abort the process.
+    """End the threads before the interpreter does: one that drops its store afterwards would abort the process.
 
     Waits for all together at most as long as a store may take.
     """
@@ -321,7 +321,7 @@ def _end_store_threads() -> None:
 
 
 def _forget_store_threads() -> None:
-    """In a forked child: what the parent owns stays untouched and open, even when the child frees its objects."""
+    """Keep the parent's connections untouched and open in a forked child, even when the child frees its objects."""
     global _store_threads, _running, _threads
     _inherited.extend((_store_threads, *_store_threads.values(), *_running))
     _store_threads, _running, _threads = weakref.WeakKeyDictionary(), set(), weakref.WeakSet()
@@ -335,7 +335,7 @@ def _answer_key(rank: int) -> str:
 
 
 def _present(store: Store, keys: list[str]) -> list[str]:
-    """Those of `keys` that have a value. A store only says whether all have, so halve until they do."""
+    """Return those of `keys` that have a value. A store only checks whether all have, so bisect."""
     if not keys or store.check(keys):
         return keys
     if len(keys) == 1:
@@ -345,9 +345,9 @@ def _present(store: Store, keys: list[str]) -> list[str]:
 
 
 def _peer_of(store: Store) -> socket.socket | None:
-    """The socket of a TCPStore's connection, a second descriptor of it; None for other stores.
+    """Return a duplicate of the socket of a TCPStore's connection; None for other stores.
 
-    Only the text of the object tells the descriptor, and only its peer's port that it is the right one.
+    Only the object's repr contains the descriptor, and only its peer's port shows that it is the right one.
     """
     while isinstance(store, PrefixStore):
         store = store.underlying_store
@@ -366,7 +366,7 @@ def _peer_of(store: Store) -> socket.socket | None:
 
 
 def _has_hung_up(peer: socket.socket | None) -> bool:
-    """Whether a store's server has ended. A request to it would tell too, with a page of C++ frames on stderr."""
+    """Return whether a store's server has ended. A request would show it too, with a page of C++ frames on stderr."""
     if peer is None:
         return False
     try:

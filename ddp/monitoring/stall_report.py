@@ -1,10 +1,10 @@
-"""Says who is missing, and where, when a collective fails or lasts too long.
+"""Report which ranks are missing, and where each is, when a collective fails or takes too long.
 
 torch only knows that a receive timed out or that a peer closed its connection. A StallReport belongs to one wrapped
-model. Its owner notes with `at` what this rank does, and waits for collectives with `wait`, or with `finish` inside
-of `waiting`. Nothing else in `ddp` waits for a collective. When a wait goes wrong, the ranks tell each other through
-the store where they are, and the error is a report of it. The thread of `ddp.monitoring.stall_channel` does so while
-the main thread hangs. Nothing here starts a collective.
+model. Its owner records with `at` what this rank does, and waits for collectives with `wait`, or with `finish` inside
+of `waiting`. Nothing else in `ddp` waits for a collective. When a wait fails, the ranks exchange their positions
+through the store, and the error contains them. The thread of `ddp.monitoring.stall_channel` does so while the main
+thread hangs. Nothing here starts a collective.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ __all__ = [
 ]
 
 _TORCHS_TIMEOUT_S = 1800.0
-_BROKEN_S = 1.0  # for a collective to fail whose connections are broken
+_BROKEN_S = 1.0  # for a collective with broken connections to fail
 _POLL_S = 1.0  # between two looks for Ctrl-C, which only Python code in the main thread sees
-_NOT_WAITING, _BOUNDED, _UNBOUNDED, _FAILED = range(4)  # the last until the owner notes something else
+_NOT_WAITING, _BOUNDED, _UNBOUNDED, _FAILED = range(4)  # the last until the owner records something else
 
 
 class Pending(Protocol):
-    """A reduction on its way: `dist.Work`, or what a communication hook does."""
+    """A reduction in progress: `dist.Work`, or that of a communication hook."""
 
     def wait(self, timeout: timedelta = ...) -> bool: ...
 
@@ -73,7 +73,7 @@ class Pending(Protocol):
 
 
 class HostWork:
-    """What a model on a device waits for on the host, by gloo or a hook's future: that blocks, so within bounds."""
+    """A wait of a model on a device that blocks the host, for gloo or a hook's future, and so needs a limit."""
 
     def __init__(self, work: Pending) -> None:
         self.wait = work.wait
@@ -81,14 +81,14 @@ class HostWork:
 
 
 class StallReport:
-    """Where this rank of a group stands in its training, told to the others when somebody waits too long.
+    """The position of this rank of a group in its training, sent to the others when a rank waits too long.
 
-    Every rank of the group makes its StallReport of that group in the same order; nothing blocks. `step` is set by
-    the owner: the number of finished reductions; texts count steps from 1. `timeout_s` limits each wait; None is nine
-    tenths of the group's own timeout, so that this error comes before torch's. `device` is where the collectives run,
-    if `wait` is not told: where its streams order them, waiting does not block the caller, and a stall is written to
+    Every rank of the group must create its StallReports of that group in the same order; nothing blocks. `step` is set
+    by the owner: the number of finished reductions; texts count steps from 1. `timeout_s` limits each wait; None is
+    nine tenths of the group's own timeout, so that this error comes before torch's. `device` is the default of `wait`,
+    where the collectives run: if its streams order them, waiting does not block the caller, and a stall is written to
     stderr instead of raised.
-    `kind` tells what is counted apart from the models of the group.
+    `kind` distinguishes reports that are counted separately from the models of the group.
     """
 
     def __init__(
@@ -109,25 +109,25 @@ class StallReport:
         if timeout_s is not None:
             _limits_s[id(self)] = timeout_s
         self._thread = threading.get_ident()
-        # A backend that is not known is waited for as NCCL: that ends the process where a wait has a limit.
+        # An unknown backend is waited for like NCCL, which ends the process if a wait has a limit.
         self._by_host = {"cpu", *(each.type for each in device_types_of(group) if is_by_gloo(group, each))}
         self._device_type = "cpu" if device is None else device.type
         self._position: _Noted = ("the construction of the model", None, monotonic(), _NOT_WAITING)
-        self._newest: tuple[Pending, str, float] | None = None  # on a device, and when it was handed over
+        self._newest: tuple[Pending, str, float] | None = None  # on a device, and when it was started
         self._reported = 0.0
-        self._left = ""  # how a wait ended before its collective did, which a signal and a stall leave on its way
-        self._begun: list[str] = []  # what is not counted yet
+        self._left = ""  # how a wait ended before its collective, which still runs after a signal or a stall
+        self._begun: list[str] = []  # begun and not counted yet
         self._global_ranks: Sequence[int] = range(self.size)
         self._store_thread: StoreThread | None = None
         if self.size > 1:
-            with contextlib.suppress(KeyError):  # a group that torch did not make: its ranks' positions are not known
+            with contextlib.suppress(KeyError):  # a group that torch did not create: its ranks' positions are unknown
                 self._global_ranks = dist.get_process_group_ranks(group)
                 self._store_thread = store_thread_of_world()
         self._key = "" if self._store_thread is None else self._store_thread.enter(group.group_name + kind, self)
 
     @property
     def timeout_s(self) -> float:
-        """How long to wait for the others; calls that belong to no model wait no longer than the models do."""
+        """Limit of a wait for the others; calls that belong to no model wait no longer than the models do."""
         if self._own_timeout_s is not None:
             return self._own_timeout_s
         others_s = _limits_s.values() if self._is_for_calls else ()
@@ -136,24 +136,24 @@ class StallReport:
 
     @property
     def interval_s(self) -> float:
-        """How long the thread waits between two looks at the store."""
+        """Time between two looks of the thread at the store."""
         return min(1.0, max(0.1, self.timeout_s / 10))
 
     def at(self, phase: str, detail: Callable[[], str] | None = None) -> None:
-        """Note what this rank does from now on. `detail` is called in another thread, when somebody asks.
+        """Record what this rank does from now on. `detail` is called in another thread, when a rank asks.
 
-        `detail` is kept until the next note: a bound method keeps its object alive.
+        `detail` is kept until the next call: a bound method keeps its object alive.
         """
         self._position = (phase, detail, monotonic(), _NOT_WAITING)
 
     def wait(self, work: Pending, what: str, *, device: torch.device | None = None) -> None:
-        """Wait for a collective on `device` (None: a HostWork on the CPU, others where this report says).
+        """Wait for a collective on `device` (None: the CPU for a HostWork, else this report's device).
 
-        On the CPU, and what gloo moves on a device, block until it has ended, or raise a CollectiveError that says
-        where each rank is; that takes some seconds more if a rank does not answer. After a stall, `work` still runs: it
-        may be waited for again, and its tensors are in use until it ends. Otherwise let the current stream wait,
-        without blocking; after a stall the report is written to stderr, and then torch's watchdog ends the process, if
-        the backend has one.
+        On the CPU, and for gloo's collectives on a device, block until it has ended, or raise a CollectiveError that
+        says where each rank is; that takes a few seconds more if a rank does not answer. After a stall, `work` still
+        runs: it may be waited for again, and its tensors are in use until it ends. Otherwise let the current stream
+        wait, without blocking; after a stall the report is written to stderr, and then torch's watchdog ends the
+        process, if the backend has one.
         """
         is_device = self._is_on_device(work, device)
         try:
@@ -188,7 +188,7 @@ class StallReport:
                     raise
                 if work.is_completed():
                     break
-                if monotonic() < start + poll_s / 2:  # that was no timeout
+                if monotonic() < start + poll_s / 2:  # not a timeout
                     raise
                 if broken_for_s() > _BROKEN_S:
                     leave_pending(work)
@@ -208,18 +208,18 @@ class StallReport:
                     self._left = f"has waited too long in the {what}"
                     leave_pending(work)
                     raise self._error(scene, heard) from error
-        work.wait()  # raises what the work itself did, unless it came in the moment in which time was up
+        work.wait()  # raises the work's own exception, unless it finished just as time was up
 
     def leave_step(self, how: str) -> None:
-        """Let `check_in_step` raise from now on; `how` says how this rank got out of step."""
+        """Make `check_in_step` raise from now on; `how` says how this rank got out of step."""
         self._left = how
 
     def begin(self, what: str) -> None:
-        """Be out of step until `counted`: where an exception comes in between, nobody knows what is on its way."""
+        """Be out of step until `counted`: after an exception in between, it is unknown which collectives run."""
         self._begun.append(what)
 
     def counted(self) -> None:
-        """What was begun last is done, or counted."""
+        """End the last `begin`: its collective is done, or counted."""
         self._begun.pop()
 
     @property
@@ -228,9 +228,9 @@ class StallReport:
         return not (self._left or self._begun)
 
     def check_in_step(self) -> None:
-        """Raise CollectiveError after `leave_step`, or if a wait ended before its collective, by a signal or a stall.
+        """Raise CollectiveError after `leave_step`, or if a signal or a stall ended a wait before its collective.
 
-        That may still run: its tensors are in use until it ends, and the others may be ahead.
+        The collective may still run: its tensors are in use until it ends, and the others may be ahead.
         """
         if left := self._left or (self._begun and f"was interrupted in the {self._begun[-1]}"):
             raise CollectiveError(
@@ -242,9 +242,9 @@ class StallReport:
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Wait in a block: `finish` in it waits within bounds, as `wait` does, and a RuntimeError becomes the report.
+        """Wait in a block: `finish` in it has the limit of `wait`, and a RuntimeError becomes the report.
 
-        Where the block waits otherwise, or for a device, a stall is written to stderr.
+        If the block waits by other means, or for a device, a stall is written to stderr.
         """
         before, _innermost.report = getattr(_innermost, "report", None), self
         try:
@@ -258,7 +258,7 @@ class StallReport:
             _innermost.report = before
 
     def finish(self, work: Pending, device: torch.device | None) -> None:
-        """Wait for a collective of the block that `waiting` has begun. See `wait`."""
+        """Wait for a collective of a block of `waiting`. See `wait`."""
         self.wait(work, self._position[0], device=device)
 
     @contextlib.contextmanager
@@ -274,14 +274,14 @@ class StallReport:
                 raise
             collective_error = self.error(what, str(error))
             self._position = (what, None, monotonic(), _FAILED)
-            raise collective_error from None  # it quotes that one; a second traceback says no more
+            raise collective_error from None  # it quotes the cause; a second traceback adds nothing
         finally:
             timeline.wait_ended(recorded)
             if self._position[3] != _FAILED:
                 self._position = before
 
     def tell_failure(self, round_: int, text: str) -> None:
-        """Tell the other ranks of an exception here, under a number that they share. Never raises.
+        """Report an exception here to the other ranks, under a number that they share. Never raises.
 
         Blocks until the store has it, at most a second.
         """
@@ -290,12 +290,12 @@ class StallReport:
             self._store_thread.append(f"failures/{self._key}/{round_}", said + "\n")
 
     def failures(self, round_: int, *, expected: int = 1, patience_s: float = 2.0) -> dict[int, str]:
-        """Return what the ranks told under this number, by rank, when `expected` ranks did or after `patience_s`."""
+        """Return the reports under this number, by rank, once `expected` ranks have one or after `patience_s`."""
         told: dict[int, str] = {}
         deadline = monotonic() + patience_s
         while self._store_thread is not None and len(told) < expected and (left_s := deadline - monotonic()) > 0:
             for line in self._store_thread.read(f"failures/{self._key}/{round_}", left_s).splitlines():
-                with contextlib.suppress(ValueError, TypeError):  # not what tell_failure writes
+                with contextlib.suppress(ValueError, TypeError):  # not written by tell_failure
                     rank, text = json.loads(line)
                     told.setdefault(int(rank), printable(str(text)))
             if len(told) < expected:
@@ -303,7 +303,7 @@ class StallReport:
         return told
 
     def close(self) -> None:
-        """Tell no more of this model: its owner is gone. May be called twice, and in a destructor."""
+        """Stop reporting this model: its owner is gone. May be called twice, and in a destructor."""
         store_thread, self._store_thread, self._newest = self._store_thread, None, None
         _limits_s.pop(id(self), None)
         if store_thread is not None:
@@ -329,12 +329,12 @@ class StallReport:
         return line_of_frame(frame)
 
     def look(self) -> None:
-        """Write a report to stderr, once, of what no error can tell now."""
+        """Write a report to stderr, once, for a stall that no error can report."""
         now = monotonic()
         what, _, since, kind = self._position
         if kind == _UNBOUNDED:
             self._report_later(what, since)
-        # Only a work that no other has followed is asked: training that goes on never is, nor a graph capture.
+        # Only query a work that no other has followed: never in running training, nor in a graph capture.
         if self._newest is not None and now - self._newest[2] > self.timeout_s:
             work, what, since = self._newest
             if work.is_completed():
@@ -351,7 +351,7 @@ class StallReport:
             self._store_thread.ask_later(self._others(), self._patience_s(), lambda heard: _write(scene, heard))
 
     def error(self, what: str, torchs_text: str) -> CollectiveError:
-        """Make the error for a collective that failed, or that lasts too long if torch says nothing. Blocks: asks."""
+        """Create the error for a collective that failed or, without torch's text, takes too long. Blocks to ask."""
         return self._error(*self._ask(what, torchs_text))
 
     def _error(self, scene: Scene, heard: Heard) -> CollectiveError:
@@ -359,7 +359,7 @@ class StallReport:
         return CollectiveError(describe_stall(scene, heard), rank=self.rank, what=scene.what, failed_ranks=missing)
 
     def _ask(self, what: str, torchs_text: str) -> tuple[Scene, Heard]:
-        """What this rank knows of a wait, and what the others answer."""
+        """Return what this rank knows of a wait, and the answers of the others."""
         scene = self._scene(what, torchs_text, self._position[2])
         store_thread = self._store_thread
         heard = Heard({}, "" if self.size == 1 else "there is no store to ask the others through")
@@ -368,7 +368,7 @@ class StallReport:
         return scene, heard
 
     def in_world(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """Return the numbers in the world of ranks of the group."""
+        """Return the global ranks of ranks of the group."""
         return tuple(self._global_ranks[rank] for rank in sorted(ranks) if 0 <= rank < self.size)
 
     def _others(self) -> list[int]:
@@ -395,7 +395,7 @@ _asks_after_failures = True
 
 @contextlib.contextmanager
 def without_questions() -> Iterator[None]:
-    """Where a collective fails in the block, raise at once, and do not ask the others where they are: one is gone."""
+    """Raise at once if a collective fails in the block, without asking the others: one is known to be gone."""
     global _asks_after_failures
     before, _asks_after_failures = _asks_after_failures, False
     try:
@@ -406,10 +406,10 @@ def without_questions() -> Iterator[None]:
 
 @contextlib.contextmanager
 def ended_with_connections() -> Iterator[None]:
-    """In the block, end waits for the script's own collectives in host memory once their connections are broken.
+    """End waits for the script's own collectives in host memory once their connections are broken, in the block.
 
-    gloo may go on waiting then until the timeout of the group (see `broken_for_s`). So `wait()` of torch's collectives
-    looks every second.
+    gloo may continue to wait then until the timeout of the group (see `broken_for_s`). So `wait()` of torch's
+    collectives checks every second.
     """
     wait: Callable[..., bool] = dist.Work.wait
 
@@ -426,7 +426,7 @@ def ended_with_connections() -> Iterator[None]:
                     raise RuntimeError("Connection closed: another rank has failed") from error
         return wait(work, *timeout, **named)
 
-    # A class of C++, whose other users keep its own signature.
+    # A C++ class, whose other users keep its own signature.
     dist.Work.wait = wait_within_bounds  # type: ignore[method-assign, assignment]
     try:
         yield
@@ -437,12 +437,12 @@ def ended_with_connections() -> Iterator[None]:
 _Noted = tuple[str, Callable[[], str] | None, float, int]  # phase, detail, since when, how it waits
 
 _reports: weakref.WeakKeyDictionary[dist.ProcessGroup, StallReport] = weakref.WeakKeyDictionary()
-_limits_s: dict[int, float] = {}  # of the reports whose makers gave one, by id
+_limits_s: dict[int, float] = {}  # of reports that were given one, by id
 _innermost = threading.local()  # has the report of the block of `waiting` that this thread is in
 
 
 def report_of(group: dist.ProcessGroup | None) -> StallReport:
-    """Return the one for calls in `group` (default: all ranks) that belong to no model; its steps are such calls."""
+    """Return the report for calls in `group` (default: all ranks) that belong to no model; its steps are such calls."""
     group = dist.group.WORLD if group is None else group
     assert group is not None
     if group not in _reports:
@@ -452,7 +452,7 @@ def report_of(group: dist.ProcessGroup | None) -> StallReport:
 
 @contextlib.contextmanager
 def waiting_for_peers(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Call collectives of `group` in a block that belongs to no model: where one fails, CollectiveError says who."""
+    """Call collectives of `group` in a block that belongs to no model; CollectiveError says which ranks are missing."""
     report = report_of(group)
     report.check_in_step()
     with report.waiting(what):
@@ -461,9 +461,10 @@ def waiting_for_peers(what: str, group: dist.ProcessGroup | None = None) -> Iter
 
 
 def finish(work: Pending | None, *, device: torch.device | None = None) -> None:
-    """Wait for a collective within the limit of the block of `waiting` that the caller is in.
+    """Wait for a collective within the limit of the caller's block of `waiting`.
 
-    `device` is where it moves tensors, if that is not the report's. None, of a rank that is not in the group, is over.
+    `device` is that of its tensors, if it is not the report's. A `work` of None, on a rank outside of the group, is
+    over.
     """
     if work is None:
         return
@@ -480,8 +481,8 @@ def finish(work: Pending | None, *, device: torch.device | None = None) -> None:
 def at_files(path: PathLike[str]) -> Iterator[None]:
     """Read or write the files at `path` in a block.
 
-    The others wait for this rank as long as the group's timeout lets them, since a large checkpoint takes long. One of
-    them says so on stderr after its stall timeout: the file system may not answer at all.
+    The others wait for this rank as long as the group's timeout allows, since a large checkpoint takes long. One of
+    them reports it on stderr after its stall timeout: the file system may not answer at all.
     """
     report = report_of(None) if dist.is_available() and dist.is_initialized() else None
     before = None if report is None else report._position
@@ -499,13 +500,13 @@ def _write(scene: Scene, heard: Heard) -> None:
 
 
 def _timeout_of(group: dist.ProcessGroup) -> float:
-    """The timeout of the group's collectives in seconds: the shortest, if it has several backends."""
+    """Return the timeout of the group's collectives in seconds: the shortest, if it has several backends."""
     found = [timeout_of(group, device) for device in device_types_of(group)]
     return min((limit.total_seconds() for limit in found if limit is not None), default=_TORCHS_TIMEOUT_S)
 
 
 def _text_of(detail: Callable[[], str] | None) -> str:
-    """Call it while the main thread changes what it reads."""
+    """Call `detail` while the main thread may change the data that it reads."""
     if detail is None:
         return ""
     for _ in range(5):
@@ -513,6 +514,6 @@ def _text_of(detail: Callable[[], str] | None) -> str:
             return printable(detail())
         except RuntimeError:  # a set or dict changed its size meanwhile
             continue
-        except Exception as error:  # its author's mistake must not cost the report
+        except Exception as error:  # a bug in it must not lose the report
             return f"(no detail: {type(error).__name__})"
     return "(changes all the time)"

@@ -1,7 +1,7 @@
-"""What the ranks tell each other of where they are, and the report that is made of it: pure, without a store.
+"""The positions that ranks exchange, and the report made from them: pure, without a store.
 
-What is read of other ranks is checked and made printable; a report says in at most one screen who is missing and where
-every rank is.
+Data from other ranks is checked and made printable; a report says in at most one screen which ranks are missing and
+where every rank is.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = [
     "ranks_at_files",
 ]
 
-AT_FILES = "at the files of a checkpoint"  # for which the others wait as long as the group's timeout lets them
+AT_FILES = "at the files of a checkpoint"  # the others wait for it as long as the group's timeout allows
 MOST_POSITIONS = 32  # of models, in one answer
 _TEXT_LENGTH = 400
 _MOST_FINDINGS = 16  # of other ranks in a report, which should fit one screen
@@ -39,7 +39,7 @@ def printable(text: str, most: int = _TEXT_LENGTH) -> str:
 
 @dataclass(frozen=True)
 class Position:
-    """Where a rank stands in the training of one model: `step` reductions are finished, `phase` lasts `for_s`.
+    """Position of a rank in the training of one model: `step` reductions are finished, `phase` has lasted `for_s`.
 
     `has_failed`: the phase was a collective that failed, and the model has done nothing since.
     """
@@ -54,11 +54,11 @@ class Position:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one process says of itself; `question` is the newest that it answers.
+    """One process's answer; `question` is the newest that it answers.
 
-    `line` is the user's code that its thread runs. `positions` are those of the models that live there, and `finished`
-    has the steps of the models that are gone. `ended` says how it left, and is empty while it trains.
-    `is_secondary`: it left because another rank did.
+    `line` is the user's code that its thread runs. `positions` are those of its living models, and `finished` has the
+    steps of deleted ones. `ended` says how it left, and is empty while it trains. `is_secondary`: it left because
+    another rank did.
     """
 
     question: int
@@ -70,12 +70,12 @@ class Answer:
     has_group: bool = True
 
     def to_json(self) -> str:
-        """Write it as one line."""
+        """Return it as one line of JSON."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def from_json(text: bytes) -> Answer | None:
-        """Read what another rank wrote; None if that is not an answer."""
+        """Parse another rank's answer; None if it is not one."""
         try:
             read = json.loads(text)
             positions = {
@@ -102,13 +102,13 @@ class Answer:
             return None
 
     def settles(self, question: int) -> bool:
-        """Whether nothing better will come; of a process that has closed its group, last words may."""
+        """Return whether no better answer will come; a process that has closed its group may still write last words."""
         return bool(self.ended) or (self.question >= question and self.has_group)
 
 
 @dataclass(frozen=True)
 class Heard:
-    """The answers by global rank. `trouble` says why there are none, where the store itself is at fault."""
+    """Answers by global rank. `trouble` says why there are none, if the store itself is at fault."""
 
     answers: Mapping[int, Answer]
     trouble: str = ""
@@ -116,7 +116,7 @@ class Heard:
 
 @dataclass(frozen=True)
 class Scene:
-    """What the rank that asks knows by itself; no `torchs_text` after a stall."""
+    """Knowledge of the asking rank itself; `torchs_text` is empty after a stall."""
 
     rank: int
     global_ranks: tuple[int, ...]
@@ -130,7 +130,7 @@ class Scene:
 
 @dataclass(frozen=True)
 class _Finding:
-    """What ranks in the same place have in common; the likeliest cause sorts first. Order 0 is where they should be."""
+    """Common description of ranks in the same place; the likeliest cause sorts first. Order 0 is the expected place."""
 
     order: int
     text: str
@@ -138,7 +138,7 @@ class _Finding:
 
 
 def describe_stall(scene: Scene, heard: Heard) -> str:
-    """Say who is missing, then where every rank is: at most one screen."""
+    """Describe which ranks are missing, then where every rank is: at most one screen."""
     positions = _positions(scene, heard)
     elsewhere = sorted((finding for finding in positions if finding.order), key=lambda it: (it.order, positions[it]))
     gone = find_missing(scene, heard)
@@ -159,7 +159,7 @@ def describe_stall(scene: Scene, heard: Heard) -> str:
 
 
 def ranks_at_files(scene: Scene, heard: Heard) -> dict[int, Answer]:
-    """Return the answers of those ranks of the group that read or write files, and did not end."""
+    """Return the answers of living ranks of the group that read or write files."""
     answers = {rank: heard.answers.get(number) for rank, number in enumerate(scene.global_ranks)}
     return {
         rank: answer
@@ -170,7 +170,7 @@ def ranks_at_files(scene: Scene, heard: Heard) -> dict[int, Answer]:
 
 
 def describe_files(scene: Scene, heard: Heard, left_s: float) -> str:
-    """Say which ranks are at files, for which others wait `left_s` more; empty if a lower rank says so."""
+    """Describe the ranks at files, for which others wait `left_s` more; empty if a lower rank reports it."""
     waiting = [rank for finding, there in _positions(scene, heard).items() if not finding.order for rank, _ in there]
     if scene.rank != min(waiting):
         return ""
@@ -187,7 +187,7 @@ def describe_files(scene: Scene, heard: Heard, left_s: float) -> str:
 
 
 def find_missing(scene: Scene, heard: Heard) -> list[int]:
-    """Return the ranks of the group that are not where the one that asks waits, without those that left for another."""
+    """Return the ranks that are not where the asking one waits, without those that left because of another."""
     positions = _positions(scene, heard)
     elsewhere = [finding for finding in positions if finding.order]
     causes = [finding for finding in elsewhere if finding.order != _SECONDARY] or elsewhere
@@ -195,7 +195,7 @@ def find_missing(scene: Scene, heard: Heard) -> list[int]:
 
 
 def _positions(scene: Scene, heard: Heard) -> dict[_Finding, list[tuple[int, float]]]:
-    """Return who is where, by what is known of each rank of the group, and for how long."""
+    """Group the ranks by their finding, each with the time that it has lasted."""
     positions: dict[_Finding, list[tuple[int, float]]] = {_Finding(0, ""): [(scene.rank, scene.waited_s)]}
     if not heard.trouble:
         for rank, number in enumerate(scene.global_ranks):
@@ -220,7 +220,7 @@ def _headline(scene: Scene, gone: Sequence[int], trouble: str) -> str:
 
 
 def _finding_of(scene: Scene, answer: Answer | None) -> tuple[_Finding, float]:
-    """Describe one other rank, and for how long that has been so."""
+    """Describe one other rank, and since how many seconds that has been so."""
     if answer is None:
         reason = "its process is gone, stopped or cut off, made no model yet, or native code in it holds Python's lock"
         return _Finding(1, f"does not answer: {reason}"), 0.0
@@ -266,7 +266,7 @@ def _durations(ranks: Sequence[tuple[int, float]]) -> str:
 
 
 def _names(ranks: Iterable[int]) -> str:
-    """`rank 3` or `ranks 0-2, 5`."""
+    """Return `rank 3` or `ranks 0-2, 5`."""
     ordered = sorted(ranks)
     runs: list[list[int]] = []
     for rank in ordered:

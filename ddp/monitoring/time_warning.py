@@ -1,8 +1,8 @@
-"""The warning that the job's time is nearly up: SIGUSR1, which SLURM sends ahead of the end.
+"""The warning that the job's time is nearly up: SIGUSR1, which SLURM sends before the end.
 
-The signal reaches the ranks at different moments, between different steps; what they do about it they must do together.
-So the step status of each backward pass says whether a rank has heard a warning that the ranks do not share yet. All of
-them read the sum in the same step, and share the warning from then on.
+The signal reaches the ranks at different moments, between different steps, but they must react together. So the step
+status of each backward pass includes whether a rank has received a warning that the ranks do not share yet. All of them
+read the sum in the same step, and share the warning from then on.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ __all__ = ["TimeWarning", "time_warning"]
 
 
 class Unsettled(Protocol):
-    """One whose failed pass is still on its way, with the status of the other ranks."""
+    """A reducer whose failed pass is still in transit, with the status of the other ranks."""
 
     def settle(self) -> None: ...
 
 
 class TimeWarning:
-    """Of this process. `shared` is how many warnings all ranks know of, `statuses` how many sums have been read."""
+    """Warnings of this process. `shared` counts those that all ranks know, `statuses` the sums that were read."""
 
     def __init__(self) -> None:
         self.heard = 0  # by this rank
@@ -34,9 +34,9 @@ class TimeWarning:
         self._listens = False
 
     def listen(self) -> None:
-        """Hear SIGUSR1 from now on, beside whatever handler there was before.
+        """Receive SIGUSR1 from now on; an existing handler is still called.
 
-        Outside of the main thread, where Python has no signals, nothing changes: this rank hears of it from the others.
+        Outside of the main thread, where Python has no signals, nothing changes: the other ranks notify this one.
         """
         if not self._listens and threading.current_thread() is threading.main_thread():
             self._listens = True
@@ -49,11 +49,11 @@ class TimeWarning:
 
     @property
     def is_news(self) -> bool:
-        """Whether this rank has heard one that is not shared."""
+        """Whether this rank has received a warning that is not shared."""
         return self.heard > self.shared
 
     def note(self, count: int) -> None:
-        """Note that `count` ranks had news in a step status. Every rank does it in the same pass."""
+        """Record that `count` ranks had news in a step status. Every rank calls it in the same pass."""
         self.statuses += 1
         self.shared += count > 0
 

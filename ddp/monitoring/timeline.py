@@ -1,23 +1,22 @@
-"""Where this process spends the time of its training: records in a ring that the launcher reads.
+"""Record where this process spends its training time, in a ring that the launcher reads.
 
-DTRAIN_TIMELINE_FILE names a file that the launcher made: a header of 16 bytes, then a ring of records of 72. All is
-little-endian. The header is two 64-bit integers: the pid of the process that writes, and how many records it has
-written since it began; only the newest are in the ring. A record is one 64-bit integer, 4 times its number (from 0)
-plus its kind, and eight 64-bit floats, of which those at the end are 0 where a kind has fewer:
+DTRAIN_TIMELINE_FILE names a file that the launcher made: a header of 16 bytes, then a ring of records of 72 bytes. All
+is little-endian. The header is two 64-bit integers: the pid of the writing process, and the number of records that it
+has written; only the newest are in the ring. A record is one 64-bit integer, 4 times its number (from 0) plus its kind,
+and eight 64-bit floats; if a kind has fewer, the last ones are 0:
 
     0  a step            its number as ddp.monitoring.progress counts, when it ended, six durations by PHASES
     1  a span            its kind by SPANS, when it began, when it ended
     2  a detail          a phase by PHASES, the bucket that a wait was for (else -1), the step's number, began, ended
 
-Times are seconds of the monotonic clock; they say where the thread was that trains, also on a device. A step is over
-when the optimizer's step is, or a GradScaler has skipped it; if no optimizer was ever seen, when the next forward
-begins after a reduction. Where models are known (`prepare`), only optimizers of their parameters count; if none of
-these has stepped by the second reduction, as with master copies of the parameters, all do until one does. What comes
-before the first forward is no step. Details are recorded of a step now and then. A span counts as "other" in the step
-in which it lies.
+Times are seconds of the monotonic clock; they show where the training thread was, also on a device. A step ends with
+the optimizer's step, or when a GradScaler has skipped it; if no optimizer was ever seen, at the start of the next
+forward after a reduction. If models are known (`prepare`), only optimizers of their parameters count; if none of these
+has stepped by the second reduction, as with master copies of the parameters, all count until one does. Time before the
+first forward is not a step. Details are recorded for a step now and then. A span counts as "other" in its step.
 
 Only this process writes: one that is forked from it records nothing. Without the variable, or with a file that cannot
-be mapped, nothing is recorded; that is never an error. In a step nothing calls the system, or keeps memory.
+be mapped, nothing is recorded; that is never an error. A step makes no system call for it, and keeps no memory.
 """
 
 from __future__ import annotations
@@ -63,12 +62,12 @@ _HEADER_BYTES = 16
 _RECORD = struct.Struct("<q8d")
 _STEP, _SPAN, _DETAIL = range(3)
 _KINDS = 4
-_TRIED_REDUCTIONS = 2  # by when an optimizer of the models' own parameters has stepped, if there is one
+_TRIED_REDUCTIONS = 2  # until then, an optimizer of the models' own parameters has stepped, if there is one
 _DETAIL_EVERY_S = 0.9  # a little less than the pause between the launcher's looks
 
 
 class _Recorder:
-    """Of the main thread, which trains, and of the engine's threads while that is in backward."""
+    """Records the main thread, which trains, and the engine's threads while it is in backward."""
 
     def __init__(self, ring: mmap.mmap) -> None:
         self._ring = ring
@@ -81,12 +80,12 @@ class _Recorder:
         self._phase = _OTHER
         self._bucket = -1
         self._since = 0.0
-        self._ended = 0.0  # when the last step did that is not recorded yet, since another optimizer may follow; else 0
+        self._ended = 0.0  # end of a step not recorded yet, since another optimizer may follow; else 0
         self._number = 0  # of steps
         self._is_by_own = False  # whether an optimizer of the training's own parameters was seen
         self._ended_number = 0
         self._has_begun = self._has_forward = self._has_reduced = self._is_in_span = False
-        self._optimizer = 0  # the id of the outermost that steps now
+        self._optimizer = 0  # id of the outermost one that steps now
         self._has_optimizer = False
         self._is_detailed = True
         self._detailed_at = 0.0
@@ -119,7 +118,7 @@ class _Recorder:
             self._enter(_OPTIMIZER if self._optimizer else _OTHER)
 
     def wait_begins(self) -> int:
-        """Return what `wait_ended` is to be told: the phase in which the wait is, or -1 if it is not recorded."""
+        """Return the argument for `wait_ended`: the phase of the wait, or -1 if it is not recorded."""
         phase = self._phase
         if not self._has_begun or self._is_in_span:
             return -1
@@ -146,7 +145,7 @@ class _Recorder:
         self._has_reduced = True
 
     def counts(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether steps of an optimizer are steps of the training."""
+        """Return whether steps of an optimizer are steps of the training."""
         if _is_of_training(optimizer):
             self._is_by_own = True
             return True
@@ -170,7 +169,7 @@ class _Recorder:
         if optimizer != self._optimizer or self._is_in_span or not self._is_ours():
             return
         self._optimizer = 0
-        if not self._has_begun:  # no forward is seen: steps are all that is known
+        if not self._has_begun:  # no forward was seen, only steps
             self._has_begun = True
             self._phase, self._since = _OTHER, monotonic()
             return
@@ -178,7 +177,7 @@ class _Recorder:
         self._end_step(self._since)
 
     def scaled_step_ended(self) -> None:
-        """End the step if the GradScaler has skipped the optimizer's, whose end would have been seen."""
+        """End the step if the GradScaler has skipped the optimizer's step, which otherwise ends it."""
         if not self._has_reduced or not self._has_begun or self._is_in_span or not self._is_ours():
             return
         self._has_optimizer = True
@@ -191,7 +190,7 @@ class _Recorder:
         return self._phase == _BACKWARD or threading.get_ident() == self._thread
 
     def span_begins(self) -> float:
-        """Return when it did; -1 within another one."""
+        """Return its start; -1 within another span."""
         if self._is_in_span or threading.get_ident() != self._thread:
             return -1.0
         self.record_step()
@@ -221,12 +220,12 @@ class _Recorder:
         self._phase, self._since = phase, now
 
     def _end_step(self, now: float) -> None:
-        """Note that a step has ended; one of another optimizer that follows at once belongs to it."""
+        """Mark the end of a step; that of another optimizer immediately after belongs to it."""
         self._ended, self._ended_number = now, self._number
         self._has_reduced = False
 
     def record_step(self) -> None:
-        """Record the step that has ended, if there is one. What came after it stays for the next."""
+        """Record the step that has ended, if there is one. Time after it belongs to the next."""
         if not self._ended:
             return
         sums = self._sums
@@ -250,7 +249,7 @@ _recorder: _Recorder | None = None
 
 
 def _opened() -> _Recorder | None:
-    """The recorder. Looked for at first use, not at import: a forked worker has its own variable by then."""
+    """Return the recorder. It is opened at first use, not at import: a forked worker has its own variable then."""
     global _is_looked_for, _recorder
     if not _is_looked_for:
         _is_looked_for = True
@@ -269,7 +268,7 @@ def _map() -> mmap.mmap | None:
 
 
 def mapped_file(variable: str, size_bytes: int = 0) -> mmap.mmap | None:
-    """Map so much (0: all) of the file that a variable names; None without the variable, or if the file is shorter."""
+    """Map `size_bytes` (0: all) of the file named by a variable; None without the variable, or if it is shorter."""
     path = os.environ.get(variable)
     if not path or sys.byteorder != "little":
         return None
@@ -322,11 +321,11 @@ os.register_at_fork(after_in_child=_forked)
 
 
 _trained: weakref.WeakSet[torch.nn.Module | torch.optim.Optimizer] = weakref.WeakSet()
-_known: set[int] | None = None  # the ids of their parameters, since the first step after `prepare`
+_known: set[int] | None = None  # ids of their parameters, since the first step after `prepare`
 
 
 def prepare(trained: torch.nn.Module | torch.optim.Optimizer) -> None:
-    """Be ready for the steps of a model, or of its optimizer; those of other parameters' optimizers are none.
+    """Count the steps of a model, or of its optimizer, as steps of the training, but not those of other parameters.
 
     Call it before the first step: with a closure, the optimizer begins before the first forward.
     """
@@ -337,11 +336,11 @@ def prepare(trained: torch.nn.Module | torch.optim.Optimizer) -> None:
 
 
 def _is_of_training(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it steps a parameter of what was given to `prepare`, or nothing was."""
+    """Return whether it steps a parameter of the models given to `prepare`, or none were given."""
     global _known
     if _known is None:
         _known = {id(parameter) for trained in _trained for parameter in _parameters(trained)}
-    # Asked in each step: parameters may be added to an optimizer. Its first one is mostly enough.
+    # Checked in each step: parameters may be added to an optimizer. The first one usually decides.
     return not _known or not _known.isdisjoint(map(id, _parameters(optimizer)))
 
 
@@ -353,13 +352,13 @@ def _parameters(trained: torch.nn.Module | torch.optim.Optimizer) -> Iterator[to
 
 
 def forward() -> None:
-    """A forward pass begins that is trained on."""
+    """Record the start of a forward pass with gradients."""
     if (recorder := _opened()) is not None:
         recorder.forward()
 
 
 def follow(outputs: Iterable[torch.Tensor]) -> None:
-    """Record the backward pass through `outputs` of a forward, where no reducer says when it begins and ends."""
+    """Record the backward pass through `outputs` of a forward that no reducer reports."""
     if _opened() is not None:
         for output in outputs:
             if output.grad_fn is not None:  # a hook on a leaf would outlive the graph
@@ -373,7 +372,7 @@ def _on_gradient(_: torch.Tensor) -> None:
 
 
 def backward() -> None:
-    """The first gradient of a backward pass is there."""
+    """Record the first gradient of a backward pass."""
     if _recorder is not None:
         _recorder.backward()
 
@@ -384,12 +383,12 @@ def backward_ended() -> None:
 
 
 def wait_begins() -> int:
-    """A wait for other ranks begins, perhaps within another one. Give what this returns to `wait_ended`."""
+    """Record the start of a wait for other ranks, perhaps within another one. Pass the result to `wait_ended`."""
     return -1 if _recorder is None or _recorder._phase == _WAIT else _recorder.wait_begins()
 
 
 def wait_for(bucket: int) -> None:
-    """The wait is for this bucket of a model from now on, counted from 0."""
+    """Attribute the wait from now on to this bucket of a model, counted from 0."""
     if _recorder is not None:
         _recorder.wait_for(bucket)
 
@@ -400,14 +399,14 @@ def wait_ended(token: int) -> None:
 
 
 def counted() -> None:
-    """`ddp.monitoring.progress` has counted a step."""
+    """Record that `ddp.monitoring.progress` has counted a step."""
     if (recorder := _opened()) is not None:
         recorder.counted()
 
 
 @contextmanager
 def span(kind: str) -> Iterator[None]:
-    """Record the block as one of SPANS. Within another one it is a part of that."""
+    """Record the block as one of SPANS. Within another one it is a part of that one."""
     recorder = _opened()
     if recorder is None:
         yield

@@ -1,4 +1,4 @@
-"""Where a thread is, in the user's terms: the line of the user's own code that it runs, and what runs inside that."""
+"""The position of a thread for messages: the line of the user's code that it runs, and what it calls from there."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _Spot = tuple[FrameType, int]  # and the number of its line
 
 
 def line_of_frame(frame: FrameType | None) -> str:
-    """The user's line that leads to `frame`, a running one."""
+    """Return the user's line that leads to a running `frame`."""
     return _line_among([] if frame is None else [*traceback.walk_stack(frame)])
 
 
 def line_of_traceback(trace: TracebackType | None) -> str:
-    """The user's line that an exception came from."""
+    """Return the user's line that an exception came from."""
     return _line_among([*traceback.walk_tb(trace)][::-1])
 
 
 def _line_among(spots: Sequence[_Spot]) -> str:
-    """The innermost of the user's own lines, and what runs inside it; `spots` come innermost first."""
+    """Return the innermost of the user's own lines, and what runs inside it; `spots` are innermost first."""
     if not spots:
         return "an unknown line"
     own = min(spots, key=lambda spot: _foreignness(spot[0].f_code.co_filename))  # the first of the least foreign
@@ -59,6 +59,6 @@ def _spot_text(spot: _Spot) -> str:
     short = _PACKAGES.sub("", file)
     if short == file and file.startswith(_STDLIB):
         short = file[len(_STDLIB) :]
-    with contextlib.suppress(ValueError, OSError):  # not below the working directory, or that is gone
+    with contextlib.suppress(ValueError, OSError):  # not in the working directory, or that is gone
         short = str(Path(short).relative_to(Path.cwd()))
     return f"{short}:{line} in {function}"
