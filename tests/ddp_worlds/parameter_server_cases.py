@@ -372,7 +372,7 @@ def numbers_are_reduced_without_a_group() -> None:
         setting = Setting()
         strategy = start(setting)
         if strategy.role == "worker":
-            with pytest.raises(ddp.errors.ArgumentError, match="after prepare"):
+            with pytest.raises(ddp.errors.ArgumentError, match=r"call prepare\(\) before reduce"):
                 strategy.reduce("sum", 1)
         strategy.prepare(*build(setting))
         check_mean(strategy)

@@ -137,7 +137,7 @@ def test_roles_that_do_not_fit_are_refused(said: dict[str, str], message: str, m
         ({"staleness": -1}, "staleness=-1"),
         ({"snapshot_every": 0}, "snapshot_every=0"),
         ({"mode": "async", "backup_workers": 1}, "backup_workers=1 is for mode='sync'"),
-        ({"overlap": True}, "not in mode='sync'"),
+        ({"overlap": True}, "not possible in mode='sync'"),
         ({"chunk_mb": 0}, "chunk_mb=0"),
         ({"timeout_s": 0}, "times must be more than 0"),
     ],
