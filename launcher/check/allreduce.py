@@ -23,7 +23,7 @@ LINES = 12  # of a failure's report
 
 @dataclass(frozen=True)
 class Measured:
-    """How the run ended. `figures` are what allreduce_speed.py prints; `problem` is the report if there are none.
+    """The result of the run. `figures` are what allreduce_speed.py prints; `problem` is the report if there are none.
 
     `signum` is the signal that stopped dtrain.
     """

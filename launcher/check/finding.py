@@ -71,7 +71,7 @@ class Examined:
 
     @property
     def offer(self) -> HostOffer:
-        """What a run could use of it."""
+        """The resources of it that a run could use."""
         return HostOffer.of(self.host, self.known.offered)
 
     @property

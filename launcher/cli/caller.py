@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Verbosity:
-    """Which messages dtrain prints, in which form, with which function, and the file for how the run ended."""
+    """The messages that dtrain prints, their form, the function that prints them, and the file of --error-json."""
 
     quiet: bool
     verbose: bool

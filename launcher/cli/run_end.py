@@ -27,7 +27,7 @@ GOODPUT_FROM_S = 60.0  # the time of a shorter run is mostly its start
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run ended. `caught`: signals to this process that ended the run, and would have ended this process.
+    """The end of a run. `caught`: signals to this process that ended the run, and would have ended this process.
 
     `state` is the one in its record; `folder` is None if its files could not be written.
     """

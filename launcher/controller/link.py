@@ -79,7 +79,7 @@ class Link:
 
     @property
     def idle(self) -> bool:
-        """Whether all messages are written; for the loop."""
+        """True if all messages are written; for the loop."""
         return self._written == self._queued
 
     def close(self) -> None:

@@ -309,7 +309,7 @@ class Console:
 
     @property
     def _is_hidden(self) -> bool:
-        """Whether a worker's line replaced the status, which can now be shown again."""
+        """True if a worker's line replaced the status, which can now be shown again."""
         is_away = self._gives_way and self._status and self._status_since is None and not self._bottom
         return bool(is_away) and self._terminal[2] and not self._has_unfinished
 

@@ -22,7 +22,7 @@ STREAM_NAMES = {1: "stdout", 2: "stderr"}
 
 
 class LogFiles:
-    """The files of one run; `complain` is called once, with the reason, when they cannot be written any more."""
+    """The files of one run; `complain` is called once, with the reason, when they can no longer be written."""
 
     def __init__(self, folder: Path, complain: Callable[[str], None]) -> None:
         self.folder = folder

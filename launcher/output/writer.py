@@ -55,7 +55,7 @@ class OutputThread:
     def add_worker(self, rank: int, host: str, attempt: int, local_rank: int = 0) -> None:
         """Announce a worker before its first bytes: all later bytes of this rank belong to this attempt.
 
-        The first worker of a new attempt ends the previous attempt, whose workers must not write any more.
+        The first worker of a new attempt ends the previous attempt, whose workers must no longer write.
         """
         self._put(lambda: self._add_worker(rank, host, attempt, local_rank))
 

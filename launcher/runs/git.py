@@ -45,7 +45,7 @@ class GitState:
 
 
 class Git:
-    """One query of a repository, which another thread may end."""
+    """A query of a repository, which another thread may end."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -53,12 +53,12 @@ class Entry:
 
     @property
     def here(self) -> bool:
-        """Whether its controller runs or ran on this host, and is visible: not in another container."""
+        """True if its controller runs or ran on this host, and is visible: not in another container."""
         return self.machine == this_host() and (self.boot != this_boot() or self.pid_namespace == _pid_namespace())
 
     @property
     def lives(self) -> bool:
-        """Whether its controller is running, as far as known on this host."""
+        """True if its controller is running, as far as known on this host."""
         if self.state or not self.here or self.boot != this_boot():
             return False
         process = find(self.pid)
@@ -66,7 +66,7 @@ class Entry:
 
     @property
     def is_lost(self) -> bool:
-        """Whether its controller ended without recording an end."""
+        """True if its controller ended without recording an end."""
         return not self.state and self.here and not self.lives
 
 

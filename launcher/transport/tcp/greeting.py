@@ -72,7 +72,7 @@ class Welcome:
 
 @dataclass(frozen=True)
 class Ended:
-    """How an agent ended: its exit status, None if there was none, and the end of its stderr."""
+    """The end of an agent: its exit status, None if there was none, and the end of its stderr."""
 
     status: int | None
     words: str
@@ -80,7 +80,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class RunEnd:
-    """How the run ended, as reported by node 0."""
+    """The end of the run, as reported by node 0."""
 
     exit_code: int
     text: str

@@ -82,7 +82,7 @@ class Keys:
 
 
 class Handshake:
-    """One end of a handshake. The joiner sends `greeting` first; each end then feeds what it receives, and sends the
+    """An end of a handshake. The joiner sends `greeting` first; each end then feeds what it receives, and sends the
     result.
 
     `keys` is set once the other end is authenticated.
@@ -102,7 +102,7 @@ class Handshake:
 
     @property
     def greeted(self) -> bool:
-        """Whether the other end has sent the greeting of a dtrain, real or not."""
+        """True if the other end has sent the greeting of a dtrain, real or not."""
         return bool(self._proofs)
 
     def feed(self, data: bytes) -> bytes:

@@ -70,7 +70,7 @@ def test_a_token_that_can_be_guessed_or_is_none_is_an_error_that_makes_a_good_on
     with pytest.raises(UsageError, match="Is a directory"):
         find_token({}, _folder(tmp_path / "folder"))
     os.mkfifo(tmp_path / "pipe", 0o600)
-    with pytest.raises(UsageError, match="this is no file"):
+    with pytest.raises(UsageError, match="this is not a file"):
         find_token({}, tmp_path / "pipe")
     with pytest.raises(UsageError, match="right file"):
         find_token({}, _token_file(tmp_path / "long", "x" * 100_000))
