@@ -77,7 +77,7 @@ def test_it_has_versions_and_settings_but_no_secret(folder: Path) -> None:
         "nproc_per_node": "2", "hosts": "(set)", "export": "(set)", "ssh_config": "(set)"
     }  # fmt: skip
     assert "  NCCL_DEBUG: INFO\n" in text.stdout
-    assert f"{len(os.sched_getaffinity(0))} to be used" in text.stdout
+    assert f"{len(os.sched_getaffinity(0))} usable" in text.stdout
 
 
 def test_names_and_addresses_are_replaced_as_words_only(monkeypatch: pytest.MonkeyPatch) -> None:
