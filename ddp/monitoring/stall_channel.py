@@ -38,7 +38,7 @@ __all__ = ["Reporter", "StoreThread", "store_thread_of_world"]
 
 _ASKED = "asked"  # number of questions so far
 _LAST_WORDS = 2**53  # answers every later question
-_TICK_S = 0.05  # between two looks at the answers, while somebody here waits for them
+_TICK_S = 0.05  # between two looks at the answers, while a thread here waits for them
 _STORE_TIMEOUT_S = 2.0
 _SLACK_S = 1.0  # for the thread to notice a question of its own process
 

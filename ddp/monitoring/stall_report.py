@@ -73,7 +73,7 @@ class Pending(Protocol):
 
 
 class HostWork:
-    """A wait of a model on a device that blocks the host, for gloo or a hook's future, and so needs a limit."""
+    """Work of a model on a device that blocks the host (gloo, a hook's future), so that its wait needs a limit."""
 
     def __init__(self, work: Pending) -> None:
         self.wait = work.wait

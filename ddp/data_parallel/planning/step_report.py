@@ -83,7 +83,7 @@ class OtherWay:
 
 @dataclass(frozen=True)
 class StepReport:
-    """Where a step's time goes. `str()` is one screen of 80 columns.
+    """Breakdown of a step's time. `str()` is one screen of 80 columns.
 
     `computed_s` is the computing time of this rank in each of its last steps, and `measured_step_s` the median of these
     steps. `step` is simulated with the `record` of the slowest rank.
