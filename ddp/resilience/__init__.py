@@ -1,1 +1,1 @@
-"""Training in which a rank that fails costs the others one step: `ddp.State` and `ddp.resilient`."""
+"""Training in which a failed rank costs the others one step: `ddp.State` and `ddp.resilient`."""

@@ -1,7 +1,7 @@
-"""torch's AveragedModel after a failure: its buffers on a rank that died between its last gradients and its commit.
+"""Restore torch's AveragedModel after a failure: its buffers on a rank that died between its gradients and its commit.
 
-The parameters of an average are the same on all ranks, so they come from another one. Its buffers follow those of this
-rank's model: after a step that the others have finished, they are what one more update makes of them.
+The parameters of an average are the same on all ranks, so another rank sends them. Its buffers follow those of this
+rank's model: after a step that the others have finished, they need one more update.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["averaged_by", "catch_up"]
 
 
 def averaged_by(average: AveragedModel, models: Sequence[nn.Module]) -> nn.Module | None:
-    """Return the one of `models` that it is an average of; None where that is not known."""
+    """Return the one of `models` that it averages; None if that is not known."""
     forms = _forms(average.module)
     found = [model for model in models if type(model) is type(average.module) and _forms(model) == forms]
     return found[0] if len(found) == 1 else None
@@ -30,10 +30,10 @@ def _forms(module: nn.Module) -> dict[str, torch.Size]:
 
 @torch.no_grad()
 def catch_up(average: AveragedModel, source: nn.Module, before: Sequence[torch.Tensor]) -> None:
-    """Update the buffers as the step did that made `average` what it is now on other ranks.
+    """Update the buffers as the other ranks did in the step that led to the present `average`.
 
-    `before` are all of its buffers at the commit before that step. Without them, or if there were more updates than
-    one, it stays as it is.
+    `before` are all of its buffers at the commit before that step. Without them, or after more than one update, it
+    stays unchanged.
     """
     buffers = dict(average.named_buffers())
     if len(before) != len(buffers):

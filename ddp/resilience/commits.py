@@ -1,9 +1,9 @@
-"""How far a rank's state is, and how it comes back to the newest commit, or gets that of another rank.
+"""Commits of a rank's state: return to the newest one, or receive that of another rank.
 
-A commit copies what a step changes besides the optimizer, which is small: values, the place in the data, learning
-rates, buffers. Parameters and the optimizer's state change only in the optimizer's step, between two commits: a rank
-that has begun it without committing is dirty, and takes them from a rank that is not. Where there are several
-optimizers, gradients travel between their steps, so each copies what it is about to change.
+A commit copies the small part of the state that a step changes besides the optimizer: values, the place in the data,
+learning rates, buffers. Parameters and the optimizer's state change only in the optimizer's step, between two commits:
+a rank that has begun it without committing is dirty, and receives them from a clean rank. With several optimizers,
+gradients are reduced between their steps, so each copies what it is about to change.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["Commits", "OwnState"]
 
 
 class OwnState(Protocol):
-    """What each rank has by itself, of a part whose `state_dict` is the same on all."""
+    """A part with state of each rank's own, besides a `state_dict` that is the same on all."""
 
     def own_state(self) -> bytes: ...
 
@@ -44,13 +44,13 @@ class OwnState(Protocol):
 
 
 class Commits:
-    """Of one State. `number` is that of the newest commit, None while this rank has no state that is whole."""
+    """Commits of one State. `number` is that of the newest, None while this rank has no complete state."""
 
     def __init__(
         self, parts: Mapping[str, Part], values: MutableMapping[str, Any], own: OwnState | None = None
     ) -> None:
         self.number: int | None = None
-        self.join_point: JoinPoint | None = None  # at which this rank is to meet others that join
+        self.join_point: JoinPoint | None = None  # at which this rank will meet others that join
         self.parts = dict(parts)
         self._values = values
         self._own = own
@@ -60,27 +60,27 @@ class Commits:
         self._reducing: list[ReducingPart] = [*self._models.values(), *self._optimizers]
         self._global_batch = next((part for part in self._samplers if isinstance(part, GlobalBatch)), None)
         self._page: RankPage | None = None
-        self._averages: list[tuple[AveragedModel, nn.Module]] = []  # and of what they are averages
-        self._place = 0, 1  # the rank and the size of the world
+        self._averages: list[tuple[AveragedModel, nn.Module]] = []  # and the models that they average
+        self._place = 0, 1  # rank and world size
         self._kept: dict[str, Any] = {}
-        self.devices: list[torch.device] = []  # of models and optimizers, without the host
+        self.devices: list[torch.device] = []  # of models and optimizers, except the CPU
         for optimizer in self._optimizers:
             optimizer.keeps_tensors = len(self._optimizers) > 1
 
     @property
     def is_dirty(self) -> bool:
-        """Whether this rank has begun what it cannot undo."""
+        """Whether this rank has begun a change that it cannot undo."""
         return any(part.is_dirty for part in self.parts.values())
 
     @property
     def can_deal_over(self) -> bool:
-        """Whether this can go on with another number of ranks; what a lost rank had by itself would be missing."""
+        """Whether it can continue with another number of ranks; not if a lost rank's own state would be missing."""
         return self._own is None and all(part.can_deal_over for part in self._samplers)
 
     def begin(self, *, has_state: bool) -> None:
-        """Begin to keep commits, the first of which is number 0; without state, wait for that of another rank.
+        """Start to keep commits, from number 0; without state, wait for that of another rank.
 
-        Raises UnsupportedError, or ArgumentError, for what would change in a step and not come back after a failure.
+        Raises UnsupportedError or ArgumentError for state that changes in a step and could not be restored.
         """
         if problem := self.obstacle():
             raise UnsupportedError(problem)
@@ -118,14 +118,14 @@ class Commits:
             self._check_left_out()
 
     def end(self) -> None:
-        """The function has ended."""
+        """Handle the end of the function."""
         self._page = None
         for part in self.parts.values():
             part.end()
             part.changed = Part.changed
 
     def check_save(self) -> None:
-        """Raise ArgumentError where this is no time to save a checkpoint."""
+        """Raise ArgumentError if a checkpoint cannot be saved now."""
         if self.is_dirty:
             raise ArgumentError(
                 "checkpoint.save() between optimizer.step() and state.commit(): call state.commit() first. A failure "
@@ -133,10 +133,10 @@ class Commits:
             )
 
     def obstacle(self) -> str:
-        """What would change in a step and not come back after a failure, in words; nothing if all will."""
+        """Describe state that changes in a step and could not be restored after a failure; empty if there is none."""
         known: list[Any] = [part.wrapper for part in self._models.values()]
         known += [part.optimizer for part in self._optimizers if is_distributed(part.optimizer)]
-        gc.collect()  # wrappers that nobody has any more count on no rank
+        gc.collect()  # unreachable wrappers must not count on any rank
         wrapped = [each for each in communicating() if isinstance(each, nn.Module | torch.optim.Optimizer)]
         others = [each for each in wrapped if not any(each is one for one in known)]
         if any(each is part.optimizer for each in others for part in self._optimizers):
@@ -169,11 +169,11 @@ class Commits:
         return ""
 
     def _trained(self) -> set[int]:
-        """The parameters that optimizers step, by id."""
+        """Return the ids of the parameters that optimizers step."""
         return {id(parameter) for part in self._optimizers for parameter in part.parameters}
 
     def _check_left_out(self) -> None:
-        """Raise for what the script has broadcast before the function, and this process did not get."""
+        """Raise for objects that the script broadcast before the function, which this process did not receive."""
         tensors = [each for part in self._models.values() for each in part.tensors]
         known = {tensor.data_ptr() for tensor in tensors} | {id(part.optimizer) for part in self._optimizers}
         for each in left_out:
@@ -182,10 +182,10 @@ class Commits:
                     f"a {type(each).__name__} was broadcast before the resilient function, and its ddp.State does not "
                     "hold it, so that this process did not get it: give State its model or optimizer. All start again"
                 )
-        left_out.clear()  # or they would live as long as this process
+        left_out.clear()  # else they would live as long as this process
 
     def attach(self, group: dist.ProcessGroup) -> None:
-        """Have models average, and samplers deal, over the ranks of `group` from now on. All ranks call it; blocks."""
+        """Let models average and samplers deal over the ranks of `group` from now on. All ranks call it; blocks."""
         before, self._place = self._place, (group.rank(), group.size())
         if self._place != before:
             for sampler in self._samplers:
@@ -198,13 +198,13 @@ class Commits:
             optimizer.attach(group)
 
     def interrupted(self) -> None:
-        """The group has failed: raise ReplacementError for what the next one would not have."""
+        """Handle a failed group: raise ReplacementError for state that the next one would lack."""
         for model in self._models.values():
             model.interrupted()
 
     def take(self) -> bool:
-        """Commit the present state; return whether that is one, and not in the middle of a step of several passes."""
-        if self._page is None:  # nobody could take it over
+        """Commit the present state; return False if that is in the middle of a step of several passes."""
+        if self._page is None:  # no other process could take over
             self._count()
             return True
         self._check_passed()
@@ -223,13 +223,13 @@ class Commits:
         return True
 
     def _count(self) -> bool:
-        """Count what was trained on since the last commit; return whether the samplers stand still."""
+        """Count the samples trained on since the last commit; return whether the samplers stand still."""
         for sampler in self._samplers:
             sampler.count()
         return bool(self._samplers) and all(sampler.stands_still for sampler in self._samplers)
 
     def _keep(self) -> None:
-        """Keep the present state as that of the next commit."""
+        """Save the present state as that of the next commit."""
         assert self._page is not None
         assert self.number is not None
         if self.devices and not (self._optimizers and all(part.is_settled for part in self._optimizers)):
@@ -251,7 +251,7 @@ class Commits:
                 )
 
     def amend(self) -> None:
-        """Commit that the model has changed between two steps; the place in the data and the values stay."""
+        """Commit a change of the model between two steps; the place in the data and the values stay."""
         if self._page is None or self.number is None or self.is_dirty:
             return
         for part in self.parts.values():
@@ -261,21 +261,21 @@ class Commits:
         self._page.commit(self.number)
 
     def sending(self) -> None:
-        """Note that the others get this rank's part of the next commit now, and may be done before this rank is."""
+        """Record that the others receive this rank's part of the next commit now, and may commit before this rank."""
         if self._page is not None and self.number is not None:
             self._page.sent(self.number + 1)
 
     def take_over(self, root: int, number: int, group: dist.ProcessGroup) -> None:
-        """Stand at commit `number` on every rank, with what rank `root` has of it. All ranks call it; blocks.
+        """Move every rank to commit `number`, with the state of rank `root`. All ranks must call it; blocks.
 
-        Until it is through, a rank that was not there itself has no state.
+        Until it has succeeded, a rank that was not at that commit itself has no state.
         """
         was_there = self.number == number and not self.is_dirty
         has_state = self.number is not None
         is_root = group.rank() == root
         if was_there:
             self._roll_back()
-        if not was_there or (self.devices and not is_root):  # there, what arrives only in part changes what it had
+        if not was_there or (self.devices and not is_root):  # on devices, a partial transfer changes the old state
             self.number = None
         for part in self.parts.values():
             part.share(root, group)
@@ -292,11 +292,11 @@ class Commits:
         self._stand_at(number, group.rank(), has_state=has_state)
 
     def _settle(self) -> bool:
-        """Wait for the devices, to know that the collectives there have done what they were to do."""
+        """Wait for the devices, to be sure that the collectives there have succeeded."""
         return settle(self.devices)
 
     def _roll_back(self) -> None:
-        """Undo what this rank has done since its newest commit."""
+        """Undo this rank's changes since its newest commit."""
         assert self._page is not None
         assert self.number is not None
         self._set_values(self._kept)
@@ -309,7 +309,7 @@ class Commits:
         self._values.update(copied(values))
 
     def _stand_at(self, number: int, rank: int, *, has_state: bool) -> None:
-        """Begin after a commit whose parts and values are there, with this rank's random numbers of then."""
+        """Start from a commit whose parts and values are in place, with this rank's random numbers of that time."""
         assert self._page is not None
         parameters = [parameter for part in self._optimizers for parameter in part.parameters]
         for parameter in (*parameters, *(each for part in self._models.values() for each in part.module.parameters())):
@@ -324,7 +324,7 @@ class Commits:
             rng.restore(random)
             if self._own is not None and own:
                 self._own.load_own_state(own)
-        elif not has_state:  # those of its predecessor are not known: others than those of the other ranks will do
+        elif not has_state:  # its predecessor's are unknown: any that differ from the other ranks' will do
             rng.seed_on_host(hash((number, rank)))
             rng.seed_torch(hash((number, rank)) % (1 << 63))
         for sampler in self._samplers:

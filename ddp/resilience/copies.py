@@ -1,4 +1,4 @@
-"""Copies of plain values that later changes in place do not reach. `copy.deepcopy` takes ten times as long."""
+"""Copy plain values, so that later in-place changes do not affect them. `copy.deepcopy` takes ten times as long."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _Known = dict[_Key, torch.Tensor]
 
 
 class Copies:
-    """Of one state, time after time: a tensor in the same place is copied into the memory of its last copy.
+    """Repeated copies of one state: a tensor in the same place is copied into the memory of its last copy.
 
-    Each is copied every time: nobody can tell whether it has changed, for NumPy and `.data` raise no version.
+    Each is copied every time: a change cannot be detected, since NumPy and `.data` do not increase the version.
     """
 
     def __init__(self) -> None:
-        self._of: _Known = {}  # copies of tensors, by the place of the original
+        self._of: _Known = {}  # copies of tensors, by the original's place
 
     def of(self, value: Any) -> Any:
-        """Return a copy, which the next one overwrites."""
+        """Return a copy, which the next call overwrites."""
         before, self._of = self._of, {}
         return _copied(value, before, self._of)
 
 
 def copied(value: Any) -> Any:
-    """One copy."""
+    """Return a single copy."""
     return value if type(value) in ATOMS else _copied(value, {}, {})
 
 
@@ -46,7 +46,7 @@ def _copied(value: Any, before: _Known, now: _Known) -> Any:
         return {key: item if type(item) in ATOMS else _copied(item, before, now) for key, item in value.items()}
     if kind is OrderedDict:
         made = OrderedDict((key, _copied(item, before, now)) for key, item in value.items())
-        vars(made).update(copy.deepcopy(vars(value)))  # a module's has versions there
+        vars(made).update(copy.deepcopy(vars(value)))  # a module's state_dict has versions there
         return made
     if kind is list:
         if ATOMS.issuperset(map(type, value)):

@@ -1,8 +1,8 @@
-"""The place in the data of a State that keeps its global batch, and what a step of several passes on a rank asks for.
+"""The place in the data of a State that keeps its global batch, and the handling of steps of several passes on a rank.
 
-A step has as many micro-batches as there were ranks at the beginning, whatever their number is now. The script's loop
-runs once for each of this rank, with its `optimizer.step()` and its `commit()`. But for the last one the optimizer
-finds no gradients, and what else the loop did to the State since it asked for the batch is undone at the commit.
+A step has as many micro-batches as there were ranks at the start, for any present number of ranks. The script's loop
+runs once for each of this rank's, with its `optimizer.step()` and its `commit()`. Except for the last one, the
+optimizer finds no gradients, and the commit undoes the loop's other changes to the State since it requested the batch.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ _KEEPS = "State(keep_global_batch=True)"
 
 
 class GlobalBatch(SamplerPart):
-    """A DistributedSampler that deals to as many shares as at the beginning, of which a rank may have several."""
+    """A DistributedSampler that deals to as many shares as at the start; a rank may have several."""
 
     def __init__(self, sampler: DistributedSampler) -> None:
         super().__init__(sampler)
         self.micro_batches = MicroBatches()
         self.micro_batches.before_pass = self._note_once
-        self._batch = 0  # samples of one, but the last one of an epoch; 0 until a commit has shown it
+        self._batch = 0  # its samples, except for the last of an epoch; 0 before the first commit
         self._place = 0, 1
-        self._dealt: tuple[int, int] | None = None  # to which rank the sampler deals, of how many
+        self._dealt: tuple[int, int] | None = None  # rank and number of ranks that the sampler deals to
         self._values: MutableMapping[str, Any] = {}
         self._parts: list[OptimizerPart | StatefulPart] = []
         self._wrappers: list[DistributedDataParallel] = []
         self._noted: tuple[dict[str, Any], list[Any], list[int]] | None = None  # when the batch began
 
     def start(self, place: tuple[int, int], parts: Mapping[str, Part], values: MutableMapping[str, Any]) -> None:
-        """Begin with as many shares as there are ranks at `place`, (rank, size); a rank that joins gets theirs later.
+        """Start with as many shares as there are ranks at `place`, (rank, size); a rank that joins gets theirs later.
 
-        In a second function, as many as in the first one. Raises UnsupportedError if the script has given its sampler
-        other shares.
+        In a second function, use as many as in the first one. Raises UnsupportedError if the script has set other
+        shares in its sampler.
         """
         if (self.sampler.rank, self.sampler.num_replicas) not in (place, self._dealt):
             raise UnsupportedError(
@@ -65,14 +65,14 @@ class GlobalBatch(SamplerPart):
         self.micro_batches.deal(self.micro_batches.count or place[1], *place)
 
     def end(self) -> None:
-        """The function has ended: each pass is a step. The shares stay dealt."""
+        """Handle the end of the function: each pass is a step again. The shares stay dealt."""
         for wrapper in self._wrappers:
             wrapper.step_in(None)
         self.micro_batches.end()
         self._batch, self._noted = 0, None
 
     def obstacle(self, parts: Mapping[str, Part]) -> str:
-        """Why steps cannot be of several passes, in words."""
+        """Describe why steps cannot have several passes; empty if they can."""
         wrappers = [part.wrapper for part in parts.values() if isinstance(part, ModelPart) and part.wrapper is not None]
         if any(part.companion is not None for part in parts.values() if isinstance(part, ModelPart)):
             return f"{_KEEPS} and LocalSGD: ranks that step by themselves have no global batch. Leave one of them out"
@@ -81,7 +81,7 @@ class GlobalBatch(SamplerPart):
         return ""
 
     def deal_over(self, before: tuple[int, int], place: tuple[int, int]) -> None:
-        """The shares stay; which ones this rank has follows from the commit, in `begin`."""
+        """Keep the shares; `begin` determines this rank's from the commit."""
         self._place = place
 
     def to_send(self) -> Any:
@@ -105,7 +105,7 @@ class GlobalBatch(SamplerPart):
 
     def count(self) -> int:
         taken = super().count()
-        passes = len(self.micro_batches.own) or 1  # none are dealt where nobody takes ranks away
+        passes = len(self.micro_batches.own) or 1  # none are dealt if the number of ranks cannot change
         each, over = divmod(taken, passes)
         sampler: DistributedSampler = self.sampler
         is_end = sampler.trained == len(sampler)
@@ -121,9 +121,9 @@ class GlobalBatch(SamplerPart):
         return taken
 
     def ends_step(self) -> bool:
-        """Whether a commit now is that of a step; else it is that of a micro-batch, which is over then.
+        """Return whether a commit now is that of a step; if not, end the micro-batch.
 
-        Raises ArgumentError for passes that do not fit, and UnsupportedError where the loop changes parameters.
+        Raises ArgumentError for passes that do not match, and UnsupportedError if the loop changes parameters.
         """
         steps = self.micro_batches
         passes, steps.passes = steps.passes, 0
@@ -144,15 +144,15 @@ class GlobalBatch(SamplerPart):
             steps.at, self._noted = 0, None
             return True
         self._undo()
-        self.sampler.advance(0)  # nothing yet, so that its place can be saved
+        self.sampler.advance(0)  # of 0 samples, so that its place can be saved
         self._told += 1
         steps.at += 1
         return False
 
     def _note(self) -> None:
-        """A batch is asked for. What the loop does then to values, schedulers and settings is undone or committed.
+        """Handle the request of a batch. Later changes to values, schedulers and settings are undone or committed.
 
-        One that is asked for after the backward pass is for later.
+        A batch requested after the backward pass is for later.
         """
         if self.micro_batches.passes or self.micro_batches.is_last:
             return
@@ -160,7 +160,7 @@ class GlobalBatch(SamplerPart):
         self._noted = {name: copied(value) for name, value in self._values.items()}, told, self._versions()
 
     def _note_once(self) -> None:
-        """A forward pass begins, perhaps of a batch that no DataLoader was asked for."""
+        """Handle the start of a forward pass, perhaps on a batch without a DataLoader."""
         if self._noted is None:
             self._note()
 
@@ -184,7 +184,7 @@ class GlobalBatch(SamplerPart):
 
 
 def check_objects(objects: Mapping[str, Stateful]) -> None:
-    """Raise ArgumentError for what a State that keeps its global batch cannot have or lacks."""
+    """Raise ArgumentError for objects that a State that keeps its global batch must not have, or lacks."""
     for name, kind, what in (
         ("model", DistributedDataParallel, "a model in ddp.DistributedDataParallel"),
         ("optimizer", torch.optim.Optimizer, "an optimizer"),
@@ -221,7 +221,7 @@ def check_objects(objects: Mapping[str, Stateful]) -> None:
 
 
 def _ends_batches_early() -> bool:
-    """Return whether this torch's BatchSampler asks on where an iterator ended a batch: no documentation says so."""
+    """Return whether this torch's BatchSampler continues after an iterator ended a batch early; it is undocumented."""
     sampler = DistributedSampler(range(6), 2, 0, shuffle=False)
     sampler.hand_out((0, 1), 2, 2)
     return [*torch.utils.data.BatchSampler(sampler, 2, drop_last=False)] == [[0, 2], [1, 3], [4], [5]]

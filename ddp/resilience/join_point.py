@@ -1,8 +1,8 @@
-"""At which commit the ranks of a run meet those that join it: all at the same one, and none waits for it before.
+"""Agreement on the commit at which the ranks of a run meet joining ones: all at the same one, without waiting before.
 
-A rank hears of a generation at any time, and the ranks are not equally far. As soon as it hears of it, each promises
-not to pass a commit a little ahead of it without knowing all promises, and goes on training. Those are exchanged beside
-the training, and all stop at the last of the commits. Nobody is beyond that, for nobody has broken its promise.
+A new generation is announced to a rank at any time, and the ranks are not equally far. Each then promises not to pass a
+commit a little ahead of it without knowing all promises, and continues to train. The promises are exchanged during
+training, and all stop at the latest of these commits. No rank is beyond it, because each keeps its promise.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _PAUSE_S = 0.01
 
 
 class Regroup(BaseException):
-    """Ends the resilient function after a commit, since other ranks join. No `except Exception` in it catches that."""
+    """Ends the resilient function after a commit, since other ranks join. `except Exception` does not catch it."""
 
 
 class JoinPoint:
-    """Of generation `number`. `is_over` says that a newer one has been announced, and makes all of it void."""
+    """Join point of generation `number`. `is_over` returns whether a newer one was announced, which makes it void."""
 
     def __init__(self, number: int, is_over: Callable[[], bool]) -> None:
         self.number = number
@@ -34,10 +34,10 @@ class JoinPoint:
         self._is_void = False  # `agree` has ended without an agreement
 
     def agree(self, store: Any, rank: int, size: int, commit: Callable[[], int]) -> bool:
-        """Exchange the promises of all ranks at a store that nothing else uses; blocks, in a thread of its own.
+        """Exchange the promises of all ranks at a store that nothing else uses. Blocks: call it in a separate thread.
 
         Return whether they will stop at a commit: False if one of them has stopped elsewhere, or `is_over`. Raises
-        RuntimeError if the store is gone. Whatever the end, `committed` waits no more.
+        RuntimeError if the store is gone. In any case, `committed` does not wait afterwards.
         """
         try:
             return self._agree(store, rank, size, commit)
@@ -50,7 +50,7 @@ class JoinPoint:
         with self._changed:
             self._promised = commit() + _AHEAD
         store.set(f"promise/{rank}", str(self._promised))
-        if store.add("promises", 1) == size:  # the last one compares them, so that a look asks for one key
+        if store.add("promises", 1) == size:  # the last one compares them, so that others only poll one key
             store.set("stops_at", str(max(int(store.get(f"promise/{each}")) for each in range(size))))
         while not store.check(["stops_at"]):
             if self._is_over() or store.check(["at_once"]):
@@ -61,7 +61,7 @@ class JoinPoint:
         return True
 
     def committed(self, number: int) -> None:
-        """Take note of a commit; raises Regroup at the one at which all stop. Waits where the promise asks for it."""
+        """Record a commit; raises Regroup at the one at which all stop. Waits if the promise requires it."""
         with self._changed:
             if self._promised is None or number < self._promised:
                 return

@@ -1,4 +1,4 @@
-"""Runs a training function again and again until it ends by itself: a failed rank ends the step of the others only."""
+"""Run a training function repeatedly until it ends by itself: a failed rank only ends the others' step."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")
 
 _ORDINARY, _RESILIENT, _RESILIENT_AT_SIZE = 0, 3, 4  # restart policies
-_ANNOUNCED_S = 30.0  # a lost peer is announced within this time, or was not lost; a lost host so much later than
-_LOST_AFTER = "DTRAIN_LOST_AFTER_S"  # the launcher waits for word of it
+_ANNOUNCED_S = 30.0  # a lost peer is announced within this time, or was not lost; a lost host this much later than...
+_LOST_AFTER = "DTRAIN_LOST_AFTER_S"  # ...the launcher's wait for a message from it
 _LOST_CONNECTION = (
     "CollectiveError:",
     "gloo/transport",
@@ -62,7 +62,7 @@ _LOST_CONNECTION = (
 
 
 def resilient(function: F) -> F:
-    """Decorate a training function: a rank that fails in it costs the others one step, and not the run.
+    """Decorate a training function: a rank that fails in it costs the others one step, not the run.
 
         state = ddp.State(model=model, optimizer=optimizer, sampler=sampler, epoch=0)
 
@@ -76,39 +76,38 @@ def resilient(function: F) -> F:
 
         train(state)
 
-    Its first argument is a `ddp.State`, and it begins with what that holds, wherever that is. When a process fails, by
-    an exception, a signal or for want of memory, the launcher starts another one in its place, and the function begins
-    anew on all ranks, from the newest commit of any that lives; no file is read. Until then the others wait. Restarts
-    are those of `dtrain run --max-restarts`; without one left, the run ends. An exception of the function itself is one
-    of this rank, so it is raised.
+    Its first argument is a `ddp.State`, and it starts from the state in it, at any point of the training. When a
+    process fails, by an exception, a signal or lack of memory, the launcher starts a replacement, and the function
+    starts again on all ranks, from the newest commit of any living rank; no file is read. Until then the others wait.
+    Restarts are those of `dtrain run --max-restarts`; without one left, the run ends. An exception of the function
+    itself is one of this rank, so it is raised.
 
     When a host is lost, a spare one takes its ranks; else, with `--nnodes MIN:MAX`, the world shrinks, and grows again
-    with hosts that come. The function then begins with other ranks: `World`, RANK, WORLD_SIZE and the like are those of
-    now, and a `DistributedSampler` in the State deals out the rest of the epoch. What the script made of them before
-    the function stays as it was, so compute shares, learning rates and the like inside of it. Where a host joins, the
-    function ends within `commit()`, on every rank at the same one, and begins anew. With a sampler
-    in the State that cannot deal out anew, all start again then.
+    when hosts join. The function then starts with other ranks: `World`, RANK, WORLD_SIZE and the like have the new
+    values, and a `DistributedSampler` in the State deals the rest of the epoch to them. Values that the script derived
+    from them before the function stay the same, so compute shares, learning rates and the like inside of it. When a
+    host joins, the function ends within `commit()`, on every rank at the same one, and starts again. With a sampler in
+    the State that cannot deal to other ranks, all start again then.
 
-    The new process runs the script from its beginning: what stands before the function must make no collectives but
+    The new process runs the script from the beginning: the code before the function must make no collectives except
     those of `ddp.init()`, `ddp.DistributedDataParallel`, and `DistributedOptimizer`, `broadcast_parameters` and
     `broadcast_optimizer_state` of `ddp.horovod`; else ReplacementError, and all ranks start again. `Checkpoint.load`
     and these broadcasts restore nothing there: the state comes from the others. (Inside of the function, `load` would
-    take all ranks back to the file.) torch's own DistributedDataParallel is
-    to be made inside of the function, around the module that the State holds. The function may make
-    any collectives in the default group, also those of torch, and none in another one. Only the first such function of
-    a script can be gone on with, so let it have the loop over the epochs in it. Call it on every rank; it blocks at its
-    end until all are there.
+    return all ranks to the file.) Create torch's own DistributedDataParallel inside of the function, around the module
+    in the State. The function may make any collectives in the default group, including torch's, and none in other
+    groups. Only the first such function of a script can be resumed, so put the loop over the epochs inside. Call it on
+    every rank; it blocks at its end until all are there.
 
-    Elsewhere than under `dtrain run`, in a world of one, in a group that `ddp.init` did not make, and on devices but
-    CUDA's, it just runs the function: a failure ends the attempt. So it is on CUDA if you have set
-    TORCH_NCCL_ASYNC_ERROR_HANDLING to another value than 0, since torch then ends the others when one is lost. What is
-    done on CUDA is written by torch's documentation and not yet tested on a GPU. There the host waits for the device
-    before each step of an optimizer, since nothing else tells whether the averages have arrived; a replaced rank gets
-    the buffers of another one; and where a device or a communicator does not come back, its process ends and is
-    replaced. UnsupportedError for what a replaced rank would not have: wrapped models that the State does not hold,
+    Without `dtrain run`, in a world of one, in a group that `ddp.init` did not create, and on devices other than CUDA,
+    it just runs the function: a failure ends the attempt. The same holds on CUDA if you have set
+    TORCH_NCCL_ASYNC_ERROR_HANDLING to another value than 0, since torch then ends the others when one is lost. The
+    support of CUDA follows torch's documentation and has not been tested on a GPU yet. There the host waits for the
+    device before each step of an optimizer, since nothing else shows whether the averages have arrived; a replaced rank
+    gets the buffers of another one; and if a device or a communicator does not recover, its process ends and is
+    replaced. Raises UnsupportedError for state that a replaced rank would lack: wrapped models outside of the State,
     central storage, communication hooks of your own.
-    Replicas that step by themselves (`ddp.LocalSGD`, made before the function) go on with what one of them had.
-    `ddp.Trainer.fit` is such a function by itself.
+    Replicas that step by themselves (`ddp.LocalSGD`, created before the function) continue from the state of one of
+    them. `ddp.Trainer.fit` is such a function by itself.
 
     The pattern is that of Horovod's elastic mode (`hvd.elastic.run`, `State.commit`); here a commit copies nothing
     large, and the failed rank alone is replaced.
@@ -133,21 +132,21 @@ def resilient(function: F) -> F:
 
 
 def can_go_on() -> bool:
-    """Whether a failure in a resilient function that is called now would be gone on with."""
+    """Return whether a resilient function called now would survive a failure."""
     is_able = current_generation() is not None and dist.get_world_size() > 1
     return is_able and not _loop_of_process().calls
 
 
 def is_replacement() -> bool:
-    """Whether this process takes a failed one's place, and gets its state when it enters the resilient function."""
+    """Return whether this process replaces a failed one, and gets its state when it enters the resilient function."""
     return current_generation() == -1
 
 
 class _Loop:
-    """Of this process. The thread of the announcements calls `_announced`, the main thread the rest."""
+    """Loop of this process. The thread of the announcements calls `_announced`, the main thread the rest."""
 
     def __init__(self) -> None:
-        # To which this process belongs; -1 if it has not joined one yet.
+        # The generation of this process; -1 if it has not joined one yet.
         self._generation = -1 if (joined := current_generation()) is None else joined
         self._joining = self._generation  # or has joined
         self.calls = 0
@@ -179,7 +178,7 @@ class _Loop:
         return result
 
     def _run(self, commits: Commits, call: Callable[[], R], recovery: contextlib.ExitStack) -> R:
-        """Call until that ends by itself. `recovery` is recorded from each failure until the next call."""
+        """Call `call` until it ends by itself. `recovery` is recorded from each failure until the next call."""
         has_joined = self._generation >= 0
         self._commits = commits
         commits.begin(has_state=has_joined)
@@ -194,13 +193,13 @@ class _Loop:
             try:
                 if regroups:
                     regroups = False
-                    gather_values(None)  # so that no rank lets go while another one still needs it for this commit
+                    gather_values(None)  # no rank leaves while another one still needs it for this commit
                 while self._announcements.newest > self._generation:
                     self._join(commits)
                 is_joining = False
                 recovery.close()
                 result = call()
-                # Until then another rank may need what this one has. If one has heard of others that join, all do.
+                # Until then another rank may need this one's state. If others join and one rank knows it, all do.
                 newest = max(gather_values(self._announcements.newest))
                 if newest > self._generation and self._announcements.wait_newer(newest - 1, _announced_s()):
                     commits.interrupted()
@@ -210,7 +209,7 @@ class _Loop:
                 regroups = True
                 commits.interrupted()
             except Exception as error:
-                if _tells_of_peer(error):  # the wait for what the launcher says of it is a part
+                if _tells_of_peer(error):  # includes the wait for the launcher's announcement
                     recovery.enter_context(timeline.span("recovery"))
                 if not self._is_of_peer(error, is_joining=is_joining):
                     raise
@@ -222,7 +221,7 @@ class _Loop:
                 return result
 
     def _join(self, commits: Commits) -> None:
-        """Meet the others under the newest generation, and take over the newest commit; or stop for a newer one."""
+        """Meet the others in the newest generation, and take over the newest commit; or stop for a newer one."""
         news = self._announcements.generation
         number = self._joining = news.number
         point, commits.join_point = commits.join_point, None
@@ -231,7 +230,7 @@ class _Loop:
             return
         try:
             if news.when == "at_commit" and self._generation >= 0 and not (point and point.is_agreed):
-                own_store(number).set("at_once", "")  # the others are not to wait for a promise of this rank
+                own_store(number).set("at_once", "")  # the others must not wait for a promise of this rank
             joins = news.when == "at_commit" and commits.number is None
             if not rejoin(number, news.variables, lambda: self._is_over(number, joins=joins), commits.devices):
                 return
@@ -245,7 +244,7 @@ class _Loop:
             raise ReplacementError(f"the state cannot be handed over: {error}") from error
 
     def _is_over(self, number: int, *, joins: bool) -> bool:
-        """Whether nobody will meet under a number. A process that `joins` others ends once they have finished."""
+        """Return whether generation `number` is obsolete. A process that `joins` others ends if they have finished."""
         if joins and has_finished():
             print("ddp: the ranks that this one was to join have finished", file=sys.stderr, flush=True)
             set_restart_policy(_ORDINARY)
@@ -253,7 +252,7 @@ class _Loop:
         return self._announcements.newest > number
 
     def _choose(self, commits: Commits, group: dist.ProcessGroup) -> tuple[int, int]:
-        """Return which rank has the state of the newest commit, and its number. All ranks come to the same."""
+        """Return a rank with the state of the newest commit, and that commit's number; the same on all ranks."""
         mine = {"call": self.calls, "parts": [*commits.parts], "commit": commits.number, "is_dirty": commits.is_dirty}
         told = gather_values(mine, group=group)
         newest = max((each["commit"] for each in told if each["commit"] is not None), default=None)
@@ -276,9 +275,9 @@ class _Loop:
         return clean[0], newest
 
     def _is_of_peer(self, error: Exception, *, is_joining: bool) -> bool:
-        """Whether an exception comes from the loss of another rank, for which there is a newer generation. Blocks.
+        """Return whether the loss of another rank, with a newer generation, caused an exception. Blocks.
 
-        Once that is announced, whatever the function raises is taken for a consequence, but for what a signal raises.
+        Once that is announced, every exception of the function counts as a consequence, except those of signals.
         """
         if isinstance(error, ReplacementError | UnsupportedError) or is_interrupt(error):
             return False
@@ -290,7 +289,7 @@ class _Loop:
         return self._announcements.wait_newer(self._joining, _announced_s())
 
     def _announced(self, news: Generation) -> None:
-        """Called in another thread. A process that an exception ends leaves it to the one that replaces it."""
+        """Handle an announcement, in another thread. A process ended by an exception leaves it to its replacement."""
         number, commits = news.number, self._commits
         if number <= self._generation:
             return
@@ -302,7 +301,7 @@ class _Loop:
             refuse(number, "has left the resilient function")
 
     def _agree(self, number: int, commits: Commits) -> None:
-        """Agree with the other ranks on the commit at which those that join are met; in a thread of its own."""
+        """Agree with the other ranks on the commit at which they meet joining ranks; in a separate thread."""
         point = JoinPoint(number, lambda: self._announcements.newest > number)
         commits.join_point = point
         try:

@@ -1,7 +1,7 @@
-"""What a State holds: each kind's way back to the newest commit, and to a rank that was not there.
+"""The parts of a State: how each kind returns to the newest commit, and is sent to a rank that was not there.
 
-Made by `ddp.resilience.state`, called by `ddp.resilience.commits`. `accompany` is for what belongs to a model and is
-given to no State, such as `ddp.LocalSGD`.
+Created by `ddp.resilience.state`, called by `ddp.resilience.commits`. `accompany` is for objects that belong to a model
+and are not given to a State, such as `ddp.LocalSGD`.
 """
 
 from __future__ import annotations
@@ -35,42 +35,42 @@ _companions: weakref.WeakKeyDictionary[nn.Module, Part] = weakref.WeakKeyDiction
 
 
 class Part:
-    """One of a State. What it does not override does nothing.
+    """A part of a State. Methods that are not overridden do nothing.
 
-    It has hooks in the script's objects from the beginning of the resilient function until `end()`: some of these live
-    as long as a parameter, which would keep the whole State.
+    It has hooks in the script's objects from the start of the resilient function until `end()`: some of these live as
+    long as a parameter, and would keep the whole State alive.
 
-    Who changes a model outside of an optimizer's step, on all ranks at once, calls `changed()` of its part then.
+    Code that changes a model outside of an optimizer's step, on all ranks at once, calls `changed()` of its part then.
     """
 
     changed: Callable[[], None] = staticmethod(lambda: None)
 
     def end(self) -> None:
-        """The function has ended: leave no hook behind."""
+        """Remove all hooks: the function has ended."""
 
     @property
     def is_dirty(self) -> bool:
-        """Whether it has changed since the newest commit, and cannot be put back."""
+        """Whether it has changed since the newest commit, and cannot be restored."""
         return False
 
     def keep(self) -> None:
-        """Note the present state as that of a commit."""
+        """Save the present state as that of a commit."""
 
     def roll_back(self) -> None:
-        """Undo what this rank has done since the newest commit."""
+        """Undo this rank's changes since the newest commit."""
 
     def share(self, root: int, group: dist.ProcessGroup) -> None:
-        """Give all ranks the tensors of rank `root`, which stands at the commit. Every rank calls it; blocks."""
+        """Copy the tensors of rank `root`, which is at the commit, to all ranks. Every rank must call it; blocks."""
 
     def to_send(self) -> Any:
-        """What the other ranks get besides, of the commit: a plain value (`ddp.comm.codec`)."""
+        """Return the rest of the commit for the other ranks: a plain value (`ddp.comm.codec`)."""
 
     def receive(self, sent: Any) -> None:
-        """Take what another rank's part has sent."""
+        """Load the value that another rank's part has sent."""
 
 
 class ReducingPart(Part):
-    """One whose gradients a reducer may average. The plan of its buckets is that of the newest commit."""
+    """A part whose gradients a reducer may average. The plan of its buckets is that of the newest commit."""
 
     _plan: dict[str, Any] | None = None
 
@@ -100,14 +100,14 @@ class ReducingPart(Part):
 
 
 class ModelPart(ReducingPart):
-    """A module, whose parameters an optimizer changes, and whose buffers the page of the rank has."""
+    """A module. An optimizer changes its parameters; the rank's page has its buffers."""
 
     def __init__(self, module: nn.Module, wrapper: DistributedDataParallel | None) -> None:
         self.module, self.wrapper = module, wrapper
         self._handle: RemovableHandle | None = None
         self._parameters: list[nn.Parameter] = []
-        self._trained: list[bool] = []  # which of them required a gradient at the newest commit
-        self.keeps_buffers = False  # those on devices: a collective that was ended, of batch normalization, spoils them
+        self._trained: list[bool] = []  # whether each required a gradient at the newest commit
+        self.keeps_buffers = False  # those on devices: an ended collective of batch normalization corrupts them
         self._buffers: list[torch.Tensor] = []  # their copies, as at the newest commit
 
     @property
@@ -123,11 +123,11 @@ class ModelPart(ReducingPart):
         return None if self.wrapper is None else self.wrapper.gradient_reducer
 
     def is_trained(self, given: set[int]) -> bool:
-        """Whether it changes in a step, and not between the step and the commit; `given` as in `obstacle`."""
+        """Return whether it changes in a step, not between the step and the commit; `given` as in `obstacle`."""
         return any(id(parameter) in given for parameter in self.module.parameters())
 
     def obstacle(self, given: set[int]) -> str:
-        """What of it would not come back, in words; `given` are the ids of the parameters that optimizers have."""
+        """Describe its state that could not be restored, if any; `given` are the ids of the optimizers' parameters."""
         for name, parameter in () if isinstance(self.module, AveragedModel) else self.module.named_parameters():
             if parameter.requires_grad and id(parameter) not in given:
                 return (
@@ -149,10 +149,10 @@ class ModelPart(ReducingPart):
     def attach(self, group: dist.ProcessGroup) -> None:
         self._train_only(self._trained)
         if self.wrapper is not None and getattr(self.wrapper, "process_group", None) is not group:
-            self.wrapper.average_over(group)  # it has let another one go
+            self.wrapper.average_over(group)  # it has released the old one
 
     def call_before_sending(self, call: Callable[[], None]) -> None:
-        """Have `call()` before the last gradients of a step leave; where nobody knows when, after each forward."""
+        """Call `call()` before the last gradients of a step are sent; if that moment is unknown, after each forward."""
         if (reducer := self.reducer) is not None:
             reducer.before_last_bucket = call
         elif self.wrapper is None:
@@ -167,7 +167,7 @@ class ModelPart(ReducingPart):
             self._handle.remove()
 
     def interrupted(self) -> None:
-        """The group has failed: raise ReplacementError for what the next one would not have."""
+        """Handle a failed group: raise ReplacementError for state that the next one would lack."""
         reducer = self.reducer
         if reducer is not None and reducer.has_users_hook:
             raise ReplacementError("a communication hook of your own does not come back: all start again")
@@ -209,7 +209,7 @@ class ModelPart(ReducingPart):
 
 
 class _AfterForward:
-    """A hook that stays with this process's object: in a copy or a pickle of the module it does nothing."""
+    """A hook for this process's object only: in a copy or a pickle of the module it does nothing."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self._call = call
@@ -227,9 +227,9 @@ def _do_nothing() -> None:
 
 
 class OptimizerPart(ReducingPart):
-    """Its settings are copied at a commit; what it changes in a step, only if it `keeps_tensors`.
+    """An optimizer. A commit copies its settings; the tensors that a step changes are copied only if `keeps_tensors`.
 
-    Else a rank that has begun its step without committing is dirty, and gets the state of one that is not.
+    Otherwise a rank that has begun its step without committing is dirty, and gets the state of a clean rank.
     """
 
     def __init__(self, name: str, optimizer: torch.optim.Optimizer) -> None:
@@ -242,7 +242,7 @@ class OptimizerPart(ReducingPart):
         self.keeps_tensors = False
         self._has_stepped = False
         self._groups: list[dict[str, Any]] = []
-        self._values: list[torch.Tensor] = []  # of the parameters before the first step since the commit
+        self._values: list[torch.Tensor] = []  # the parameters before the first step since the commit
         self._states: list[dict[str, Any] | None] = []
         self._settle: Callable[[], bool] | None = None
         self._settled = False
@@ -259,11 +259,11 @@ class OptimizerPart(ReducingPart):
 
     @property
     def is_settled(self) -> bool:
-        """Whether it has begun a step since the newest commit, and knew then that all collectives were done."""
+        """Whether it has begun a step since the newest commit, after a check that all collectives were done."""
         return self._has_stepped and self._settled
 
     def call_before_step(self, settle: Callable[[], bool] | None) -> None:
-        """Have `settle()` before each step, behind what others do then, such as `ddp.horovod`; False: it could not."""
+        """Call `settle()` before each step, after hooks of others (`ddp.horovod`); it returns False on failure."""
         self._settle = settle
         self._handle = self.optimizer.register_step_pre_hook(self._before_step)
 
@@ -284,7 +284,7 @@ class OptimizerPart(ReducingPart):
 
     def _before_step(self, _: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if self._settle is not None:
-            # A closure averages once more.
+            # A closure averages again.
             self._settled = self._settle() and len(args) < 2 and kwargs.get("closure") is None
         if self.keeps_tensors and not self._has_stepped:
             parameters = [parameter.detach() for parameter in self.parameters]
@@ -301,11 +301,11 @@ class OptimizerPart(ReducingPart):
         self._has_stepped = True
 
     def now(self) -> list[dict[str, Any]]:
-        """Its settings, for `undo`."""
+        """Return its settings, for `undo`."""
         return [_settings(group) for group in self.optimizer.param_groups]
 
     def undo(self, settings: Sequence[Mapping[str, Any]]) -> None:
-        """Put settings back as they were at `now`. Steps since then, of which there is no other trace, do not count."""
+        """Restore the settings of `now`. Steps since then, which have left no other trace, do not count."""
         for group, then in zip(self.optimizer.param_groups, settings, strict=True):
             group |= {name: copied(value) for name, value in then.items()}
         self._has_stepped = False
@@ -333,7 +333,7 @@ class OptimizerPart(ReducingPart):
 
 
 class StatefulPart(Part):
-    """A scheduler, a scaler, or whatever has `state_dict()` and `load_state_dict()`; a commit copies its tensors."""
+    """A scheduler, a scaler, or any object with `state_dict()` and `load_state_dict()`; a commit copies its tensors."""
 
     def __init__(self, name: str, stateful: Any) -> None:
         try:
@@ -345,11 +345,11 @@ class StatefulPart(Part):
         self._kept: Any = None
 
     def now(self) -> Any:
-        """A copy of its state, for `undo`."""
+        """Return a copy of its state, for `undo`."""
         return copied(self._stateful.state_dict())
 
     def undo(self, state: Any) -> None:
-        """Put it back as it was at `now`."""
+        """Restore the state of `now`."""
         self.receive(state)
 
     def keep(self) -> None:
@@ -364,18 +364,18 @@ class StatefulPart(Part):
     def receive(self, sent: Any) -> None:
         scaler = self._stateful
         if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled():
-            scaler.scale(torch.zeros(()))  # makes its scale, without which it has no state
-            scaler.update(scaler.get_scale())  # it forgets which optimizers stepped
+            scaler.scale(torch.zeros(()))  # creates its scale, without which it has no state
+            scaler.update(scaler.get_scale())  # resets its record of optimizers that stepped
         self._stateful.load_state_dict(sent)
 
 
 class SamplerPart(Part):
-    """The place in the data. A DistributedSampler is advanced by what it has handed out, unless the script does so."""
+    """The place in the data. A DistributedSampler is advanced by the samples handed out, unless the script does so."""
 
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
         self._position: dict[str, Any] = {}
-        self._counted = 0, 0  # where the sampler began, and samples trained on since then, at the newest commit
+        self._counted = 0, 0  # the sampler's start, and samples trained on since then, at the newest commit
         self._told = 0  # calls of `advance` until then
         self.stands_still = False  # no sample of the newest commit was drawn after the one before, as far as is known
 
@@ -389,19 +389,19 @@ class SamplerPart(Part):
         self._position = sent
 
     def begin(self, before_rest: Callable[[], None] | None) -> None:
-        """Stand at the commit; have `before_rest()` when an epoch goes on in its middle."""
+        """Move to the commit; call `before_rest()` when an epoch resumes in its middle."""
         self.sampler.load_state_dict(self._position)
         if isinstance(self.sampler, DistributedSampler) and before_rest is not None:
-            # A DataLoader draws a number when it is iterated, which the rest of a pass would not have drawn.
+            # iter() of a DataLoader draws a number, which the rest of an uninterrupted epoch would not draw.
             self.sampler.before_rest(before_rest)
 
     @property
     def can_deal_over(self) -> bool:
-        """Whether it can deal out the rest of an epoch to another number of ranks."""
+        """Whether it can deal the rest of an epoch to another number of ranks."""
         return isinstance(self.sampler, DistributedSampler) or type(self.sampler) is ReplicaLoader
 
     def deal_over(self, before: tuple[int, int], place: tuple[int, int]) -> None:
-        """Have it deal to other ranks than before (rank, size): what is left of the epoch, once it `begin`s."""
+        """Deal to other ranks than `before` (rank, size): the rest of the epoch, from `begin` on."""
         sampler = self.sampler
         if not self.can_deal_over:
             raise UnsupportedError(
@@ -410,11 +410,11 @@ class SamplerPart(Part):
             )
         if isinstance(sampler, ReplicaLoader):
             sampler.deal_over(before, place)
-        elif (sampler.rank, sampler.num_replicas) == before:  # else the script has chosen them
+        elif (sampler.rank, sampler.num_replicas) == before:  # otherwise the script has set them
             sampler.rank, sampler.num_replicas = place
 
     def count(self) -> int:
-        """Count what was trained on since the last commit; return how many samples these are on this rank."""
+        """Count the samples trained on since the last commit; return their number on this rank."""
         sampler = self.sampler
         if not isinstance(sampler, DistributedSampler):
             return 0
@@ -431,7 +431,7 @@ class SamplerPart(Part):
 
 
 def accompany(model: nn.Module, part: Part) -> None:
-    """Let `part` come back with `model`, which is not the wrapper; for other packages of ddp."""
+    """Restore `part` along with `model`, which is not the wrapper; for other packages of ddp."""
     _companions[model] = part
 
 
@@ -440,7 +440,7 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refreshed(copy_: dict[str, Any] | None, state: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a parameter's state, in the memory of one that was made before."""
+    """Copy a parameter's state into the memory of an earlier copy."""
     if copy_ is None or copy_.keys() != state.keys():
         return {name: copied(value) for name, value in state.items()}
     for name, value in state.items():

@@ -1,6 +1,6 @@
-"""Random numbers' states of this process, kept in a page of memory quickly enough for every step, and taken back.
+"""Save the states of this process's random generators in a page of memory, fast enough for every step, and read them.
 
-NumPy's generator takes 50 us to return its state, so its words are copied from the memory whose address it gives.
+NumPy's generator takes 50 us to return its state, so its words are copied from the memory at the address it gives.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 
 __all__ = ["RandomStates"]
 
-_WORDS = struct.Struct("<625I")  # of a Mersenne twister: the key, then the place in it
+_WORDS = struct.Struct("<625I")  # of a Mersenne twister: the key, then the position in it
 _GAUSS = struct.Struct("<?d")
-_NUMPY = struct.Struct("<2496sI?d")  # the key, the place in it, and a second number that is drawn already
+_NUMPY = struct.Struct("<2496sI?d")  # the key, the position in it, and a second number that is drawn already
 
 
 class RandomStates:
-    """Keeps the states of this process in records of a page, at `offset` bytes of each, `size` bytes; see `RankPage`.
+    """Saves the states of this process in records of a page, at `offset` bytes of each, `size` bytes; see `RankPage`.
 
-    The state of torch on the CPU is a tensor, for its owner to copy along with others.
+    torch's CPU state is a tensor, which the owner copies along with others.
     """
 
     size = _WORDS.size + _GAUSS.size + _NUMPY.size + 1
@@ -33,11 +33,11 @@ class RandomStates:
         self._generator: Any = None  # of NumPy, and its words
         self._numpy_words: memoryview | None = None
         self._raw = self._numpy = b""
-        self._has_gauss = True  # of NumPy: then the raw state does not tell of each draw
+        self._has_gauss = True  # of NumPy: then the raw state does not show each draw
         self._written = [b"?"] * records  # of NumPy's
 
     def keep(self, record: int) -> None:
-        """Copy the states of now, but torch's."""
+        """Copy the present states, except torch's."""
         place = record * self._stride + self._offset
         _, words, gauss = random.getstate()
         _WORDS.pack_into(self._memory, place, *words)
@@ -64,13 +64,13 @@ class RandomStates:
             return
         state = module.get_state(legacy=False)
         self._numpy = b""
-        if state["bit_generator"] == "MT19937":  # another one has been put in its place by the user
+        if state["bit_generator"] == "MT19937":  # the user has replaced the generator by another kind
             inner = state["state"]
             self._numpy = _NUMPY.pack(inner["key"].tobytes(), inner["pos"], bool(state["has_gauss"]), state["gauss"])
         self._raw, self._has_gauss = raw, bool(state["has_gauss"])
 
     def at(self, record: int) -> dict[str, Any]:
-        """Those of a record, but torch's, as `ddp.checkpoint.rng.restore` takes them."""
+        """Return the states of a record, except torch's, in the format of `ddp.checkpoint.rng.restore`."""
         place = record * self._stride + self._offset
         words = _WORDS.unpack_from(self._memory, place)
         has_gauss, gauss = _GAUSS.unpack_from(self._memory, place := place + _WORDS.size)

@@ -1,8 +1,8 @@
-"""What is this rank's own after a step, in memory that outlives the process: random numbers' states, buffers, and more.
+"""This rank's own state after a step, in memory that outlives the process: random numbers' states, buffers, and more.
 
-DTRAIN_STATE_FILE names a file of the launcher's, the same for each process that takes this rank in turn. It holds four
-records: two of commits, two of steps whose gradients are about to leave, each pair written in turn. A record begins
-with its number, 0 while it is being written: whoever is killed in between leaves the other one of the pair.
+DTRAIN_STATE_FILE names a file of the launcher, the same for each successive process of this rank. It holds four
+records: two of commits, two of steps whose gradients are about to be sent; each pair is written alternately. A record
+begins with its number, 0 while it is being written: a process killed in between leaves the pair's other record intact.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ __all__ = ["RankPage"]
 
 _VARIABLE = "DTRAIN_STATE_FILE"
 _RECORDS, _COMMITS = 4, 2
-_HEAD = struct.Struct("<QI?")  # number + 1, how long `own` is, and whether buffers had another form
-_OWN_BYTES = 1 << 20  # what is not used takes no memory
+_HEAD = struct.Struct("<QI?")  # number + 1, the length of `own`, and whether buffers had another form
+_OWN_BYTES = 1 << 20  # unused parts take no memory
 _RANDOM_AT = 64
 _OWN_AT = _RANDOM_AT + RandomStates.size
 _MOST_BUFFER_BYTES = 4 << 20  # larger ones would take too long to copy in each step
@@ -33,10 +33,10 @@ _ALIGN_BYTES = 64
 
 
 class RankPage:
-    """Of this rank. `buffers` returns those of its models, `later` those that change after the gradients have left.
+    """Page of this rank. `buffers` returns its models' buffers, `later` those that change after gradients are sent.
 
-    It keeps them if all are in host memory, and not large; else those of `buffers` alone, if that is so of them.
-    `own` returns what else is to be kept, if anything is: 1 MiB at most, else UnsupportedError when it is to be kept.
+    Both are kept if all are in host memory and small; else only those of `buffers`, under the same condition. `own`
+    returns other data to keep, if there is any: 1 MiB at most, else UnsupportedError when it is saved.
     """
 
     def __init__(
@@ -82,15 +82,15 @@ class RankPage:
         ]
 
     def commit(self, step: int) -> None:
-        """Keep what is there now as that after `step`."""
+        """Save the present state as that after `step`."""
         self._write(step % 2, step)
 
     def sent(self, step: int) -> None:
-        """Keep what is there now as that after `step`, of which the others get this rank's part now."""
+        """Save the present state as that after `step`, when this rank's part of the step is about to be sent."""
         self._write(2 + step % 2, step)
 
     def at(self, step: int) -> tuple[dict[str, Any], bytes] | None:
-        """The random numbers' states after `step`, as `ddp.checkpoint.rng.restore` takes them, and what `own` said.
+        """Return the random states after `step`, in the format of `ddp.checkpoint.rng.restore`, and the data of `own`.
 
         None if they are not known.
         """
@@ -104,9 +104,9 @@ class RankPage:
         return self._random.at(record) | states, own
 
     def restore_buffers(self, step: int) -> None:
-        """Put the buffers back as they were after `step`, as far as that is known; else they stay as they are.
+        """Restore the buffers of `step`, as far as they are known; others stay unchanged.
 
-        Raises ReplacementError if they had, or have, another form than at the beginning.
+        Raises ReplacementError if they had, or have, another form than at the start.
         """
         if (record := self._record_of(step)) is None or not self._forms:
             return
@@ -121,13 +121,13 @@ class RankPage:
         foreach_copy([buffer.data for buffer in self._buffers[:count]], kept)
 
     def _count_in(self, record: int) -> int:
-        """How many of the buffers are in a record."""
+        """Return the number of buffers in a record."""
         return len(self._buffers) if record < _COMMITS else self._sent_count
 
     def before(self, step: int, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return `buffers` as they were at the commit before `step`, if this rank had not come to commit `step` itself.
+        """Return `buffers` as of the commit before `step`, if this rank had not reached the commit of `step` itself.
 
-        None of them if that is not known.
+        An empty list if that is not known.
         """
         record = (step - 1) % 2
         if self._record_of(step) in (None, step % 2) or self._record_of(step - 1) != record:
@@ -136,11 +136,11 @@ class RankPage:
         return [kept[id(buffer)] for buffer in buffers if id(buffer) in kept]
 
     def _find_buffers(self) -> list[torch.Tensor]:
-        """Those of now: a module may assign one anew."""
+        """Return the present buffers: a module may have assigned a new one."""
         return [buffer for part in self._parts for buffer in part()]
 
     def _look_for_buffers(self) -> bool:
-        """Find the present buffers; whether all have the form that they had at the beginning."""
+        """Find the present buffers; return whether all have the same form as at the start."""
         found = self._find_buffers()
         if len(found) == len(self._buffers) and all(map(is_, found, self._buffers)):
             return [buffer.shape for buffer in found] == self._shapes  # one may be resized in place
@@ -163,7 +163,7 @@ class RankPage:
         buffers = self._buffers[: self._count_in(record)] if has_buffers else ()
         now = [*(get() for get in self._get_states), *buffers]
         has_graphs = torch.is_grad_enabled()
-        torch.set_grad_enabled(False)  # as a call, a tenth of what no_grad() takes
+        torch.set_grad_enabled(False)  # as a call, it takes a tenth of the time of no_grad()
         try:
             foreach_copy(self._kept[record][: len(now)], now)
         finally:

@@ -1,4 +1,4 @@
-"""What the replicas of a training share, and how far it is: the state that survives the failure of a rank."""
+"""The shared state and progress of a training's replicas, which survive the failure of a rank."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ _ATOMS = frozenset({type(None), bool, int, float, str})
 
 
 class State:
-    """What all replicas of a training have in common, for `ddp.resilient`.
+    """State that all replicas of a training have in common, for `ddp.resilient`.
 
     `model` (in its wrapper), `optimizer`, `scheduler`, `scaler` and `sampler` are as in `ddp.Checkpoint.save`. Further
-    ones, of any of these kinds, have keywords of their own: `generator=`, `generator_optimizer=`. Other keywords are
+    objects of any of these kinds have keywords of their own: `generator=`, `generator_optimizer=`. Other keywords are
     objects with `state_dict()` and `load_state_dict()`, or values of the script's own, such as `epoch=0`: None,
     numbers, strings, bytes, tensors, and tuples, lists, sets and dicts of them. All are attributes:
     `state.epoch += 1`.
 
-    `commit()` says that a step is done. After a failure every rank goes on from the newest step that any of them has
+    `commit()` marks a step as done. After a failure every rank continues from the newest step that any of them has
     committed, with the values, the place in the data, the learning rates, the buffers, the random numbers, the plan of
-    buckets and the frozen parameters of then.
-    What it does not take care of, such as a running loss in a local variable, begins anew with the function. A rank's
-    own buffers and random numbers come back to the bit where the buffers take 4 MiB at most; larger ones become those
-    of one rank, as they are. So do those of a module that no optimizer steps, unless it is an `AveragedModel`, on a
+    buckets and the frozen parameters of that step.
+    State outside of it, such as a running loss in a local variable, starts again with the function. A rank's own
+    buffers and random numbers are restored to the bit if the buffers take 4 MiB at most; larger buffers become those of
+    one rank, as they are. The same holds for a module that no optimizer steps, unless it is an `AveragedModel`, on a
     rank that died between its last gradients and its commit.
 
-    A commit copies nothing large, but the tensors in the `state_dict()` of other objects. With several
-    optimizers, each copies its parameters and its state before its step, so that a failure between two of their steps
-    costs one commit as well. Modules that no optimizer steps, such as averages of weights, should change only between
-    the optimizer's step and the commit.
+    A commit copies nothing large except the tensors in the `state_dict()` of other objects. With several optimizers,
+    each copies its parameters and its state before its step, so that a failure between two of their steps also costs
+    one commit. Modules that no optimizer steps, such as averages of weights, should change only between the optimizer's
+    step and the commit.
 
     With `keep_global_batch`, a plain DataLoader over the `ddp.DistributedSampler` in the State, and the same loop, a
-    step stays over as many batches of that size as there were ranks when the function began, and over the same samples
-    in the same order, when the world shrinks and when it grows again. Where a rank has several, the loop runs once for
-    each: gradients are set aside after the backward pass of all but the last one, so that optimizers, clipping and
-    `zero_grad()` find none, and `commit()` undoes what the loop did to values, schedulers and settings of the optimizer
-    since it asked for the batch. Then it returns False. What it cannot undo happens for each: running sums in local
-    variables, statistics of batch normalization, random numbers, what the loop does after the commit. Where the
-    ranks do not divide the batches, some ranks see one twice, and its gradients are dropped.
+    step keeps as many batches of that size as there were ranks when the function began, and the same samples in the
+    same order, when the world shrinks and when it grows again. If a rank has several, the loop runs once for each:
+    gradients are set aside after every backward pass except the last, so that optimizers, clipping and `zero_grad()`
+    find none, and `commit()` undoes the loop's changes to values, schedulers and settings of the optimizer since it
+    requested the batch. Then it returns False. Other effects happen for each: running sums in local variables,
+    statistics of batch normalization, random numbers, code after the commit. If the number of ranks does not divide
+    that of batches, some ranks see one twice, and its gradients are dropped.
     """
 
     def __init__(
@@ -64,10 +64,10 @@ class State:
         keep_global_batch: bool = False,
         **others: Any,
     ) -> None:
-        """Communicates nothing. Raises ArgumentError for what has no state, or a value that cannot be sent.
+        """Collect the objects, without communication. Raises ArgumentError for one without state, or unsendable values.
 
-        So it does with `keep_global_batch` where something is not as the class says, and for gradient scalers, further
-        models and optimizers; UnsupportedError for a torch whose DataLoader lacks what that takes.
+        With `keep_global_batch`, also if the objects are not as the class describes, and for gradient scalers, further
+        models and optimizers; UnsupportedError if torch's DataLoader lacks the required behaviour.
         """
         named = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "sampler": sampler}
         objects: dict[str, Any] = {name: given for name, given in named.items() if given is not None}
@@ -85,7 +85,7 @@ class State:
         own["commits"] = Commits(parts, self.values, owners[0] if owners else None)
 
     values: dict[str, Any]
-    objects: dict[str, Any]  # what is no value
+    objects: dict[str, Any]  # everything except values
     commits: Commits
 
     def __getattr__(self, name: str) -> Any:
@@ -105,21 +105,22 @@ class State:
         if name in self.objects:
             raise ArgumentError(f"{name} is a {type(self.objects[name]).__name__} of this State: make a new State")
         if type(value) not in _ATOMS:
-            encode(value)  # raises for what cannot be sent
+            encode(value)  # raises if it cannot be sent
         self.values[name] = value
 
     def commit(self) -> bool:
-        """Say that the step is done: it will not be made again, nor lost.
+        """Mark the step as done: it will be neither repeated nor lost.
 
-        Returns whether it is: False within a step of several batches on this rank (`keep_global_batch`).
+        Returns whether it is done: False within a step of several batches on this rank (`keep_global_batch`).
 
         Call it on every rank after each step of the optimizer, with no collective between the two; with several
-        optimizers, after the last one's. Communicates nothing. A DistributedSampler whose `advance` nobody has called
-        is advanced by what it has handed out; advance(0) counts as a call, too. ArgumentError says to call it where
-        samples may be drawn ahead: where a DataLoader may have workers, where another thread draws, and, if other ranks
-        could go on without this one (not in a world of one), when the optimizer has stepped after a commit without a
-        sample drawn. So a loader that draws one batch ahead is noticed at the end of the epoch only, and several steps
-        on one batch, each with a commit, need advance(0). CollectiveError after a backward pass that failed.
+        optimizers, after the last one's. Communicates nothing. A DistributedSampler is advanced by the samples that it
+        has handed out, unless the script has called its `advance`; advance(0) counts as a call. ArgumentError asks for
+        that call if samples may be drawn ahead: if a DataLoader may have workers, if another thread draws, and, if
+        other ranks could continue without this one (not in a world of one), when the optimizer has stepped after a
+        commit without a sample drawn. So a loader that draws one batch ahead is only noticed at the end of the epoch,
+        and several steps on one batch, each with a commit, need advance(0). Raises CollectiveError after a backward
+        pass that failed.
         """
         is_done = self.commits.take()
         if is_done and (join_point := self.commits.join_point) is not None and self.commits.number is not None:
