@@ -104,7 +104,7 @@ def _watch(rank: int, is_ended: Callable[[], bool], trainer: int | None) -> None
             what = f"{found.what}, collective {found.number} of group {found.group!r}"
             print(
                 f"ddp: rank {rank} has waited {found.since_s:.1f} s for {what}, longer than its timeout of "
-                f"{found.timeout_s:g} s, and is at {where}: some rank has not come to it. This process ends, as with "
+                f"{found.timeout_s:g} s, and is at {where}: some rank has not joined it. This process ends, as with "
                 "torch's watchdog",
                 file=sys.stderr,
                 flush=True,
