@@ -36,6 +36,7 @@ MAX_FUNCTION_BYTES = 256 << 20  # it goes to every host before its workers start
 _INSTALLED = ("stdlib", "platstdlib", "purelib", "platlib")
 _ZIPPED = f"{os.sep}python{sys.version_info.major}{sys.version_info.minor}.zip"  # the standard library, if zipped
 _NOT_IN_WORKERS = ("__main__", "_pytest")
+_FILENAME = 10  # its place among the arguments of CodeType
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
         super().__init__(file)
         self.modules: dict[str, None] = {}
         self.files: dict[str, None] = {}
+
+    def reducer_override(self, item: Any) -> Any:
+        """Keep the file name of code, which cloudpickle 3.1.3 drops: tracebacks of workers show it."""
+        if not isinstance(item, CodeType):
+            return super().reducer_override(item)
+        make, args = self.dispatch_table[CodeType](item)
+        return make, (*args[:_FILENAME], item.co_filename, *args[_FILENAME + 1 :])
 
     def persistent_id(self, item: Any) -> None:
         """Record each object; all are pickled normally."""
