@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -15,10 +14,9 @@ from ddp.callbacks.callback import Callback
 from ddp.checkpoint import file as checkpoint_file
 from ddp.checkpoint import rng
 from ddp.checkpoint.checkpoint import Checkpoint
-from ddp.checkpoint.failed_saves import FailedSaves, OnError
 from ddp.checkpoint.state import check_plain, restore_parts
+from ddp.checkpoint.writer import FailedSaves, OnError, Writer
 from ddp.errors import ArgumentError, CheckpointError, DdpError
-from ddp.monitoring.progress import count_checkpoint
 
 Mode = Literal["auto", "min", "max"]
 
@@ -135,7 +133,7 @@ class ModelCheckpoint(Callback):
         self.folder = Path(folder)
         self.every_n_epochs, self.every_n_steps = every_n_epochs, every_n_steps
         self._checkpoint = Checkpoint(folder, keep=keep, on_error=on_error)
-        self._failed_alone = FailedSaves(self.folder, on_error)
+        self._writer = Writer(self.folder, on_error)  # without a process group
         self._failed_best = FailedSaves(self.best_path, on_error)
         self._monitor = None if monitor is None else Monitor(monitor, mode=mode)
         self._saved: tuple[int, int] | None = None  # (step, epoch) of the newest one
@@ -182,7 +180,7 @@ class ModelCheckpoint(Callback):
             self._save()
         if self.trainer.strategy.collective:
             self._checkpoint.wait()
-        if failure := self._failed_alone.take() or self._failed_best.take():
+        if failure := self._writer.failed.take() or self._failed_best.take():
             raise failure
 
     def state_dict(self) -> dict[str, Any]:
@@ -205,23 +203,14 @@ class ModelCheckpoint(Callback):
 
     def _save_alone(self) -> None:
         """Write without a process group, in the format of `ddp.Checkpoint`, which reads these files too."""
-        trainer, folder = self.trainer, self.folder.absolute()
+        trainer = self.trainer
         states = {name: part.state_dict() for name, part in _parts(trainer).items() if part is not None}
         state = trainer.state_dict()
         for name, part in {**states, "trainer": state}.items():
             check_plain(part, name)
         random = [rng.capture()]
         content = {"step": trainer.step, "world_size": 1, **states, "random": random, "values": {"trainer": state}}
-        try:
-            checkpoint_file.write(folder, trainer.step, content)
-            checkpoint_file.prune(folder, self._checkpoint.keep, ())
-        except OSError as error:
-            rank = trainer.strategy.world.rank
-            find = partial(checkpoint_file.newest_whole, folder, ())
-            self._failed_alone.add(rank, f"step {trainer.step}", error, find)
-        else:
-            self._failed_alone.end()
-            count_checkpoint()
+        self._writer.write(trainer.step, trainer.strategy.world.rank, content, keep=self._checkpoint.keep)
 
     def _save_best(self, epoch: int) -> None:
         try:

@@ -22,18 +22,6 @@ from ddp.monitoring.interrupts import is_interrupt
 from ddp.monitoring.stall_report import waiting_for_peers
 from ddp.torch_internals import torchs_comm_hooks
 
-__all__ = [
-    "SaveNote",
-    "Weights",
-    "exchange",
-    "place",
-    "raise_together",
-    "reason_of",
-    "replicated",
-    "require_agreement",
-    "require_equal_replicas",
-]
-
 _OTHERWISE = ". If they may differ at a save, as between two averages of weights: Checkpoint(check_replicas=False)"
 
 T = TypeVar("T")

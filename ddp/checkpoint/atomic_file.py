@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["Lock", "leave_to_parent", "make_durably", "remove_unfinished", "replacing"]
-
 _SUFFIX = re.compile(r"\.[0-9a-f]{8}\.tmp")
 
 _locked: set[int] = set()  # descriptors of files that this process alone uses

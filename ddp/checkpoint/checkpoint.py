@@ -7,9 +7,9 @@
     if checkpoint.due(step, every=100):
         checkpoint.save(step, model=model, optimizer=optimizer, sampler=sampler, best_loss=best_loss)
 
-Rank 0 writes, with `ddp.checkpoint.file`, by default from a copy while training goes on (`ddp.checkpoint.background`).
-What the ranks must agree on, they tell each other here before and after, so that an error of one is raised by all and
-none waits for another that has given up.
+Rank 0 writes, by default from a copy while training goes on (`ddp.checkpoint.writer`). Here the ranks exchange what
+they must agree on, before and after, so that an error of one is raised by all and none waits for another that has given
+up.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from ddp.checkpoint import background, kept_copy, rng
 from ddp.checkpoint import file as checkpoint_file
+from ddp.checkpoint import kept_copy, rng, writer
 from ddp.checkpoint.agreement import (
     SaveNote,
     Weights,
@@ -39,20 +38,14 @@ from ddp.checkpoint.agreement import (
     require_agreement,
     require_equal_replicas,
 )
-from ddp.checkpoint.copy_memory import CopyMemory, is_on_host, needed_bytes
-from ddp.checkpoint.failed_saves import FailedSaves, OnError
-from ddp.checkpoint.folder_owner import FolderOwner
-from ddp.checkpoint.host_copy import HostCopy, HostMemory
 from ddp.checkpoint.loading import LoadNote, Restored, find, identity, open_again, restore, send
 from ddp.checkpoint.preemption import Warned
 from ddp.checkpoint.state import Stateful, check_plain, given_parts, wrapper_of
+from ddp.checkpoint.writer import OnError, Writer
 from ddp.errors import ArgumentError, CheckpointError
 from ddp.generation.pending_group import is_pending
-from ddp.monitoring.interrupts import is_interrupt
 from ddp.monitoring.progress import SAVE, count_checkpoint, phase
 from ddp.monitoring.stall_report import at_files
-
-__all__ = ["Checkpoint", "Restored", "checked_saves"]
 
 _checks: list[Callable[[], None]] = []
 
@@ -92,11 +85,9 @@ class Checkpoint:
     arithmetic differs in the last bits, weights that you average every few steps), those of rank 0 are saved, whatever
     the others have.
 
-    With `in_background`, `save` returns once rank 0 has copied the state to host memory, and a thread of rank 0 writes
-    the copy while training goes on, one at a time. Until the file is whole, the one before is the newest. An error of
-    the thread is raised on every rank by their next `save`, `load` or `wait`. When SIGUSR1 has said that the job's time
-    is nearly up (`due`), and with `in_background=False`, which needs no memory for a copy, `save` returns when the file
-    is durable. A copy from CUDA devices lies in pinned memory, about as much as the state, kept for the next one.
+    With `in_background`, a thread of rank 0 writes a copy of the state while training goes on, one at a time (see
+    `wait`). A copy from CUDA devices lies in pinned memory, about as much as the state, kept for the next one. With
+    `in_background=False`, no memory for a copy is needed.
 
     Under `dtrain run`, the copy lies in memory of rank 0's host that outlives the process and is kept until the run
     ends (once more the state's size where that is on devices, whose copy is there when they have finished it). If the
@@ -120,15 +111,9 @@ class Checkpoint:
         self.keep = keep
         self.in_background = in_background
         self.check_replicas = check_replicas
-        self._owner = FolderOwner(self.folder)
-        self._failed = FailedSaves(self.folder, on_error)
-        self._memory = HostMemory()  # for copies of what is on devices; kept
+        self._writer = Writer(self.folder, on_error)
         self._is_uncounted = False  # whether another rank may still write what this one has saved
         self._warned: Warned | None = None
-        self._broken: set[str] = set()  # names of files whose end looks whole, but that `load` found damaged
-        self._known: set[str] | None = None  # names of the files that are ours, or were there when we began
-        self._newest: Path | None = None  # that this object has written
-        self._loaded = ""  # name of the file that was loaded, which may still be on its way from a copy in memory
 
     def due(self, step: int, *, every: int) -> bool:
         """Whether to save now: after every `every` steps, and once more when the job's time is nearly up.
@@ -154,12 +139,10 @@ class Checkpoint:
     ) -> None:
         """Write a checkpoint of what is given and of every rank's random number generators.
 
-        Every rank must call it, with the same step and the same things. It blocks until the checkpoint before is
-        durable (written, fsynced and renamed) and rank 0 has copied its state, or, in the foreground, until this one is
-        durable; at most as long as the process group's timeout. States and `values` are those of rank 0, but what
-        `compression=` still owes is that of all. Values may be None, numbers, strings, tensors, and lists, tuples, sets
-        and dicts of them. Wrappers around the model (DDP, torch.compile) are taken off, so that it can be loaded with
-        or without.
+        Every rank must call it, with the same step and the same things. It blocks as `wait` says, at most as long as
+        the process group's timeout. States and `values` are those of rank 0, but what `compression=` still owes is that
+        of all. Values may be None, numbers, strings, tensors, and lists, tuples, sets and dicts of them. Wrappers
+        around the model (DDP, torch.compile) are taken off, so that it can be loaded with or without.
 
         Raises CheckpointError on every rank if one of them passes something that cannot be saved or something
         else than rank 0, if the folder has a later step than `step` or belongs to another run, or if `on_error` makes
@@ -171,7 +154,7 @@ class Checkpoint:
             check()
         rank, _ = place()
         with at_files(self.folder.absolute()):
-            lost = background.finish()
+            lost = writer.finish()
         problem: Exception | None = None
         content: dict[str, Any] = {}
         weights: Weights | None = None
@@ -180,12 +163,8 @@ class Checkpoint:
             step=step,
             random=rng.capture(),
             in_background=self.in_background and not is_urgent,
-            is_last_written=not self._failed.is_last_lost,
+            is_last_written=not self._writer.failed.is_last_lost,
         )
-        # In the foreground only what lies on torch_xla's devices is copied: a file would ask for such a device again.
-        copies = HostCopy(self._memory, device_types=None if note.in_background else {"xla"})
-        memory: CopyMemory | None = None
-        is_copied = False
         try:
             parts = given_parts(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, sampler=sampler)
             position = None if sampler is None else dict(sampler.state_dict())
@@ -196,16 +175,11 @@ class Checkpoint:
             check_plain(values)
             if rank == 0 and lost is None:
                 with at_files(self.folder.absolute()):
-                    memory = CopyMemory.of_host() if note.in_background else None
-                    note = replace(note, can_write=self._can_write(step))
+                    can_write = self._writer.can_write(step, rank, in_background=note.in_background)
+                    note = replace(note, can_write=can_write)
                     content = {name: part.state_dict() for name, part in parts.items()}
                     for name, part_state in content.items():
                         check_plain(part_state, name)
-                    content["values"] = values
-                    if memory is not None and not memory.has_room(needed_bytes(content)):
-                        memory = None
-                    if memory is None or not is_on_host(content):
-                        content, is_copied = copies.of(content), True
         except Exception as error:  # whatever a state_dict() raises, the other ranks must not wait for this one
             problem = error
         what = f"save step {step}"
@@ -221,22 +195,25 @@ class Checkpoint:
         reduction = None if wrapper is None else wrapper.reduction_state()
 
         if rank == 0:
-            values = content.pop("values")
             random_states = [note.random for note in notes]
             content = {"step": step, "world_size": len(notes), **content, "random": random_states, "values": values}
             if reduction is not None:
-                content["reduction"] = copies.of(reduction) if is_copied and note.in_background else reduction
+                content["reduction"] = reduction
             with at_files(self.folder.absolute()):
-                write = partial(self._write, step, partial(checkpoint_file.write, self.folder, step, content))
-                begin = partial(self._begin, step, content, copies, memory, is_copied=is_copied)
-                background.run(begin if note.in_background else write)
+                self._writer.start(step, rank, content, keep=self.keep, in_background=note.in_background)
         self._is_uncounted = rank != 0
         if not note.in_background:
             self._wait(is_needed=False)
 
     @phase(SAVE)
     def wait(self) -> None:
-        """Wait until what was saved is durable. Every rank must call it; blocks.
+        """Wait until what was saved is durable: written, fsynced and renamed. Every rank must call it; blocks.
+
+        When `save` returns, rank 0 has copied its state (what lies on devices is copied in stream order), and the
+        checkpoint before is durable. This one is durable when the next `save`, `load` or `wait` returns, unless writing
+        it has failed; until its file is whole, the one before is the newest. An error of the copy, or of the thread
+        that writes it, is raised on every rank by that call. With `in_background=False`, or once SIGUSR1 has said that
+        the job's time is nearly up (`due`), the file of a `save` is durable when that `save` returns.
 
         Call it at the end of training, or before a program reads the file; the folder is free for another Checkpoint
         then, until this one saves again. A process that just ends waits as well, but an error is then raised on rank 0
@@ -247,15 +224,15 @@ class Checkpoint:
         CollectiveError if a rank is gone.
         """
         self._wait()
-        self._owner.release()
+        self._writer.owner.release()
 
     def _wait(self, *, is_needed: bool = True) -> None:
         """Wait for what was saved. If it `is_needed`, a save that has failed is an error."""
         with at_files(self.folder.absolute()):
-            lost = background.finish()
+            lost = writer.finish()
         if is_needed:
-            lost = lost or self._failed.take()
-        told = exchange((reason_of(lost), not self._failed.is_last_lost), "what each rank saved")
+            lost = lost or self._writer.failed.take()
+        told = exchange((reason_of(lost), not self._writer.failed.is_last_lost), "what each rank saved")
         self._finish_last([reason for reason, _ in told], lost, is_written=told[0][1])
 
     @phase(SAVE, loads=True)
@@ -288,7 +265,7 @@ class Checkpoint:
             return None  # this process takes a failed rank's place, and gets the state from the others
         self._wait()
         rank, world_size = place()
-        self._known = None
+        self._writer.forget_files()
         given = None if path is None else Path(path)
         source_path = (self.folder if given is None else given).absolute()
         with contextlib.ExitStack() as open_files:
@@ -299,7 +276,7 @@ class Checkpoint:
             reader = rank if seen[rank] is None else seen.index(seen[rank])
             with at_files(source_path):
                 nothing = LoadNote(()), None
-                found, file = nothing if reader != rank else find(open_files, self.folder, given, self._broken)
+                found, file = nothing if reader != rank else find(open_files, self.folder, given, self._writer.broken)
             told = [LoadNote(**each) for each in exchange(vars(found), "notes before loading")]
             notes = [told[at if seen[at] is None else seen.index(seen[at])] for at in range(world_size)]
             mine = notes[rank]
@@ -337,61 +314,8 @@ class Checkpoint:
             except Exception as error:  # whatever a load_state_dict() raises, the other ranks must not wait
                 problem = error
         raise_together(exchange(reason_of(problem, f"restore {chosen.path}"), "what each rank loaded"), problem)
-        self._loaded = Path(chosen.path).name
+        self._writer.loaded = Path(chosen.path).name
         return restored
-
-    def _begin(
-        self, step: int, content: dict[str, Any], copies: HostCopy, memory: CopyMemory | None, *, is_copied: bool
-    ) -> None:
-        """Copy on rank 0 what is not copied yet, and start to write. Errors are kept until the ranks meet again."""
-        path = checkpoint_file.path_of(self.folder.absolute(), step)
-        note = None
-        if memory is not None and not is_copied:
-            try:
-                note = memory.keep(step, path, content)
-            except Exception as error:  # no memory after all, or what torch.save refuses, which `write` meets again
-                if is_interrupt(error):
-                    raise
-                memory = None
-                content = copies.of(content)
-
-        def write() -> None:
-            nonlocal note, memory
-            copies.wait()
-            if memory is not None and note is None:
-                try:
-                    note = memory.keep(step, path, content)
-                except Exception:  # as above
-                    memory = None
-            if memory is None or note is None:
-                checkpoint_file.write(self.folder, step, content)
-            else:
-                memory.write_file(note)
-
-        background.start(partial(self._write, step, write))
-
-    def _write(self, step: int, write: Callable[[], object]) -> None:
-        """Write and prune, perhaps in a thread: nothing else uses what this changes until it is finished."""
-        try:
-            write()
-            name = checkpoint_file.path_of(self.folder, step).name
-            self._broken.discard(name)
-            assert self._known is not None
-            self._known.add(name)
-            checkpoint_file.prune(self.folder, self.keep, self._broken)
-        except OSError as error:
-            self._add_failure(step, error)
-        except Exception as error:
-            raise CheckpointError(str(reason_of(error, f"write step {step} to {self.folder.absolute()}"))) from error
-        else:
-            self._newest = checkpoint_file.path_of(self.folder.absolute(), step)
-            self._failed.end()
-            count_checkpoint()
-
-    def _add_failure(self, step: int, error: OSError) -> None:
-        rank, _ = place()
-        find = partial(checkpoint_file.newest_whole, self.folder.absolute(), self._broken)
-        self._failed.add(rank, f"step {step}", error, lambda: self._newest or find())
 
     def _finish_last(self, problems: Sequence[str | None], mine: Exception | None, *, is_written: bool) -> None:
         """Raise what the last save ended with on any rank, or count it: rank 0 has done so itself when it was over."""
@@ -399,36 +323,3 @@ class Checkpoint:
         raise_together(problems, mine)
         if is_uncounted and is_written:
             count_checkpoint()
-
-    def _can_write(self, step: int) -> bool:
-        """Check the folder; return False where the file system refuses what it did not refuse before."""
-        try:
-            self._check_folder(step)
-        except OSError as error:
-            if not self._owner.has_claimed:  # most likely, it is the wrong one
-                raise
-            self._add_failure(step, error)
-            return False
-        return True
-
-    def _check_folder(self, step: int) -> None:
-        """Refuse what is no step, one before others that are there, and a folder in which somebody else saves."""
-        if type(step) is not int or step < 0:
-            raise ArgumentError(f"step is {step!r}; it must be an int, 0 or more")
-        self._owner.claim(0)
-        there = checkpoint_file.newest_first(self.folder)
-        for found, path in there:
-            is_foreign = self._known is not None and path.name not in self._known
-            if (found <= step and not is_foreign) or path.name in self._broken or not checkpoint_file.ends_whole(path):
-                continue
-            if is_foreign:
-                raise CheckpointError(
-                    f"{path.absolute()} was saved by another run, or by another Checkpoint of this one, since this one "
-                    "began: give each a folder of its own"
-                )
-            raise CheckpointError(  # after a restart those would be loaded instead
-                f"{path.absolute()} is later than step {step}: this folder belongs to another run, or to a later part "
-                "of this one. load() first to go on from there, use another folder, or move that file away"
-            )
-        if self._known is None:
-            self._known = {*(path.name for _, path in there), self._loaded}

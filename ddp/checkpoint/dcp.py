@@ -27,8 +27,6 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from ddp.errors import CheckpointError
 from ddp.torch_internals import DCP_CLASSES
 
-__all__ = ["Refused", "read_folder", "write_folder"]
-
 _METADATA = ".metadata"
 
 

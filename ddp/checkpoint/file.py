@@ -20,24 +20,9 @@ from typing import IO, Any, BinaryIO, cast
 
 import torch
 
-from ddp.checkpoint.atomic_file import make_durably, remove_unfinished, replacing
-from ddp.checkpoint.host_copy import HostCopy
-from ddp.checkpoint.kept_copy import HEAD, MAGIC, NAME, VERSION, pack_trailer
+from ddp.checkpoint.copies import HostCopy
+from ddp.checkpoint.kept_copy import HEAD, MAGIC, NAME, VERSION, writing
 from ddp.errors import CheckpointError
-
-__all__ = [
-    "TRAILER_BYTES",
-    "Trailer",
-    "ends_whole",
-    "identity",
-    "newest_first",
-    "newest_whole",
-    "path_of",
-    "prune",
-    "read",
-    "verify",
-    "write",
-]
 
 TRAILER_BYTES = HEAD.size + hashlib.sha256().digest_size
 _CHUNK_BYTES = 4 << 20
@@ -134,49 +119,11 @@ def identity(path: Path) -> tuple[str, int, int] | None:
 
 
 def write(folder: Path, step: int, content: Mapping[str, Any]) -> Path:
-    """Write `content`; when this returns, the file is there and survives a loss of power. Returns its path.
-
-    What a killed writer left unfinished in `folder` is removed first. A file of the same step is replaced.
-    Raises OSError where the system does, without leaving anything.
-    """
-    make_durably(folder)
-    remove_unfinished(folder, NAME)
+    """Write `content` as `kept_copy.writing` does; return the path."""
     path = path_of(folder, step)
-    with replacing(path) as file:
-        stream = _Hashing(file)
+    with writing(path, step) as stream:
         torch.save(dict(content), cast("IO[bytes]", stream))  # it calls write and flush only
-        stream.write(pack_trailer(step, stream.length))
-        stream.write(stream.sha.digest())
-        if stream.error is not None:
-            raise stream.error
     return path
-
-
-class _Hashing:
-    """The file as torch's zip writer sees it: hashes what passes, and keeps the first error until the end.
-
-    torch's C++ writer answers an exception in the middle with another one, which hides the first.
-    """
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.sha = hashlib.sha256()
-        self.length = 0
-        self.error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        whole = memoryview(data).cast("B")
-        if self.error is None:
-            try:
-                self._file.write(whole)
-            except OSError as error:
-                self.error = error
-            self.sha.update(whole)
-            self.length += len(whole)
-        return len(whole)
-
-    def flush(self) -> None:
-        """Leave it to the fsync at the end."""
 
 
 def prune(folder: Path, keep: int, broken: Collection[str]) -> None:

@@ -24,8 +24,6 @@ from ddp.checkpoint.atomic_file import Lock, make_durably
 from ddp.environment import run_of
 from ddp.errors import CheckpointError
 
-__all__ = ["FolderOwner"]
-
 _NAME = ".owner"
 
 

@@ -1,4 +1,4 @@
-"""A copy of the newest checkpoint that outlives the process that made it, and the program that writes it to its file.
+"""The format of a checkpoint's file, and a copy of the newest one that outlives the process that made it.
 
 The launcher keeps memory for it on each host, through all attempts of a run: DTRAIN_COPY_FILE names it, and
 DTRAIN_COPY_NOTE a file beside it. The memory holds what `torch.save` writes. The note is there while it is whole, and
@@ -8,6 +8,7 @@ in the note, with the memory as its standard input: `main` of this module, which
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -18,24 +19,12 @@ import struct
 import sys
 import zipfile
 import zlib
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from ddp.checkpoint.atomic_file import make_durably, remove_unfinished, replacing
-
-__all__ = [
-    "HEAD",
-    "MAGIC",
-    "NAME",
-    "VERSION",
-    "Note",
-    "copy_path",
-    "find",
-    "lock",
-    "note_path",
-    "pack_trailer",
-    "write_file",
-]
 
 MAGIC = b"ddp-ckpt"
 VERSION = 1
@@ -54,9 +43,49 @@ _ENTRY_CRC_AT, _LOCAL_CRC_AT, _LOCAL_BYTES = 16, 14, 30
 _HAS_DESCRIPTOR, _DESCRIPTOR = 8, b"PK\7\10"
 
 
-def pack_trailer(step: int, length: int) -> bytes:
-    """Return what follows the `length` bytes of a state in a checkpoint's file, before their digest."""
-    return HEAD.pack(MAGIC, VERSION, step, length)
+@contextlib.contextmanager
+def writing(path: Path, step: int) -> Iterator[Stream]:
+    """Open the file of a checkpoint for what `torch.save` writes; at the end of the block it survives a loss of power.
+
+    The folder is made, and what a killed writer left unfinished in it is removed first. A file of the same step is
+    replaced. Raises OSError where the system does, without leaving anything.
+    """
+    make_durably(path.parent)
+    remove_unfinished(path.parent, NAME)
+    with replacing(path) as file:
+        stream = Stream(file)
+        yield stream
+        stream.write(HEAD.pack(MAGIC, VERSION, step, stream.length))
+        stream.write(stream.sha.digest())
+        if stream.error is not None:
+            raise stream.error
+
+
+class Stream:
+    """The file as torch's zip writer sees it: hashes what passes, and keeps the first error until the end.
+
+    torch's C++ writer answers an exception in the middle with another one, which hides the first.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.sha = hashlib.sha256()
+        self.length = 0
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        with memoryview(data).cast("B") as whole:  # an error's traceback would keep it, and the memory behind it
+            if self.error is None:
+                try:
+                    self._file.write(whole)
+                except OSError as error:
+                    self.error = error
+                self.sha.update(whole)
+                self.length += len(whole)
+            return len(whole)
+
+    def flush(self) -> None:
+        """Leave it to the fsync at the end."""
 
 
 @dataclass(frozen=True)
@@ -118,23 +147,12 @@ def lock(descriptor: int) -> bool:
 
 
 def write_file(memory: int, note: Note) -> None:
-    """Write the copy in the open file `memory` to its file; when this returns, that survives a loss of power.
-
-    Raises OSError where the system does, without leaving anything.
-    """
-    path = Path(note.path)
-    make_durably(path.parent)
-    remove_unfinished(path.parent, NAME)
-    with mmap.mmap(memory, 0) as mapped, memoryview(mapped) as data, replacing(path) as file:
+    """Write the copy in the open file `memory` to its file, as `writing` does."""
+    with mmap.mmap(memory, 0) as mapped, memoryview(mapped) as data, writing(Path(note.path), note.step) as stream:
         _fill_in_checksums(memory, mapped)
-        sha = hashlib.sha256()
         for begin in range(0, len(data), _CHUNK_BYTES):
             with data[begin : begin + _CHUNK_BYTES] as chunk:
-                file.write(chunk)
-                sha.update(chunk)
-        end = pack_trailer(note.step, len(data))
-        sha.update(end)
-        file.write(end + sha.digest())
+                stream.write(chunk)
 
 
 def _fill_in_checksums(memory: int, archive: mmap.mmap) -> None:

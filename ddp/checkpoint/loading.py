@@ -26,8 +26,6 @@ from ddp.environment import run_of
 from ddp.errors import CheckpointError
 from ddp.monitoring.stall_report import at_files, finish, waiting_for_peers
 
-__all__ = ["LoadNote", "Restored", "find", "identity", "open_again", "restore", "send"]
-
 _CHUNK_BYTES = 64 << 20
 
 

@@ -11,8 +11,6 @@ from ddp.monitoring.stall_report import finish, waiting_for_peers
 from ddp.monitoring.time_warning import time_warning
 from ddp.world import before_leaving
 
-__all__ = ["Warned"]
-
 
 class Warned:
     """Hears warnings from its construction on (`ddp.monitoring.time_warning`)."""

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["capture", "reseed", "restore", "seed_on_host", "seed_torch"]
-
 _NUMPY_SEED_LIMIT = 1 << 32
 _TORCH_SEED_LIMIT = 1 << 63
 

@@ -17,8 +17,6 @@ from ddp.errors import ArgumentError, CheckpointError
 from ddp.monitoring.interrupts import is_interrupt
 from ddp.torch_internals import compiled_module, unwrapped
 
-__all__ = ["PARTS", "Stateful", "check_plain", "given_parts", "restore_parts", "wrapper_of"]
-
 PARTS = ("model", "optimizer", "scheduler", "scaler", "sampler")
 _NAMED_DIFFERENCES = 3
 # What `torch.load(weights_only=True)` reads; subclasses it does not.
@@ -56,7 +54,7 @@ def wrapper_of(model: nn.Module | None) -> DistributedDataParallel | None:
 
 
 def check_plain(value: Any, name: str = "") -> None:
-    """Refuse what `torch.load(weights_only=True)` would refuse, before it is written."""
+    """Refuse tensors that cannot be copied, and what `torch.load(weights_only=True)` would refuse."""
     kind = type(value)
     if kind in _MAPPINGS:
         for key, item in value.items():
@@ -72,7 +70,11 @@ def check_plain(value: Any, name: str = "") -> None:
             f"{name} is a DTensor, of which each rank holds a part: save it with torch.distributed.checkpoint, which "
             "`python -m ddp.checkpoint.convert` turns into one of these checkpoints"
         )
-    elif kind not in _ATOMS and kind not in _TENSORS:
+    elif kind in _TENSORS:
+        for unreadable in ("meta", "nested", "mkldnn"):
+            if getattr(value, f"is_{unreadable}"):
+                raise ArgumentError(f"{name} is a {unreadable} tensor, which a checkpoint cannot hold")
+    elif kind not in _ATOMS:
         raise ArgumentError(
             f"{name} is a {kind.__module__}.{kind.__qualname__}, which loading with weights_only refuses: save its "
             "numbers, strings, tensors, or lists and dicts of them"

@@ -14,7 +14,7 @@ import ddp
 
 dist = torch.distributed
 world = ddp.init()  # what is imported after a call is no matter of testbed.warm
-from ddp.checkpoint import copy_memory, kept_copy  # noqa: E402
+from ddp.checkpoint import copies, kept_copy  # noqa: E402
 
 what = sys.argv[1]
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -63,10 +63,10 @@ elif what == "second process":
     save(1)
     checkpoint.wait()
     if world.is_main:
-        other = "import ddp, torch; from ddp.checkpoint.copy_memory import CopyMemory; print(CopyMemory.of_host())"
+        other = "import ddp, torch; from ddp.checkpoint.copies import CopyMemory; print(CopyMemory.of_host())"
         print("other", subprocess.check_output([sys.executable, "-c", other], text=True).strip(), flush=True)
 elif what == "no memory":
-    copy_memory._available_bytes = lambda: 1 << 10
+    copies._available_bytes = lambda: 1 << 10
     save(1)
     save(2)
     checkpoint.wait()
@@ -84,13 +84,13 @@ elif attempt == 0 and what == "killed in a copy":
     save(3)
     checkpoint.wait()
 
-    class Sink(copy_memory._Sink):
+    class Sink(copies._Sink):
         def write(self, data: Any) -> int:
             if self._memory is not None and self.length > 100_000:
                 die()
             return super().write(data)
 
-    copy_memory._Sink = Sink  # type: ignore[misc]  # replaced in this process
+    copies._Sink = Sink  # type: ignore[misc]  # replaced in this process
     save(4)
 elif attempt:
     save(9)

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import ddp
 from ddp import callbacks as cb
-from ddp.checkpoint import background
+from ddp.checkpoint import writer
 from ddp.data.replica_loader import ReplicaLoader
 from ddp.strategies.all_reduce import AllReduce
 from ddp.training.optimizer_step import needs_average
@@ -545,8 +545,8 @@ class FullDisk(cb.Callback):
         self._set(False)
 
     def _set(self, is_full: bool) -> None:
-        if background._thread is not None:
-            background._thread.join()
+        if writer._thread is not None:
+            writer._thread.join()
         resource.setrlimit(resource.RLIMIT_FSIZE, (500 if is_full else resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 

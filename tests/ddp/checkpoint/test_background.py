@@ -17,8 +17,8 @@ from testbed.processes import Result
 from torch import nn
 
 import ddp
-from ddp.checkpoint import host_copy
-from ddp.checkpoint.host_copy import HostCopy, HostMemory
+from ddp.checkpoint import copies
+from ddp.checkpoint.copies import HostCopy, HostMemory
 
 CASES = "ddp_worlds.background_save_cases"
 
@@ -102,9 +102,9 @@ def device_copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         blocks.append(size)
         return torch.full((size,), 99, dtype=torch.uint8)
 
-    monkeypatch.setattr(host_copy, "_pinned", pinned)
-    monkeypatch.setattr(host_copy, "has_stream", lambda _: True)
-    monkeypatch.setattr(host_copy, "recorded_event", lambda _: _DoneEvent())
+    monkeypatch.setattr(copies, "_pinned", pinned)
+    monkeypatch.setattr(copies, "has_stream", lambda _: True)
+    monkeypatch.setattr(copies, "recorded_event", lambda _: _DoneEvent())
     return blocks
 
 
@@ -153,7 +153,7 @@ def test_where_no_more_memory_can_be_pinned_ordinary_memory_is_taken(
     memory = HostMemory()
     memory.take([128])
     memory.free()
-    monkeypatch.setattr(host_copy, "_pinned", refuse)
+    monkeypatch.setattr(copies, "_pinned", refuse)
     copied = HostCopy(memory).of([torch.ones(16), torch.ones(1000), torch.ones(2000)])
     assert [tensor.sum() for tensor in copied] == [16, 1000, 2000]
     assert device_copies == [128]
@@ -200,10 +200,30 @@ def test_a_process_that_ends_waits_for_the_file(
 def test_a_process_that_fails_does_not_wait_for_a_disk_without_end(
     end: str, code: int, run: Callable[..., Result], tmp_path: Path
 ) -> None:
-    program = f"from ddp.checkpoint import background\nbackground._LONGEST_WAIT_S = 0.2\n{end}"
+    program = f"from ddp.checkpoint import writer\nwriter._LONGEST_WAIT_S = 0.2\n{end}"
     done = run(program, GATE=str(tmp_path / "never"))
     assert done.returncode == code, done
     assert "ends before its last checkpoint is written; the one before is whole" in done.stderr
+
+
+def test_a_state_that_cannot_be_copied_is_printed_and_an_error_of_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: Any) -> Any:
+        raise RuntimeError("no memory is left")
+
+    checkpoint = ddp.Checkpoint(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(HostCopy, "of", refuse)
+        checkpoint.save(1, weights=torch.zeros(1))
+    expected = "could not copy step 1: RuntimeError: no memory is left"
+    assert f"ddp: {expected}" in capfd.readouterr().err
+    with pytest.raises(ddp.errors.CheckpointError, match=expected):
+        checkpoint.wait()
+    checkpoint.save(2, weights=torch.zeros(1))
+    restored = checkpoint.load()
+    assert restored is not None
+    assert restored.step == 2
 
 
 @pytest.mark.parametrize("settings", ["", "in_background=False", "on_error='stop'"])

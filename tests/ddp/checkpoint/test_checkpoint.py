@@ -382,6 +382,8 @@ Point = namedtuple("Point", "x y")
         (numpy.zeros(2), "extra is a numpy.ndarray"),
         (Point(1, 2), "Point"),
         ({(1, 2): 3}, r"the key extra\[\(1, 2\)\] is a tuple"),
+        ([torch.empty(2, device="meta")], r"extra\[0\] is a meta tensor"),
+        (torch.ones(2, 2).to_mkldnn(), "extra is a mkldnn tensor"),
     ],
 )
 def test_values_that_could_not_be_loaded_are_refused(value: object, named: str, tmp_path: Path) -> None:
@@ -582,7 +584,7 @@ def train(state):
         resource.setrlimit(resource.RLIMIT_FSIZE, (least, resource.RLIM_INFINITY))
         checkpoint.save(state.step, model=model)
         if world.is_main:
-            ddp.checkpoint.background._thread.join()
+            ddp.checkpoint.writer._thread.join()
 
 train(state)
 checkpoint.wait()

@@ -11,7 +11,7 @@ from ddp_worlds.sync_debug import waiting_is_an_error
 from torch import nn
 
 import ddp
-from ddp.checkpoint.host_copy import HostCopy, HostMemory
+from ddp.checkpoint.copies import HostCopy, HostMemory
 
 pytestmark = pytest.mark.gpu
 
