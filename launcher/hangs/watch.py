@@ -111,7 +111,8 @@ class HangWatch:
         """Add an inspection of all ranks; return the hanging ones, once certain."""
         before, self._before = self._before, (now, {each.rank: each for each in evidence})
         self.missed(now)
-        known = [each for each in evidence if each.steps >= STEPS or each.phase == START] or list(evidence)
+        is_early = all(each.steps < STEPS for each in evidence)
+        known = [each for each in evidence if is_early or each.steps >= STEPS or each.phase == START]
         stopped = tuple(each for each in known if _is_stopped(each) and each.rank in self._stopped_ranks)
         if stopped and any(not _is_stopped(each) and not each.traced for each in known):
             silent_s = min(each.silent_s for each in stopped)

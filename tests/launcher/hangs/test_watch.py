@@ -267,6 +267,15 @@ def test_a_replaced_rank_is_blamed_where_it_is_stopped_or_does_nothing_for_ten_s
     assert other.hung() == [2]
 
 
+def test_a_rank_that_is_stopped_in_the_first_steps_is_blamed_while_another_is_replaced() -> None:
+    world = World(4)
+    world.steps(2, 0.1)
+    world.ranks[1] = Rank(1, since=world.now, phase=START)
+    world.ranks[2].state = "T"
+    world.pause(10)
+    assert world.hung() == [2]
+
+
 def test_a_rank_that_goes_on_before_the_look_is_left_alone(world: World) -> None:
     world.ranks[2].state = "T"
     for rank in world.ranks[:2]:
