@@ -18,7 +18,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
 
 from launcher.job.failure import signal_name, what_happened
 from launcher.job.outcome import Outcome
@@ -54,12 +53,13 @@ def run_on_end(
         IN_ON_END: "1",
     }
     try:
-        with _stopped_by_signals():
+        with _stopped_by_signals() as begin_raising:
             process = subprocess.Popen(
                 ["/bin/sh", "-c", command], env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
                 start_new_session=True,
             )  # fmt: skip
             try:
+                begin_raising()
                 status = process.wait(limit_s)
             except BaseException:
                 _kill(process)
@@ -94,20 +94,33 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 @contextmanager
-def _stopped_by_signals() -> Iterator[None]:
-    """Raise _StoppedError if a signal would end this process, which still has to return an exit code."""
+def _stopped_by_signals() -> Iterator[Callable[[], None]]:
+    """Raise _StoppedError if a signal would end this process, which still has to return an exit code.
+
+    Signals are only recorded until the block calls what it is given: else Popen could lose a process that it started.
+    """
+    received: list[int] = []
+    is_raising = False
+
+    def stop(signum: int, _: object) -> None:
+        received.append(signum)
+        if is_raising:
+            raise _StoppedError(signum)
+
+    def begin_raising() -> None:
+        nonlocal is_raising
+        is_raising = True
+        if received:
+            raise _StoppedError(received[0])
+
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield begin_raising
         return
-
-    def stop(signum: int, _: object) -> NoReturn:
-        raise _StoppedError(signum)
-
     before = {
         signum: signal.signal(signum, stop) for signum in _STOPS if signal.getsignal(signum) is not signal.SIG_IGN
     }
     try:
-        yield
+        yield begin_raising
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)

@@ -3,8 +3,10 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from testbed.processes import run_dtrain, started_dtrain, wait_until
@@ -17,6 +19,11 @@ NAMES = ("DTRAIN_RUN", "DTRAIN_STATE", "DTRAIN_EXIT_CODE", "DTRAIN_CAUSE", "DTRA
 TELL = "; ".join(f'echo "${name}"' for name in NAMES)
 COMMAND = f"({TELL}) > told.new; mv told.new told"
 WAITS = "import pathlib, time\nprint('up', flush=True)\nwhile not pathlib.Path('go').exists(): time.sleep(0.05)\n"
+OUTCOME = Outcome(
+    run_id="r", exit_code=1, error=LaunchError("why", exit_code=1),
+    signum=None, cause=None, secondary_failures=(), stopped=0, world_size=0, hosts=0, attempts=0,
+    no_restart_reason="", evidence=(), swept=0, left=(), unchecked=(), duration_s=0.0,
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -124,15 +131,23 @@ def test_ctrl_c_ends_the_command_and_leaves_the_exit_code(folder: Path) -> None:
     assert not os.path.exists(f"/proc/{Path('pid').read_text().strip()}")
 
 
+def test_a_signal_while_the_command_starts_kills_it_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            signal.raise_signal(signal.SIGINT)  # before anyone can hold this process
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    said: list[str] = []
+    run_on_end("echo $$ > pid; exec sleep 300", OUTCOME, "not started", None, say=said.append)
+    assert said == ["--on-end: the command was killed, since dtrain received SIGINT"]
+    assert not Path("pid").exists() or not os.path.exists(f"/proc/{Path('pid').read_text().strip()}")
+
+
 def test_what_does_not_end_is_killed_with_all_it_has_started(folder: Path) -> None:
     said: list[str] = []
-    outcome = Outcome(
-        run_id="r", exit_code=1, error=LaunchError("why", exit_code=1),
-        signum=None, cause=None, secondary_failures=(), stopped=0, world_size=0, hosts=0, attempts=0,
-        no_restart_reason="", evidence=(), swept=0, left=(), unchecked=(), duration_s=0.0,
-    )  # fmt: skip
     command = "sleep 300 & echo $! > child; wait"
-    run_on_end(command, outcome, "not started", None, say=said.append, limit_s=1.0)
+    run_on_end(command, OUTCOME, "not started", None, say=said.append, limit_s=1.0)
     assert said[0].startswith("--on-end: the command did not end within 1 s and was killed")
     child = Path("child").read_text().strip()
     wait_until(lambda: not os.path.exists(f"/proc/{child}"), "what it has started is gone")
