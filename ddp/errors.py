@@ -79,7 +79,7 @@ class UnsupportedError(DdpError, NotImplementedError):
 
 
 class MissingNameError(UnsupportedError, AttributeError):
-    """`ddp.horovod` lacks a name of Horovod's module; the message says what to use instead."""
+    """A name of Horovod's module is missing in `ddp.horovod`; the message says what to use instead."""
 
 
 class LayoutMismatchError(DdpError):
@@ -140,7 +140,7 @@ class NonFiniteError(DdpError):
 
 
 class ReplacementError(DdpError):
-    """`ddp.resilient` cannot continue for a replaced rank, or for the others: all have to start again."""
+    """A replaced rank, or the others, cannot continue in `ddp.resilient`: all ranks must start again."""
 
 
 class CheckpointError(DdpError):

@@ -116,7 +116,7 @@ def test_help_before_the_script_is_ours(folder: Path) -> None:
     result = run_dtrain("run", "--help", "show.py", cwd=folder)
     assert result.returncode == 0
     assert "--nproc-per-node" in result.stdout
-    assert "everything after it is the script's" in result.stdout.replace("\n  ", " ")
+    assert "everything after it is passed to the script" in result.stdout.replace("\n  ", " ")
 
 
 def test_options_of_run_come_from_the_environment_and_the_file_too(folder: Path) -> None:

@@ -231,7 +231,7 @@ def test_two_runs_at_once_are_told_apart(folder: Path) -> None:
     start("exp-1")
     start("exp-2")
     assert [run["run_id"] for run in ps()] == ["exp-2", "exp-1"]
-    assert "exp may be exp-1, exp-2; write more of it" in dtrain("stop", "exp").stderr
+    assert "exp is ambiguous: exp-1, exp-2; write more of the id" in dtrain("stop", "exp").stderr
     dtrain("stop", "last")
     assert [run["run_id"] for run in ps()] == ["exp-1"]
     refused = dtrain("run", "--run-id", "exp-1", "script.py")

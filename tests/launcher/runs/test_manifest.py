@@ -115,7 +115,7 @@ def test_a_manifest_that_cannot_be_written_is_said_once(folder: Path, fault: str
 
 def test_a_lock_keeps_a_second_run_of_one_name_out(folder: Path) -> None:
     with hold(folder, "r"):
-        with pytest.raises(UsageError, match="a run r is going on"), hold(folder, "r"):
+        with pytest.raises(UsageError, match="run r is active"), hold(folder, "r"):
             pass
         with hold(folder, "r2"):
             pass
