@@ -24,7 +24,9 @@ def test_any_bytes_become_valid_utf_8() -> None:
 def test_all_that_a_failed_run_shows_is_objects(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
         "import os, sys\nsys.stdout.buffer.write(b'\\xff\\xfe one\\r 50%\\r100%\\nunfinished')\nsys.stdout.flush()\n"
-        "print('to err', file=sys.stderr)\nif os.environ['RANK'] == '1': sys.exit(3)\nimport time; time.sleep(600)"
+        "print('to err', file=sys.stderr, flush=True)\nimport time\n"
+        "if os.environ['RANK'] == '0': open('shown', 'w').close(); time.sleep(600)\n"
+        "while not os.path.exists('shown'): time.sleep(0.01)\nsys.exit(3)"
     )
     options = ["--log-format", "json", "--simulate", "--nnodes", "2", "--nproc-per-node", "1", "--grace-s", "1"]
     with started_dtrain("run", "-v", *options, "script.py", cwd=tmp_path) as process:
