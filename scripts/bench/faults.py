@@ -6,8 +6,9 @@ Each run trains on 2 to 4 ranks, over shared memory or gloo, with batch normaliz
 a schedule, bfloat16 autocast, accumulated gradients, a worker of a DataLoader, evaluations and checkpoints. Each epoch
 but the last has one to three faults: a rank is killed, is stopped (SIGSTOP), raises, exits, loses the worker of its
 DataLoader, or a signal's handler raises at some line of ddp's. They come at named places of a step; at some line of a
-save, also in the thread that writes it; while the ranks recover; on two ranks at the same moment. One rank of each
-epoch has none, since all start again where no rank is left that has the state.
+save, also in the thread that writes it; while the ranks recover; on two ranks at the same moment. All start again where
+no rank is left that has the state, so one rank of each epoch has no fault, and the first step of an epoch has none:
+there the ranks that failed in the epoch before get the state.
 
 A run is not as promised if no rank commits for too long, if it ends with another code than 0, restarts other ranks than
 had a fault, or ends with other bits, evaluations or another checkpoint than a run without faults.
@@ -309,7 +310,7 @@ def choose(numbers: random.Random, ranks: int, epoch: int, *, first: int) -> lis
 def _fault(numbers: random.Random, rank: int, epoch: int, place: str, *, step: int | None = None) -> Fault:
     # A save takes few lines, and ends with the step.
     kinds = ("kill", "stop", "interrupt") if place == "saving" else KINDS
-    step = 0 if place.startswith("evaluat") else numbers.randrange(8) if step is None else step
+    step = 0 if place.startswith("evaluat") else numbers.randrange(epoch > 0, 8) if step is None else step
     return Fault(rank, place, epoch, step, numbers.choice(kinds), int(10 ** numbers.uniform(0, 3)))
 
 

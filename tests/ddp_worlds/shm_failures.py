@@ -20,6 +20,7 @@ from torch.distributed import FileStore
 
 from ddp.comm.shm.group import ShmGroup
 from ddp.comm.shm.hosts_group import HostsGroup
+from ddp.comm.shm.memory import STATE
 from ddp.comm.shm.process_end import close_all
 from ddp.comm.shm.rounds import Lost
 from ddp.errors import CollectiveError
@@ -202,6 +203,31 @@ def a_rank_that_leaves_is_named(folder: str) -> None:
             group.barrier()
     else:
         with pytest.raises(CollectiveError, match=rf"rank {last} \(pid \d+\) has destroyed the group"):
+            group.barrier().wait()
+    dist.barrier()
+
+
+def a_rank_that_fails_after_a_collective_fails_the_next_one(folder: str) -> None:
+    """The others look at the collective only after that failure: they return from it, as that rank did."""
+    rank = dist.get_rank()
+    group = _group_of(folder, rank)
+    group.barrier().wait()
+    if rank:
+        rounds = group._engine.rounds
+        posted, all_posted = rounds.post, rounds.all_posted
+
+        def post() -> None:
+            posted()
+            time.sleep(0.2)
+
+        rounds.post = post
+        rounds.all_posted = lambda: rounds.others[0].words[STATE // 8] != 0 and all_posted()
+    group.barrier().wait()
+    if rank == 0:
+        group._engine.close("ValueError: it fails")
+    else:
+        rounds.post, rounds.all_posted = posted, all_posted
+        with pytest.raises(CollectiveError, match=f"barrier failed on rank {rank}: ValueError: it fails .said rank 0"):
             group.barrier().wait()
     dist.barrier()
 

@@ -20,8 +20,9 @@ from ddp.comm.shm import waiting
 from ddp.comm.shm.agreement import agree
 from ddp.errors import ParameterServerError, RendezvousError
 
-# Offsets in a segment, in bytes. Each word that a rank writes and others read has its own cache line.
-_TOKEN, POSTED, BELL, STATE, TEXT, HEADS = 0, 64, 128, 192, 256, 1024
+# Offsets in a segment, in bytes. Each word that a rank writes and others read has its own cache line; DONE goes with
+# STATE, and is written only where a rank fails.
+_TOKEN, POSTED, BELL, STATE, DONE, TEXT, HEADS = 0, 64, 128, 192, 200, 256, 1024
 TEXT_BYTES = HEADS - TEXT
 HEAD_BYTES = 64
 _SLOTS = 4096

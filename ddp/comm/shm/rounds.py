@@ -17,12 +17,12 @@ from functools import lru_cache
 
 import torch
 
-from ddp.comm.shm.memory import HEAD_BYTES, HEADS, POSTED, STATE, TEXT, TEXT_BYTES, Peer
+from ddp.comm.shm.memory import DONE, HEAD_BYTES, HEADS, POSTED, STATE, TEXT, TEXT_BYTES, Peer
 from ddp.comm.shm.waiting import Fence, futex_wait, futex_wake, spin
 from ddp.errors import CollectiveError
 
 _OPEN, _FAILED, _CLOSED = 0, 1, 2
-_POSTED, _STATE, _HEADS = POSTED // 8, STATE // 8, HEADS // 8
+_POSTED, _STATE, _DONE, _HEADS = POSTED // 8, STATE // 8, DONE // 8, HEADS // 8
 _KEPT_PARTS = 64  # cached views of slots: every training step uses the same ones
 _SLICE_S = 0.05  # how long a rank sleeps before it looks whether the others still run
 
@@ -82,6 +82,7 @@ class Rounds:
         self.others = [peer for peer in peers if peer.rank != rank]
         self.what = "barrier"
         self.round = 0
+        self._done = 0  # the last round that had no error on this rank
         self.parity = 0
         self.fence = Fence()
         self._pidfds = pidfds
@@ -129,9 +130,9 @@ class Rounds:
         return True
 
     def check(self) -> None:
-        """Raise Lost if not all ranks started this round with the same header, or one has failed since.
+        """Raise Lost if not all ranks started this round with the same header, or one failed in it.
 
-        Call it when all have posted.
+        Call it when all have posted. A rank that failed after this round has its data, and fails the next one.
         """
         self.fence()
         first, second = self._words
@@ -139,8 +140,9 @@ class Rounds:
         for words in self._counters:
             if words[at] != first or words[at + 1] != second:
                 raise self._mismatch(at)
-            if words[_STATE] == _FAILED:  # it no longer waits for this rank, and does not have the result
+            if words[_STATE] == _FAILED and words[_DONE] < self.round:  # it no longer waits for this rank
                 raise self.error("; ".join(filter(None, (self._why_gone(peer.rank) for peer in self.others))))
+        self._done = self.round
 
     def parts(self, dtype: torch.dtype, start: int, count: int) -> list[torch.Tensor]:
         """Return `count` elements from `start` on of the slots of all ranks, in this round."""
@@ -230,6 +232,7 @@ class Rounds:
             return
         said = text.encode("utf-8")[: TEXT_BYTES - 1].decode("utf-8", "ignore").encode("utf-8")
         self.own.bytes[TEXT : TEXT + len(said) + 1] = said + b"\0"
+        self.own.words[_DONE] = self._done
         self.fence()
         self.own.words[_STATE] = _FAILED
         self.ring()

@@ -32,6 +32,7 @@ def test_a_dead_rank_is_named_on_all_others(nursery: Nursery, tmp_path: Path, na
         "a_wait_costs_no_core",
         "a_forked_child_leaves_the_group_alone",
         "a_rank_that_leaves_is_named",
+        "a_rank_that_fails_after_a_collective_fails_the_next_one",
         "a_message_of_a_rank_that_has_left_arrives",
         "all_threads_that_wait_learn_of_a_dead_rank",
         "a_callback_that_waits_ends_with_the_group",
