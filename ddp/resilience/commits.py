@@ -314,15 +314,17 @@ class Commits:
         parameters = [parameter for part in self._optimizers for parameter in part.parameters]
         for parameter in (*parameters, *(each for part in self._models.values() for each in part.module.parameters())):
             parameter.grad = None
-        self._page.restore_buffers(number)
+        # A replaced rank that was lost before it sent gradients after a commit is where it was at that commit.
+        known = number if has_state or self._page.at(number) is not None else number - 1
+        self._page.restore_buffers(known)
         for average, source in self._averages:
             catch_up(average, source, self._page.before(number, [*average.buffers()]))
-        found = self._page.at(number)
+        found = self._page.at(known)
         random = None
         if found is not None:
             random, own = found
             rng.restore(random)
-            if self._own is not None and own:
+            if self._own is not None and own and known == number:
                 self._own.load_own_state(own)
         elif not has_state:  # its predecessor's are unknown: any that differ from the other ranks' will do
             rng.seed_on_host(hash((number, rank)))

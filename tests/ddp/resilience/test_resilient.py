@@ -161,6 +161,20 @@ def test_a_checkpoint_loaded_before_the_function_is_no_obstacle(tmp_path: Path) 
     assert "attempt 1 begins" not in result.stderr
 
 
+@pytest.mark.parametrize("backend", ["", "gloo"])
+def test_a_rank_lost_after_a_sum_of_the_script_and_before_the_others_commit_keeps_its_random_numbers(
+    tmp_path: Path, undisturbed: Callable[[int, str], Results], backend: str
+) -> None:
+    """Its page has the commit before: no gradients were sent since."""
+    script = changed(
+        tmp_path,
+        ("torch's own, between two steps\n", '\n                fail("sum")\n                state.commit()\n'),
+    )
+    result = run(tmp_path, 3, "1.5.sum.kill", "2.20.sum.kill", restarts=2, backend=backend, script=script)
+    assert result.returncode == 0, result
+    assert said(result, "result") == undisturbed(3, backend)
+
+
 FORGOTTEN = """\
 from ddp.generation import connections
 
