@@ -46,6 +46,7 @@ from ddp.generation.meeting import refuse as refuse_to_meet
 from ddp.generation.pending_group import is_pending, make_pending_group
 from ddp.group_store import leave_file, store_at_address, store_without_address
 from ddp.monitoring import device_watch
+from ddp.monitoring.interrupts import is_interrupt
 from ddp.monitoring.progress import set_restart_policy
 from ddp.torch_internals import (
     backend_of,
@@ -347,6 +348,8 @@ def rejoin(
     except DdpError:
         raise
     except (RuntimeError, ValueError) as error:
+        if is_interrupt(error):
+            raise
         if is_over():
             return False
         who = f"rank {member.placement.rank} of {member.placement.world_size}"

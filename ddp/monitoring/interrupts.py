@@ -13,15 +13,20 @@ import traceback
 from collections.abc import Callable
 from types import CodeType
 
-__all__ = ["is_interrupt"]
 
+def is_interrupt(error: BaseException | None) -> bool:
+    """Return whether a signal handler raised `error` or its cause (`raise ... from`).
 
-def is_interrupt(error: BaseException) -> bool:
-    """Return whether a signal handler raised `error`; Ctrl-C, whose handler is not Python code, always counts."""
-    if isinstance(error, KeyboardInterrupt):
-        return True
+    Ctrl-C, whose handler is not Python code, always counts.
+    """
     handlers = {_code_of(handler) for number in signal.valid_signals() if callable(handler := signal.getsignal(number))}
-    return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        if any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__)):
+            return True
+        error = error.__cause__
+    return False
 
 
 def _code_of(handler: Callable[..., object]) -> CodeType | None:

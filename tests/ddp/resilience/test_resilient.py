@@ -1,5 +1,6 @@
 """A rank fails in training under dtrain: it alone is replaced, and the run ends with the bits of an undisturbed one."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -212,6 +213,39 @@ def test_a_collective_of_the_script_that_gloo_has_forgotten_ends_with_the_others
     assert result.returncode == 0, result
     assert result.stderr.count("only this worker restarts") == 1, result.stderr
     assert said(result, "result") == undisturbed(3, "gloo")
+
+
+INTERRUPTED_WHILE_IT_CONNECTS = """\
+from ddp import world as ddp_world
+
+
+def interrupted(*_):
+    raise RuntimeError("a signal's handler raises")
+
+
+def connect(member, store):
+    if member.joining > 0 and world.rank == 0 and not Path("interrupted").exists():
+        Path("interrupted").touch()
+        signal.raise_signal(signal.SIGUSR2)
+    really_connect(member, store)
+
+
+signal.signal(signal.SIGUSR2, interrupted)
+really_connect, ddp_world._connect = ddp_world._connect, connect
+"""
+
+
+def test_a_signal_handler_that_raises_while_ranks_connect_again_is_that_rank_s_own_failure(
+    tmp_path: Path, undisturbed: Callable[[int, str], Results]
+) -> None:
+    """Else it would wait for a minute for the loss of another rank."""
+    script = changed(tmp_path, ("entered = 0\n", INTERRUPTED_WHILE_IT_CONNECTS + "entered = 0\n"))
+    result = run(tmp_path, 3, "1.2.forward.kill", restarts=2, script=script)
+    assert result.returncode == 0, result
+    assert "rank 0 on " in result.stderr
+    assert "raised RuntimeError" in result.stderr, result.stderr
+    assert max(map(float, re.findall(r"raised RuntimeError after ([\d.]+) s", result.stderr))) < 50
+    assert said(result, "result") == undisturbed(3, "")
 
 
 DIES_WHILE_IT_MEETS_THE_OTHERS = """\
