@@ -1,12 +1,13 @@
-"""The interface between a reducer and its policy: a pass, its start and end, and the policy's decisions about passes.
+"""The interface between a reducer and its policy: a backward pass, and the policy's decisions about it.
 
 Also the reducer's connection to autograd: its hooks on the parameters, and graphs that outlive a pass.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -20,21 +21,36 @@ from ddp.monitoring.interrupts import is_interrupt
 from ddp.torch_internals import current_node, gradient_hooks, will_be_reached
 
 
+class Action(enum.Enum):
+    """A policy's decision about a backward pass."""
+
+    REDUCE = enum.auto()  # at its end, average the gradients since the last reduction
+    HOLD = enum.auto()  # keep its gradients for a later pass of this step
+    DROP = enum.auto()  # the same, without its gradients
+    LEAVE = enum.auto()  # leave its gradients where they are
+    STRAY = enum.auto()  # the same, with a warning: no forward pass announced it
+
+
 @dataclass(eq=False)
 class Pass:
-    """One reduction on this rank, from its start until its averages are in place or it has failed.
+    """A backward pass that is reduced or held on this rank, from its first gradient to its end.
 
-    Passes are compared by identity, so that leftovers of an earlier pass cannot end this one. `problem` is the reason
-    why it will fail, `holds` whether all buckets wait for its end, `has_joined` whether this rank has no more inputs.
+    Passes are compared by identity, so that leftovers of an earlier pass cannot end this one. `task` is autograd's
+    number of the backward pass, -1 if there is none. `problem` is the reason why it will fail, `has_joined` whether
+    this rank has no more inputs.
     """
 
-    problem: DdpError | None
-    graphs: GraphKeeper | None
-    unfrozen: Sequence[tuple[str, torch.nn.Parameter]]
-    holds: bool
-    has_joined: bool
+    action: Action
+    task: int = -1
+    problem: DdpError | None = None
+    graphs: GraphKeeper | None = None
+    unfrozen: Sequence[tuple[str, torch.nn.Parameter]] = ()
+    has_joined: bool = False
     has_sent_status: bool = False
-    arrived: dict[int, Any] = field(default_factory=dict)  # when gradients were ready, while it holds
+
+    @property
+    def has_backward(self) -> bool:
+        return self.task != -1
 
 
 class EndOfBackward:
@@ -57,34 +73,45 @@ class EndOfBackward:
 
 
 class PassPolicy(Protocol):
-    """Decides which backward passes a reducer reduces, and what else the ranks must agree on in them."""
+    """Decides which backward passes a reducer reduces, and what else the ranks must agree on in them.
 
-    def may_begin(self) -> bool:
-        """Handle a gradient outside of a pass: begin one and return True, or leave the gradient where it is."""
+    The reducer asks and reports events, in this order; a policy never calls the reducer.
+    """
 
-    def begin(self) -> None:
-        """Call the reducer's `begin`, in a backward pass that will be reduced."""
+    is_cleared: bool  # every gradient was None before the running backward pass
 
-    def end(self, pass_: Pass) -> None:
-        """Call the reducer's `finish`: the backward pass has ended, or there is none."""
+    def choose(self, *, by_output: bool) -> Action:
+        """Decide about the running backward pass; `by_output`: it has reached an output of an announced forward pass.
+
+        Raises BackwardError to fail it on every rank.
+        """
+
+    def held(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
+        """Handle the end of a pass to hold or to drop; return whether to reduce now what is held."""
 
     def starting(self) -> None:
-        """Handle the start of a pass."""
+        """Handle the start of a pass to reduce. Raises BackwardError to fail it on every rank."""
 
-    def fill(self, **common: Any) -> RankStatus:
+    def backward_ended(self, pass_: Pass, unplanned: Sequence[Member]) -> None:
+        """Handle the end of backward, before the rest is sent. `unplanned`: the members in buckets, in a first pass."""
+
+    def status(self, **common: Any) -> RankStatus:
         """Complete this rank's status; `common` are the reducer's fields."""
 
-    def disagreement(self, statuses: StatusSum) -> DdpError | None:
+    def disagreement(self, statuses: StatusSum, pass_: Pass) -> DdpError | None:
         """Return why the ranks' gradients must not be averaged, or None. Collective if it is not None."""
 
     def rank_count(self, statuses: StatusSum) -> int:
         """Return the number of ranks, or micro-batches, to average over."""
 
-    def delivered(self, *, is_first: bool) -> None:
-        """Handle the arrival of the averages in `.grad`."""
+    def delivered(self, first_used: torch.nn.Parameter, *, is_first: bool) -> None:
+        """Handle the arrival of the averages in `.grad`; `first_used` has one, on every rank the same."""
 
-    def ended(self, *, has_failed: bool) -> None:
-        """Handle the end of a pass, or a failure that replaces it."""
+    def ended(self) -> None:
+        """Reset after a pass to reduce, or after a failure in place of any pass."""
+
+    def finished(self) -> None:
+        """Handle the end of a reduction without errors, after everything else. May replace the reducer."""
 
 
 def accumulates(leaves: Iterable[Node], warn: Callable[[str], None]) -> bool:

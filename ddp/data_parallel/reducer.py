@@ -1,26 +1,24 @@
 """Averages gradients over the ranks while backward still runs: the core of DistributedDataParallel and hvd's optimizer.
 
-A hook on each parameter runs when its gradient is ready. When all gradients of a bucket are ready, its reduction
-starts, always in the order of the plan, so that every rank starts the same collectives in the same order. A callback
-at the end of backward starts the remaining ones, waits, and puts the averages into place.
+The reducer follows one backward pass at a time, as a state machine: `Phase` has its states. A hook on each parameter
+tells `GradientSums` that its gradient is ready, and that starts the sum of a bucket when all of its gradients are. A
+callback at the end of backward starts the remaining ones, waits, and puts the averages into place. A `PassPolicy`
+decides which backward passes are reduced, and what else the ranks must agree on.
 
-The last transfer carries the step status, every rank's report of this pass: which parameters had gradients, whether
-it failed. The host waits for the other ranks' statuses, and never for a device. A parameter without a gradient on
-this rank contributes zeros; one that no rank used keeps the gradient it had, or None. A rank whose pass ends with an
+The last bucket carries the step status, every rank's report of this pass: which parameters had gradients, whether it
+failed. The host waits for the other ranks' statuses, and never for a device. A parameter without a gradient on this
+rank contributes zeros; one that no rank used keeps the gradient it had, or None. A rank whose pass ends with an
 exception sends zeros for the rest and reports the failure; then every rank raises in the same iteration, and all are
 in step again in the next one.
-
-The plan of buckets is the same on every rank, and so are the bits of sums that depend on it. It follows the order of
-gradients in the first pass that succeeds; a later failure does not change it.
-
-A `PassPolicy` decides which backward passes are reduced, and what else the ranks must agree on.
 """
 
 from __future__ import annotations
 
+import contextlib
+import enum
 import threading
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial, wraps
 from time import perf_counter
@@ -29,22 +27,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp.comm.broadcast import broadcast_tensors
 from ddp.comm.channel import Channel
 from ddp.comm.failures import changing_together, describe_failure, failing_together, peers_failed
-from ddp.compression.compressors import Half, Int8, PowerSGD
-from ddp.data_parallel.backward_pass import EndOfBackward, GradientHooks, GraphKeeper, Pass, PassPolicy, accumulates
+from ddp.data_parallel.backward_pass import (
+    Action,
+    EndOfBackward,
+    GradientHooks,
+    GraphKeeper,
+    Pass,
+    PassPolicy,
+    accumulates,
+)
 from ddp.data_parallel.buckets.bucket_plan import BucketLimits, Member
-from ddp.data_parallel.buckets.bucket_schedule import BucketSchedule
 from ddp.data_parallel.buckets.comm_hook import CommHook
+from ddp.data_parallel.buckets.gradient_sums import GradientSums
 from ddp.data_parallel.buckets.step_status import RankStatus, StatusSum
-from ddp.data_parallel.buckets.transfers import ready_twice
 from ddp.data_parallel.buckets.unbucketed import average_unfrozen
 from ddp.data_parallel.module_watch import ModuleWatch
 from ddp.data_parallel.planning.bucket_planner import BucketPlanner
-from ddp.data_parallel.planning.step_report import StepReport, explain
 from ddp.data_parallel.planning.step_timer import Moment
-from ddp.data_parallel.status_errors import NonFinite, numbers_differ, weights_differ
+from ddp.data_parallel.status_errors import NonFinite, numbers_differ, stepped_inside, weights_differ
 from ddp.errors import BackwardError, UnsupportedError
 from ddp.monitoring import timeline
 from ddp.monitoring.progress import count_step
@@ -58,10 +60,21 @@ from ddp.torch_internals import (
 from ddp.world import break_connections
 
 _Named = tuple[str, torch.nn.Parameter]
+# Reducers whose passes end with one backward pass, by autograd's number of that.
+_ending_together: dict[int, list[Reducer]] = {}
+
+
+class Phase(enum.Enum):
+    """States of a reducer, and what ends each."""
+
+    IDLE = enum.auto()  # until a gradient or an output of a backward pass to hold or to reduce, or `reduce_now`
+    HOLDING = enum.auto()  # until the end of a backward pass whose gradients wait for a later one
+    REDUCING = enum.auto()  # until the averages of a pass are in place, or every rank raises the same error
+    FAILED = enum.auto()  # until `settle`: this rank alone failed, and the collectives of its pass still run
 
 
 class Reducer:
-    """Owns the buckets of one module, the hooks on its parameters and the running pass.
+    """Owns the sums of one module's gradients, the hooks on its parameters and the running pass.
 
     `named` are the module's parameters in the order of registration, which all ranks share; those that do not require
     a gradient now are only watched. `sparse` names those with sparse gradients. With `as_views`, gradients in flat
@@ -89,31 +102,28 @@ class Reducer:
         self.report = channel.report
         self.module_watch = module_watch
         self.planner = planner
+        self.phase = Phase.IDLE
+        self.current: Pass | None = None  # while it is HOLDING or REDUCING
+        self.members: list[Member] = []
         self._comm_hook: CommHook | None = None
         self.is_closed = False
         self._has_all_ranks = dist.is_initialized() and channel.group.size() == dist.get_world_size()
-        self.current: Pass | None = None
         self.before_last_bucket: Callable[[], None] | None = None  # called when all of its gradients are ready
         self.last_failed = False  # the last pass, on this rank
-        self._unsettled = False  # whether collectives of a failed pass are still running
-        # Since the last reduction, over all backward passes: in order of arrival, and None without weights.
-        self.touched: dict[int, None] = {}
-        self._weight: float | None = None
+        self._weight: float | None = None  # since the last reduction; None without weights
         # Held while a pass is failed from outside its backward, perhaps by an engine thread that frees a graph; also in
         # hooks if there are several devices, since each has an engine thread.
         self.lock = threading.RLock()
         self._has_several_devices = len({parameter.device for _, parameter in named}) > 1
-        self.is_planned = False  # by the order in which gradients arrive; the same on every rank
         # No bucket is sent early in this rank's next pass, which shows which gradients become ready more than once.
         # Also set after a failure, since such a gradient may have caused it.
         self._watches = True
-        self._repeated: set[int] = set()
-        self._last_absent: frozenset[int] = frozenset()
         self.nonfinite = NonFinite(channel)
+        self._has_foreign_leaf = False  # instead of a parameter, in the last forward pass
         self._warned: set[str] = set()
         self._named = list(named)
         self.hooks = GradientHooks()
-        self._new_schedule = partial(BucketSchedule, channel, limits=limits, as_views=as_views)
+        self._new_sums = partial(GradientSums, channel, self.members, limits=limits, as_views=as_views)
         self._divide({name for name, parameter in named if parameter.requires_grad}, sparse)
 
     def _divide(self, trained: Collection[str], sparse: Collection[str]) -> None:
@@ -121,18 +131,29 @@ class Reducer:
         self.sparse = frozenset(sparse)
         self._frozen = [(name, parameter) for name, parameter in self._named if name not in trained]
         pairs = [(name, parameter) for name, parameter in self._named if name in trained]
-        self.members = [Member(index, name, parameter) for index, (name, parameter) in enumerate(pairs)]
-        self._schedule = self._new_schedule(
-            self.members,
-            [member.index for member in self.members if member.name in sparse],
-            own_status=self._own_status,
+        self.members[:] = [Member(index, name, parameter) for index, (name, parameter) in enumerate(pairs)]
+        self.sums = self._new_sums(
+            [member.index for member in self.members if member.name in sparse], own_status=self._own_status
         )
         if self._comm_hook is not None:
-            self._schedule.use_hook(self._comm_hook)
+            self.sums.use_hook(self._comm_hook)
         self.hooks.remove()
         self.hooks = GradientHooks()
         for member in self.members:
             self._watch(member)
+
+    def _watch(self, member: Member) -> None:
+        now = perf_counter if self.planner is None else self.planner.timer.clock.now
+        hook = self.sums.hook(member, self._opens, now)
+        self.hooks.add(member.parameter, self._locked(hook) if self._has_several_devices else hook)
+
+    def _locked(self, hook: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+        @wraps(hook)
+        def on_grad(grad: torch.Tensor) -> None:
+            with self.lock:
+                hook(grad)
+
+        return on_grad
 
     def close(self) -> None:
         """Remove the hooks. Called when the owner is gone or leaves the group."""
@@ -148,7 +169,7 @@ class Reducer:
                 "too; wrap the module again for another hook"
             )
         self._comm_hook = hook
-        self._schedule.use_hook(hook)
+        self.sums.use_hook(hook)
 
     @property
     def has_hook(self) -> bool:
@@ -158,72 +179,25 @@ class Reducer:
     def has_users_hook(self) -> bool:
         return self._comm_hook is not None and not self._comm_hook.takes_own
 
-    def plan_state(self) -> dict[str, Any]:
-        """Return the plan of the next pass in names, to keep the same buckets after a restart. Do not modify it."""
-        return {**self._schedule.state, "is_planned": self.is_planned}
-
     def resume_plan(self, state: Mapping[str, Any]) -> None:
         """Load a plan, and reduce exactly the parameters that it names, regardless of which require a gradient now.
 
         Every rank must call it, between passes. Communicates nothing.
         """
-        names = self._schedule.state
-        if any({*state[kind]} != {*names[kind]} for kind in ("order", "sparse")):
+        if not self.sums.has_members_of(state):
             self._divide({*state["order"], *state["sparse"]}, state["sparse"])
         self.load_plan_state(state)
 
     def load_plan_state(self, state: Mapping[str, Any]) -> None:
         """Load a plan. Every rank must call it, between passes. Raises CheckpointError for other names."""
-        self._schedule.check_plan_state(state)
         self.settle()
-        self.is_planned = state["is_planned"]
-        self._schedule.end()
-        self._schedule.load_plan_state(state, self._repeated)
+        self.sums.load_plan_state(state)
         if self.planner is not None:
             self.planner.keep_buckets()
-
-    def explain(self, compression: Half | Int8 | PowerSGD | None, compressed_limits: BucketLimits) -> StepReport:
-        """Explain the model's steps. Raises DdpError if too little is known."""
-        return explain(self._schedule, self.planner, self.channel.group, self.members, compression, compressed_limits)
-
-    def used_map(self) -> torch.Tensor:
-        """Return how many ranks had a gradient in the last pass, by index."""
-        return self._schedule.used_map()
-
-    def _watch(self, member: Member) -> None:
-        hook = self._hook(member)
-        self.hooks.add(member.parameter, self._locked(hook) if self._has_several_devices else hook)
-
-    def is_inside_backward(self) -> bool:
-        """Return whether a pass to reduce runs in this thread's backward: a forward now is a checkpoint's."""
-        return self.current is not None and current_backward() != -1
-
-    def settle(self) -> None:
-        """Wait for the collectives that a failed pass of this rank started; every rank's next pass follows them."""
-        with self.lock:
-            if self.current is not None and current_backward() == -1:
-                self.fail("its backward pass was interrupted")
-        if self._unsettled:
-            self.report.begin("rest of a backward pass that failed")
-            self._note_status(self._schedule.wait())
-            self._schedule.end()
-            self.report.step += 1
-            self._note_failure()
-            self._unsettled = False
-            time_warning.unsettled.discard(self)
-            self.report.counted()
-
-    def _note_failure(self) -> None:
-        if self.planner is not None:
-            self.planner.timer.restart()
 
     def add_weight(self, weight: float) -> None:
         """Add `weight` for the gradients that the next backward pass adds to this rank's."""
         self._weight = (self._weight or 0.0) + weight
-
-    def reduce_now(self, *, joined: bool = False) -> None:
-        """Take part in a reduction without a backward pass of this rank, with its present gradients. Blocks."""
-        self.policy.end(self._start(joined=joined))
 
     def warn(self, text: str) -> None:
         """Issue a warning once."""
@@ -231,42 +205,46 @@ class Reducer:
             self._warned.add(text)
             warnings.warn(text, stacklevel=2)
 
-    def _hook(self, member: Member) -> Callable[[torch.Tensor], None]:
-        """Return the hook of one parameter: the only Python code that runs per parameter, so every lookup counts."""
-        index, touched, transfer_of = member.index, self.touched, self._schedule.transfer_of
-        now = perf_counter if self.planner is None else self.planner.timer.clock.now
+    def mark(self, moment: Moment) -> None:
+        """Record that the step has reached `moment`."""
+        if self.planner is not None:
+            self.planner.timer.mark(moment)
 
-        def on_grad(_: torch.Tensor) -> None:
-            touched[index] = None
-            current = self.current
-            if current is None:
-                if not self.policy.may_begin():
-                    return
-                current = self.current
-                assert current is not None
-            if current.holds:
-                if index in current.arrived:
-                    self._repeated.add(index)  # a parameter in several reentrant checkpoints
-                current.arrived[index] = now()
-                return
-            transfer = transfer_of[index]
-            if index in transfer.taken_early:
-                transfer.take_early(index)
-            transfer.missing.discard(index)
-            if not transfer.missing:
-                if transfer.work is not None:
-                    raise ready_twice(member)
-                self._schedule.send_complete(touched)
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Return the parameters that are trained now."""
+        return [*(member.parameter for member in self.members), *dict(self._unfrozen()).values()]
 
-        return on_grad
+    def _unfrozen(self) -> list[_Named]:
+        return [(name, parameter) for name, parameter in self._frozen if parameter.requires_grad]
 
-    def _locked(self, hook: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
-        @wraps(hook)
-        def on_grad(grad: torch.Tensor) -> None:
-            with self.lock:
-                hook(grad)
+    def drop_gradients(self) -> None:
+        """Set every `.grad` to None: the present values are neither this rank's gradients nor averages."""
+        for parameter in self.parameters():
+            parameter.grad = None
 
-        return on_grad
+    def before_step(self, optimizer: Any) -> bool:
+        """Return whether a step of an optimizer of these parameters counts. Refuse one before averages are in place."""
+        pass_ = self.current
+        if pass_ is None or self.phase is not Phase.REDUCING:
+            self.nonfinite.before_step()
+            return True
+        if not (pass_.has_sent_status or self.has_users_hook or pass_.problem is not None):
+            pass_.problem = stepped_inside(optimizer, self.members)
+            self.report.tell_failure(self.report.step, str(pass_.problem))
+        self.nonfinite.before_step()
+        return False
+
+    # Events: each is a transition of the state machine
+
+    def _enter(self, phase: Phase, pass_: Pass | None = None) -> None:
+        if Phase.FAILED in (phase, self.phase):
+            (time_warning.unsettled.add if phase is Phase.FAILED else time_warning.unsettled.discard)(self)
+        self.phase, self.current = phase, pass_
+        self.sums.is_open = phase is Phase.REDUCING
+
+    def _opens(self) -> bool:
+        """Handle a gradient while nothing is reduced; return whether its backward pass is reduced from now on."""
+        return self.phase is not Phase.HOLDING and self._begin(by_output=False) is Action.REDUCE
 
     def reach(self) -> None:
         """Let a backward pass that has reached a forward's output take part, even if it reaches no parameter."""
@@ -277,58 +255,138 @@ class Reducer:
             )
         with self.lock if self._has_several_devices else nullcontext():
             if self.current is None and accumulates(self.hooks.nodes, self.warn):
-                self.policy.begin()
+                self._begin(by_output=True)
 
-    def begin(self) -> None:
-        """Start a pass that ends with the running backward pass."""
+    def enter_forward(self, module: torch.nn.Module) -> None:
+        """Begin a forward pass of `module`. Raises BackwardError if it has other parameters."""
+        self.module_watch = self.module_watch.follow(module)
+        self.report.at("in forward")
+        self.mark("forward")
+
+    def announced(self) -> None:
+        """Get ready for the backward pass of a forward pass that has just ended."""
+        self.hooks.be_last()
+        self._has_foreign_leaf = self.module_watch.has_foreign_leaf()
+        self.report.at("between forward and backward")
+
+    def is_inside_backward(self) -> bool:
+        """Return whether a pass runs in this thread's backward: a forward now is a checkpoint's."""
+        return self.current is not None and current_backward() != -1
+
+    def _choose(self, *, by_output: bool) -> Action:
+        try:
+            return self.policy.choose(by_output=by_output)
+        except BackwardError as error:
+            self.fail(str(error))
+            raise
+
+    def _begin(self, *, by_output: bool) -> Action:
+        """Start a pass for the running backward pass, as the policy decides."""
+        action = self._choose(by_output=by_output)
+        if action is Action.STRAY:
+            self.warn(
+                "gradients came from a backward pass that did not go through the forward of DistributedDataParallel "
+                "(model.module(x) instead of model(x)?): they stay on this rank until the next pass that does"
+            )
+        if action in (Action.LEAVE, Action.STRAY):
+            return action
         if in_compiled_autograd():
             raise UnsupportedError(
                 "compiled autograd is not supported, gradients would not be averaged: turn "
                 "torch._dynamo.config.compiled_autograd off; torch.compile itself may stay"
             )
-        pass_ = self._start(graphs=GraphKeeper() if torch.is_grad_enabled() else None)  # backward(create_graph=True)
-        call_after_backward(EndOfBackward(partial(self.policy.end, pass_), partial(self.abandon, pass_)))
-        if self._last_absent:
-            self._expect_absent()
+        self.report.check_in_step()
+        self.settle()
+        pass_ = Pass(action, current_backward())
+        if action is Action.REDUCE:
+            pass_.graphs = GraphKeeper() if torch.is_grad_enabled() else None  # backward(create_graph=True)
+            self._start(pass_)
+            _ending_together.setdefault(pass_.task, []).append(self)
+        else:
+            self._enter(Phase.HOLDING, pass_)
+        call_after_backward(EndOfBackward(partial(self._backward_ended, pass_), partial(self._abandon, pass_)))
+        if action is Action.REDUCE:
+            self.sums.expect_absent(self.hooks.unreached)
+        return action
 
-    def _start(self, *, graphs: GraphKeeper | None = None, joined: bool = False) -> Pass:
-        problem = self.module_watch.problem()
-        if problem is not None:
-            self.report.tell_failure(self.report.step, str(problem))
-        self.policy.starting()
-        self._schedule.begin()
+    def _start(self, pass_: Pass) -> None:
+        """Start to reduce gradients in `pass_`."""
+        pass_.problem = self.module_watch.problem()
+        if pass_.problem is not None:
+            self.report.tell_failure(self.report.step, str(pass_.problem))
+        elif self._has_foreign_leaf:
+            self.warn(
+                "a forward pass used other tensors instead of the parameters (torch.func.functional_call?): their "
+                "gradients stay on this rank"
+            )
+        try:
+            self.policy.starting()
+        except BackwardError as error:
+            self.fail(str(error))
+            raise
+        pass_.unfrozen = self._unfrozen()
         # The streams of several devices are synchronised with each other only at the end of backward.
-        holds = self._watches or graphs is not None or problem is not None or self._has_several_devices
+        holds = self._watches or self._has_several_devices or pass_.graphs is not None or pass_.problem is not None
         holds = holds or (self.planner is not None and self.planner.holds)
-        self.current = pass_ = Pass(problem, graphs, self._unfrozen(), holds, has_joined=joined)
-        self.report.at("in backward", self._schedule.not_ready)
+        self.sums.open(holds=holds, is_first_new=self.policy.is_cleared)
+        self._enter(Phase.REDUCING, pass_)
+        self.report.at("in backward", self.sums.not_ready)
         self.mark("backward")
         timeline.backward()
-        return pass_
 
-    def mark(self, moment: Moment) -> None:
-        """Record that the step has reached `moment`."""
-        if self.planner is not None:
-            self.planner.timer.mark(moment)
+    def reduce_now(self, *, joined: bool = False) -> None:
+        """Take part in a reduction without a backward pass of this rank, with its present gradients. Blocks."""
+        pass_ = Pass(Action.REDUCE, has_joined=joined)
+        self._start(pass_)
+        _finish_together([(self, pass_)])
 
-    def _unfrozen(self) -> list[_Named]:
-        return [(name, parameter) for name, parameter in self._frozen if parameter.requires_grad]
+    def reduce_as_joined(self) -> None:
+        """Take part in a reduction without gradients: this rank has no more inputs (Join).
 
-    def _expect_absent(self) -> None:
-        """Do not let buckets wait for parameters that this pass will not reach, if they were absent last time too.
-
-        Buckets do wait for a parameter that had a gradient last time, since a reentrant checkpoint may reach it.
+        It receives the averages too: an optimizer that is sharded over the ranks steps here with them.
         """
-        unreached = self.hooks.unreached()
-        if unreached <= self._last_absent:
-            for index in unreached:
-                self._schedule.transfer_of[index].missing.discard(index)
+        self.settle()
+        self.drop_gradients()
+        self.reduce_now(joined=True)
 
-    def abandon(self, pass_: Pass) -> None:
+    def pass_without_backward(self) -> None:
+        """Handle an announced backward pass that this rank leaves out, since its loss has no weight. May block."""
+        if self.current is not None:
+            return
+        action = self._choose(by_output=False)
+        if action is Action.REDUCE:
+            self.reduce_now()
+        elif action in (Action.HOLD, Action.DROP):
+            self._end_held(Pass(action))
+
+    def _backward_ended(self, pass_: Pass) -> None:
+        """End a pass, together with those of other reducers that end with the same backward pass.
+
+        Autograd calls each of them, in the order of their first gradients, which may differ between ranks.
+        """
+        if self.current is not pass_:
+            return  # it has failed, or has ended with another reducer's pass
+        if self.phase is Phase.HOLDING:
+            self._end_held(pass_)
+            return
+        reducers = sorted(_ending_together.pop(pass_.task, [self]), key=lambda reducer: reducer.channel.number)
+        _finish_together([(reducer, reducer.current) for reducer in reducers if reducer.current is not None])
+
+    def _end_held(self, pass_: Pass) -> None:
+        self._enter(Phase.IDLE)
+        if pass_.action is Action.DROP:
+            self.drop_gradients()
+            self.sums.touched.clear()
+            self._weight = None if self._weight is None else 0.0
+        self.report.at("between two backward passes of a step")
+        if self.policy.held(self.parameters()):
+            self.reduce_now()
+
+    def _abandon(self, pass_: Pass) -> None:
         """Fail a pass whose backward the engine has dropped, unless it is over already."""
         with self.lock:
             if self.current is pass_:
-                self.fail(f"its backward pass raised an exception ({self._schedule.not_ready()})")
+                self.fail(f"its backward pass raised an exception ({self.sums.not_ready()})")
 
     def fail(self, why: str) -> None:
         """End this rank's part in the running or announced pass: the others raise PeerFailedError in theirs.
@@ -336,51 +394,64 @@ class Reducer:
         Does not wait for other ranks and never raises, since a destructor calls it. Callers outside the pass must hold
         `lock`.
         """
-        self.current = None  # else a graph freed meanwhile could end it a second time
+        pass_ = self.current
+        self._enter(Phase.IDLE)  # else a graph freed meanwhile could end it a second time
+        if pass_ is not None:
+            _ending_together.pop(pass_.task, None)  # it fails for all of them
         self.report.tell_failure(self.report.step, why)
         self._watches = True
         self.drop_gradients()
         try:
             if self.report.is_in_step:  # else it is unknown which collectives of this pass were started
-                self._schedule.send_nothing(RankStatus(failed=True))
-                self._unsettled = True
-                time_warning.unsettled.add(self)
+                self.sums.send_nothing(RankStatus(failed=True))
+                self._enter(Phase.FAILED)
         except Exception:  # the hook raised again, or the group is broken: the others notice while they wait
-            self._schedule.end()
+            self.sums.end()
         self._break_off()
-        self._forget(has_failed=True)
+        self._reset()
 
-    def _break_off(self) -> None:
-        """If this rank is out of step, make the others fail too: they would wait for collectives it does not start."""
-        if not self.report.is_in_step:
-            break_connections()
+    def settle(self) -> None:
+        """Wait for the collectives that a failed pass of this rank started; every rank's next pass follows them."""
+        with self.lock:
+            if self.current is not None and current_backward() == -1:
+                self.fail("its backward pass was interrupted")
+        if self.phase is Phase.FAILED:
+            self.report.begin("rest of a backward pass that failed")
+            self._note_status(self.sums.wait())
+            self.sums.end()
+            self.report.step += 1
+            self._note_failure()
+            self._enter(Phase.IDLE)
+            self.report.counted()
 
-    def send_rest(self, pass_: Pass) -> None:
-        """Start the remaining transfers before `finish`, if nothing else must come first."""
-        if pass_.problem is None and pass_.graphs is None:
-            with torch.no_grad():
-                self._schedule.send_rest(self.touched)
+    # The end of a pass
 
     @torch.no_grad()
-    def finish(self, pass_: Pass) -> None:
-        """Start the remaining transfers, wait, and put the averages into place, or raise the ranks' error. Blocks."""
-        self.mark("backward ended")
+    def _send(self, pass_: Pass) -> None:
+        """Start the transfers that backward has not started."""
         self.last_failed = True
-        if self.before_last_bucket is not None:
-            self.before_last_bucket()
+        self.mark("backward ended")
         try:
+            unplanned = () if self.sums.is_planned else [self.members[index] for index in self.sums.order]
+            self.policy.backward_ended(pass_, unplanned)
+            if self.before_last_bucket is not None:
+                self.before_last_bucket()
             if pass_.graphs is not None:
-                pass_.graphs.set_aside(self.members[index] for index in self.touched)
+                pass_.graphs.set_aside(self.members[index] for index in self.sums.touched)
             if pass_.problem is None:
-                self._schedule.send_rest(self.touched)
+                self.sums.send_rest()
             else:
-                self._schedule.send_nothing(self._own_status())
+                self.sums.send_nothing(self._own_status())
         except BaseException as error:
             self.fail(describe_failure("the end of its backward pass", error))
             raise
         self.mark("sent")
+
+    def _finish(self, pass_: Pass) -> None:
+        """Wait for the transfers, and put the averages into place, or raise the ranks' error. Blocks."""
         try:
-            self._conclude(pass_, self._schedule.wait())
+            with torch.no_grad():
+                self._conclude(pass_, self.sums.wait())
         except BaseException:
             self.drop_gradients()
             self._note_failure()
@@ -388,10 +459,12 @@ class Reducer:
             raise
         finally:
             self.report.step += 1
-            self._schedule.end()
-            self._forget(has_failed=False)
+            self.sums.end()
+            self._enter(Phase.IDLE)
+            self._reset()
         self.last_failed = False
         count_step()
+        self.policy.finished()
 
     def _own_status(self) -> RankStatus:
         pass_ = self.current
@@ -399,30 +472,21 @@ class Reducer:
         if pass_.problem is None:
             self._note_taken_gradients(pass_)
         pass_.has_sent_status = True
-        return self.policy.fill(
+        return self.policy.status(
             failed=pass_.problem is not None,
             joined=pass_.has_joined,
             weight=self._weight,
             unfrozen=len(pass_.unfrozen),
             number=self.channel.number,
-            nonfinite=not self._schedule.is_finite,
+            nonfinite=not self.sums.is_finite,
             warned=time_warning.is_news,
         )
 
-    def _note_status(self, statuses: StatusSum) -> None:
-        """Note the part of the statuses that counts even if the pass has failed."""
-        if self._has_all_ranks:
-            time_warning.note(statuses.warned)
-
     def _note_taken_gradients(self, pass_: Pass) -> None:
         """Refuse the pass if a user's hook removed a gradient after its arrival."""
-        for index in self._schedule.absent():
-            member = self.members[index]
-            if index not in self.touched or member.parameter.grad is not None:
-                continue
-            if not self.hooks.has_others(index):
-                continue  # autograd calls the hook also for a gradient that a custom function left undefined
-            if index in pass_.arrived if pass_.holds else index not in self._schedule.transfer_of[index].missing:
+        for member in self.sums.taken_away():
+            # Autograd calls our hook also for a gradient that a custom function left undefined.
+            if self.hooks.has_others(member.index):
                 pass_.problem = BackwardError(
                     f"the gradient of {member.name!r} was taken away before it was averaged, in a hook that sets .grad "
                     "to None: for an optimizer that steps in backward use "
@@ -431,6 +495,27 @@ class Reducer:
                 )
                 self.report.tell_failure(self.report.step, str(pass_.problem))
                 return
+
+    def _note_status(self, statuses: StatusSum) -> None:
+        """Note the part of the statuses that counts even if the pass has failed."""
+        if self._has_all_ranks:
+            time_warning.note(statuses.warned)
+
+    def _note_failure(self) -> None:
+        if self.planner is not None:
+            self.planner.timer.restart()
+
+    def _break_off(self) -> None:
+        """If this rank is out of step, make the others fail too: they would wait for collectives it does not start."""
+        if not self.report.is_in_step:
+            break_connections()
+
+    def _reset(self) -> None:
+        self._weight = None
+        self.sums.touched.clear()
+        self.policy.ended()
+        timeline.backward_ended()
+        self.report.at("outside forward and backward")
 
     def _conclude(self, pass_: Pass, statuses: StatusSum) -> None:
         """Act on the ranks' statuses: every rank does the same."""
@@ -443,24 +528,20 @@ class Reducer:
         group = self.channel.group
         if not statuses.same_number:
             raise numbers_differ(self.channel, self.channel.number)
-        if (error := self.policy.disagreement(statuses)) is not None:
+        if (error := self.policy.disagreement(statuses, pass_)) is not None:
             raise error
-        self.nonfinite.note(statuses.nonfinite, is_here=not self._schedule.is_finite)
+        self.nonfinite.note(statuses.nonfinite, is_here=not self.sums.is_finite)
         if statuses.weighted not in (0, statuses.active) or (statuses.weighted and not statuses.weight > 0):
             raise weights_differ(self.channel, self._weight)
         if self.planner is not None:
             self.planner.count_step()
         factor = group.size() / (statuses.weight if statuses.weighted else self.policy.rank_count(statuses))
-        is_first = not self.is_planned
+        is_first = not self.sums.is_planned
         meets = is_first or statuses.unfrozen or (self.planner is not None and self.planner.decides)
         with failing_together(self.channel, "its backward pass") if meets else nullcontext():
-            self._schedule.deliver(factor)
+            self.sums.deliver(factor)
         self._watches = False
-        self._last_absent = frozenset(self._schedule.absent())
-        if is_first:
-            self._follow_first_pass()
-        elif self._repeated != self._schedule.repeated:
-            self._plan(self._schedule.order)
+        self.sums.follow_order()
         if statuses.unfrozen:
             with self.report.waiting("all-reduce of unfrozen parameters"):
                 unfrozen = average_unfrozen(group, pass_.unfrozen, factor)
@@ -472,58 +553,8 @@ class Reducer:
             if is_first or statuses.unfrozen:
                 self.planner.restart()
             else:
-                self.planner.step_ended(self._schedule, pass_.arrived, has_joined=pass_.has_joined)
-        self.policy.delivered(is_first=is_first)
-
-    def refuse(self, pass_: Pass, problem: BackwardError) -> None:
-        """Make the running pass fail at its end, on every rank."""
-        if pass_.problem is None:
-            pass_.problem = problem
-            self.report.tell_failure(self.report.step, str(problem))
-
-    def first_used(self) -> torch.nn.Parameter:
-        """Return the first parameter for which any rank had a gradient in the last pass, else the first of all."""
-        index = int(torch.argmax((self.used_map() > 0).to(torch.uint8))) if self._last_absent else 0
-        return self.members[index].parameter
-
-    def drop_gradients(self) -> None:
-        """Set every `.grad` to None: the present values are neither this rank's gradients nor averages."""
-        for parameter in self.parameters():
-            parameter.grad = None
-
-    def parameters(self) -> list[torch.nn.Parameter]:
-        """Return the parameters that are trained now."""
-        return [*(member.parameter for member in self.members), *dict(self._unfrozen()).values()]
-
-    def leave_out(self) -> None:
-        """Exclude this rank's gradients since the last reduction from the next one."""
-        self.drop_gradients()
-        self.touched.clear()
-        self._weight = None if self._weight is None else 0.0
-
-    def _forget(self, *, has_failed: bool) -> None:
-        self.current = self._weight = None
-        self.touched.clear()
-        self.policy.ended(has_failed=has_failed)
-        timeline.backward_ended()
-        self.report.at("outside forward and backward")
-
-    def _follow_first_pass(self) -> None:
-        """Plan again in the order in which the gradients arrived on rank 0."""
-        before = self._schedule.order
-        known = frozenset(before)
-        arrived = [index for index in self.touched if index in known]
-        order = torch.tensor([*arrived, *(index for index in before if index not in self.touched)], device="cpu")
-        with self.report.waiting("broadcast of the order of gradients"):
-            broadcast_tensors(self.channel.control, [order])
-        with changing_together(self.channel):
-            if order.tolist() != before or self._repeated:
-                self._plan(order.tolist())
-        self.is_planned = True
-
-    def _plan(self, order: Sequence[int]) -> None:
-        self._schedule.end()
-        self._schedule.plan(order, repeated=self._repeated)
+                self.planner.step_ended(self.sums, has_joined=pass_.has_joined)
+        self.policy.delivered(self.sums.first_used(), is_first=is_first)
 
     def _add_members(self, unfrozen: Sequence[_Named]) -> None:
         """Reduce these parameters like all others from now on."""
@@ -533,4 +564,30 @@ class Reducer:
         self.members += new
         for member in new:
             self._watch(member)
-        self._plan([*self._schedule.order, *(member.index for member in new)])
+        self.sums.add(new)
+
+
+def _finish_together(passes: Sequence[tuple[Reducer, Pass]]) -> None:
+    """Finish passes that end with the same backward pass, in the same order on every rank.
+
+    Start all transfers before the first wait. Raise the first error when all have ended.
+    """
+    errors: list[BaseException] = []  # Ctrl-C too
+    sent = []
+    for reducer, pass_ in passes:
+        with _collecting(errors):
+            reducer._send(pass_)
+            sent.append((reducer, pass_))
+    for reducer, pass_ in sent:
+        with _collecting(errors):
+            reducer._finish(pass_)
+    if errors:
+        raise errors[0]
+
+
+@contextlib.contextmanager
+def _collecting(errors: list[BaseException]) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        errors.append(error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -15,11 +15,17 @@ from torch.distributed.algorithms.join import Join, JoinHook
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 from ddp.comm.channel import Channel
+from ddp.comm.small_sum import reduce_options
 from ddp.data_parallel.buckets.bucket_plan import BucketLimits
 from ddp.data_parallel.buckets.comm_hook import CommHook, builtin_hook, checked_hook
-from ddp.data_parallel.forward_policy import BufferHook, ForwardPolicy
+from ddp.data_parallel.forward_buffers import BufferHook, ForwardBuffers
+from ddp.data_parallel.forward_policy import ForwardPolicy, tensors_in
+from ddp.data_parallel.reducer import Reducer
 from ddp.errors import DdpError, UnsupportedError
+from ddp.monitoring.stall_report import finish
 from ddp.torch_internals import BoundedJoin, check_join, is_in_join
+
+_NO_RANK = -1
 
 
 class TorchSurface(TorchDistributedDataParallel):
@@ -34,7 +40,9 @@ class TorchSurface(TorchDistributedDataParallel):
     logger = None
     require_backward_grad_sync = True
     require_forward_param_sync = True
-    _policy: Any = None  # a ForwardPolicy
+    _reducer: Reducer | None = None
+    _policy: ForwardPolicy
+    _forward_buffers: ForwardBuffers
     _limits: BucketLimits
     _hook_name = ""
     _buffer_hook: BufferHook | None = None
@@ -46,11 +54,11 @@ class TorchSurface(TorchDistributedDataParallel):
         return [(n, b) for n, b in self.module.named_buffers() if n not in self.parameters_to_ignore]
 
     def _syncs_buffers(self) -> bool:
-        return self._policy is not None and self.require_forward_param_sync and self._policy.has_stale_buffers
+        return self._reducer is not None and self.require_forward_param_sync and self._forward_buffers.are_stale
 
-    def _share_buffers(self, policy: ForwardPolicy, root: int) -> AbstractContextManager[None]:
+    def _share_buffers(self, root: int) -> AbstractContextManager[None]:
         """Copy the buffers of `root` to every rank if due; return the buffer hook's context around forward."""
-        return policy.sync_buffers(root, self._named_buffers) if self._syncs_buffers() else nullcontext()
+        return self._forward_buffers.share(root, self._named_buffers) if self._syncs_buffers() else nullcontext()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -79,19 +87,18 @@ class TorchSurface(TorchDistributedDataParallel):
         end, all ranks get parameters and buffers of one that joined last.
         """
         options = {"divide_by_initial_world_size": divide_by_initial_world_size}
-        if self._policy is None:
+        if self._reducer is None:
             return Join([self], enable, throw_on_early_termination, **options)
-        return BoundedJoin(self, self._policy.reducer.report.wait, enable, throw_on_early_termination, **options)
+        return BoundedJoin(self, self._reducer.report.wait, enable, throw_on_early_termination, **options)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the hook that `torch.distributed.algorithms.Join` runs on a rank that has joined."""
-        policy = self._policy
-        if policy is None:
+        if self._reducer is None:
             return JoinHook()
         check_join(self)
-        policy.divides_by_active = not kwargs.get("divide_by_initial_world_size", True)
-        equalise = partial(self._equalise, policy.reducer.channel, with_buffers=self.forward_sync_buffers)
-        return JoinedRankHook(policy, partial(self._share_buffers, policy), equalise)
+        self._policy.divides_by_active = not kwargs.get("divide_by_initial_world_size", True)
+        equalise = partial(self._equalise, self._reducer.channel, with_buffers=self.forward_sync_buffers)
+        return JoinedRankHook(self._reducer, self._policy, self._share_buffers, equalise)
 
     @property  # type: ignore[misc]  # settable in torch, which makes no sense after construction
     def broadcast_buffers(self) -> bool:
@@ -101,7 +108,7 @@ class TorchSurface(TorchDistributedDataParallel):
     @property
     def reducer(self) -> Any:  # type: ignore[override]  # ours
         """The reducer, for libraries that drive torch's; None in a world of one."""
-        return self._policy
+        return None if self._reducer is None else TorchReducer(self._reducer, self._policy)
 
     @property
     def named_module_buffers(self) -> dict[str, torch.Tensor]:  # type: ignore[override]  # looked up when needed
@@ -141,16 +148,16 @@ class TorchSurface(TorchDistributedDataParallel):
 
     def _set_static_graph(self) -> None:
         """Do nothing, but raise DdpError after training has started, as torch's class does."""
-        if not self.static_graph and self._policy is not None and self._policy.reducer.report.step > 0:
+        if not self.static_graph and self._reducer is not None and self._reducer.report.step > 0:
             raise DdpError(
-                f"_set_static_graph() after {self._policy.reducer.report.step} steps: call it before the first one, or "
+                f"_set_static_graph() after {self._reducer.report.step} steps: call it before the first one, or "
                 "leave it out, since it is not needed here"
             )
         self.static_graph = True
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """Return the data that torch's class logs, as far as it exists here."""
-        steps = 0 if self._policy is None else self._policy.reducer.report.step
+        steps = 0 if self._reducer is None else self._reducer.report.step
         return {
             "world_size": self.process_group.size(),
             "rank": self.process_group.rank(),
@@ -173,8 +180,8 @@ class TorchSurface(TorchDistributedDataParallel):
         """Do nothing: there is no sampling."""
 
     def _remove_autograd_hooks(self) -> None:
-        if self._policy is not None:
-            self._policy.reducer.hooks.remove()
+        if self._reducer is not None:
+            self._reducer.hooks.remove()
 
     def _check_reducer_finalized(self) -> None:
         """Do nothing: backward returns when everything is reduced."""
@@ -195,7 +202,7 @@ class TorchSurface(TorchDistributedDataParallel):
     @property
     def has_comm_hook(self) -> bool:
         """Whether a communication hook, or compression, reduces the gradients."""
-        return self._policy is not None and self._policy.reducer.has_hook
+        return self._reducer is not None and self._reducer.has_hook
 
     def _register_builtin_comm_hook(self, comm_hook_type: object) -> None:
         self._use_hook(builtin_hook(comm_hook_type, self.process_group))
@@ -206,8 +213,8 @@ class TorchSurface(TorchDistributedDataParallel):
     ) -> None:
         """Let `hook(state, buffers_by_name)` synchronise buffers, instead of the broadcast from rank 0."""
         self._buffer_hook = BufferHook(state, hook, comm_hook_location)
-        if self._policy is not None:
-            self._policy.buffer_hook = self._buffer_hook
+        if self._reducer is not None:
+            self._forward_buffers.hook = self._buffer_hook
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickle and deepcopy, without communication. Only with the default group, as in torch."""
@@ -218,7 +225,7 @@ class TorchSurface(TorchDistributedDataParallel):
             )
         if self.has_comm_hook:
             warnings.warn("the copy has no communication hook or compression: register it again", stacklevel=2)
-        left_out = ("process_group", "_policy", "_end", "_buffer_hook")
+        left_out = ("process_group", "_reducer", "_policy", "_forward_buffers", "_end", "_buffer_hook")
         state = {name: value for name, value in self.__dict__.items() if name not in left_out}
         return {**state, "compression": None, "device_mesh": None}
 
@@ -260,6 +267,53 @@ class TorchSurface(TorchDistributedDataParallel):
         return self.process_group
 
 
+def announce(reducer: Reducer, policy: ForwardPolicy, output: Any, *, is_training: bool) -> None:
+    """Announce that the gradients of the forward pass with this output will be reduced.
+
+    A backward through any tensor in `output` takes part in a reduction even if it reaches no parameter on this rank.
+    """
+    forward = policy.announce(is_training=is_training)
+
+    def on_grad(_: torch.Tensor) -> None:
+        forward.is_open = False
+        reducer.reach()
+
+    reducer.announced()
+    for tensor in tensors_in(output):
+        forward.is_opaque = False
+        if tensor.grad_fn is not None:  # a hook on a leaf would outlive the graph
+            tensor.register_hook(on_grad)
+
+
+class TorchReducer:
+    """What Lightning and torch's tests call of a reducer of torch's."""
+
+    def __init__(self, reducer: Reducer, policy: ForwardPolicy) -> None:
+        self._reducer = reducer
+        self._policy = policy
+
+    def _get_local_used_map(self) -> torch.Tensor:
+        """Return how many ranks had a gradient in the last pass, for each parameter."""
+        return self._reducer.sums.used_map()
+
+    def _rebuild_buckets(self) -> bool:
+        """Do nothing."""
+        return False
+
+    def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Announce that the next backward pass is reduced."""
+        announce(self._reducer, self._policy, outputs, is_training=False)
+
+
+def share_iteration(channel: Channel, *, syncs: bool, has_buffers: bool) -> tuple[bool, int]:
+    """Return whether any rank reduces gradients, and the last rank that `has_buffers`. Collective; blocks."""
+    largest = torch.tensor([int(syncs), channel.report.rank if has_buffers else _NO_RANK], device="cpu")
+    with channel.report.waiting("agreement on an iteration with uneven inputs"):
+        finish(channel.control.allreduce([largest], reduce_options(dist.ReduceOp.MAX)), device=largest.device)
+    any_syncs, root = largest.tolist()
+    return bool(any_syncs), root
+
+
 class JoinedRankHook(JoinHook):
     """Takes part in one wrapper's collectives on a rank that has joined, then copies the last joiner's values to all.
 
@@ -269,27 +323,29 @@ class JoinedRankHook(JoinHook):
 
     def __init__(
         self,
+        reducer: Reducer,
         policy: ForwardPolicy,
         sync_buffers: Callable[[int], AbstractContextManager[None]],
         equalise: Callable[[int], None],
     ) -> None:
+        self._reducer = reducer
         self._policy = policy
         self._sync_buffers = sync_buffers
         self._equalise = equalise
 
     def main_hook(self) -> None:
         """Take part in one iteration of the other ranks."""
-        syncs, root = self._policy.share_iteration(syncs=False, has_buffers=False)
+        syncs, root = share_iteration(self._reducer.channel, syncs=False, has_buffers=False)
         with self._sync_buffers(root):
             pass
         if syncs:
-            self._policy.reduce_as_joined()
+            self._reducer.reduce_as_joined()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Copy the parameters and buffers of a rank that joined last to every rank."""
-        _, root = self._policy.share_iteration(syncs=False, has_buffers=is_last_joiner)
+        _, root = share_iteration(self._reducer.channel, syncs=False, has_buffers=is_last_joiner)
         self._policy.divides_by_active = False
         self._equalise(root)
         self._policy.replicas_equalised()
         if not is_last_joiner:
-            self._policy.reducer.drop_gradients()  # they are of passes in which this rank had no inputs
+            self._reducer.drop_gradients()  # they are of passes in which this rank had no inputs

@@ -30,13 +30,15 @@ from ddp.data_parallel.arguments import (
 )
 from ddp.data_parallel.buckets.comm_hook import CommHook
 from ddp.data_parallel.checksum import WeightChecksum
+from ddp.data_parallel.forward_buffers import ForwardBuffers
 from ddp.data_parallel.forward_policy import ForwardPolicy, tensors_in
 from ddp.data_parallel.micro_batches import MicroBatches
 from ddp.data_parallel.module_watch import ModuleWatch, sparse_names
 from ddp.data_parallel.planning.bucket_planner import BucketPlanner, Measurement
-from ddp.data_parallel.planning.step_report import StepReport
+from ddp.data_parallel.planning.step_report import StepReport, explain
 from ddp.data_parallel.reducer import Reducer
-from ddp.data_parallel.torch_surface import TorchSurface
+from ddp.data_parallel.step_watch import StepWatch
+from ddp.data_parallel.torch_surface import TorchSurface, announce, share_iteration
 from ddp.errors import ArgumentError, BackwardError, ReplacementError, UnsupportedError
 from ddp.generation.pending_group import is_pending
 from ddp.monitoring import timeline
@@ -116,7 +118,9 @@ class DistributedDataParallel(TorchSurface):
     """
 
     _least_ranks = 2  # that communicate; 1 lets tests and benchmarks run a reduction on a single device
-    _policy: ForwardPolicy | None = None  # has the reducer; None in a world of one
+    _reducer: Reducer | None = None  # None in a world of one, as are the next two
+    _policy: ForwardPolicy
+    _forward_buffers: ForwardBuffers
     _end: Callable[[], Any] | None = None
     _micro_batches: MicroBatches | None = None
     _method: Half | Int8 | PowerSGD | None = None  # of the compression that is used
@@ -243,15 +247,20 @@ class DistributedDataParallel(TorchSurface):
             as_views=self.gradient_as_bucket_view,
             planner=planner,
         )
+        sync = None
+        if self.forward_sync_buffers:
+            sync = BufferSync(channel.group, self.module, self.parameters_to_ignore, channel.report.wait)
+        self._forward_buffers = ForwardBuffers(channel.report, sync, self._buffer_hook)
         self._policy = ForwardPolicy(
-            reducer,
+            channel,
+            reducer.members,
+            StepWatch(reducer.module_watch.parameters, reducer.before_step),
+            self._forward_buffers,
             checksum=WeightChecksum(named) if self._weight_checksum else None,
-            buffer_sync=BufferSync(channel.group, self.module, self.parameters_to_ignore, channel.report.wait)
-            if self.forward_sync_buffers
-            else None,
-            buffer_hook=self._buffer_hook,
             micro_batches=self._micro_batches,
         )
+        reducer.policy = self._policy
+        self._reducer = reducer
         # The hooks keep the reducer alive as long as the parameters live, which may outlive this wrapper.
         end = weakref.finalize(self, reducer.close)
         end.atexit = False
@@ -264,7 +273,9 @@ class DistributedDataParallel(TorchSurface):
             self._end()
         if self.compression is not None:
             self.compression.close()
-        self._policy = self._end = None
+        self._reducer = self._end = None
+        vars(self).pop("_policy", None)  # they refer to the group
+        vars(self).pop("_forward_buffers", None)
 
     def _let_go(self) -> None:
         """Drop the process group and everything that communicates; the module itself stays usable. May be repeated."""
@@ -284,8 +295,8 @@ class DistributedDataParallel(TorchSurface):
     @not_traced  # see skip_package in ddp.torch_internals
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the wrapped module. Every rank must call it equally often: the first after a reduction copies buffers."""
-        policy = self._policy
-        if policy is None:
+        reducer = self._reducer
+        if reducer is None:
             self._check_not_left_behind()
             Join.notify_join_context(self)
             if torch.is_grad_enabled():
@@ -297,10 +308,10 @@ class DistributedDataParallel(TorchSurface):
             if self._has_synced_forward:
                 count_step_after(tensors_in(output))
             return output
-        if policy.is_inside_backward():
+        if reducer.is_inside_backward():
             inputs, kwargs = self._on_device(inputs, kwargs)
             return self.module(*inputs, **kwargs)  # activation checkpointing
-        report = policy.reducer.report
+        report, policy = reducer.report, self._policy
         report.check_in_step()  # else the end of this pass would write into buckets in transit
         if torch.is_grad_enabled():
             timeline.forward()
@@ -310,21 +321,25 @@ class DistributedDataParallel(TorchSurface):
         try:
             # Collectives first: if one rank alone raises afterwards, all have made the same calls.
             report.begin("start of a forward pass")
-            policy.reducer.settle()
+            reducer.settle()
             root = 0
             if is_in_join(self):
-                _, root = policy.share_iteration(syncs=is_syncing, has_buffers=True)
-            hooked = self._share_buffers(policy, root)
+                _, root = share_iteration(reducer.channel, syncs=is_syncing, has_buffers=True)
+            hooked = self._share_buffers(root)
             report.counted()
             with hooked:
                 inputs, kwargs = self._on_device(inputs, kwargs)
-                policy.enter_forward(self.module, steps_alone=self.steps_alone)
+                reducer.enter_forward(self.module)
+                policy.enter_forward(reducer.module_watch.parameters, steps_alone=self.steps_alone)
                 output = self.module(*inputs, **kwargs)
-            if torch.is_grad_enabled():
-                policy.prepare(output, is_syncing=is_syncing, is_training=self.training)
+            if is_syncing:
+                announce(reducer, policy, output, is_training=self.training)
+            elif torch.is_grad_enabled():
+                policy.announce_local()
+                timeline.follow(tensors_in(output))
         except BaseException as error:
             if is_syncing:
-                policy.reducer.fail(describe_failure("its forward pass", error))
+                reducer.fail(describe_failure("its forward pass", error))
             raise
         finally:
             swap_active_ddp_module(active)
@@ -356,18 +371,19 @@ class DistributedDataParallel(TorchSurface):
                 "weight= while each rank steps by itself (LocalSGD): leave it out until gradients are averaged again"
             )
         amount = float(weight)
-        policy = self._policy
+        reducer = self._reducer
         if not 0 <= amount < float("inf"):
-            if policy is not None and policy.is_announced:
-                policy.reducer.fail(f"its weight is {amount}")
+            if reducer is not None and self._policy.is_announced:
+                reducer.fail(f"its weight is {amount}")
             raise ArgumentError(f"weight is {amount}; it must be a number of at least 0")
-        if policy is not None:
-            policy.reducer.add_weight(amount)
+        if reducer is not None:
+            reducer.add_weight(amount)
         if amount:
             loss.backward(gradient=torch.full_like(loss, amount), **kwargs)
-        elif policy is not None:
-            policy.reduce_alone()
-        if policy is None:
+        elif reducer is not None and self._policy.is_announced:
+            self._policy.close_last_forward()
+            reducer.pass_without_backward()
+        if reducer is None:
             self._weigh_alone(amount)
 
     def _weigh_alone(self, amount: float) -> None:
@@ -385,7 +401,7 @@ class DistributedDataParallel(TorchSurface):
     @property
     def measurement(self) -> Measurement | None:
         """Results of the first steps and the resulting decision; None before that, and if nothing is measured."""
-        planner = None if self._policy is None else self._policy.reducer.planner
+        planner = None if self._reducer is None else self._reducer.planner
         return None if planner is None else planner.measurement
 
     def explain(self) -> StepReport:
@@ -399,17 +415,19 @@ class DistributedDataParallel(TorchSurface):
         Raises DdpError before enough steps, UnsupportedError if nothing is measured (see `measure`, and in a world of
         one), for a communication hook that is not ours and for compression on a device.
         """
-        if self._policy is None:
+        if self._reducer is None:
             raise UnsupportedError("explain() in a world of one: nothing is sent; train with two ranks to measure")
         compressed = bucket_limits(None, None, self.device, is_compressed=True)
-        return self._policy.reducer.explain(self._method, compressed)
+        reducer = self._reducer
+        group, members = reducer.channel.group, reducer.members
+        return explain(reducer.sums, reducer.planner, group, members, self._method, compressed)
 
     def _use_hook(self, hook: CommHook) -> None:
         self._hook_name = getattr(hook.call, "__qualname__", repr(hook.call))
-        if self._policy is None:  # a world of one: the hook may still change gradients
+        if self._reducer is None:  # a world of one: the hook may still change gradients
             self._attach(self._new_channel())
-        assert self._policy is not None
-        self._policy.reducer.use_hook(hook)
+        assert self._reducer is not None
+        self._reducer.use_hook(hook)
 
     def _use_compression(self, compression: str | Half | Int8 | PowerSGD) -> None:
         compressor, hook = make_compression(compression, self.process_group, parameters=dict(self._named_parameters()))
@@ -424,9 +442,9 @@ class DistributedDataParallel(TorchSurface):
 
         None without compression. Every rank must call it, between two steps; blocks. `ddp.Checkpoint` does.
         """
-        if self.compression is None or self._policy is None:
+        if self.compression is None or self._reducer is None:
             return None
-        return {"plan": self._policy.reducer.plan_state(), "compression": self.compression.state_dict()}
+        return {"plan": self._reducer.sums.plan_state(), "compression": self.compression.state_dict()}
 
     def load_reduction_state(self, state: Mapping[str, Any]) -> None:
         """Resume from the result of `reduction_state`, in a world of any size. Every rank must call it.
@@ -434,13 +452,13 @@ class DistributedDataParallel(TorchSurface):
         Raises CheckpointError if it does not fit the module. Without compression, it only warns that the residual
         errors are lost.
         """
-        if self.compression is None or self._policy is None:
+        if self.compression is None or self._reducer is None:
             warnings.warn(
                 "the checkpoint holds what gradient compression still owed, which is lost: this model has none",
                 stacklevel=2,
             )
             return
-        self._policy.reducer.load_plan_state(state["plan"])
+        self._reducer.load_plan_state(state["plan"])
         self.compression.load_state_dict(state["compression"])
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
@@ -463,13 +481,13 @@ class DistributedDataParallel(TorchSurface):
         None: of one pass again.
         """
         self._micro_batches, self._least_ranks = micro_batches, 1
-        if self._policy is not None:
+        if self._reducer is not None:
             self._policy.micro_batches = micro_batches
 
     @property
     def gradient_reducer(self) -> Reducer | None:
         """The reducer of this model's gradients, for other modules of ddp; None if nothing is averaged."""
-        return None if self._policy is None else self._policy.reducer
+        return self._reducer
 
     def _join_group(self, group: dist.ProcessGroup | None) -> None:
         self.process_group = checked_group(group, None)

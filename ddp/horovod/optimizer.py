@@ -238,7 +238,7 @@ class _Engine:
             return
         if self.reducer is not None:
             self.reducer.close()
-            sparse = self.reducer.sparse if sparse is None else sparse
+            sparse = self.reducer.sparse | (sparse or frozenset())
         named = self._named()
         for name, parameter in named:
             if any(map(_is_reducers, (gradient_hooks(parameter) or {}).values())):
@@ -263,7 +263,8 @@ class _Engine:
             as_views=False,
         )
         self.reducer = reducer
-        self._policy.attach(reducer)
+        self._policy.attach(channel, reducer.members)
+        reducer.policy = self._policy
         if self._compressor is not None:
             reducer.use_hook(checked_hook(self._compressor, self._hook))
 
@@ -292,10 +293,16 @@ class _Engine:
         Every rank must call it; blocks. If no rank has such passes, nothing changes; `step()` does not repeat it.
         """
         if self.reducer is not None:
-            self._policy.settle()
+            self._settle(self.reducer)
             # Without a reduction since the last step, other ranks may have gradients to average.
             if self._policy.waiting or not self._policy.reductions:
-                self._policy.reduce_now()
+                self.reducer.hooks.be_last()
+                self.reducer.reduce_now()
+
+    def _settle(self, reducer: Reducer) -> None:
+        """Wait for a failed pass to end, between backward passes: one that still seems to run was interrupted."""
+        reducer.report.check_in_step()
+        reducer.settle()
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -316,7 +323,7 @@ class _Engine:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Like the optimizer's own. Raises BackwardError while gradients wait to be averaged."""
         if self.reducer is not None:
-            self._policy.settle()
+            self._settle(self.reducer)
             self.reducer.hooks.be_last()
         if self._policy.waiting:
             raise BackwardError(self._still_waiting("zero_grad()"))
@@ -382,7 +389,7 @@ class _Engine:
 
 
 def _is_reducers(hook: object) -> bool:
-    return getattr(hook, "__qualname__", "").startswith("Reducer._hook.")
+    return getattr(hook, "__qualname__", "").startswith("GradientSums.hook.")
 
 
 @dataclasses.dataclass

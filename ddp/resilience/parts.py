@@ -83,7 +83,7 @@ class ReducingPart(Part):
 
     def keep(self) -> None:
         reducer = self.reducer
-        self._plan = None if reducer is None else reducer.plan_state()
+        self._plan = None if reducer is None else reducer.sums.plan_state()
 
     def roll_back(self) -> None:
         self._resume_plan(self._plan)

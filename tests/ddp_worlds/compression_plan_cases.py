@@ -243,13 +243,13 @@ def wrapper_plans_anew(method: str, folder: str) -> None:
     """After the first pass, when a parameter is unfrozen, by a loaded plan: nothing that is owed is lost."""
     net, model = wrapped(method, cap_mb=0.002, has_late=False)
     missing: State = {}
-    reducer: Any = model._policy.reducer
+    reducer: Any = model._reducer
     train(net, model, range(1), missing)
-    first = reducer.plan_state()
+    first = reducer.sums.plan_state()
     train(net, model, range(1, 4), missing)
     net.late.requires_grad_(True)
     train(net, model, range(4, 7), missing)
-    plan = reducer.plan_state()
+    plan = reducer.sums.plan_state()
     assert set(plan["order"]) == set(first["order"]) | {"late"}
     reducer.load_plan_state({**plan, "order": plan["order"][::-1]})
     train(net, model, range(7, 10), missing)

@@ -55,6 +55,20 @@ class Odd(nn.Module):
         return self.out(hidden) + self.same_a.view(-1)[:3] + (self.same_a.view(-1) + self.same_b.view(-1))[3:6]
 
 
+def models_that_one_backward_reaches_in_another_order_on_each_rank_are_reduced() -> None:
+    """Their passes end in the order in which the models were wrapped, on every rank."""
+    models = [ddp.DistributedDataParallel(nn.Linear(3, 2).to(F64)) for _ in range(2)]
+    for step in range(4):
+        for model in models:
+            model.zero_grad()
+        order = models if dist.get_rank() == 0 else models[::-1]
+        x = torch.full((1, 3), step + dist.get_rank() + 1.0, dtype=F64)
+        outputs = [model(x).sum() for model in order]
+        (outputs[0] + outputs[1]).backward()
+        for model in models:
+            assert torch.equal(model.module.weight.grad, torch.full((2, 3), step + 1.5, dtype=F64)), step
+
+
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -407,7 +421,7 @@ def kept_gradients_stay(large_bytes: int, keep: str, *, counts: bool = True) -> 
     Unless torch `counts` who owns a tensor, every place that was given away is in doubt.
     """
     if not counts:
-        ddp.data_parallel.buckets.flat_transfer.tensor_owner_count = None  # type: ignore[attr-defined]  # replaced in this process
+        ddp.data_parallel.buckets.transfers.tensor_owner_count = None  # type: ignore[attr-defined]  # replaced in this process
     ways: dict[str, Callable[[torch.Tensor], Any]] = {
         "itself": lambda grad: grad,
         "detached": lambda grad: grad.detach(),
@@ -627,4 +641,4 @@ def follows_order_of_use() -> list[int]:
         loss_of(model, shard(x), shard(y)).backward()
         loss_of(oracle, x, y).backward()
         assert_close(replica, oracle, f"step {step}")
-    return list(model._policy.reducer._schedule.order)
+    return list(model._reducer.sums.order)

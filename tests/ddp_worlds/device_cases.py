@@ -226,7 +226,7 @@ def a_measured_model_waits_for_no_device_and_is_explained() -> None:
         parts = record.forward_s, record.backward_s, record.other_s, model.measurement.step_s
         assert parts == pytest.approx((0.001, 0.001 * (count + 1), 0.002, 0.006))
         assert [each.ready_s for each in record.gradients] == pytest.approx([0.001 * at for at in range(1, count + 1)])
-        steps_s, computed_s = model._policy.reducer.planner.timer.recent_s()
+        steps_s, computed_s = model._reducer.planner.timer.recent_s()
         assert 3 <= len(steps_s) < 18 - 7 - 1  # the last ones are not over
         assert (steps_s[0], computed_s[0]) == pytest.approx((0.006, 0.004))  # an event is a millisecond
         if dist.get_rank() == 0:
@@ -268,14 +268,14 @@ def a_module_on_two_devices_begins_one_pass() -> None:
         model = ddp.DistributedDataParallel(net, process_group=group_of_both(), init_sync=False)
         device.may_wait = False
         policy = model._policy
-        begin, threads = policy.begin, []
+        starting, threads = policy.starting, []
 
-        def slow_begin() -> None:
+        def start_slowly() -> None:
             threads.append(threading.get_ident())
             time.sleep(0.3)  # for the other thread
-            begin()
+            starting()
 
-        patch.setattr(policy, "begin", slow_begin)
+        patch.setattr(policy, "starting", start_slowly)
         for step in range(3):
             model.zero_grad()
             oracle.zero_grad()

@@ -1069,7 +1069,7 @@ def control_groups_are_shared_and_end_with_their_group() -> None:
                 with pytest.raises(RuntimeError, match=r"^refused$|^Gloo connectFullMesh"):  # who was refused has left
                     attempt()
         models = [wrap(), wrap()]
-        assert all(model._policy.reducer.channel.control is made for model in models)
+        assert all(model._reducer.channel.control is made for model in models)
         for step in range(3):
             follows_whole_batch(models[step % 2], step)
     _wait_until_at_most(once)
@@ -1141,7 +1141,7 @@ def nothing_is_left_of_a_wrapper() -> None:
             compression="bf16" if kind == "compressed" else None,
             weight_checksum=kind == "checksum",
         )
-        alive = [weakref.ref(model), weakref.ref(model._policy.reducer), weakref.ref(model._policy.reducer._schedule)]
+        alive = [weakref.ref(model), weakref.ref(model._reducer), weakref.ref(model._reducer.sums)]
         if kind == "words":
             _reads_words(model, shard(x), shard(y), dist.get_rank(), 0).backward()
         elif kind == "forward only":

@@ -35,7 +35,7 @@ def _net() -> nn.Module:
 def _reducing(module: nn.Module, **settings: Any) -> ddp.DistributedDataParallel:
     """A wrapper that communicates in a world of one as in others."""
     model = ddp.DistributedDataParallel(module, **settings)
-    if model._policy is None:
+    if model._reducer is None:
         model._attach(model._new_channel())
     return model
 

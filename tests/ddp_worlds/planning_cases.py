@@ -74,7 +74,7 @@ def measured(model: ddp.DistributedDataParallel) -> Measurement | None:
 
 def limits_of(model: ddp.DistributedDataParallel) -> BucketLimits:
     """But for pieces, which a link may ask for that a busy machine has slowed down."""
-    limits: BucketLimits = model._policy.reducer._schedule.limits
+    limits: BucketLimits = model._reducer.sums.limits
     return dataclasses.replace(limits, piece_bytes=None)
 
 
@@ -120,7 +120,7 @@ def pieces_for_a_slow_link_change_no_bit() -> None:
         with costing(link), mock.patch.object(bucket_planner, "_PIECE_BYTES", 1 << 10):
             model = wrapped()
             found = train(model)
-        schedule = model._policy.reducer._schedule
+        schedule = model._reducer.sums
         assert schedule.limits.piece_bytes == pieces
         for step, (one, other) in enumerate(zip(expected, found, strict=True)):
             assert torch.equal(one, other), step
@@ -134,7 +134,7 @@ def no_backend_for_the_cpu_is_asked_for_pieces_on_a_device() -> None:
     lacking = mock.patch.object(bucket_planner, "backend_of", side_effect=RuntimeError("no backend for the CPU"))
     with costing(SLOW), lacking as backend_of:
         model = wrapped()
-        model._policy.reducer.planner.timer.clock = OnDevice()
+        model._reducer.planner.timer.clock = OnDevice()
         train(model)
     assert model.measurement is not None
     backend_of.assert_not_called()
@@ -173,7 +173,7 @@ def the_first_steps_are_recorded_on_all_ranks_alike() -> None:
     before = model.measurement
     train(model, 2)
     assert model.measurement is before
-    reducer: Any = model._policy.reducer
+    reducer: Any = model._reducer
     assert not reducer.planner.is_deciding
 
 
@@ -244,7 +244,7 @@ def a_parameter_unfrozen_while_steps_are_measured_begins_that_anew() -> None:
 def a_rank_that_raises_alone_after_the_averages_agrees_in_the_same_step() -> None:
     model = wrapped(bucket_cap_mb="auto")
     rank = dist.get_rank()
-    schedule = model._policy.reducer._schedule
+    schedule = model._reducer.sums
     with rank_0_wants(SMALL):
         train(model, 2)
         model.zero_grad()
@@ -262,18 +262,18 @@ def a_rank_that_raises_alone_after_the_averages_agrees_in_the_same_step() -> Non
 def a_rank_that_raises_where_ranks_agree_is_an_error_on_all_at_once(place: str, goes_on: bool) -> None:
     """On rank 1 alone, in the first pass or in the one that decides; long before a wait would be given up."""
     model = wrapped(bucket_cap_mb="auto")
-    rank, reducer = dist.get_rank(), model._policy.reducer
+    rank, reducer = dist.get_rank(), model._reducer
     steps, owner, name = {
-        "delivers first": (0, reducer._schedule, "deliver"),
-        "plans first": (0, reducer, "_plan"),
-        "delivers": (4, reducer._schedule, "deliver"),
+        "delivers first": (0, reducer.sums, "deliver"),
+        "plans first": (0, reducer.sums, "plan"),
+        "delivers": (4, reducer.sums, "deliver"),
         "chooses": (4, reducer.planner, "_chosen"),
-        "plans": (4, reducer._schedule, "use_limits"),
+        "plans": (4, reducer.sums, "use_limits"),
     }[place]
     with rank_0_wants(SMALL):
         train(model, steps)
         loss = model(torch.ones(2, 48)).square().mean()
-        reducer._repeated |= {0} if place == "plans first" else set()  # else the first plan stays
+        reducer.sums._found_twice |= {0} if place == "plans first" else set()  # else the first plan stays
         began = time.monotonic()
         if rank == 1:
             with (
@@ -313,7 +313,7 @@ def auto_that_can_decide_nothing_warns() -> None:
     assert limits_of(model) == before
     for model, warned in ((wrapped(bucket_cap_mb="auto"), 1), (wrapped(), 0)):
         train(model, 3)
-        model._policy.reducer.planner._is_missing = True
+        model._reducer.planner._is_missing = True
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             train(model, 3)
@@ -359,9 +359,9 @@ def a_checkpoint_keeps_what_was_decided() -> None:
         model = wrapped(bucket_cap_mb="auto")
         train(model, 6)
         assert limits_of(model) == SMALL
-        state = model._policy.reducer.plan_state()
+        state = model._reducer.sums.plan_state()
     resumed = wrapped(bucket_cap_mb="auto")
-    resumed._policy.reducer.load_plan_state(state)
+    resumed._reducer.load_plan_state(state)
     assert limits_of(resumed) == limits_of(model)
     train(resumed)
     assert limits_of(resumed) == limits_of(model)

@@ -31,7 +31,7 @@ import ddp
 from ddp.comm import small_sum
 from ddp.comm.failures import failing_together
 from ddp.comm.small_sum import SmallAdder
-from ddp.data_parallel.buckets import bucket_schedule, unbucketed
+from ddp.data_parallel.buckets import gradient_sums, unbucketed
 from ddp.errors import CollectiveError
 from ddp.monitoring import stall_report as stall_report_module
 from ddp.monitoring.stall_report import HostWork, StallReport
@@ -139,7 +139,7 @@ def _joins_at_once(model: ddp.DistributedDataParallel) -> None:
 
 
 def _fails_with_others(model: Any) -> None:
-    with failing_together(model.reducer.reducer.channel, "its pass"):
+    with failing_together(model._reducer.channel, "its pass"):
         pass
 
 
@@ -153,7 +153,7 @@ def hangs_elsewhere(folder: Path, size: int, where: str) -> str | None:
 
     def comes() -> None:
         until((folder / "hangs").exists)
-        report = (trainer.model if where == "evaluation" else model).reducer.reducer.report
+        report = (trainer.model if where == "evaluation" else model)._reducer.report
         report._own_timeout_s = stall_report_module._limits_s[id(report)] = STALL_S
 
     options: dict[str, Any] = {"stall_timeout_s": DEADLINE_S, "measure": False}
@@ -183,7 +183,7 @@ def hangs_elsewhere(folder: Path, size: int, where: str) -> str | None:
             "sparse gradients": lambda: model(torch.tensor([dist.get_rank()])).sum().backward(),
         }[where]
         if sparse and is_late:
-            bucket_schedule.average_sparse = lambda *_: hang()  # type: ignore[attr-defined]  # replaced in this process
+            gradient_sums.average_sparse = lambda *_: hang()  # type: ignore[attr-defined]  # replaced in this process
             is_late = False
     if is_late:
         hang()
@@ -527,7 +527,7 @@ def interrupted_in_a_step(folder: Path, size: int) -> str | None:
         until(lambda: is_gone(other))
         return None
     (folder / f"first.{os.getpid()}").touch()
-    thread = interrupt_when_waiting(model.reducer.reducer.report)
+    thread = interrupt_when_waiting(model._reducer.report)
     try:
         loss.backward()
     except KeyboardInterrupt:
@@ -542,7 +542,7 @@ def interrupted_in_a_step(folder: Path, size: int) -> str | None:
 def goes_on_after_an_end(folder: Path, size: int, by_stall: bool) -> list[float]:
     """Rank 0 leaves a step by Ctrl-C or a stall and calls forward; rank 1 is late and gets the average all the same."""
     model = ddp.DistributedDataParallel(torch.nn.Linear(2, 1), stall_timeout_s=DEADLINE_S)
-    rank, stall_report = dist.get_rank(), model.reducer.reducer.report
+    rank, stall_report = dist.get_rank(), model._reducer.report
     model(torch.ones(1, 2)).sum().backward()  # after which the ranks agree on an order
     model.zero_grad()
     if by_stall:

@@ -21,7 +21,6 @@ import ddp
 import ddp.horovod as hvd
 from ddp.comm.failures import peers_failed
 from ddp.data_parallel import reducer
-from ddp.horovod import counting_policy
 from ddp.monitoring.stall_report import StallReport
 from ddp.torch_internals import call_after_backward
 
@@ -140,7 +139,7 @@ def failures_change_no_bit(fails_in: str) -> None:
             loss_of(each, x, y).backward()
         for one, other in zip(model.parameters(), undisturbed.parameters(), strict=True):
             assert torch.equal(present(one.grad), present(other.grad)), step
-        mine, plan = (each.gradient_reducer.plan_state() for each in (model, undisturbed))
+        mine, plan = (each.gradient_reducer.sums.plan_state() for each in (model, undisturbed))
         assert mine == plan
         plans.append(plan["order"])
     assert plans[0] == plans[-1]
@@ -198,7 +197,7 @@ def a_failed_pass_is_dropped_while_the_next_begins() -> None:
     """Another thread frees the graph of a failed pass and fails it; the next forward pass waits until it has."""
     kept: list[object] = []
     model, replica, oracle = _failed_and_kept(kept)
-    transfer = model._policy.reducer._schedule._transfers[0]
+    transfer = model._reducer.sums._transfers[0]
     gather, send = transfer.gather_nothing, transfer.send
     is_inside, sent = threading.Event(), []
 
@@ -234,7 +233,7 @@ def a_failed_pass_of_an_optimizer_is_dropped_late() -> None:
     oracle = copy.deepcopy(replica)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(replica.parameters(), 0.1), backward_passes_per_step=2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(counting_policy, "call_after_backward", functools.partial(_keep_and_call, kept))
+        patch.setattr(reducer, "call_after_backward", functools.partial(_keep_and_call, kept))
         replica.fails_in = "hook"
         with pytest.raises(ValueError, match="a bad hook"):
             loss_of(replica, *batch(0, 4)).backward()

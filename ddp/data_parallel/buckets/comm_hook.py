@@ -1,7 +1,7 @@
 """Communication hooks: a user's function reduces each bucket, instead of the all-reduce.
 
 The interface is torch's, so that torch's own hooks (`torch.distributed.algorithms.ddp_comm_hooks`) work unchanged.
-Called by `bucket_schedule`, which runs the hook once per bucket, in the same order on every rank.
+Called by `gradient_sums`, which runs the hook once per bucket, in the same order on every rank.
 """
 
 from __future__ import annotations

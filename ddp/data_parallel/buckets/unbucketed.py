@@ -1,7 +1,7 @@
 """Gradients that are in no bucket: they are exchanged after the step status of a backward pass, one after the other.
 
 Sparse gradients (of embeddings): every rank's rows are sent to every rank, which adds them up. Called by
-`bucket_schedule`. Gradients of parameters that were frozen when the buckets were planned and are trained now: called
+`gradient_sums`. Gradients of parameters that were frozen when the buckets were planned and are trained now: called
 by the reducer if any rank has such parameters.
 """
 

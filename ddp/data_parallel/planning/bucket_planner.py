@@ -11,9 +11,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ddp.comm.channel import Channel
 from ddp.comm.failures import changing_together, failing_together
 from ddp.data_parallel.buckets.bucket_plan import BucketLimits
-from ddp.data_parallel.buckets.bucket_schedule import BucketSchedule
+from ddp.data_parallel.buckets.gradient_sums import GradientSums
 from ddp.data_parallel.planning.link_cost import LinkCost, agree, measure_link
 from ddp.data_parallel.planning.simulate import Choice, GradReady, StepRecord, buckets_of, choose, simulate
 from ddp.data_parallel.planning.step_timer import Clock, StepTimer, StepTimes, TimedStep, clock_of
@@ -110,13 +110,13 @@ class BucketPlanner:
         """Whether the ranks decide at the end of the pass that is counted now."""
         return self.is_deciding and self._steps >= _HELD_STEPS + _FREE_STEPS + self.timer.clock.late_steps
 
-    def step_ended(self, schedule: BucketSchedule, arrived: Mapping[int, Any], *, has_joined: bool) -> None:
+    def step_ended(self, sums: GradientSums, *, has_joined: bool) -> None:
         """End a step, when averages are in place. After the last measured one, agree with the other ranks; blocks.
 
         Every rank must call it in the same passes, after `count_step`. `has_joined`: this rank had no inputs, so its
         times do not count.
         """
-        step = self.timer.end_step(arrived)
+        step = self.timer.end_step(sums.arrived)
         if self.is_deciding and not has_joined and self._steps <= _HELD_STEPS + _FREE_STEPS:
             self._is_missing |= step is None
             if step is not None:
@@ -125,7 +125,7 @@ class BucketPlanner:
             return
         self.is_deciding = False
         self.timer.forget()
-        figures = self._agreed(schedule)
+        figures = self._agreed(sums)
         if figures is None:
             self._warn(
                 "the steps to measure were incomplete on some rank (uneven inputs, create_graph, a forward pass inside "
@@ -133,24 +133,24 @@ class BucketPlanner:
             )
             return
         with failing_together(self._channel, "the choice of buckets"):
-            self.measurement, limits = self._chosen(schedule, *figures)
+            self.measurement, limits = self._chosen(sums, *figures)
         # The simulation has the same result on all ranks, unless their floating-point arithmetic differs.
         every = self._channel.gather(dataclasses.astuple(limits), "agreement on the sizes of buckets")
-        if (limits := BucketLimits(*every[0])) != schedule.limits:
+        if (limits := BucketLimits(*every[0])) != sums.limits:
             with changing_together(self._channel):
-                schedule.use_limits(limits)
+                sums.use_limits(limits)
 
     def _chosen(
-        self, schedule: BucketSchedule, record: StepRecord, link: LinkCost, step_s: float
+        self, sums: GradientSums, record: StepRecord, link: LinkCost, step_s: float
     ) -> tuple[Measurement, BucketLimits]:
         """Choose sizes of buckets from these figures."""
-        current = schedule.limits
-        if schedule.has_hook:  # its state may depend on these buckets
+        current = sums.limits
+        if sums.has_hook:  # its state may depend on these buckets
             self._warn("the state of compression or a communication hook may depend on these buckets")
             self.keep_buckets()
-        choices = choose(record, link, current, lambda limits: buckets_of(schedule.plans_for(limits)))
+        choices = choose(record, link, current, lambda limits: buckets_of(sums.plans_for(limits)))
         best = current if self._replanning == "no" else choices[0].limits
-        pieces = None if schedule.has_hook else self._piece_bytes(link)
+        pieces = None if sums.has_hook else self._piece_bytes(link)
         measurement = Measurement(record, link, step_s, current, tuple(choices))
         return measurement, dataclasses.replace(best, piece_bytes=pieces)
 
@@ -171,7 +171,7 @@ class BucketPlanner:
         if self._replanning == "asked":
             warnings.warn(f'bucket_cap_mb="auto" has no effect, buckets stay as they are: {why}', stacklevel=2)
 
-    def _agreed(self, schedule: BucketSchedule) -> tuple[StepRecord, LinkCost, float] | None:
+    def _agreed(self, sums: GradientSums) -> tuple[StepRecord, LinkCost, float] | None:
         """Return the slowest rank's figures, part by part, and the link as seen by the last rank to end backward."""
         held: list[StepTimes] = []
         free: list[StepTimes] = []
@@ -180,7 +180,7 @@ class BucketPlanner:
                 held, free = ([step.times() for step in steps] for steps in (self._held, self._free))
         except RuntimeError:  # the device lost an event; the others must not wait for this rank
             self._is_missing = True
-        mine = [float(self._is_missing), *[-math.inf] * (6 + len(schedule.order))]
+        mine = [float(self._is_missing), *[-math.inf] * (6 + len(sums.order))]
         if held and free:
             # Disturbances make a step longer, so the shortest of each part is the best.
             mine = [
@@ -191,20 +191,18 @@ class BucketPlanner:
                 -min(t.wire_s for t in held),
                 min(t.backward_s for t in free),
                 min(t.total_s for t in free),
-                *(min((t.ready_s[index] for t in held if index in t.ready_s), default=0.0) for index in schedule.order),
+                *(min((t.ready_s[index] for t in held if index in t.ready_s), default=0.0) for index in sums.order),
             ]
         with self._channel.report.waiting("agreement on the sizes of buckets"):
             slowest = agree(self._channel, mine)
         missing, forward_s, backward_s, other_s, wire_s, free_backward_s, step_s, *ready_s = slowest
         if missing or math.isinf(step_s):
             return None
-        gradients = (
-            GradReady(spec.index, spec.nbytes, when) for spec, when in zip(schedule.specs, ready_s, strict=True)
-        )
+        gradients = (GradReady(spec.index, spec.nbytes, when) for spec, when in zip(sums.specs, ready_s, strict=True))
         record = StepRecord(tuple(sorted(gradients, key=lambda each: each.ready_s)), forward_s, backward_s, other_s)
-        if schedule.has_hook:
+        if sums.has_hook:
             return record, self._link, step_s
-        buckets = buckets_of(schedule.plans_for(schedule.limits))
+        buckets = buckets_of(sums.plans_for(sums.limits))
         link = self._link.corrected(len(buckets), sum(bucket.nbytes for bucket in buckets), -wire_s)
         delayed_s, overlapped_s = free_backward_s - backward_s, simulate(record, buckets, link).overlapped_s
         if delayed_s > 0 and overlapped_s > 0:

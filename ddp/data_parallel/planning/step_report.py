@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ddp.compression.compressors import Half, Int8, PowerSGD, named
 from ddp.compression.rehearsal import RehearsalGroup, bucket_like
 from ddp.data_parallel.buckets.bucket_plan import BucketLimits, Member
-from ddp.data_parallel.buckets.bucket_schedule import BucketSchedule
+from ddp.data_parallel.buckets.gradient_sums import GradientSums
 from ddp.data_parallel.planning.bucket_planner import BucketPlanner
 from ddp.data_parallel.planning.link_cost import LinkCost
 from ddp.data_parallel.planning.simulate import (
@@ -184,7 +184,7 @@ class StepReport:
 
 
 def explain(
-    schedule: BucketSchedule,
+    sums: GradientSums,
     planner: BucketPlanner | None,
     group: dist.ProcessGroup,
     members: Sequence[Member],
@@ -201,9 +201,9 @@ def explain(
             'init_sync=True, and without bucket_cap_mb or, on the CPU, with bucket_cap_mb="auto"'
         )
     is_on_device = planner.timer.clock.is_device
-    if schedule.has_hook and compression is None:
+    if sums.has_hook and compression is None:
         raise UnsupportedError("explain() does not know the cost of a communication hook of your own")
-    if schedule.has_hook and is_on_device:
+    if sums.has_hook and is_on_device:
         raise UnsupportedError("explain() does not know the cost of compression on a device: wrap the model without it")
     steps_s, computed_s = planner.timer.recent_s()
     if planner.is_deciding or len(steps_s) < _FEWEST_STEPS:
@@ -226,13 +226,13 @@ def explain(
     return explain_step(
         found.record,
         found.link,
-        buckets_of(schedule.plans_for(schedule.limits)),
+        buckets_of(sums.plans_for(sums.limits)),
         backend=backend,
         step_times_s=steps_s,
         compute_times_s=computed_s,
-        plans={title: buckets_of(schedule.plans_for(each)) for title, each in limits.items()},
+        plans={title: buckets_of(sums.plans_for(each)) for title, each in limits.items()},
         compression=None if compression is None else cost_of(compression),
-        compressed_buckets=buckets_of(schedule.plans_for(compressed_limits, compressed=True)),
+        compressed_buckets=buckets_of(sums.plans_for(compressed_limits, compressed=True)),
         compressions=[] if is_on_device else [cost_of(named(name)) for name in _METHODS],
     )
 

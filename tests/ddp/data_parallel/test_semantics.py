@@ -19,6 +19,7 @@ from ddp_worlds.nursery import Nursery
         (2, "two_forwards_through_batch_norm_then_backward"),
         (3, "subgroups_reduce_among_themselves"),
         (2, "gradients_around_the_wrapper_are_warned_of"),
+        (2, "models_that_one_backward_reaches_in_another_order_on_each_rank_are_reduced"),
     ],
 )
 def test_the_loop_around_backward(nursery: Nursery, world_size: int, case: str) -> None:

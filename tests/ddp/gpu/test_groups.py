@@ -27,7 +27,7 @@ PROGRAM = """
     assert dist.group.WORLD.bound_device_id == world.device, dist.group.WORLD.bound_device_id
     torch.manual_seed(0)
     models = [ddp.DistributedDataParallel(torch.nn.Linear(8, 8).to(world.device)) for _ in range(2)]
-    controls = {model._policy.reducer.channel.control for model in models}
+    controls = {model._reducer.channel.control for model in models}
     assert len(controls) == 1
     assert (dist.group.WORLD in controls) == (sys.argv[1] != "nccl")
     for model in models:

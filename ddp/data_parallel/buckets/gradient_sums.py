@@ -1,7 +1,11 @@
-"""The transfers of one module, in the order in which every rank starts them.
+"""The sums of one module's gradients over the ranks, in buckets, in the order in which every rank starts them.
 
-The reducer reports which gradients are ready and when backward ends. The schedule starts, awaits and delivers the
-buckets, including the step status, and plans them again when the order or the parameters change.
+The reducer opens a pass, adds the hooks that say which gradients are ready, and says when backward has ended. This
+module starts, awaits and delivers the buckets, including the step status, with the operations of a process group. It
+plans them again when the order or the parameters change.
+
+The plan of buckets is the same on every rank, and so are the bits of sums that depend on it. It follows the order of
+gradients in the first pass that succeeds; a later failure does not change it.
 """
 
 from __future__ import annotations
@@ -13,7 +17,9 @@ from typing import Any
 
 import torch
 
+from ddp.comm.broadcast import broadcast_tensors
 from ddp.comm.channel import Channel
+from ddp.comm.failures import changing_together
 from ddp.comm.small_sum import SmallAdder
 from ddp.data_parallel.buckets.bucket_plan import (
     BucketLimits,
@@ -24,9 +30,16 @@ from ddp.data_parallel.buckets.bucket_plan import (
     spec_of,
 )
 from ddp.data_parallel.buckets.comm_hook import CommHook, GradBucket, HookSender
-from ddp.data_parallel.buckets.flat_transfer import FlatTransfer
 from ddp.data_parallel.buckets.step_status import HEADER_NUMEL, RankStatus, StatusSum, read, used_among, write
-from ddp.data_parallel.buckets.transfers import AT_THE_END, Adder, OwnTransfer, Sender, Transfer
+from ddp.data_parallel.buckets.transfers import (
+    AT_THE_END,
+    Adder,
+    FlatTransfer,
+    OwnTransfer,
+    Sender,
+    Transfer,
+    ready_twice,
+)
 from ddp.data_parallel.buckets.unbucketed import average_sparse
 from ddp.errors import CheckpointError
 from ddp.monitoring import timeline
@@ -35,8 +48,8 @@ _PROBED_NUMEL = 1 << 16
 _SMALL_NUMEL = 1 << 12  # summed in 2 us
 
 
-class BucketSchedule:
-    """Buckets of `members` in launch order. With `as_views`, gradients in flat buckets stay views of them.
+class GradientSums:
+    """Sums of the gradients of `members`. With `as_views`, gradients in flat buckets stay views of them.
 
     `sparse` are the indices of members whose gradients are sparse: they are in no bucket. `own_status` returns this
     rank's status; it is called before the last bucket is sent.
@@ -52,11 +65,19 @@ class BucketSchedule:
         as_views: bool,
         own_status: Callable[[], RankStatus],
     ) -> None:
+        self.is_open = False  # whether a pass sums the gradients that become ready now: set by the reducer
+        self.holds = False  # whether its buckets wait for the end of backward
+        self.arrived: dict[int, Any] = {}  # when its gradients were ready, if it holds, by index
+        # Members with gradients since the last reduction, over all backward passes, in order of arrival.
+        self.touched: dict[int, None] = {}
+        self.is_planned = False  # by the order in which gradients arrive; the same on every rank
         self.order: list[int] = []
         self.specs: list[GradSpec] = []  # of the gradients, in this order
-        self.repeated: frozenset[int] = frozenset()
-        self.state: dict[str, Any] = {}  # the plan in names and numbers; without sizes if these are `limits`
-        self.transfer_of: list[Transfer] = []  # by index; never replaced, since the hooks hold this list
+        self._state: dict[str, Any] = {}  # the plan in names and numbers; without sizes if these are `limits`
+        self.is_finite = True  # the probed gradient, on this rank, in this pass
+        self._found_twice: set[int] = set()  # members whose gradients became ready twice in a pass
+        self._repeated: frozenset[int] = frozenset()  # those that the plan knows
+        self._last_absent: frozenset[int] = frozenset()
         self._channel = channel
         self._members = members
         self._sparse = [members[index] for index in sorted(sparse)]
@@ -64,19 +85,51 @@ class BucketSchedule:
         self._as_views = as_views
         self._own_status = own_status
         self._hook: CommHook | None = None
+        self._transfer_of: list[Transfer] = []  # by index; never replaced, since the hooks hold this list
         self._transfers: list[Transfer] = []
         self._next = 0  # the first transfer that has not been sent in this pass
-        self._absent: list[int] = []
-        self.is_finite = True  # the probed gradient, on this rank, in this pass
+        self._absent: list[int] = []  # members without a gradient of this rank in this pass
         self._statuses = torch.empty(0)  # the last step status
         self.plan([index for index in reversed(range(len(members))) if index not in sparse])
 
-    def plan(self, order: Sequence[int], repeated: Collection[int] = ()) -> None:
+    def hook(
+        self, member: Member, at_first: Callable[[], bool], now: Callable[[], Any]
+    ) -> Callable[[torch.Tensor], None]:
+        """Return the hook for a gradient: the only Python code that runs per parameter, so every lookup counts.
+
+        `at_first` is called for a gradient while no pass is open, and returns whether it has opened one.
+        """
+        index, touched, transfer_of = member.index, self.touched, self._transfer_of
+
+        def on_grad(_: torch.Tensor) -> None:
+            touched[index] = None
+            if not (self.is_open or at_first()):
+                return
+            if self.holds:
+                if index in self.arrived:
+                    self._found_twice.add(index)  # a parameter in several reentrant checkpoints
+                self.arrived[index] = now()
+                return
+            transfer = transfer_of[index]
+            if index in transfer.taken_early:
+                transfer.take_early(index)
+            transfer.missing.discard(index)
+            if not transfer.missing:
+                if transfer.work is not None:
+                    raise ready_twice(member)
+                self._send_complete()
+
+        return on_grad
+
+    # The plan
+
+    def plan(self, order: Sequence[int]) -> None:
         """Plan the buckets for gradients that become ready in this order. Every rank must call it between passes.
 
-        Those in `repeated` become ready more than once in a pass: their buckets are sent at its end.
+        Buckets with a gradient that became ready twice in a pass are sent at the end of backward.
         """
-        self.repeated = frozenset(repeated)
+        self.end()
+        self._repeated = frozenset(self._found_twice)
         self.order = list(order)
         self.specs = [spec_of(index, self._members[index].parameter) for index in order]
         plans = self.plans_for(self.limits)
@@ -85,11 +138,11 @@ class BucketSchedule:
         assert isinstance(carrier, FlatTransfer)
         self._carrier = carrier
         # Sparse gradients are in no bucket and complete none: any bucket sent at the end of backward will do.
-        self.transfer_of[:] = [carrier] * len(self._members)
+        self._transfer_of[:] = [carrier] * len(self._members)
         for transfer in self._transfers:
             for member in transfer.members:
-                self.transfer_of[member.index] = transfer
-            transfer.hold_back(self.repeated)
+                self._transfer_of[member.index] = transfer
+            transfer.hold_back(self._repeated)
         # A non-finite value in the loss or in backward spreads to later gradients: a small one near the end shows it.
         # Gradients on a device are not probed: the host would wait.
         on_host = [self._members[index] for index in order if self._members[index].parameter.device.type == "cpu"]
@@ -101,7 +154,7 @@ class BucketSchedule:
             "sparse": [each.name for each in self._sparse],
         }
         sizes = {} if self.limits == self._first_limits else {"limits": dataclasses.asdict(self.limits)}
-        self.state = {**names, **sizes}
+        self._state = {**names, **sizes}
 
     def plans_for(self, limits: BucketLimits, *, compressed: bool = False) -> tuple[BucketPlan, ...]:
         """Return the buckets for `limits` in launch order, without a change. `compressed`: as with compression."""
@@ -119,11 +172,43 @@ class BucketSchedule:
     def use_limits(self, limits: BucketLimits) -> None:
         """Close buckets at other sizes from now on. Every rank must call it between passes."""
         self.limits = limits
-        self.end()
-        self.plan(self.order, self.repeated)
+        self.plan(self.order)
 
-    def check_plan_state(self, state: Mapping[str, Any]) -> None:
-        """Raise CheckpointError if the plan is of other parameters."""
+    def follow_order(self) -> None:
+        """Plan again, if need be: after the first pass, in the order in which its gradients arrived on rank 0.
+
+        Every rank must call it after `deliver`; collective after the first pass.
+        """
+        before = self.order
+        self._last_absent = frozenset(self._absent)
+        if self.is_planned:
+            if self._found_twice != self._repeated:
+                self.plan(before)
+            return
+        known = frozenset(before)
+        arrived = [index for index in self.touched if index in known]
+        order = torch.tensor([*arrived, *(index for index in before if index not in self.touched)], device="cpu")
+        with self._channel.report.waiting("broadcast of the order of gradients"):
+            broadcast_tensors(self._channel.control, [order])
+        with changing_together(self._channel):
+            if order.tolist() != before or self._found_twice:
+                self.plan(order.tolist())
+        self.is_planned = True
+
+    def add(self, members: Sequence[Member]) -> None:
+        """Sum these new members, which are last in the list of all, like the others from now on."""
+        self.plan([*self.order, *(member.index for member in members)])
+
+    def plan_state(self) -> dict[str, Any]:
+        """Return the plan of the next pass in names, to keep the same buckets after a restart. Do not modify it."""
+        return {**self._state, "is_planned": self.is_planned}
+
+    def has_members_of(self, state: Mapping[str, Any]) -> bool:
+        """Return whether a plan is of these members, with the same ones sparse."""
+        return all({*state[kind]} == {*self._state[kind]} for kind in ("order", "sparse"))
+
+    def load_plan_state(self, state: Mapping[str, Any]) -> None:
+        """Load a plan. Every rank must call it, between passes. Raises CheckpointError if it is of other parameters."""
         mine = {self._members[index].name for index in self.order}
         if set(state["order"]) != mine:
             odd = sorted(mine ^ set(state["order"]))[0]
@@ -131,14 +216,12 @@ class BucketSchedule:
                 f"the checkpoint's buckets are of another model: {odd!r} is trained only "
                 f"{'here' if odd in mine else 'there'}"
             )
-
-    def load_plan_state(self, state: Mapping[str, Any], repeated: Collection[int]) -> None:
-        """Restore the plan from `state`; gradients in `repeated` become ready more than once."""
         index_of = {member.name: member.index for member in self._members}
         if (limits := state.get("limits")) is not None:
             firsts = tuple(map(int, limits["first_caps_bytes"]))
             self.limits = BucketLimits(limits["cap_bytes"], firsts, limits["own_bytes"], limits.get("piece_bytes"))
-        self.plan([index_of[name] for name in state["order"]], repeated)
+        self.is_planned = state["is_planned"]
+        self.plan([index_of[name] for name in state["order"]])
 
     def _transfer(self, index: int, plan: BucketPlan, count: int) -> Transfer:
         members = [self._members[slot.spec.index] for slot in plan.slots]
@@ -156,29 +239,44 @@ class BucketSchedule:
     def use_hook(self, hook: CommHook) -> None:
         """Let `hook` reduce the buckets from now on. The step status is sent by itself."""
         self._hook = hook
-        self.plan(self.order, self.repeated)
+        self.plan(self.order)
 
     @property
     def has_hook(self) -> bool:
         return self._hook is not None
 
-    def begin(self) -> None:
-        """Prepare for the gradients of a backward pass."""
-        self.is_finite = True
-        for transfer in self._transfers:
-            transfer.begin()
+    # A pass
 
-    def send_complete(self, touched: Mapping[int, None]) -> None:
+    def open(self, *, holds: bool, is_first_new: bool) -> None:
+        """Prepare for the gradients of a backward pass. With `holds`, all buckets wait for its end.
+
+        `is_first_new`: this backward pass has made the one gradient in `touched`; others that exist are older.
+        """
+        self.holds, self.is_finite, self.arrived = holds, True, {}
+        new = next(iter(self.touched), None) if is_first_new and len(self.touched) == 1 else None
+        for transfer in self._transfers:
+            transfer.begin(new)
+
+    def expect_absent(self, unreached: Callable[[], frozenset[int]]) -> None:
+        """Do not wait for gradients that this pass will not reach, if they were absent in the last pass too.
+
+        Buckets do wait for a gradient that came in the last pass, since a reentrant checkpoint may reach it.
+        """
+        if self._last_absent and (now := unreached()) <= self._last_absent:
+            for index in now:
+                self._transfer_of[index].missing.discard(index)
+
+    def _send_complete(self) -> None:
         """Send complete buckets as far as the order allows; the last one waits for the end of backward."""
         while self._next < len(self._transfers) - 1 and not self._transfers[self._next].missing:
             if self._is_chained_to_previous():
                 return
-            self._send_next(touched)
+            self._send_next()
 
-    def send_rest(self, touched: Mapping[int, None]) -> None:
+    def send_rest(self) -> None:
         """Send all remaining buckets; gradients that are not ready now are absent."""
         while self._next < len(self._transfers):
-            self._send_next(touched)
+            self._send_next()
 
     def _is_chained_to_previous(self) -> bool:
         """Return whether the previous bucket may still start collectives of its own."""
@@ -190,9 +288,9 @@ class BucketSchedule:
         if previous is not None and self._is_chained_to_previous():
             self._channel.report.wait(previous, f"communication hook of bucket {self._next}")
 
-    def _send_next(self, touched: Mapping[int, None]) -> None:
+    def _send_next(self) -> None:
         self._await_previous()
-        transfer = self._transfers[self._next]
+        transfer, touched = self._transfers[self._next], self.touched
         self._absent += transfer.gather(touched)
         probe = self._probe
         if probe is not None and probe.index in transfer.indices and probe.index in touched:
@@ -224,9 +322,14 @@ class BucketSchedule:
                 write(status, self._carrier.status, ())
             self._send(transfer)
 
-    def absent(self) -> list[int]:
-        """Return the indices of the gradients that this rank did not have in this pass."""
-        return self._absent
+    def taken_away(self) -> list[Member]:
+        """Return the members whose gradients have arrived in this pass, and do not exist any more."""
+        gone = [i for i in self._absent if i in self.touched and self._members[i].parameter.grad is None]
+        return [
+            self._members[index]
+            for index in gone
+            if (index in self.arrived if self.holds else index not in self._transfer_of[index].missing)
+        ]
 
     def wait(self) -> StatusSum:
         """Wait until everything has arrived; return the ranks' statuses. Raises CollectiveError."""
@@ -271,6 +374,11 @@ class BucketSchedule:
         """Return how many ranks had a gradient in the last pass, by index: (parameters,), int32."""
         counts = self._statuses[HEADER_NUMEL:] if len(self._statuses) else torch.zeros(len(self._members))
         return counts.round().to(torch.int32)
+
+    def first_used(self) -> torch.nn.Parameter:
+        """Return the first parameter for which any rank had a gradient in the last pass, else the first of all."""
+        index = int(torch.argmax((self.used_map() > 0).to(torch.uint8))) if self._last_absent else 0
+        return self._members[index].parameter
 
     # Missing gradients, for messages; called from other threads
 
