@@ -183,10 +183,10 @@ class Checkpoint:
         except Exception as error:  # whatever a state_dict() raises, the other ranks must not wait for this one
             problem = error
         what = f"save step {step}"
-        told = exchange((vars(note), reason_of(lost), reason_of(problem, what)), "notes before saving")
-        notes = [SaveNote(**each) for each, _, _ in told]
-        self._finish_last([reason for _, reason, _ in told], lost, is_written=notes[0].is_last_written)
-        raise_together([reason for _, _, reason in told], problem)
+        reports = exchange((vars(note), reason_of(lost), reason_of(problem, what)), "notes before saving")
+        notes = [SaveNote(**each) for each, _, _ in reports]
+        self._finish_last([reason for _, reason, _ in reports], lost, is_written=notes[0].is_last_written)
+        raise_together([reason for _, _, reason in reports], problem)
         require_agreement(notes)
         require_equal_replicas(notes, weights)
         if not notes[0].can_write:
@@ -232,8 +232,8 @@ class Checkpoint:
             lost = writer.finish()
         if is_needed:
             lost = lost or self._writer.failed.take()
-        told = exchange((reason_of(lost), not self._writer.failed.is_last_lost), "what each rank saved")
-        self._finish_last([reason for reason, _ in told], lost, is_written=told[0][1])
+        reports = exchange((reason_of(lost), not self._writer.failed.is_last_lost), "what each rank saved")
+        self._finish_last([reason for reason, _ in reports], lost, is_written=reports[0][1])
 
     @phase(SAVE, loads=True)
     def load(
@@ -254,7 +254,7 @@ class Checkpoint:
         host one rank reads the file and its checksum; the others take it from the page cache.
 
         Each rank's random number generators go on where they were if the world has the size that was saved;
-        otherwise they are seeded anew from the saved state of rank 0 and the rank. A DataLoader without a `generator`
+        otherwise they are seeded from the saved state of rank 0 and the rank. A DataLoader without a `generator`
         of its own draws one number whenever it is iterated, so also when a resumed run enters an epoch again.
 
         Raises CheckpointError on every rank if there are files but none is whole, if `path` is not, if something is
@@ -277,8 +277,8 @@ class Checkpoint:
             with at_files(source_path):
                 nothing = LoadNote(()), None
                 found, file = nothing if reader != rank else find(open_files, self.folder, given, self._writer.broken)
-            told = [LoadNote(**each) for each in exchange(vars(found), "notes before loading")]
-            notes = [told[at if seen[at] is None else seen.index(seen[at])] for at in range(world_size)]
+            reports = [LoadNote(**each) for each in exchange(vars(found), "notes before loading")]
+            notes = [reports[at if seen[at] is None else seen.index(seen[at])] for at in range(world_size)]
             mine = notes[rank]
             chosen = max(notes, key=lambda note: (note.step, note.is_kept))  # the first of several
             if chosen.step < 0:

@@ -172,7 +172,7 @@ def _foreign(found: Mapping[KeyPath, Any], step: int | None, parts: Mapping[str,
     its_step = rest.pop(("step",), None)
     if step is None:
         if its_step is None:
-            raise CheckpointError("it does not say of which step it is: give step=")
+            raise CheckpointError("it does not say which step it is from: give step=")
         step = int(its_step)
     for path in [path for path, value in rest.items() if isinstance(value, Refused)]:
         warnings.warn(f"{'.'.join(map(str, path))} is left out: {rest.pop(path).reason}", stacklevel=3)

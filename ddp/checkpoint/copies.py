@@ -144,7 +144,7 @@ class HostMemory:
         self._blocks: list[_Block] = []
 
     def free(self) -> None:
-        """Let what was taken be taken again: nobody may use it any more."""
+        """Let memory that was handed out be used again: no one may use it any more."""
         for block in self._blocks:
             block.used = 0
 

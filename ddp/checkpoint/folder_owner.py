@@ -2,8 +2,8 @@
 
 The owner holds a lock on the file `.owner`, which says who it is. The kernel drops the lock of a process that is gone;
 file systems that hosts share mostly lock across them (NFS 4, Lustre with `flock`, GPFS, CephFS). Where there are no
-locks, a process of the same host is asked for by its pid, and an owner on another host cannot be told from a dead one:
-it is refused by its next save, as a run is whose worker was replaced while the old one still hangs.
+locks, a process of the same host is looked up by its pid, and an owner on another host may be dead: its next save is
+refused, like that of a run whose worker was replaced while the old one still hangs.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class FolderOwner:
     def claim(self, rank: int) -> None:
         """Own the folder, which is made, from now on, or make sure that it is still owned.
 
-        Raises CheckpointError that names the owner if somebody else has it. A later attempt of the same run takes it
+        Raises CheckpointError that names the owner if another run has it. A later attempt of the same run takes it
         over from a process of an earlier one that has not ended.
         """
         if self._me is not None and self._me.pid == os.getpid():
@@ -70,7 +70,7 @@ class FolderOwner:
         make_durably(self._folder)
         owner = _read(self._folder)
         if owner is not None and (owner.host, owner.pid) == (me.host, me.pid):
-            gc.collect()  # of objects that nobody uses any more
+            gc.collect()  # of objects that are not used any more
         try:
             lock = Lock(self._folder / _NAME)
         except BlockingIOError:
@@ -105,13 +105,13 @@ class FolderOwner:
         who = "another Checkpoint of this process" if is_mine else "another run, or another Checkpoint of this one,"
         named = "" if owner is None else f" ({owner})"
         return CheckpointError(
-            f"{self._folder.absolute()} belongs to somebody else: {who} {what}{named}. Give each a folder of its own, "
+            f"{self._folder.absolute()} is in use: {who} {what}{named}. Give each a folder of its own, "
             "or end the other first"
         )
 
 
 def _read(folder: Path) -> _Owner | None:
-    with contextlib.suppress(OSError, ValueError, TypeError):  # nobody's, or still being written
+    with contextlib.suppress(OSError, ValueError, TypeError):  # it has no owner, or is still being written
         return _Owner(**json.loads((folder / _NAME).read_bytes()))
     return None
 
@@ -126,7 +126,7 @@ def _is_alive(owner: _Owner) -> bool:
         os.kill(owner.pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # somebody else's
+    except PermissionError:  # another user's
         pass
     return _started(owner.pid) in (0, owner.started)
 
@@ -139,7 +139,7 @@ def _started(pid: int) -> int:
 
 
 def _let_go(lock: Lock, folder: Path, me: _Owner) -> None:
-    """Leave an empty file: nobody's, unless somebody else has taken it over. In a forked child nothing happens."""
+    """Leave an empty file without an owner, unless another run has it now. In a forked child nothing happens."""
     if os.getpid() == me.pid:
         with contextlib.suppress(OSError, ValueError):
             if _read(folder) == me:

@@ -138,7 +138,7 @@ def find(path: Path | None = None) -> Note | None:
 
 
 def lock(descriptor: int) -> bool:
-    """Claim the memory as long as the open file lives; return whether nobody else has it."""
+    """Claim the memory as long as the open file lives; return whether no one else has it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -17,7 +17,7 @@ class Warned:
 
     def __init__(self) -> None:
         self._acted = 0  # on how many
-        self._statuses = 0  # of which the call before knew
+        self._statuses = 0  # known at the call before
         self._most: tuple[dist.Work, torch.Tensor] | None = None  # (1,) that any rank has heard, on its way
         time_warning.listen()
         before_leaving(self, Warned._begin_anew)

@@ -67,7 +67,7 @@ def check_plain(value: Any, name: str = "") -> None:
             check_plain(item, f"{name}[{index}]")
     elif kind.__name__ == "DTensor":
         raise ArgumentError(
-            f"{name} is a DTensor, of which each rank holds a part: save it with torch.distributed.checkpoint, which "
+            f"{name} is a DTensor, whose parts the ranks hold: save it with torch.distributed.checkpoint, which "
             "`python -m ddp.checkpoint.convert` turns into one of these checkpoints"
         )
     elif kind in _TENSORS:

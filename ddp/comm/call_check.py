@@ -88,9 +88,9 @@ def check_same_call(call: Call, group: dist.ProcessGroup | None) -> list[int]:
     return CallCheck(call, member_group(group, f"ddp.horovod.{call.kind}")).settle()
 
 
-def _calls_differ(told: Sequence[str]) -> ArgumentError:
+def _calls_differ(calls: Sequence[str]) -> ArgumentError:
     texts: dict[str, list[int]] = {}
-    for rank_, text in enumerate(told):
+    for rank_, text in enumerate(calls):
         texts.setdefault(text, []).append(rank_)
     usual = max(texts, key=lambda text: (len(texts[text]), -texts[text][0]))
     lines = [

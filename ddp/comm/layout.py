@@ -56,7 +56,7 @@ def check_same_layout(group: dist.ProcessGroup, entries: Sequence[Entry]) -> Non
     if len(set(gather_values(digest, group=group))) == 1:
         return
     reference, *others = (
-        [Entry(*entry) for entry in told] for told in gather_values([*map(astuple, entries)], group=group)
+        [Entry(*entry) for entry in each] for each in gather_values([*map(astuple, entries)], group=group)
     )
     for rank, other in enumerate(others, 1):
         if reference != other:

@@ -95,7 +95,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         self._batch = 0  # samples, if this rank has several shares
         self._length = len(dataset)
         self.places = 0  # how often the start of the next pass was set
-        self.told = 0  # how often `advance` was called
+        self.advanced = 0  # how often `advance` was called
         self._begin_at(0)
 
     def __iter__(self) -> Iterator[int]:
@@ -169,7 +169,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
             )
         self.trained += samples
         self._advanced = True
-        self.told += 1
+        self.advanced += 1
 
     def state_dict(self) -> dict[str, int | bool | str]:
         """Return the position in the epoch, independent of the world size. Any rank may call it.

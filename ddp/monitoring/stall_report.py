@@ -291,16 +291,16 @@ class StallReport:
 
     def failures(self, round_: int, *, expected: int = 1, patience_s: float = 2.0) -> dict[int, str]:
         """Return the reports under this number, by rank, once `expected` ranks have one or after `patience_s`."""
-        told: dict[int, str] = {}
+        reports: dict[int, str] = {}
         deadline = monotonic() + patience_s
-        while self._store_thread is not None and len(told) < expected and (left_s := deadline - monotonic()) > 0:
+        while self._store_thread is not None and len(reports) < expected and (left_s := deadline - monotonic()) > 0:
             for line in self._store_thread.read(f"failures/{self._key}/{round_}", left_s).splitlines():
                 with contextlib.suppress(ValueError, TypeError):  # not written by tell_failure
                     rank, text = json.loads(line)
-                    told.setdefault(int(rank), printable(str(text)))
-            if len(told) < expected:
+                    reports.setdefault(int(rank), printable(str(text)))
+            if len(reports) < expected:
                 sleep(0.01)
-        return told
+        return reports
 
     def close(self) -> None:
         """Stop reporting this model: its owner is gone. May be called twice, and in a destructor."""

@@ -214,7 +214,7 @@ class Commits:
         if self._count() and has_stepped:
             raise ArgumentError(
                 "the optimizer has stepped, and nothing was drawn from the sampler since the last commit. If the loop "
-                "draws samples ahead, nobody knows which ones were trained on: call sampler.advance(len(batch)) before "
+                "draws samples ahead, no one knows which ones were trained on: call sampler.advance(len(batch)) before "
                 "each state.commit(). For several commits on one batch, call sampler.advance(0) before each, and "
                 "advance(len(batch)) before the last: else the batch is not drawn again after a failure. Call "
                 "sampler.advance(0) also if this step has no samples"

@@ -145,7 +145,7 @@ class GlobalBatch(SamplerPart):
             return True
         self._undo()
         self.sampler.advance(0)  # of 0 samples, so that its place can be saved
-        self._told += 1
+        self._advanced += 1
         steps.at += 1
         return False
 
@@ -156,8 +156,8 @@ class GlobalBatch(SamplerPart):
         """
         if self.micro_batches.passes or self.micro_batches.is_last:
             return
-        told = [part.now() for part in self._parts]
-        self._noted = {name: copied(value) for name, value in self._values.items()}, told, self._versions()
+        states = [part.now() for part in self._parts]
+        self._noted = {name: copied(value) for name, value in self._values.items()}, states, self._versions()
 
     def _note_once(self) -> None:
         """Handle the start of a forward pass, perhaps on a batch without a DataLoader."""
@@ -166,7 +166,7 @@ class GlobalBatch(SamplerPart):
 
     def _undo(self) -> None:
         assert self._noted is not None
-        (values, told, versions), self._noted = self._noted, None
+        (values, states, versions), self._noted = self._noted, None
         if versions != self._versions():
             raise UnsupportedError(
                 f"{_KEEPS}: parameters have changed in a micro-batch that is not the last one of its step, where they "
@@ -175,7 +175,7 @@ class GlobalBatch(SamplerPart):
             )
         self._values.clear()
         self._values.update(values)
-        for part, state in zip(self._parts, told, strict=True):
+        for part, state in zip(self._parts, states, strict=True):
             part.undo(state)
 
     def _versions(self) -> list[int]:

@@ -254,19 +254,20 @@ class _Loop:
     def _choose(self, commits: Commits, group: dist.ProcessGroup) -> tuple[int, int]:
         """Return a rank with the state of the newest commit, and that commit's number; the same on all ranks."""
         mine = {"call": self.calls, "parts": [*commits.parts], "commit": commits.number, "is_dirty": commits.is_dirty}
-        told = gather_values(mine, group=group)
-        newest = max((each["commit"] for each in told if each["commit"] is not None), default=None)
+        states = gather_values(mine, group=group)
+        newest = max((each["commit"] for each in states if each["commit"] is not None), default=None)
         if newest is None:
             raise ReplacementError("no rank that is left has a whole state: all start again")
-        at_newest = [rank for rank, each in enumerate(told) if each["commit"] == newest]
-        for rank, each in enumerate(told):
-            if (each["call"], each["parts"]) != (told[at_newest[0]]["call"], told[at_newest[0]]["parts"]):
+        at_newest = [rank for rank, each in enumerate(states) if each["commit"] == newest]
+        other = states[at_newest[0]]
+        for rank, each in enumerate(states):
+            if (each["call"], each["parts"]) != (other["call"], other["parts"]):
                 raise ReplacementError(
                     f"rank {rank} is in call {each['call']} of a resilient function, with {each['parts']}, and rank "
-                    f"{at_newest[0]} in call {told[at_newest[0]]['call']}, with {told[at_newest[0]]['parts']}: a rank "
-                    "that starts again comes to the first such function of the script only. All start again"
+                    f"{at_newest[0]} in call {other['call']}, with {other['parts']}: a rank that starts again comes to "
+                    "the first such function of the script only. All start again"
                 )
-        clean = [rank for rank in at_newest if not told[rank]["is_dirty"]]
+        clean = [rank for rank in at_newest if not states[rank]["is_dirty"]]
         if not clean:
             raise ReplacementError(
                 f"every rank that is left had begun the optimizer's step after commit {newest} and not committed it: "

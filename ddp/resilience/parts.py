@@ -131,7 +131,7 @@ class ModelPart(ReducingPart):
         for name, parameter in () if isinstance(self.module, AveragedModel) else self.module.named_parameters():
             if parameter.requires_grad and id(parameter) not in given:
                 return (
-                    f"{name} is trained, but not by an optimizer of this State, so nobody sees when it changes: give "
+                    f"{name} is trained, but not by an optimizer of this State, so its changes go unnoticed: give "
                     "State the optimizers of all parameters, or freeze it"
                 )
         wrapper, reducer = self.wrapper, self.reducer
@@ -235,7 +235,7 @@ class OptimizerPart(ReducingPart):
     def __init__(self, name: str, optimizer: torch.optim.Optimizer) -> None:
         if not hasattr(optimizer, "register_step_pre_hook"):
             raise ArgumentError(
-                f"{name}={type(optimizer).__name__} has no register_step_pre_hook(), so nobody sees when it changes "
+                f"{name}={type(optimizer).__name__} has no register_step_pre_hook(), so its changes go unnoticed "
                 "the parameters: use one that is a torch.optim.Optimizer"
             )
         self.optimizer = optimizer
@@ -376,7 +376,7 @@ class SamplerPart(Part):
         self.sampler = sampler
         self._position: dict[str, Any] = {}
         self._counted = 0, 0  # the sampler's start, and samples trained on since then, at the newest commit
-        self._told = 0  # calls of `advance` until then
+        self._advanced = 0  # calls of `advance` until then
         self.stands_still = False  # no sample of the newest commit was drawn after the one before, as far as is known
 
     def keep(self) -> None:
@@ -420,13 +420,13 @@ class SamplerPart(Part):
             return 0
         place, trained = self._counted
         before = trained if sampler.places == place else 0
-        is_told = sampler.told != self._told
-        if not is_told and sampler.drawn > sampler.trained:
+        has_advanced = sampler.advanced != self._advanced
+        if not has_advanced and sampler.drawn > sampler.trained:
             _check_draws_now(sampler)
             sampler.advance(sampler.drawn - sampler.trained)
-        self._counted, self._told = (sampler.places, sampler.trained), sampler.told
+        self._counted, self._advanced = (sampler.places, sampler.trained), sampler.advanced
         # With "exact", a rank may have no sample in the last step.
-        self.stands_still = not is_told and sampler.trained == before and sampler.even != "exact"
+        self.stands_still = not has_advanced and sampler.trained == before and sampler.even != "exact"
         return sampler.trained - before
 
 
@@ -464,6 +464,6 @@ def _check_draws_now(sampler: DistributedSampler) -> None:
         why = "another thread draws samples "
     if why:
         raise ArgumentError(
-            f"{why}ahead, so nobody knows how many this step has trained on: call sampler.advance(len(batch)) before "
+            f"{why}ahead, so it is unknown how many this step has trained on: call sampler.advance(len(batch)) before "
             "state.commit()"
         )

@@ -69,7 +69,7 @@ class Engine:
         self._last_words = ""  # the failure to report to them, if there is one
         self._driving = threading.Lock()
         self._telling = threading.RLock()  # for `done`, `event` and `calls`; again, where a group is collected inside
-        self._calls: deque[Callable[[], None]] = deque()  # due, when nobody has the lock
+        self._calls: deque[Callable[[], None]] = deque()  # due, when no thread has the lock
         self._thread: threading.Thread | None = None
         self._thread_calls = False  # it calls callbacks, and drives nothing meanwhile
         self._left = threading.Event()  # something for the thread

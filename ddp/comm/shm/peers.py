@@ -53,8 +53,8 @@ class Peers:
                     raise RuntimeError(f"rank {self._ranks[host]} on another host: {error}") from error
                 late = {host, *self._unfinished(works)}  # the first one awaited need not be the one that stalls
                 ranks = [self._ranks[each] for each in sorted(late)]
-                told = f"rank {ranks[0]} on another host" if len(ranks) == 1 else f"{ranks_text(ranks)} on other hosts"
-                raise RuntimeError(f"{told}: {error}") from error
+                which = f"rank {ranks[0]} on another host" if len(ranks) == 1 else f"{ranks_text(ranks)} on other hosts"
+                raise RuntimeError(f"{which}: {error}") from error
         del self._works[tag]
 
     def _unfinished(self, works: list[tuple[int, Any]]) -> Iterator[int]:

@@ -64,10 +64,10 @@ def header(kind: str, dtype: torch.dtype, numel: int, reduction: str = "none", r
 def describe(words: Sequence[int]) -> str:
     kind, numel = words
     name, reduction, dtype, root = KINDS[kind & 255], REDUCTIONS[kind >> 8 & 255], kind >> 16 & 65535, kind >> 32
-    told = [] if name.endswith("barrier") else [f"{numel} elements of {DTYPES[dtype]}".replace("torch.", "")]
-    told += [reduction] if reduction != "none" else []
-    told += [f"root {root - 1}"] if root else []
-    return f"{name}({', '.join(told)})"
+    details = [] if name.endswith("barrier") else [f"{numel} elements of {DTYPES[dtype]}".replace("torch.", "")]
+    details += [reduction] if reduction != "none" else []
+    details += [f"root {root - 1}"] if root else []
+    return f"{name}({', '.join(details)})"
 
 
 class Rounds:
@@ -159,8 +159,8 @@ class Rounds:
         calls: dict[tuple[int, int], list[int]] = {}
         for peer in self.peers:
             calls.setdefault((peer.words[at], peer.words[at + 1]), []).append(peer.rank)
-        told = "; ".join(f"{ranks_text(ranks)}: {describe(words)}" for words, ranks in calls.items())
-        return self.error(f"the ranks called different things: {told}")
+        each = "; ".join(f"{ranks_text(ranks)}: {describe(words)}" for words, ranks in calls.items())
+        return self.error(f"the ranks called different things: {each}")
 
     # Waiting.
 
@@ -200,8 +200,8 @@ class Rounds:
             return
         self.fence()
         still = absent()  # a rank's last words may have been in time
-        if told := [why for rank, why in gone.items() if rank in still]:
-            raise self.error("; ".join(told))
+        if reasons := [why for rank, why in gone.items() if rank in still]:
+            raise self.error("; ".join(reasons))
         if still and late_after_s is not None:
             raise self.error(f"{ranks_text(still)} did not come within {late_after_s:g} s")
 

@@ -123,7 +123,7 @@ def average(chunk: Chunk, gradients: Sequence[Gradient], out: torch.Tensor) -> G
 
 
 def average_in_rows(chunk: Chunk, gradients: Sequence[Gradient], out: torch.Tensor) -> Gradient:
-    """Return the mean as `average` does, but as rows for each piece of which any gradient has rows.
+    """Return the mean as `average` does, but as rows for each piece for which any gradient has rows.
 
     An optimizer that keeps sparse state of a piece, or takes only rows, then never gets a dense gradient of it. Rows
     are divided before they are added up: their numbers may repeat. `out` has the chunk's dtype.
