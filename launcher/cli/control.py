@@ -103,10 +103,11 @@ def control(request: Request, options: Options, limits: Limits, verbosity: Verbo
                     listener=listener,
                     recording=recording,
                     watch=session.watch,
+                    answer=session.answer,
                     function=caller.function,
                     take=caller.take,
                 )
-                session.listen(controller)
+                session.listen(controller.put)
                 known = len(early)
                 outcome = controller.run(early)
                 if listener is not None:

@@ -9,15 +9,13 @@ from __future__ import annotations
 import os
 import queue
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from launcher.controller.askers import Askers
 from launcher.controller.link import LET_GO_S, Link, close_links
 from launcher.controller.standard_input import StandardInput
 from launcher.errors import DtrainError
@@ -26,9 +24,7 @@ from launcher.hosts.sources import discover
 from launcher.job.events import (
     AgentMessage,
     Answer,
-    AskerLeft,
     Close,
-    CloseAsker,
     Command,
     Discovered,
     Event,
@@ -42,7 +38,6 @@ from launcher.job.events import (
     Slept,
     SuspendSelf,
     Tick,
-    TookInput,
 )
 from launcher.job.job import Job
 from launcher.job.outcome import Outcome
@@ -83,6 +78,7 @@ class Controller:
         listener: Listener | None = None,
         recording: Recording | None = None,
         watch: Callable[[Job, Event, float], None] = lambda *_: None,
+        answer: Callable[[Answer | PassOn], None] = lambda _: None,
         function: Sequence[bytes] = (),
         take: Callable[[str, Returned | Exited], None] | None = None,
     ) -> None:
@@ -105,10 +101,10 @@ class Controller:
         self._quiet = quiet
         self._recording = recording
         self._watch = watch  # called with the job after each event, and the time
-        self._input = None if spec.stdin_rank is None else StandardInput(spec.stdin_rank, output, self.wake)
+        self._answer = answer  # the questions of commands
+        self._input = None if spec.stdin_rank is None else StandardInput(spec.stdin_rank, output, self._wake)
         self._job = Job(spec, time.monotonic(), run_key=os.urandom(RUN_KEY_BYTES).hex())
         self._connector = Connector(spec, listener=listener)
-        self._askers = Askers(self._events.put)
         self._links: dict[str, Link] = {}  # the newest of each host
         self._older: list[Link] = []  # previous ones that are not released yet
 
@@ -135,24 +131,15 @@ class Controller:
                 over.set()
                 if discovery is not None:
                     discovery.join(1.0)
-                self._askers.close()
                 close_links([*self._older, *self._links.values()])
                 self._connector.close()
 
-    def signal(self, signum: int) -> None:
-        """Handle a signal as if dtrain had received it. Callable from any thread."""
-        self._events.put(Signalled(signum))
+    def put(self, event: Event) -> None:
+        """Queue an event for the loop. Callable from any thread."""
+        self._events.put(event)
 
-    def wake(self) -> None:
-        """Run one iteration of the loop. Callable from any thread."""
-        self._events.put(Tick())
-
-    def add_asker(self, connection: socket.socket, request: Mapping[str, Any]) -> None:
-        """Answer a command that asks for stacks or a debugger, and close its connection at the end.
-
-        Callable from any thread. Raises ValueError for an invalid request.
-        """
-        self._askers.add(connection, request)
+    def _wake(self) -> None:
+        self.put(Tick())
 
     def _loop(self) -> Outcome:
         next_look = time.monotonic()
@@ -186,7 +173,7 @@ class Controller:
         return self._job.outcome
 
     def _note(self, event: Event) -> None:
-        """Pass an event to the output and the askers: files to write, when to stop waiting for the terminal."""
+        """Pass an event to the output: files to write, when to stop waiting for the terminal."""
         if isinstance(event, AgentMessage) and isinstance(event.message, Exited | Returned):
             message = event.message
             if isinstance(message, Exited) and message.error_file is not None:
@@ -198,8 +185,6 @@ class Controller:
                 self._input.taken(event.host, event.message)
         elif isinstance(event, Signalled) and event.signum in STOP_SIGNALS:
             self._output.hurry()
-        elif isinstance(event, AskerLeft):
-            self._askers.left(event.asker)
 
     def _discover(self, command: str, over: threading.Event) -> None:
         """Run the user's discovery script repeatedly, in its own thread."""
@@ -242,8 +227,8 @@ class Controller:
                     self._notify_user(command.text)
             elif isinstance(command, SaveEvidence):
                 self._keep(command)
-            elif isinstance(command, Answer | PassOn | TookInput | CloseAsker):
-                self._askers.carry_out(command)
+            elif isinstance(command, Answer | PassOn):
+                self._answer(command)
             else:
                 assert isinstance(command, SuspendSelf)
                 self._suspend()

@@ -10,6 +10,7 @@ from launcher.hosts.host import Host
 from launcher.protocol.message import Command as AgentCommand
 from launcher.protocol.message import Report
 from launcher.protocol.reports import Evidence
+from launcher.protocol.two_way import ChannelData, ChannelTaken
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,13 @@ class Tick:
 
 
 @dataclass(frozen=True)
+class StatusQuestion:
+    """How far the run is; `in_full`: with every host and rank. runs/session.py answers it, after the job."""
+
+    in_full: bool = False
+
+
+@dataclass(frozen=True)
 class StacksQuestion:
     """Where all ranks stand, or only `ranks`; `native`: with the frames of C and C++."""
 
@@ -85,7 +93,7 @@ class StacksQuestion:
 
 @dataclass(frozen=True)
 class DebuggerQuestion:
-    """To be a debugger of a rank: what the asker sends goes there, and back."""
+    """To be a debugger of a rank, pdb or debugpy: what the asker sends goes there, and back."""
 
     rank: int
     debugger: str
@@ -93,26 +101,17 @@ class DebuggerQuestion:
 
 @dataclass(frozen=True)
 class Asked:
-    """A command of this user wants something of the run; `asker` is its number here and below."""
+    """A command of this user asks something of the run; `asker` is its number here and below."""
 
     asker: int
-    question: StacksQuestion | DebuggerQuestion
+    question: StatusQuestion | StacksQuestion | DebuggerQuestion
 
 
 @dataclass(frozen=True)
 class AskerSent:
-    """A command sends something to the debugger that it is."""
+    """A command sends bytes for its debugger, or acknowledges some; `channel` is its number."""
 
-    asker: int
-    data: bytes
-
-
-@dataclass(frozen=True)
-class AskerTook:
-    """A command has taken so many of the bytes that were passed on to it."""
-
-    asker: int
-    count: int
+    message: ChannelData | ChannelTaken
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,7 @@ class AskerLeft:
 
 Event: TypeAlias = (
     Connected | AgentMessage | Lost | ReaderBlocked | Discovered | Slept | Signalled | Tick
-    | Asked | AskerSent | AskerTook | AskerLeft
+    | Asked | AskerSent | AskerLeft
 )  # fmt: skip
 
 
@@ -176,35 +175,22 @@ class SuspendSelf:
 
 @dataclass(frozen=True)
 class Answer:
-    """Tell a command something, as JSON; dataclasses in it become objects."""
+    """Answer a command, as JSON; dataclasses in it become objects. Its connection ends then, if that `is_last`."""
 
     asker: int
     value: Mapping[str, Any]
+    is_last: bool = True
 
 
 @dataclass(frozen=True)
 class PassOn:
-    """Give a command bytes of its debugger; AskerTook says when it has them."""
+    """Pass bytes of a debugger on to its command, or that it has taken some of the command's."""
 
-    asker: int
-    data: bytes
+    message: ChannelData | ChannelTaken
 
-
-@dataclass(frozen=True)
-class TookInput:
-    """So many bytes that a command has sent are on their way no more: it may send as many again."""
-
-    asker: int
-    count: int
+    @property
+    def asker(self) -> int:
+        return self.message.channel
 
 
-@dataclass(frozen=True)
-class CloseAsker:
-    """End the connection of a command once it has all that was for it."""
-
-    asker: int
-
-
-Command: TypeAlias = (
-    Open | Send | Close | Notice | SaveEvidence | SuspendSelf | Answer | PassOn | TookInput | CloseAsker
-)
+Command: TypeAlias = Open | Send | Close | Notice | SaveEvidence | SuspendSelf | Answer | PassOn

@@ -1,80 +1,101 @@
-"""Where the ranks stand, asked of the hosts of an attempt before anything is stopped, or when the user wants to see.
+"""Rounds in which the hosts of an attempt are asked where its ranks are: before it is stopped, or for a user.
 
-Pure; owned by job.py. At most one round is under way; who does not answer in time is not waited for.
+Pure; owned by job.py. At most one round is under way; a host that does not answer in time is not waited for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from launcher.job.attempt import AttemptState
-from launcher.job.events import Answer, CloseAsker, Command, SaveEvidence, Send, StacksQuestion
-from launcher.job.ranks import ENDED
+from launcher.job.events import Answer, Command, SaveEvidence, Send, StacksQuestion
+from launcher.job.fleet import Fleet
+from launcher.job.ranks import ENDED, RankState
 from launcher.job.timers import Timer, Timers
 from launcher.protocol.commands import Collect
 from launcher.protocol.reports import Collected, Evidence
 
 COLLECT_S = 2.0
 NATIVE_S = 30.0  # py-spy reads the symbols of all libraries of each rank, one after another
+TERMINAL = 0  # the asker that is the user at the terminal, with SIGQUIT
 
 
 @dataclass
 class _Round:
     number: int
     waiting: set[str]
-    asked: bool
     is_look: bool
     limit_s: float
-    question: StacksQuestion | None
+    question: StacksQuestion | None  # None: for the report of the attempt
     askers: tuple[int, ...]
     found: dict[int, Evidence] = field(default_factory=dict)
 
 
 class EvidenceRounds:
-    """`unanswered` are the hosts that did not answer the last round."""
+    """`unanswered` are the hosts that did not answer the last round.
+
+    Those who ask are answered by a round that begins after that; those who ask for the same meanwhile share the next.
+    """
 
     def __init__(self, timers: Timers) -> None:
         self._timers = timers
         self.unanswered: set[str] = set()
         self._number = 0
         self._current: _Round | None = None
+        self._waiting: dict[int, StacksQuestion] = {}  # by asker
 
     @property
     def under_way(self) -> bool:
         return self._current is not None and not self._current.is_look
 
     @property
-    def shows(self) -> bool:
-        """Whether what the round under way finds is shown to the user."""
-        return self._current is not None and self._current.asked
-
-    @property
     def looks(self) -> bool:
         """Whether a look for ranks that hang is under way: any other round takes its place."""
         return self._current is not None and self._current.is_look
 
+    def ask(self, asker: int, question: StacksQuestion) -> None:
+        """Have `due` begin a round for a command, or for TERMINAL unless one is under way for it."""
+        if self._current is None or asker not in self._current.askers:
+            self._waiting[asker] = question
+
+    def leave(self, asker: int) -> None:
+        """Forget a command that has gone."""
+        self._waiting.pop(asker, None)
+        if self._current is not None:
+            self._current.askers = tuple(each for each in self._current.askers if each != asker)
+
+    def refuse_all(self, reason: str) -> list[Command]:
+        waiting, self._waiting = self._waiting, {}
+        return refuse(waiting, reason)
+
+    def due(self, attempt: AttemptState, fleet: Fleet, now: float) -> list[Command]:
+        """Begin the next round, if one is asked for and none is under way."""
+        if not self._waiting or self.under_way:
+            return []
+        question = next(iter(self._waiting.values()))
+        askers = tuple(asker for asker, other in self._waiting.items() if other == question)
+        for asker in askers:
+            del self._waiting[asker]
+        if reason := next(filter(None, (why_not_rank(attempt, rank) for rank in question.ranks)), ""):
+            return refuse(askers, reason)
+        hosts = [*dict.fromkeys(map(attempt.host_of, question.ranks))] if question.ranks else attempt.members
+        return self.begin(fleet.workers_of(hosts), now, question=question, askers=askers)
+
     def begin(
-        self, hosts: Sequence[str], now: float, *, asked: bool = False, is_look: bool = False,
+        self, hosts: Sequence[str], now: float, *, is_look: bool = False,
         question: StacksQuestion | None = None, askers: tuple[int, ...] = (),
     ) -> list[Command]:  # fmt: skip
-        """Ask these hosts; `asked`: somebody wants to see it; `is_look`: it may be for nothing.
-
-        `question` is that of the commands which get the answer, `askers`.
-        """
+        """Ask these hosts, for `askers` or for the report of the attempt; `is_look`: to find ranks that hang."""
         assert not self.under_way
         self._number += 1
         ranks, native = ([*question.ranks], question.native) if question is not None else ([], False)
         limit_s = NATIVE_S if native else COLLECT_S
-        self._current = _Round(self._number, set(hosts), asked, is_look, limit_s, question, askers)
+        self._current = _Round(self._number, set(hosts), is_look, limit_s, question, askers)
         self._timers.set(Timer.EVIDENCE, now + limit_s)
         order = Collect(number=self._number, limit_s=0.75 * limit_s, ranks=ranks, native=native)
         return [Send(name, order) for name in hosts]
-
-    def leave(self, asker: int) -> None:
-        """Forget a command that waits for the end of the round."""
-        if self._current is not None:
-            self._current.askers = tuple(each for each in self._current.askers if each != asker)
 
     def take(self, host: str, message: Evidence | Collected) -> None:
         if self._current is None or message.number != self._current.number:
@@ -107,28 +128,47 @@ class EvidenceRounds:
         if current is None or attempt is None or current.is_look:
             return []
         self.unanswered = current.waiting
-        if current.question is not None:
-            return _answer(current, current.question, attempt)
-        if not current.found:
-            return []
         found = tuple(evidence for _, evidence in sorted(current.found.items()))
-        if not current.asked:
-            attempt.evidence = found
-        return [SaveEvidence(attempt.number, current.number, found, current.asked)]
+        if current.question is not None:
+            value = _answer(current, current.question, found, attempt)
+            commands: list[Command] = [Answer(asker, value) for asker in current.askers if asker != TERMINAL]
+            shown = found if TERMINAL in current.askers else ()
+        else:
+            commands, shown = [], found
+            attempt.evidence = found or attempt.evidence
+        if shown:
+            commands.append(SaveEvidence(attempt.number, current.number, shown, asked=current.question is not None))
+        return commands
 
 
-def _answer(current: _Round, question: StacksQuestion, attempt: AttemptState) -> list[Command]:
-    """Give those who have asked what was found, and whose answer is missing."""
+def _answer(
+    current: _Round, question: StacksQuestion, found: tuple[Evidence, ...], attempt: AttemptState
+) -> Mapping[str, Any]:
+    """Return what was found, and the ranks that did not answer."""
     missing: dict[str, list[int]] = {}
     rows = {row.number: row for row in attempt.ranks}
     for rank in sorted(question.ranks or rows):
         if rank not in current.found and rank in rows and rows[rank].state not in ENDED:
             missing.setdefault(rows[rank].host, []).append(rank)
-    value = {
+    return {
         "attempt": attempt.number,
         "limit_s": current.limit_s,
-        "evidence": [evidence for _, evidence in sorted(current.found.items())],
+        "evidence": found,
         "hosts": {str(rank): rows[rank].host for rank in current.found if rank in rows},
         "missing": missing,
     }
-    return [command for asker in current.askers for command in (Answer(asker, value), CloseAsker(asker))]
+
+
+def why_not_rank(attempt: AttemptState, rank: int) -> str:
+    """Return why a rank cannot be looked into; empty if it can."""
+    row = attempt.ranks.get(rank)
+    if row is None:
+        numbers = [row.number for row in attempt.ranks]
+        return f"there is no rank {rank}; the run has ranks {min(numbers)} to {max(numbers)}"
+    if row.state in ENDED:
+        return f"rank {rank} has ended"
+    return f"rank {rank} has not started yet; try again in a moment" if row.state is RankState.STARTING else ""
+
+
+def refuse(askers: Iterable[int], reason: str) -> list[Command]:
+    return [Answer(asker, {"error": reason}) for asker in askers if asker != TERMINAL]

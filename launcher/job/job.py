@@ -15,9 +15,9 @@ from launcher.job.events import (
     Asked,
     AskerLeft,
     AskerSent,
-    AskerTook,
     Command,
     Connected,
+    DebuggerQuestion,
     Discovered,
     Event,
     Lost,
@@ -29,9 +29,9 @@ from launcher.job.events import (
     SuspendSelf,
     Tick,
 )
+from launcher.job.evidence_round import TERMINAL, refuse
 from launcher.job.failure import FailureKind
 from launcher.job.host_state import HostPhase, HostState
-from launcher.job.inspection.stacks import refuse
 from launcher.job.lifecycle import advance, fail, grow_with, look_then_stop, stop
 from launcher.job.outcome import Outcome
 from launcher.job.progress_messages import Phase, progress, some
@@ -43,7 +43,8 @@ from launcher.job.workers import take_report
 from launcher.placement.job_spec import JobSpec
 from launcher.protocol.commands import SignalWorkers
 from launcher.protocol.message import Report
-from launcher.protocol.reports import Bye, Facts, Hello
+from launcher.protocol.reports import Bye, Collected, DebuggerClosed, DebuggerOpened, Evidence, Facts, Hello
+from launcher.protocol.two_way import ChannelData, ChannelTaken
 
 __all__ = ["Job", "Phase"]
 
@@ -129,23 +130,25 @@ class Job:
                 return self._ticked(now)
             case Asked():
                 return self._asked(event)
-            case AskerSent() | AskerTook():
-                return self.run.debuggers.take(event)
+            case AskerSent():
+                return self.run.debuggers.pass_on(event)
             case AskerLeft():
-                self.run.stacks.leave(event.asker)
+                self.run.evidence.leave(event.asker)
                 return self.run.debuggers.leave(event.asker)
         return []
 
     def _asked(self, asked: Asked) -> list[Command]:
-        if isinstance(asked.question, StacksQuestion):
-            self.run.stacks.ask(asked)  # `advance` begins the round
-            return []
-        if self.attempt is None or self.phase is not Phase.RUNNING:
-            return refuse(asked.asker, f"no rank can be debugged now: {self.progress}")
-        return self.run.debuggers.ask(asked, self.attempt, self.fleet)
+        match asked.question:
+            case StacksQuestion() as question:
+                self.run.evidence.ask(asked.asker, question)  # `advance` begins the round
+            case DebuggerQuestion() as question:
+                if self.attempt is None or self.phase is not Phase.RUNNING:
+                    return refuse([asked.asker], f"no rank can be debugged now: {self.progress}")
+                return self.run.debuggers.ask(asked.asker, question, self.attempt, self.fleet)
+        return []
 
     def _said(self, state: HostState, message: Report, now: float) -> list[Command]:
-        """Take what a host says of itself, and of the attempt if it takes part."""
+        """Take what a host says of itself, of what it was asked, and of the attempt if it takes part."""
         match message:
             case Hello():
                 return self.run.gathering.greeted(state, message)
@@ -154,6 +157,11 @@ class Job:
                 return [*commands, *grow_with(self.run, state, now)] if state.phase is HostPhase.READY else commands
             case Bye():
                 return self._bye(state, message, now)
+            case Collected() | Evidence():
+                self.run.evidence.take(state.name, message)
+                return []
+            case DebuggerOpened() | DebuggerClosed() | ChannelData() | ChannelTaken():
+                return self.run.debuggers.said(state.name, message)
         return take_report(self.run, state, message, now)
 
     def _lost(self, state: HostState, reason: str, now: float) -> list[Command]:
@@ -227,7 +235,7 @@ class Job:
             case signal.SIGUSR1 | signal.SIGUSR2:
                 return self._warned(signum, now)
             case signal.SIGQUIT:
-                self.run.shows_stacks |= not self.run.evidence.shows  # `advance` begins the round
+                self.run.evidence.ask(TERMINAL, StacksQuestion())
                 return []
             case signal.SIGTSTP:
                 self._suspended = True

@@ -63,13 +63,9 @@ def _inspect(run: Run, now: float) -> list[Command]:
     """Begin what commands have asked for, or tell them why not."""
     if run.attempt is None or run.phase is not Phase.RUNNING:
         doing = progress(run.phase, run.fleet, run.attempt)
-        commands = run.stacks.refuse_all(f"no worker can be looked at now: {doing}")
-        run.shows_stacks = False
-    elif run.shows_stacks and not run.evidence.under_way:
-        commands = ask_for_evidence(run, now, asked=True)
-        run.shows_stacks = False
+        commands = run.evidence.refuse_all(f"no worker can be looked at now: {doing}")
     else:
-        commands = run.stacks.due(run.attempt, run.fleet, now)
+        commands = run.evidence.due(run.attempt, run.fleet, now)
     return commands if run.attempt is None else [*commands, *run.debuggers.due(run.attempt, run.fleet, now)]
 
 
@@ -229,12 +225,7 @@ def fail(run: Run, failure: Failure, now: float) -> list[Command]:
     run.timers.set(Timer.ROOT, now + ROOT_WAIT_S)
     if failure.kind is FailureKind.HUNG:  # all ranks were looked at before
         return commands
-    return [*commands, *ask_for_evidence(run, now, asked=False)]
-
-
-def ask_for_evidence(run: Run, now: float, *, asked: bool) -> list[Command]:
-    """Ask where the ranks stand; `asked`: the user wants to see it."""
-    return run.evidence.begin(run.fleet.workers_of(run.current.members), now, asked=asked)
+    return [*commands, *run.evidence.begin(run.fleet.workers_of(attempt.members), now)]
 
 
 def look_for_hangs(run: Run, now: float) -> list[Command]:
@@ -338,7 +329,7 @@ def look_then_stop(run: Run, now: float, signum: int) -> list[Command]:
     run.stops_with = signum
     commands = run.evidence.end(attempt)
     _enter(run, Phase.EVIDENCE_ROUND)
-    return [*commands, *ask_for_evidence(run, now, asked=False)]
+    return [*commands, *run.evidence.begin(run.fleet.workers_of(attempt.members), now)]
 
 
 def stop(run: Run, now: float, signum: int = signal.SIGTERM, *,

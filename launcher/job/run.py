@@ -5,11 +5,10 @@ from __future__ import annotations
 from launcher.errors import DtrainError
 from launcher.job.attempt import AttemptState
 from launcher.job.chaos import Chaos
+from launcher.job.debuggers import Debuggers
 from launcher.job.evidence_round import EvidenceRounds
 from launcher.job.fleet import Fleet
 from launcher.job.gathering import Gathering
-from launcher.job.inspection.debuggers import Debuggers
-from launcher.job.inspection.stacks import StackQuestions
 from launcher.job.outcome import Outcome
 from launcher.job.progress_messages import Phase
 from launcher.job.recovery.hangs import Hangs
@@ -33,7 +32,6 @@ class Run:
         self.attempt: AttemptState | None = None
         self.past: list[FailedAttempt] = []
         self.evidence = EvidenceRounds(timers)
-        self.stacks = StackQuestions(self.evidence)
         self.debuggers = Debuggers()
         self.hangs = Hangs(spec.hang, meets=not spec.roles.others)
         self.chaos = Chaos(spec.chaos, timers, now)
@@ -42,7 +40,6 @@ class Run:
         self.preempted = False  # USR1 said that its time is nearly up, and to make room once it has saved
         self.signum: int | None = None  # the signal that ends the run
         self.stops_with: int | None = None  # what the workers get once it is known where they stand
-        self.shows_stacks = False  # the user wants to see where the ranks stand, once no other round is under way
         self.error: DtrainError | None = None  # why no worker was started
         self.no_restart_reason = ""
 

@@ -15,10 +15,6 @@ from launcher.job.recovery import members, restarts
 from launcher.job.run import Run
 from launcher.protocol.message import Report
 from launcher.protocol.reports import (
-    Collected,
-    DebuggerClosed,
-    DebuggerOpened,
-    Evidence,
     Exited,
     Failing,
     PortsReserved,
@@ -29,7 +25,7 @@ from launcher.protocol.reports import (
     StoreOpened,
     Swept,
 )
-from launcher.protocol.two_way import ChannelData, ChannelTaken, Heartbeat
+from launcher.protocol.two_way import Heartbeat
 
 
 def take_report(run: Run, state: HostState, message: Report, now: float) -> list[Command]:
@@ -37,13 +33,8 @@ def take_report(run: Run, state: HostState, message: Report, now: float) -> list
     attempt = run.attempt
     if attempt is None or state.name not in run.fleet.busy or state.phase is HostPhase.CHECKING:
         return []
-    match message:
-        case Heartbeat():
-            return _beat(run, attempt, state, message, now)
-        case Collected() | Evidence():
-            run.evidence.take(state.name, message)
-        case DebuggerOpened() | DebuggerClosed() | ChannelData() | ChannelTaken():
-            return run.debuggers.said(state.name, message)
+    if isinstance(message, Heartbeat):
+        return _beat(run, attempt, state, message, now)
     if getattr(message, "attempt", None) != attempt.number:
         return []
     match message:

@@ -1,4 +1,4 @@
-"""The record of one run: its manifest, `run.json` in the run's folder, and the answers to status requests.
+"""The record of one run: its manifest, `run.json` in the run's folder, and the answer to `dtrain ps`.
 
     version         1; incremented when a key changes its meaning or is removed
     run_id, dtrain, state
@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import threading
 import time
 from collections import deque
@@ -50,7 +49,6 @@ VERSION = 1
 SAMPLE_S = 1.0  # interval of samples of the step
 RATE_S = 30.0  # window of the step rate
 END_S = 2.0  # for the query of the repository, at the end of a run
-ANSWER_S = 3.0  # for the loop to answer
 _PACKAGES = ("torch", "numpy")
 _DIFF = "uncommitted.diff"
 
@@ -87,7 +85,6 @@ class RunRecord:
         self._attempt: AttemptState | None = None
         self._attempts: list[Content] = []
         self._has_started = False
-        self._asked: queue.SimpleQueue[tuple[queue.SimpleQueue[Content], bool]] = queue.SimpleQueue()
         self._samples: deque[tuple[float, int]] = deque()  # time, steps
         self._next_sample = 0.0
         self._git: Git | None = None
@@ -125,22 +122,26 @@ class RunRecord:
                 self._samples.append((now, steps))
                 while now - self._samples[0][0] > RATE_S:
                     self._samples.popleft()
-        while not self._asked.empty():
-            answer, in_full = self._asked.get()
-            answer.put({**self._status(job), **(self._overview.table(attempt, time.monotonic()) if in_full else {})})
 
-    def status(self, wake: Callable[[], None], *, in_full: bool = False) -> Content:
-        """Return the status of the run. Call from another thread than the loop's; `wake` makes the loop call `watch`.
-
-        Blocks. `in_full`: with every host and rank.
-        """
-        answer: queue.SimpleQueue[Content] = queue.SimpleQueue()
-        self._asked.put((answer, in_full))
-        wake()
-        try:
-            return answer.get(timeout=ANSWER_S)
-        except queue.Empty:  # it has ended, or is stopped
-            return {"state": self.state}
+    def status(self, job: Job, now: float, *, in_full: bool) -> Content:
+        """Return how far the run is; `in_full`: with every host and rank. Call in the loop."""
+        attempt = job.attempt
+        if job.phase is Phase.STOPPING:
+            self.state = "stopping"
+        elif attempt is not None and self._has_started:
+            self.state = "running" if job.phase is Phase.RUNNING and attempt.all_started else "restarting"
+        goodput = self._overview.goodput(now)
+        return {
+            "state": self.state,
+            "waits_for": job.progress,
+            "hosts": len(job.fleet) if attempt is None else len(attempt.members),
+            "workers": None if attempt is None else attempt.world_size,
+            "attempt": None if attempt is None else attempt.number,
+            "step": None if attempt is None else attempt.steps,
+            "steps_per_s": self.steps_per_s,
+            "goodput": None if goodput is None else round(goodput, 4),
+            **(self._overview.table(attempt, now) if in_full else {}),
+        }
 
     @property
     def steps_per_s(self) -> float | None:
@@ -205,24 +206,6 @@ class RunRecord:
     def _write(self) -> None:
         with self._lock:  # until it is written: older content must not replace it
             self._keep({**self._content, "state": self.state, "attempts": [*self._attempts]})
-
-    def _status(self, job: Job) -> Content:
-        attempt = job.attempt
-        if job.phase is Phase.STOPPING:
-            self.state = "stopping"
-        elif attempt is not None and self._has_started:
-            self.state = "running" if job.phase is Phase.RUNNING and attempt.all_started else "restarting"
-        goodput = self._overview.goodput(time.monotonic())
-        return {
-            "state": self.state,
-            "waits_for": job.progress,
-            "hosts": len(job.fleet) if attempt is None else len(attempt.members),
-            "workers": None if attempt is None else attempt.world_size,
-            "attempt": None if attempt is None else attempt.number,
-            "step": None if attempt is None else attempt.steps,
-            "steps_per_s": self.steps_per_s,
-            "goodput": None if goodput is None else round(goodput, 4),
-        }
 
     def _look_at_code(self) -> None:
         if self._slow.ident is None:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.job.events import Event
+from launcher.job.events import Answer, Asked, Event, PassOn, StatusQuestion
 from launcher.job.job import Job, Phase
 from launcher.job.outcome import Outcome
 from launcher.machine.processes import find
@@ -30,7 +29,6 @@ from launcher.timeline.stragglers import Straggler
 from launcher.timeline.timeline import Timeline
 
 if TYPE_CHECKING:
-    from launcher.controller.controller import Controller
     from launcher.runs.detach import Detachment
 
 CONSOLE_LOG = "console.log"  # the terminal output of a detached run
@@ -80,10 +78,21 @@ class Session:
         )  # fmt: skip
 
     def watch(self, job: Job, event: Event, now: float) -> None:
-        """Update record and overview after an event; the controller's loop calls it."""
+        """Update record and overview after an event, and answer `dtrain ps`; the controller's loop calls it."""
         self._job = job
         self._overview.watch(job, event, now)
         self._record.watch(job)
+        if self._control is None:
+            return
+        if isinstance(event, Asked) and isinstance(event.question, StatusQuestion):
+            self.answer(Answer(event.asker, self._record.status(job, now, in_full=event.question.in_full)))
+        if job.outcome is not None:
+            self._control.end_questions()
+
+    def answer(self, command: Answer | PassOn) -> None:
+        """Send a command what the controller's loop has for it."""
+        assert self._control is not None  # it has asked
+        self._control.carry_out(command)
 
     def status_line(self) -> str:
         """Format the progress of training in a few words; empty if none runs. Call in the loop."""
@@ -96,26 +105,14 @@ class Session:
         """Return how the run spent its time, and the stragglers; call after its end."""
         return self._overview.end((0.0 if self._job is None else self._job.began) + outcome.duration_s)
 
-    def listen(self, controller: Controller) -> None:
-        """List the run, and answer requests."""
-
-        def answer(what: str) -> Mapping[str, Any]:
-            if what in ("status", "top"):
-                return self._record.status(controller.wake, in_full=what == "top")
-            if what in ("stop", "kill"):
-                controller.signal(signal.SIGTERM)
-                if what == "kill":
-                    controller.signal(signal.SIGINT)  # a second signal while it stops: kill
-                return {"ok": True}
-            return {"error": f"unknown request: {what}"}
-
+    def listen(self, put: Callable[[Event], None]) -> None:
+        """List the run, and answer questions; `put` queues an event for the controller's loop."""
         detached = self._detachment is not None
         self._control = Control(
             lambda: registered(self._spec.run_id, self._folder.absolute(), self._command, detached=detached),
-            answer,
+            put,
             # In the foreground of a container, a read-only home is common.
             self._output.say if detached else lambda _: None,
-            controller.add_asker,
         )
         self._control.start()
 

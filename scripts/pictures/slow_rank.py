@@ -60,7 +60,9 @@ def main() -> None:
             entry = choose("demo", entries())
             found = _with_straggler(entry)
             time.sleep(AFTER_S)
-            screen = screen_of(entry, ask(entry, "top") or found, height=30)  # now, for it shows the run's age
+            screen = screen_of(
+                entry, ask(entry, "status", in_full=True) or found, height=30
+            )  # now, for it shows the run's age
             pids = {each["rank"]: each["pid"] for each in json.loads(_dtrain("stacks", "demo", "--json"))["ranks"]}
             os.kill(pids[KILLED], signal.SIGKILL)
             time.sleep(2 * AFTER_S)
@@ -84,7 +86,7 @@ def _dtrain(*words: str) -> str:
 def _with_straggler(entry: Any) -> Any:
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:
-        found = ask(entry, "top")
+        found = ask(entry, "status", in_full=True)
         if found and any(f"rank {SLOW}" in each["line"] for each in found.get("stragglers", ())):
             return found
         time.sleep(0.5)

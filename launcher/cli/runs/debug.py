@@ -13,9 +13,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from launcher.cli.runs.stacks import ask_stacks
-from launcher.errors import DtrainError
+from launcher.cli.runs.steer import end_of, how_it_ended
+from launcher.errors import DtrainError, RunError
 from launcher.output.stacks import one_line_of
-from launcher.runs.questions import Question, question
+from launcher.runs.control import Question, question
 from launcher.runs.registry import Entry, choose, entries
 
 OPENS_S = 3.0  # then print where the rank is
@@ -38,8 +39,10 @@ def debug_rank(word: str, rank: int, *, port: int | None, say: Callable[[str], N
     """
     entry = choose(word, entries())
     debugger = "pdb" if port is None else "debugpy"
-    with question(entry, {"ask": "debug", "rank": rank, "debugger": debugger}) as asked:
+    with question(entry, "debug", rank=rank, debugger=debugger) as asked:
         answer = asked.answer(entry, ANSWER_S)
+        if answer is None:
+            raise RunError(how_it_ended(end_of(entry)))
         say(f"rank {rank} on {answer['host']} of run {entry.run_id}; Ctrl-C leaves it, and it continues")
         said = _Said(asked, rank)
         said.start()

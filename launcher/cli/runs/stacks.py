@@ -8,12 +8,14 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from launcher.cli.runs.steer import end_of, how_it_ended
 from launcher.decode import decode_value
+from launcher.errors import RunError
 from launcher.hangs.positions import rank_position
 from launcher.output.stacks import write_groups
 from launcher.output.text import ranges
 from launcher.protocol.reports import Evidence
-from launcher.runs.questions import question
+from launcher.runs.control import ask
 from launcher.runs.registry import Entry, choose, entries
 
 LIMIT_S = 70.0  # for an answer: two rounds with native frames, one for another command, and a margin
@@ -46,8 +48,9 @@ def show_stacks(word: str, ranks: Collection[int], *, native: bool, as_json: boo
 
 def ask_stacks(entry: Entry, ranks: Collection[int] = (), *, native: bool = False) -> Found:
     """Ask where the ranks of a run are, or only `ranks`. Blocks for a few seconds. Raises RunError."""
-    with question(entry, {"ask": "stacks", "ranks": [*ranks], "native": native}) as asked:
-        answer = asked.answer(entry, LIMIT_S)
+    answer = ask(entry, "stacks", wait_s=LIMIT_S, ranks=sorted({*ranks}), native=native)
+    if answer is None:
+        raise RunError(how_it_ended(end_of(entry)))
     evidence = tuple(decode_value(Evidence, each) for each in answer["evidence"])
     return Found(answer["attempt"], evidence, answer["hosts"], answer["missing"], answer["limit_s"])
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from launcher.errors import RunError
-from launcher.runs.control import ask, wait_for_end
+from launcher.runs.control import question
 from launcher.runs.registry import Entry, choose, entries
 
 LOST_EXIT_CODE = 1
@@ -16,11 +16,10 @@ NOTED_S = 5.0  # from the end of the socket to the end of the process
 def stop_run(word: str, *, kill: bool, say: Callable[[str], None]) -> int:
     """Stop a run as SIGTERM does, with `kill` without the grace period; return once it has ended."""
     entry = choose(word, entries())
-    if entry.state or ask(entry, "kill" if kill else "stop") is None:
-        say(how_it_ended(end_of(entry)))
-        return 0
-    say(f"stopping run {entry.run_id}" + ("" if kill else "; to kill it: dtrain stop --kill " + entry.run_id))
-    wait_for_end(entry)
+    with question(entry, "kill" if kill else "stop") as asked:
+        if asked.answer(entry) is not None:
+            say(f"stopping run {entry.run_id}" + ("" if kill else "; to kill it: dtrain stop --kill " + entry.run_id))
+            asked.receive()  # until it has ended
     say(how_it_ended(end_of(entry)))
     return 0
 
@@ -28,7 +27,8 @@ def stop_run(word: str, *, kill: bool, say: Callable[[str], None]) -> int:
 def wait_for_run(word: str, *, say: Callable[[str], None]) -> int:
     """Wait for the end of a run, print how it ended, and return its exit code."""
     entry = choose(word, entries())
-    wait_for_end(entry)
+    with question(entry, "wait") as asked:
+        asked.receive()
     return say_end(end_of(entry), say)
 
 

@@ -97,7 +97,9 @@ def _look(entry: Entry) -> Row:
         answer = ask(entry, "status")
     except RunError:
         return {**row, "state": "no answer"}
-    return {**row, "state": LOST} if answer is None else {**row, **answer}
+    if answer is None:  # it is ending, or has just ended
+        return {**row, "state": "stopping" if entry.lives else LOST}
+    return {**row, **answer}
 
 
 def _cells(row: Row, *, with_cause: bool) -> dict[str, str]:

@@ -59,10 +59,7 @@ def _look(entry: Entry) -> Content | None:
     """Ask the controller; None if the run has ended."""
     if entry.state or entry.is_lost:
         return None
-    answer = ask(entry, "top")
-    if answer is not None and "ranks" not in answer:  # its loop is busy, or stopped
-        raise RunError(f"run {entry.run_id} (pid {entry.pid}) does not answer at the moment; try again")
-    return answer
+    return ask(entry, "status", in_full=True)
 
 
 def screen_of(entry: Entry, found: Content, *, height: int) -> RenderableType:

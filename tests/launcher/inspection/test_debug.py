@@ -16,7 +16,7 @@ from testbed.terminal import Terminal, dtrain_on_terminal
 from testbed.warm import HEADER
 
 from launcher.cli.runs.debug import _Said
-from launcher.runs.questions import Question
+from launcher.runs.control import Question
 
 PROMPT = "(Pdb rank {}) "
 

@@ -16,7 +16,7 @@ from testbed.require import require
 from testbed.sshd import SshHosts
 
 from launcher.agent.evidence import find_py_spy
-from launcher.runs.questions import question
+from launcher.runs.control import question
 from launcher.runs.registry import entries, place
 
 
@@ -71,8 +71,7 @@ def test_the_ranks_are_shown_by_groups_to_who_asks_and_the_run_goes_on(folder: P
 def test_several_who_ask_at_once_are_all_answered() -> None:
     detached("--simulate", "--nnodes", "2", "--nproc-per-node", "1", "script.py")
     (entry,) = entries()
-    request = {"ask": "stacks", "ranks": [], "native": False}
-    with question(entry, request) as one, question(entry, request) as two, question(entry, request) as three:
+    with question(entry, "stacks") as one, question(entry, "stacks") as two, question(entry, "stacks") as three:
         for asked in (three, two, one):
             answer = asked.receive(60.0)
             assert isinstance(answer, dict)

@@ -22,6 +22,7 @@ from testbed.terminal import Terminal, dtrain_on_terminal
 from testbed.warm import HEADER
 
 from launcher.cli.runs.top import FRAME, screen_of
+from launcher.job.events import Answer, Asked, Event, StatusQuestion
 from launcher.runs.control import Control, ask
 from launcher.runs.registry import entries, place, registered
 from launcher.timeline.goodput import PARTS
@@ -347,11 +348,16 @@ def _runs() -> list[dict[str, Any]]:
 def test_a_long_answer_comes_whole(folder: Path) -> None:
     place().parent.mkdir(parents=True)
     answer = {"ranks": ["x" * 1000] * 500}
-    control = Control(lambda: registered("long", folder, "", detached=False), lambda _: answer, print, lambda *_: None)
+
+    def put(event: Event) -> None:
+        assert event == Asked(1, StatusQuestion(in_full=True))
+        control.carry_out(Answer(1, answer))
+
+    control = Control(lambda: registered("long", folder, "", detached=False), put, print)
     control.start()
     assert control.wait_until_listed()
     (entry,) = entries()
-    assert ask(entry, "top") == answer
+    assert ask(entry, "status", in_full=True) == answer
     control.close()
 
 

@@ -10,18 +10,14 @@ from launcher.frozen import dataclass, replace
 from launcher.job.attempt import AttemptState
 from launcher.job.events import (
     Answer,
-    Asked,
     AskerSent,
-    AskerTook,
-    CloseAsker,
     Command,
     DebuggerQuestion,
     PassOn,
     Send,
-    TookInput,
 )
+from launcher.job.evidence_round import refuse, why_not_rank
 from launcher.job.fleet import Fleet
-from launcher.job.inspection.stacks import refuse, why_not_rank
 from launcher.protocol.commands import CloseDebugger, OpenDebugger, RestClocks
 from launcher.protocol.reports import DebuggerClosed, DebuggerOpened
 from launcher.protocol.two_way import ChannelData, ChannelTaken
@@ -46,29 +42,23 @@ class Debuggers:
     def any_open(self) -> bool:
         return any(each.is_open for each in self._found.values())
 
-    def ask(self, asked: Asked, attempt: AttemptState, fleet: Fleet) -> list[Command]:
-        question, asker = asked.question, asked.asker
-        assert isinstance(question, DebuggerQuestion)
+    def ask(self, asker: int, question: DebuggerQuestion, attempt: AttemptState, fleet: Fleet) -> list[Command]:
         rank = question.rank
         if why_not := why_not_rank(attempt, rank):
-            return refuse(asker, why_not)
+            return refuse([asker], why_not)
         if any(each.rank == rank for each in self._found.values()):
-            return refuse(asker, f"rank {rank} is debugged already, by another command; a rank has one debugger")
+            return refuse([asker], f"rank {rank} is debugged already, by another command; a rank has one debugger")
         host = attempt.host_of(rank)
         if not fleet.workers_of([host]):
-            return refuse(asker, f"the host of rank {rank}, {host}, is not connected")
+            return refuse([asker], f"the host of rank {rank}, {host}, is not connected")
         self._found[asker] = _Debugger(attempt.number, rank, host)
         order = OpenDebugger(channel=asker, attempt=attempt.number, rank=rank, debugger=question.debugger)
-        return [Answer(asker, {"asked": True, "host": host}), Send(host, order)]
+        return [Answer(asker, {"host": host}, is_last=False), Send(host, order)]
 
-    def take(self, event: AskerSent | AskerTook) -> list[Command]:
-        """Pass on what a command has sent, or that it has taken something."""
-        debugger = self._found.get(event.asker)
-        if debugger is None:
-            return []
-        if isinstance(event, AskerSent):
-            return [Send(debugger.host, ChannelData(channel=event.asker, data=event.data))]
-        return [Send(debugger.host, ChannelTaken(channel=event.asker, count=event.count))]
+    def pass_on(self, event: AskerSent) -> list[Command]:
+        """Pass on what a command sends to its debugger."""
+        debugger = self._found.get(event.message.channel)
+        return [] if debugger is None else [Send(debugger.host, event.message)]
 
     def leave(self, asker: int) -> list[Command]:
         """Close the debugger of a command that has gone; the rank goes on."""
@@ -84,10 +74,8 @@ class Debuggers:
             case DebuggerOpened():
                 self._found[asker] = replace(debugger, is_open=True)
                 return []
-            case ChannelData():
-                return [PassOn(asker, message.data)]
-            case ChannelTaken():
-                return [TookInput(asker, message.count)]
+            case ChannelData() | ChannelTaken():
+                return [PassOn(message)]
         return self._end(asker, message.reason)
 
     def exited(self, rank: int, how: str) -> list[Command]:
@@ -118,4 +106,4 @@ class Debuggers:
 
     def _end(self, asker: int, reason: str) -> list[Command]:
         del self._found[asker]
-        return [Answer(asker, {"ended": reason}), CloseAsker(asker)]
+        return [Answer(asker, {"ended": reason})]
