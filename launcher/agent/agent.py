@@ -39,7 +39,6 @@ from launcher.protocol.commands import (
     Collect,
     EndAttempt,
     Function,
-    Input,
     KillWorker,
     LoseHost,
     NextGeneration,
@@ -256,8 +255,6 @@ class Agent:
                 attempt.announce(message)
             case LoseHost():
                 self._vanish()
-            case Input() if attempt is not None and self._attempt_end is None:
-                attempt.input.add(message)
             case KillWorker() if attempt is not None:
                 attempt.kill(message)
             case SignalWorkers() if attempt is not None:
@@ -268,8 +265,10 @@ class Agent:
                 self._evidence_round.begin(message, attempt if self._attempt_end is None else None)
             case OpenDebugger():
                 self._debuggers.open(message, attempt if self._attempt_end is None else None)
-            case ChannelData() | ChannelTaken():
+            case ChannelData() | ChannelTaken() if message.channel > 0:
                 self._debuggers.pass_on(message)
+            case ChannelData() if attempt is not None and self._attempt_end is None:
+                attempt.input.add(message)
             case CloseDebugger():
                 self._debuggers.close(message)
             case RestClocks():

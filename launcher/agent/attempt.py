@@ -102,7 +102,7 @@ class Attempt:
         self._memory: OomWatch | None = None
         self.rendezvous = Rendezvous(number, selector, writer, store_process)
         self._output = OutputPipes(selector, writer)
-        self.input = StandardInput(number, selector, writer)
+        self.input = StandardInput(selector, writer)
 
     @property
     def running(self) -> list[Worker]:

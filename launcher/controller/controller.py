@@ -44,7 +44,8 @@ from launcher.job.outcome import Outcome
 from launcher.output.writer import OutputThread
 from launcher.placement.job_spec import JobSpec
 from launcher.protocol.commands import RestartWorker, StartWorker
-from launcher.protocol.reports import Exited, InputTaken, Returned
+from launcher.protocol.reports import Exited, Returned
+from launcher.protocol.two_way import ChannelTaken
 from launcher.timeline.recording import Recording
 from launcher.transport.connect import Connector
 from launcher.transport.stream import Stream
@@ -102,7 +103,7 @@ class Controller:
         self._recording = recording
         self._watch = watch  # called with the job after each event, and the time
         self._answer = answer  # the questions of commands
-        self._input = None if spec.stdin_rank is None else StandardInput(spec.stdin_rank, output, self._wake)
+        self._input = None if spec.stdin_rank is None else StandardInput(output, self.put)
         self._job = Job(spec, time.monotonic(), run_key=os.urandom(RUN_KEY_BYTES).hex())
         self._connector = Connector(spec, listener=listener)
         self._links: dict[str, Link] = {}  # the newest of each host
@@ -137,9 +138,6 @@ class Controller:
     def put(self, event: Event) -> None:
         """Queue an event for the loop. Callable from any thread."""
         self._events.put(event)
-
-    def _wake(self) -> None:
-        self.put(Tick())
 
     def _loop(self) -> Outcome:
         next_look = time.monotonic()
@@ -180,7 +178,7 @@ class Controller:
                 self._output.error_file(message.rank, message.attempt, message.error_file)
             if self._take is not None:
                 self._take(event.host, message)
-        elif isinstance(event, AgentMessage) and isinstance(event.message, InputTaken):
+        elif isinstance(event, AgentMessage) and isinstance(event.message, ChannelTaken):
             if self._input is not None:
                 self._input.taken(event.host, event.message)
         elif isinstance(event, Signalled) and event.signum in STOP_SIGNALS:

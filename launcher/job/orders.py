@@ -170,7 +170,7 @@ def start_workers(
             gpu=worker.gpus[0] if worker.gpus else "",
             local_world_size=worker.local_world_size,
             wait_s=wait_s,
-            has_input=worker.rank == spec.stdin_rank,
+            input_channel=-1 - store.attempt if worker.rank == spec.stdin_rank else 0,
         )
         yield Send(worker.host, start)
 

@@ -93,20 +93,7 @@ class StartWorker(Command):
     wait_s: float = 0.0  # how long it may wait for the imports of the process that it is forked from
     generation: int = 0  # composition of the attempt that it is started for; 0: the first
     restart_policy: int = 0  # as in Exited, until it reports its own
-    has_input: bool = False  # its standard input is a pipe, for Input; else it is empty
-
-
-@dataclass(frozen=True)
-class Input(Command):
-    """Bytes for the standard input of a rank that has one. The agent queues INPUT_BYTES at most.
-
-    `is_end`: no more follow. A process that replaces a dead one reads what was not written to that one.
-    """
-
-    rank: int
-    attempt: int
-    is_end: bool = False
-    data: bytes = field(default=b"", repr=False)
+    input_channel: int = 0  # its standard input is a pipe, for ChannelData; 0: it is empty
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
-PROTOCOL = 12
+PROTOCOL = 13
 PREAMBLE = b"\n\x01dtrain-stream-1\n"
 MAX_HEADER_BYTES = 8 << 20  # the largest part is the environment of a worker
 MAX_PAYLOAD_BYTES = 1 << 20
-INPUT_BYTES = 1 << 16  # of a rank's standard input, sent but not acknowledged
-CHANNEL_BYTES = 256 << 10  # see ChannelData
+CHANNEL_BYTES = 1 << 16  # see ChannelData
 MAX_NOISE_BYTES = 1 << 20  # output of a login shell before the preamble
 RESILIENT = 3  # a restart_policy: the process can meet others in any composition
 MEETS_SUCCESSOR = (RESILIENT, 4)  # restart policies; the latter only with the same number of ranks

@@ -98,15 +98,6 @@ class Returned(Report):
 
 
 @dataclass(frozen=True)
-class InputTaken(Report):
-    """This number of bytes of Input was written to the worker: as many more may be sent."""
-
-    rank: int
-    attempt: int
-    count: int
-
-
-@dataclass(frozen=True)
 class Asks(Report):
     """A worker waits for its standard input after an unfinished line, a prompt; or no longer does."""
 

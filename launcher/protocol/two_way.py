@@ -27,9 +27,12 @@ class Answer(Report):
 
 @dataclass(frozen=True)
 class ChannelData(Command, Report):
-    """Bytes from or for a debugger. At most CHANNEL_BYTES are sent before the other end acknowledges some."""
+    """Bytes from or for a debugger, or for the standard input of a rank, whose end are no bytes.
 
-    channel: int
+    At most CHANNEL_BYTES are sent before the other end acknowledges some.
+    """
+
+    channel: int  # of a debugger: as in OpenDebugger, from 1; of standard input: as in StartWorker, below 0
     data: bytes = field(default=b"", repr=False)
 
 

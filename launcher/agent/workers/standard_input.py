@@ -2,8 +2,8 @@
 
 If pdb waits there for a command, the worker's own bootstrap.py shows that by a file.
 
-Owned by attempt.py. A process that replaces a dead one gets a new pipe and reads on. At most INPUT_BYTES are queued
-here, since the controller sends no more than was acknowledged.
+Owned by attempt.py. A process that replaces a dead one gets a new pipe and reads on: what was not written to that one.
+At most CHANNEL_BYTES are queued here, since the controller sends no more than was acknowledged.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from fcntl import ioctl
 
 from launcher.agent.stream_writer import StreamWriter
 from launcher.agent.workers.worker import Worker
-from launcher.protocol.commands import Input, StartWorker
-from launcher.protocol.reports import Asks, InputTaken
+from launcher.protocol.commands import StartWorker
+from launcher.protocol.reports import Asks
+from launcher.protocol.two_way import ChannelData, ChannelTaken
 
 LOOK_S = 0.05  # between looks whether a worker with an unfinished line waits for input; then less and less often
 RARELY_S = 0.5
@@ -28,10 +29,10 @@ _GONE = (errno.EPIPE, errno.ECONNRESET)
 class StandardInput:
     """Standard input of one attempt: of its one rank that has input here, if there is one."""
 
-    def __init__(self, attempt: int, selector: selectors.BaseSelector, writer: StreamWriter) -> None:
+    def __init__(self, selector: selectors.BaseSelector, writer: StreamWriter) -> None:
         self.waits = 0  # heartbeats at which the worker waited for input
         self._rank = -1
-        self._attempt = attempt
+        self._channel = 0
         self._selector = selector
         self._writer = writer
         self._unwritten = bytearray()
@@ -44,8 +45,8 @@ class StandardInput:
 
     def expect(self, order: StartWorker) -> None:
         """Record the rank of a worker to be started with input: data may come before it runs."""
-        if order.has_input:
-            self._rank = order.rank
+        if order.input_channel:
+            self._rank, self._channel = order.rank, order.input_channel
 
     def open(self, rank: int) -> int | None:
         """Return the descriptor that the next process of a rank reads from; the caller closes it. Raises OSError."""
@@ -62,11 +63,11 @@ class StandardInput:
             self._worker = worker
             self._write()
 
-    def add(self, message: Input) -> None:
-        """Queue input for the worker; ignore an order that does not apply."""
-        if (message.rank, message.attempt) == (self._rank, self._attempt):
+    def add(self, message: ChannelData) -> None:
+        """Queue input for the worker; ignore that of another attempt."""
+        if message.channel == self._channel:
             self._unwritten += message.data
-            self._is_end |= message.is_end
+            self._is_end |= not message.data
             self._note(asks=False)
             if self._worker is not None:  # else its old prompt would count as a new one
                 self._worker.end_lines()
@@ -144,7 +145,7 @@ class StandardInput:
                 raise
             self._close_pipe()
         if taken:
-            self._writer.send(InputTaken(rank=self._rank, attempt=self._attempt, count=taken))
+            self._writer.send(ChannelTaken(channel=self._channel, count=taken))
         if self._is_end and not self._unwritten:
             self._close_pipe()
         else:
