@@ -7,6 +7,7 @@ import json
 import os
 import queue
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -22,6 +23,8 @@ from launcher.runs.registry import Entry, choose, entries
 OPENS_S = 3.0  # then print where the rank is
 ANSWER_S = 10.0
 LOOK_S = 0.1
+EDITOR_LOOK_S = 0.2  # interval of checks that the rank is alive, until an editor connects
+PIECE_BYTES = 64 << 10
 
 
 class _EndedError(Exception):
@@ -53,9 +56,7 @@ def debug_rank(word: str, rank: int, *, port: int | None, say: Callable[[str], N
             if port is None:
                 _speak_pdb(asked, said, first, say)
             else:
-                from launcher.cli.runs.debug_editor import forward  # seldom needed
-
-                forward(said.next_bytes, asked.send, asked.close, port, say)
+                _serve_editor(asked, said, port, say)
         except _EndedError as ended:
             say(str(ended))
             return 0 if ended.goes_on else 1
@@ -192,3 +193,60 @@ def _speak_pdb(asked: Question, said: _Said, first: Mapping[str, Any], say: Call
             asked.send(typed.encode("utf-8", "replace") + b"\n")
         line = said.next()
     raise _EndedError(line["end"], goes_on=True)
+
+
+def _serve_editor(asked: Question, said: _Said, port: int, say: Callable[[str], None]) -> None:
+    """Let an editor connect to a loopback port, and relay between it and the rank's debugpy, until either ends.
+
+    Accept only this user's processes, and one editor: debugpy supports one. Raises RunError if the port is not free.
+    """
+    try:
+        listening = socket.create_server(("127.0.0.1", port), backlog=1)
+    except OSError as error:
+        raise RunError(f"--port {port}: {error.strerror}") from error
+    with listening:
+        listening.settimeout(EDITOR_LOOK_S)
+        number = listening.getsockname()[1]
+        say(f"debugpy waits for an editor at 127.0.0.1:{number}. VS Code: launch.json with")
+        say(f'{{"type": "debugpy", "request": "attach", "connect": {{"host": "127.0.0.1", "port": {number}}}}}')
+        early: list[bytes] = []
+        editor = _accept(listening, said, early)
+    with editor:
+        threading.Thread(target=_read_editor, args=(editor, asked), daemon=True).start()
+        with contextlib.suppress(OSError):  # the editor disconnected
+            for data in early:
+                editor.sendall(data)
+            while True:
+                editor.sendall(said.next_bytes())
+
+
+def _accept(listening: socket.socket, said: _Said, early: list[bytes]) -> socket.socket:
+    while True:
+        with contextlib.suppress(queue.Empty):
+            early.append(said.next_bytes(0))
+        try:
+            editor, _ = listening.accept()
+        except TimeoutError:
+            continue
+        if _uid_of_peer(editor) == os.geteuid():
+            editor.settimeout(None)
+            return editor
+        editor.close()
+
+
+def _uid_of_peer(connection: socket.socket) -> int | None:
+    """Return the owner of the other end of a loopback connection; None if the kernel does not list it."""
+    ours, theirs = (f":{end[1]:04X}" for end in (connection.getsockname(), connection.getpeername()))
+    with open("/proc/net/tcp", encoding="ascii") as file:
+        for line in list(file)[1:]:
+            fields = line.split()
+            if fields[1].endswith(theirs) and fields[2].endswith(ours):
+                return int(fields[7])
+    return None
+
+
+def _read_editor(editor: socket.socket, asked: Question) -> None:
+    with contextlib.suppress(OSError):
+        while data := editor.recv(PIECE_BYTES):
+            asked.send(data)
+    asked.close()
