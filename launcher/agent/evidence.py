@@ -184,13 +184,13 @@ class _Look:
     @classmethod
     def at(cls, number: int, subject: Subject, *, native: bool) -> _Look | None:
         """Read the kernel's data; return None if the worker has ended."""
-        stat = _read(subject.pid, "stat")
+        stat = read_proc(subject.pid, "stat")
         fields = stat.rpartition(b")")[2].split()
         if not fields or fields[0] in (b"Z", b"X"):
             return None
         state = fields[0].decode()
-        tree = [stat, *(_read(pid, "stat") for pid in descendants(subject.pid))]
-        waits_in = _read(subject.pid, "wchan").decode("ascii", "replace")
+        tree = [stat, *(read_proc(pid, "stat") for pid in descendants(subject.pid))]
+        waits_in = read_proc(subject.pid, "wchan").decode("ascii", "replace")
         found = Evidence(
             number=number,
             attempt=subject.attempt,
@@ -301,7 +301,7 @@ class _Look:
     def result(self) -> Evidence:
         stack = self._stack
         if not stack and not self._is_gone and self._found.state == "D":
-            stack = _read(self._subject.pid, "stack")  # readable by root only
+            stack = read_proc(self._subject.pid, "stack")  # readable by root only
         return replace(
             self._found,
             stack=(stack or self._native).decode("utf-8", "replace"),
@@ -327,9 +327,8 @@ def _cpu_s(stat: bytes) -> float:
 
 def _handles(subject: Subject) -> bool:
     """Return whether a worker writes its stacks on the signal: it has a handler, and the stack file open."""
-    for line in _read(subject.pid, "status").splitlines():
-        if line.startswith(b"SigCgt:") and not int(line.split()[1], 16) >> (STACK_SIGNAL - 1) & 1:
-            return False
+    if not catches(subject.pid, STACK_SIGNAL):
+        return False
     path = os.path.realpath(subject.stack_file)
     folder = f"/proc/{subject.pid}/fd"
     try:
@@ -353,7 +352,15 @@ def find_py_spy() -> str | None:
     return which("py-spy")
 
 
-def _read(pid: int, name: str) -> bytes:
+def catches(pid: int, signum: int) -> bool:
+    """Return whether a process has a handler for a signal, which would end it otherwise."""
+    for line in read_proc(pid, "status").splitlines():
+        if line.startswith(b"SigCgt:"):
+            return bool(int(line.split()[1], 16) >> (signum - 1) & 1)
+    return False
+
+
+def read_proc(pid: int, name: str) -> bytes:
     try:
         with open(f"/proc/{pid}/{name}", "rb", buffering=0) as file:
             return file.read(MAX_BYTES) or b""

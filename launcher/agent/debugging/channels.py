@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from launcher.agent.attempt import Attempt
+from launcher.agent.evidence import catches, read_proc
 from launcher.agent.stream_writer import StreamWriter
 from launcher.agent.workers.worker import DEBUGGER_FILE, Worker
 from launcher.machine.socket_folder import peer
@@ -79,28 +80,26 @@ class DebuggerChannels:
 
     def stop(self, reason: str) -> None:
         """Let all workers continue without debuggers."""
-        for number, channel in self._channels.items():
-            channel.close()
-            self._refuse(number, reason)
-        self._channels = {}
+        for number in [*self._channels]:
+            self._end(number, reason)
 
     def step(self) -> None:
         for number, channel in [*self._channels.items()]:
             channel.step()
             if channel.closed_because is not None:
-                del self._channels[number]
-                channel.close()
-                self._refuse(number, channel.closed_because)
+                self._end(number, channel.closed_because)
 
     def reaped(self, pids: Iterable[int]) -> None:
         """Record children that were reaped."""
         ended = {*pids}
         for number, channel in [*self._channels.items()]:
             if channel.worker.pid in ended:
-                del self._channels[number]
                 channel.is_gone = True
-                channel.close()
-                self._refuse(number, f"the process of rank {channel.worker.rank} has ended")
+                self._end(number, f"the process of rank {channel.worker.rank} has ended")
+
+    def _end(self, number: int, reason: str) -> None:
+        self._channels.pop(number).close()
+        self._refuse(number, reason)
 
     def _refuse(self, number: int, reason: str) -> None:
         self._writer.send(DebuggerClosed(channel=number, reason=reason))
@@ -124,8 +123,7 @@ class _Channel:
         self._is_prepared = is_prepared
         self._signal_until = time.monotonic() + READY_S
         self._path = Path(f"{worker.files.error}.debugger")
-        self._unsent = bytearray(json.dumps({"debugger": order.debugger}).encode() + b"\n")
-        self._own_bytes = len(self._unsent)  # bytes at the front that did not come from the command
+        self._unsent = bytearray()
         self._on_way = 0  # bytes that the command has not acknowledged
         self._watched = 0  # events
         self._connection: socket.socket | None = None
@@ -160,13 +158,13 @@ class _Channel:
             if self._watched:
                 self._selector.unregister(connection)
             connection.close()
-            if not self.is_gone and self.worker.status is None and _handles(self.worker.pid):
+            if not self.is_gone and self.worker.status is None and catches(self.worker.pid, DEBUGGER_SIGNAL):
                 os.kill(self.worker.pid, DEBUGGER_SIGNAL)
 
     def _ask(self) -> None:
         """Ask the worker to connect, once it can."""
         pid, rank = self.worker.pid, self.worker.rank
-        if self._is_prepared and _handles(pid):
+        if self._is_prepared and catches(pid, DEBUGGER_SIGNAL):
             self.wants_signal = False
             os.kill(pid, DEBUGGER_SIGNAL)
         elif not self._is_prepared:
@@ -208,6 +206,8 @@ class _Channel:
         self._listening = None
         connection.setblocking(False)
         self._connection = connection
+        with contextlib.suppress(OSError):  # it has disconnected, which will be read
+            connection.send(json.dumps({"debugger": self._order.debugger}).encode() + b"\n")
         self._writer.send(DebuggerOpened(channel=self._order.channel))
         self._send()
 
@@ -246,9 +246,7 @@ class _Channel:
             while self._unsent:
                 written = self._connection.send(self._unsent)
                 del self._unsent[:written]
-                own = min(written, self._own_bytes)
-                self._own_bytes -= own
-                sent += written - own
+                sent += written
         except BlockingIOError:
             pass
         except OSError:  # its end will be read
@@ -325,22 +323,6 @@ def _bind(path: Path) -> socket.socket:
     return listening
 
 
-def _handles(pid: int) -> bool:
-    """Return whether a process has a handler for the signal, which would end it otherwise."""
-    for line in _read(pid, "status").splitlines():
-        if line.startswith(b"SigCgt:"):
-            return bool(int(line.split()[1], 16) >> (DEBUGGER_SIGNAL - 1) & 1)
-    return False
-
-
 def _is_exiting(pid: int) -> bool:
-    fields = _read(pid, "stat").rpartition(b")")[2].split()
+    fields = read_proc(pid, "stat").rpartition(b")")[2].split()
     return not fields or fields[0] in (b"Z", b"X") or bool(int(fields[6]) & _IS_EXITING)
-
-
-def _read(pid: int, name: str) -> bytes:
-    try:
-        with open(f"/proc/{pid}/{name}", "rb", buffering=0) as file:
-            return file.read(_READ_BYTES) or b""
-    except OSError:  # ended meanwhile
-        return b""
