@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher.cli.runs.table import show_runs
 from launcher.job.events import (
     Answer,
     Asked,
@@ -179,3 +180,11 @@ def test_questions_end_with_the_loop_and_waits_with_the_run() -> None:
             assert wait.receive(WAIT_S) is None
             assert stop.receive(WAIT_S) is None
         assert ask(entry, "status") is None
+
+
+def test_a_run_whose_loop_has_ended_is_stopping(capsys: pytest.CaptureFixture[str]) -> None:
+    with control(lambda _: None) as (made, _):
+        made.end_questions()
+        assert show_runs(everything=False, as_json=True, say=print) == 0
+        (row,) = json.loads(capsys.readouterr().out)
+        assert row["state"] == "stopping"
