@@ -1,21 +1,14 @@
-"""The debuggers that commands have in ranks: one a rank. While one is open, no silence is taken for a stall. Pure.
+"""The debuggers that commands have in ranks: one a rank. While one is open, no silence counts as a stall. Pure.
 
-A debugger is open from the moment that the rank has taken it. Before that the rank may hang in truth, and its clocks
-run. Bytes of both directions are only passed on: who sends them knows how many may be on the way.
+A debugger is open once the rank has accepted it. Until then the rank may really hang, and its clocks run. Bytes of both
+directions are only passed on: their sender limits how many may be unacknowledged.
 """
 
 from __future__ import annotations
 
 from launcher.frozen import dataclass, replace
 from launcher.job.attempt import AttemptState
-from launcher.job.events import (
-    Answer,
-    AskerSent,
-    Command,
-    DebuggerQuestion,
-    PassOn,
-    Send,
-)
+from launcher.job.events import Answer, AskerSent, Command, DebuggerQuestion, PassOn, Send
 from launcher.job.evidence_round import refuse, why_not_rank
 from launcher.job.fleet import Fleet
 from launcher.protocol.commands import CloseDebugger, OpenDebugger, RestClocks
@@ -36,7 +29,7 @@ class Debuggers:
 
     def __init__(self) -> None:
         self._found: dict[int, _Debugger] = {}
-        self._resting: set[str] = set()  # hosts that were told so
+        self._resting: set[str] = set()  # hosts whose clocks rest
 
     @property
     def any_open(self) -> bool:

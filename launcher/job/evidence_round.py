@@ -129,16 +129,15 @@ class EvidenceRounds:
             return []
         self.unanswered = current.waiting
         found = tuple(evidence for _, evidence in sorted(current.found.items()))
-        if current.question is not None:
-            value = _answer(current, current.question, found, attempt)
-            commands: list[Command] = [Answer(asker, value) for asker in current.askers if asker != TERMINAL]
-            shown = found if TERMINAL in current.askers else ()
-        else:
-            commands, shown = [], found
+        is_asked = current.question is not None
+        commands: list[Command] = []
+        if found and (not is_asked or TERMINAL in current.askers):
+            commands.append(SaveEvidence(attempt.number, current.number, found, asked=is_asked))
+        if current.question is None:
             attempt.evidence = found or attempt.evidence
-        if shown:
-            commands.append(SaveEvidence(attempt.number, current.number, shown, asked=current.question is not None))
-        return commands
+            return commands
+        value = _answer(current, current.question, found, attempt)
+        return [*commands, *(Answer(asker, value) for asker in current.askers if asker != TERMINAL)]
 
 
 def _answer(

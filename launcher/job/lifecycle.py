@@ -60,7 +60,7 @@ def advance(run: Run, now: float) -> list[Command]:
 
 
 def _inspect(run: Run, now: float) -> list[Command]:
-    """Begin what commands have asked for, or tell them why not."""
+    """Begin what commands have asked for, or refuse it."""
     if run.attempt is None or run.phase is not Phase.RUNNING:
         doing = progress(run.phase, run.fleet, run.attempt)
         commands = run.evidence.refuse_all(f"no worker can be looked at now: {doing}")
