@@ -20,9 +20,8 @@ from functools import cache
 
 from launcher.errors import SocketError
 
-_PEER = struct.Struct(
-    "3i"
-)  # pid, uid, gid; keeper.py and in_worker.py import nothing of the launcher, and have their own
+# pid, uid, gid; the agent's keeper.py and in_worker.py import nothing of the launcher, and have their own.
+_PEER = struct.Struct("3i")
 _BACKLOG = 64
 
 

@@ -153,15 +153,40 @@ def test_the_bytes_of_a_debugger_are_acknowledged_once_they_are_sent() -> None:
         assert taken == [AskerSent(ChannelTaken(1, PACKET_BYTES))] * 2
 
 
-def test_a_command_that_does_not_read_delays_no_other() -> None:
-    answer = {"ranks": ["x" * 1000] * 5000}
+LONG = {"ranks": ["x" * 1000] * 5000}
 
+
+def test_a_command_that_does_not_read_delays_no_other() -> None:
     def put(event: Event) -> None:
         if isinstance(event, Asked):
-            made.carry_out(Answer(event.asker, answer))
+            made.carry_out(Answer(event.asker, LONG))
 
     with control(put) as (made, entry), asked(entry, b'{"ask": "status"}'):
-        assert ask(entry, "status") == answer
+        assert ask(entry, "status") == LONG
+
+
+def test_a_command_that_leaves_before_it_has_read_all_is_forgotten() -> None:
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    with control(events.put) as (made, entry):
+        with asked(entry, b'{"ask": "status"}') as connection:
+            events.get(timeout=WAIT_S)
+            made.carry_out(Answer(1, LONG))
+            assert connection.recv(1) == b"."
+        assert events.get(timeout=WAIT_S) == AskerLeft(1)
+        time.sleep(0.1)
+        assert events.empty()
+
+
+def test_the_last_answer_reaches_a_command_that_reads_it_at_the_end() -> None:
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    with control(events.put) as (made, entry), question(entry, "status") as late:
+        events.get(timeout=WAIT_S)
+        made.carry_out(Answer(1, LONG))
+        close = threading.Thread(target=made.close)
+        close.start()
+        time.sleep(0.1)
+        assert late.answer(entry) == LONG
+        close.join(WAIT_S)
 
 
 def test_questions_end_with_the_loop_and_waits_with_the_run() -> None:
