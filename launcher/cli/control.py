@@ -103,11 +103,11 @@ def control(request: Request, options: Options, limits: Limits, verbosity: Verbo
                     listener=listener,
                     recording=recording,
                     watch=session.watch,
-                    answer=session.answer,
+                    answer=session.control.carry_out,
                     function=caller.function,
                     take=caller.take,
                 )
-                session.listen(controller.put)
+                session.control.start(controller.put)
                 known = len(early)
                 outcome = controller.run(early)
                 if listener is not None:

@@ -62,16 +62,16 @@ _QUESTIONS: Mapping[str, Any] = {"status": StatusQuestion, "stacks": StacksQuest
 
 
 class Control:
-    """The thread that serves the socket. `register` lists the run; `put` queues an event for the controller's loop."""
+    """The thread that serves the socket. `register` lists the run."""
 
-    def __init__(
-        self, register: Callable[[], Registration], put: Callable[[Event], None], complain: Callable[[str], None]
-    ) -> None:
+    _put: Callable[[Event], None]
+
+    def __init__(self, register: Callable[[], Registration], complain: Callable[[str], None]) -> None:
         self._register = register
-        self._put = put
         self._complain = complain
         self._registration: Registration | None = None
-        self._listed = threading.Event()  # or listing failed
+        self._listed = threading.Event()  # or that failed, or has not begun
+        self._listed.set()
         self._commands: queue.SimpleQueue[Answer | PassOn] = queue.SimpleQueue()
         self._waker: socket.socket | None = None  # a byte sent here ends the thread's wait
         self._loop_has_ended = self._closing = False
@@ -79,11 +79,14 @@ class Control:
         self._askers: dict[int, _Asker] = {}  # only for the thread
         self._thread = threading.Thread(target=self._serve, name="control", daemon=True)
 
-    def start(self) -> None:
-        with contextlib.suppress(RuntimeError):  # no thread left: the run matters more
+    def start(self, put: Callable[[Event], None]) -> None:
+        """List the run and serve the socket from now on; `put` queues an event for the controller's loop."""
+        self._put = put
+        self._listed.clear()
+        try:
             self._thread.start()
-            return
-        self._listed.set()
+        except RuntimeError:  # no thread left: the run matters more
+            self._listed.set()
 
     def wait_until_listed(self) -> bool:
         """Return whether the run is in the list. Blocks for a moment."""

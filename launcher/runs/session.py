@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.job.events import Answer, Asked, Event, PassOn, StatusQuestion
+from launcher.job.events import Answer, Asked, Event, StatusQuestion
 from launcher.job.job import Job, Phase
 from launcher.job.outcome import Outcome
 from launcher.machine.processes import find
@@ -38,7 +38,7 @@ class Session:
     """The session. `argv` are the arguments of `dtrain run`; the last `script` ones are SCRIPT [ARGS], or a function.
 
     `options` are the values that are not at their default, each with its origin; `timeline` has the records of ranks,
-    and `say` prints messages about them.
+    and `say` prints messages about them. `control` is the socket; start it when there is a controller.
     """
 
     def __init__(
@@ -51,13 +51,18 @@ class Session:
         self._output = output
         self._folder = folder
         self._detachment = detachment
-        self._control: Control | None = None
         self._overview = Overview(timeline, say)
         self._job: Job | None = None
         us = find(os.getpid())
         assert us is not None
         kept_argv = without_secrets(argv)
-        self._command = " ".join(kept_argv[len(argv) - script :])
+        command = " ".join(kept_argv[len(argv) - script :])
+        detached = detachment is not None
+        self.control = Control(
+            lambda: registered(spec.run_id, folder.absolute(), command, detached=detached),
+            # In the foreground of a container, a read-only home is common.
+            output.say if detached else lambda _: None,
+        )
         about = {
             "command": {
                 "as_torchrun": as_torchrun,
@@ -82,17 +87,11 @@ class Session:
         self._job = job
         self._overview.watch(job, event, now)
         self._record.watch(job)
-        if self._control is None:
-            return
         if isinstance(event, Asked) and isinstance(event.question, StatusQuestion):
-            self.answer(Answer(event.asker, self._record.status(job, now, in_full=event.question.in_full)))
+            status = self._record.status(job, now, in_full=event.question.in_full)
+            self.control.carry_out(Answer(event.asker, status))
         if job.outcome is not None:
-            self._control.end_questions()
-
-    def answer(self, command: Answer | PassOn) -> None:
-        """Send a command what the controller's loop has for it."""
-        assert self._control is not None  # it has asked
-        self._control.carry_out(command)
+            self.control.end_questions()
 
     def status_line(self) -> str:
         """Format the progress of training in a few words; empty if none runs. Call in the loop."""
@@ -105,17 +104,6 @@ class Session:
         """Return how the run spent its time, and the stragglers; call after its end."""
         return self._overview.end((0.0 if self._job is None else self._job.began) + outcome.duration_s)
 
-    def listen(self, put: Callable[[Event], None]) -> None:
-        """List the run, and answer questions; `put` queues an event for the controller's loop."""
-        detached = self._detachment is not None
-        self._control = Control(
-            lambda: registered(self._spec.run_id, self._folder.absolute(), self._command, detached=detached),
-            put,
-            # In the foreground of a container, a read-only home is common.
-            self._output.say if detached else lambda _: None,
-        )
-        self._control.start()
-
     def end(self, outcome: Outcome, evidence_file: Path | None, report: str) -> str:
         """Record how the run ended, and notify waiting commands; return its final state.
 
@@ -125,21 +113,18 @@ class Session:
         parts, stragglers = self.spent(outcome)
         how = as_json(outcome, self._folder, evidence_file, parts=parts, stragglers=stragglers)
         with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as at_end:  # the exit code stays
-            if self._control is not None:
-                at_end.callback(self._control.close)
+            at_end.callback(self.control.close)
             self._record.end(how, how["ended"], report)
             self._output.keep_report(report)
-            if self._control is not None:
-                self._control.note_end(how["ended"], outcome.exit_code, brief_cause(how), report)
+            self.control.note_end(how["ended"], outcome.exit_code, brief_cause(how), report)
             self._record.finish()
         state: str = how["ended"]
         return state
 
     def abandon(self) -> None:
         """End the session of a run that ends with an exception, in a process that may continue."""
-        if self._control is not None:
-            self._control.note_end("failed", 1)
-            self._control.close()
+        self.control.note_end("failed", 1)
+        self.control.close()
 
     def _leave(self) -> None:
         """Make the command that was typed with --detach return."""
@@ -153,8 +138,7 @@ class Session:
             log = os.open(os.devnull, flags)
 
         def leave() -> None:
-            if self._control is not None:
-                self._control.wait_until_listed()
+            self.control.wait_until_listed()
             detachment.leave(self._spec.run_id, log)
 
         self._output.leave_terminal(log, leave)

@@ -38,8 +38,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def control(put: Callable[[Event], None]) -> Iterator[tuple[Control, Entry]]:
-    made = Control(lambda: registered("r", Path("runs/r"), "", detached=False), put, print)
-    made.start()
+    made = Control(lambda: registered("r", Path("runs/r"), "", detached=False), print)
+    made.start(put)
     assert made.wait_until_listed()
     (entry,) = entries()
     try:

@@ -353,8 +353,8 @@ def test_a_long_answer_comes_whole(folder: Path) -> None:
         assert event == Asked(1, StatusQuestion(in_full=True))
         control.carry_out(Answer(1, answer))
 
-    control = Control(lambda: registered("long", folder, "", detached=False), put, print)
-    control.start()
+    control = Control(lambda: registered("long", folder, "", detached=False), print)
+    control.start(put)
     assert control.wait_until_listed()
     (entry,) = entries()
     assert ask(entry, "status", in_full=True) == answer
