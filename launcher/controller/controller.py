@@ -28,6 +28,7 @@ from launcher.job.events import (
     Command,
     Discovered,
     Event,
+    InputRead,
     Notice,
     Open,
     PassOn,
@@ -44,6 +45,7 @@ from launcher.job.outcome import Outcome
 from launcher.output.writer import OutputThread
 from launcher.placement.job_spec import JobSpec
 from launcher.protocol.commands import RestartWorker, StartWorker
+from launcher.protocol.message import Command as AgentCommand
 from launcher.protocol.reports import Exited, Returned
 from launcher.protocol.two_way import ChannelTaken
 from launcher.timeline.recording import Recording
@@ -103,7 +105,7 @@ class Controller:
         self._recording = recording
         self._watch = watch  # called with the job after each event, and the time
         self._answer = answer  # the questions of commands
-        self._input = None if spec.stdin_rank is None else StandardInput(output, self.put)
+        self._input = None if spec.stdin_rank is None else StandardInput(output, self.put, self._send)
         self._job = Job(spec, time.monotonic(), run_key=os.urandom(RUN_KEY_BYTES).hex())
         self._connector = Connector(spec, listener=listener)
         self._links: dict[str, Link] = {}  # the newest of each host
@@ -163,9 +165,6 @@ class Controller:
             self._carry_out(self._job.handle(event, now))
             if self._recording is not None:
                 self._recording.heard(event, self._job, now)
-            if self._input is not None:
-                for host, message in self._input.outgoing():
-                    self._links[host].send(message)
             self._watch(self._job, event, now)
         self._show_progress("")
         return self._job.outcome
@@ -181,6 +180,9 @@ class Controller:
         elif isinstance(event, AgentMessage) and isinstance(event.message, ChannelTaken):
             if self._input is not None:
                 self._input.taken(event.host, event.message)
+        elif isinstance(event, InputRead):
+            assert self._input is not None
+            self._input.add(event.data)
         elif isinstance(event, Signalled) and event.signum in STOP_SIGNALS:
             self._output.hurry()
 
@@ -213,11 +215,11 @@ class Controller:
                     self._output.add_worker(start.rank, command.host, start.attempt, start.local_rank)
                     if start.through == "function":
                         self._pass_function_on(self._links[command.host])
-                    if self._input is not None:
-                        self._input.worker_starts(command.host, start)
                 elif isinstance(command.message, RestartWorker):
                     self._output.replace_worker(command.message.rank)
-                self._links[command.host].send(command.message)
+                self._send(command.host, command.message)
+                if isinstance(command.message, StartWorker) and self._input is not None:
+                    self._input.worker_starts(command.host, command.message)
             elif isinstance(command, Close):
                 self._links[command.host].close()
             elif isinstance(command, Notice):
@@ -230,6 +232,9 @@ class Controller:
             else:
                 assert isinstance(command, SuspendSelf)
                 self._suspend()
+
+    def _send(self, host: str, message: AgentCommand) -> None:
+        self._links[host].send(message)
 
     def _pass_function_on(self, link: Link) -> None:
         """Send the function once to each agent."""

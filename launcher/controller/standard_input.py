@@ -14,9 +14,9 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-from launcher.job.events import Event, Tick
+from launcher.job.events import Event, InputRead
 from launcher.output.writer import OutputThread
 from launcher.protocol.commands import StartWorker
 from launcher.protocol.message import CHANNEL_BYTES
@@ -28,53 +28,58 @@ LOOK_S = 0.2  # interval of checks whether this process is in the foreground
 class StandardInput:
     """Standard input of this command, for one rank. The controller's loop calls everything but the thread's part."""
 
-    def __init__(self, output: OutputThread, put: Callable[[Event], None]) -> None:
-        """Prepare the thread, which puts a Tick whenever `outgoing` has something new."""
+    def __init__(
+        self, output: OutputThread, put: Callable[[Event], None], send: Callable[[str, ChannelData], None]
+    ) -> None:
+        """Prepare the thread, which puts what it reads as an event; `send` sends a message to a host."""
         self._output = output
         self._put = put
+        self._send = send
         self.is_terminal = os.isatty(0)
-        self._lock = threading.Lock()
-        self._room = threading.Condition(self._lock)
         self._kept = bytearray()  # read, but not consumed yet
         self._has_ended = False
         self._target: tuple[str, int] | None = None  # host and channel of the rank's newest process
         self._sent = 0  # bytes of `_kept` sent to that process
-        self._sent_end = False
+        self._room = threading.Condition()
+        self._unconsumed = 0  # bytes, as the thread knows them
         self._thread = threading.Thread(target=self._read, name="standard input", daemon=True)
 
     def worker_starts(self, host: str, start: StartWorker) -> None:
-        """Send later input to this worker if it reads standard input; the first time, start reading."""
+        """Send this worker what was not consumed, and later input, if it has any; the first time, start reading."""
         if not start.input_channel:
             return
         is_first, self._target = self._target is None, (host, start.input_channel)
-        self._sent, self._sent_end = 0, False
+        self._sent = 0
         if is_first:
             with contextlib.suppress(RuntimeError):  # no thread left: the rank waits for its input
                 self._thread.start()
+        self._forward()
 
     def taken(self, host: str, message: ChannelTaken) -> None:
         """Record that a host has passed on bytes."""
         if (host, message.channel) != self._target:
             return
-        with self._lock:
-            count = min(message.count, self._sent)
-            del self._kept[:count]
-            self._sent -= count
+        count = min(message.count, self._sent)
+        del self._kept[:count]
+        self._sent -= count
+        with self._room:
+            self._unconsumed -= count
             self._room.notify()
 
-    def outgoing(self) -> Iterator[tuple[str, ChannelData]]:
-        """Yield the messages to send now, each with its host."""
-        if self._target is None:
-            return
+    def add(self, data: bytes) -> None:
+        """Send what the thread has read; b"" is the end."""
+        self._kept += data
+        self._has_ended = not data
+        self._forward()
+
+    def _forward(self) -> None:
+        assert self._target is not None
         host, channel = self._target
-        with self._lock:
-            data, is_end = bytes(self._kept[self._sent :]), self._has_ended
+        if self._sent < len(self._kept):
+            self._send(host, ChannelData(channel, bytes(self._kept[self._sent :])))
             self._sent = len(self._kept)
-        if data:
-            yield host, ChannelData(channel, data)
-        if is_end and not self._sent_end:
-            self._sent_end = True
-            yield host, ChannelData(channel)
+        if self._has_ended:
+            self._send(host, ChannelData(channel))
 
     # In the thread
 
@@ -82,17 +87,16 @@ class StandardInput:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTIN})  # read() fails instead, in the background
         data = b"begin"
         while data:
-            with self._lock:
-                while len(self._kept) >= CHANNEL_BYTES:
+            with self._room:
+                while self._unconsumed >= CHANNEL_BYTES:
                     self._room.wait()
-                room = CHANNEL_BYTES - len(self._kept)
+                room = CHANNEL_BYTES - self._unconsumed
             data = self._next(room)
             if self.is_terminal:  # before the rank can react to it
                 self._output.answer(is_line=data.endswith(b"\n"))
-            with self._lock:
-                self._kept += data
-                self._has_ended = not data
-            self._put(Tick())
+            with self._room:
+                self._unconsumed += len(data)
+            self._put(InputRead(data))
 
     def _next(self, room: int) -> bytes:
         """Wait for the next bytes; b"" at the end."""

@@ -72,6 +72,13 @@ class Signalled:
 
 
 @dataclass(frozen=True)
+class InputRead:
+    """Bytes were read from the standard input of this command, or its end; controller/standard_input.py sends them."""
+
+    data: bytes
+
+
+@dataclass(frozen=True)
 class Tick:
     """Time has passed."""
 
@@ -123,7 +130,7 @@ class AskerLeft:
 
 Event: TypeAlias = (
     Connected | AgentMessage | Lost | ReaderBlocked | Discovered | Slept | Signalled | Tick
-    | Asked | AskerSent | AskerLeft
+    | InputRead | Asked | AskerSent | AskerLeft
 )  # fmt: skip
 
 
