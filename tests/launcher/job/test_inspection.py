@@ -116,9 +116,13 @@ def test_sigquit_during_a_round_of_a_command_is_answered_after_it() -> None:
 def test_one_who_has_left_gets_no_answer() -> None:
     drive = running()
     stacks(drive, 1)
+    stacks(drive, 2)
     drive.event(AskerLeft(1))
+    drive.event(AskerLeft(2))
     collected(drive, "a", 0, 1)
-    assert answers(collected(drive, "b", 2, 3)) == {}
+    commands = collected(drive, "b", 2, 3)
+    assert answers(commands) == {}
+    assert told(commands, Collect) == [], "no round begins for the second one"
 
 
 def test_nobody_can_be_looked_at_before_there_are_workers() -> None:
