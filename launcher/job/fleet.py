@@ -58,7 +58,7 @@ class Fleet:
     """`states` in the order in which the user named the hosts."""
 
     def __init__(self, hosts: Iterable[Host], timers: Timers, *, timeout_s: float, join_s: float, now: float) -> None:
-        self.states = {host.name: HostState(host, heard=now) for host in hosts}
+        self.states = {host.name: HostState(host, heard=now, alive_at=now) for host in hosts}
         self.busy: set[str] = set()  # the names of those where workers of the attempt may live
         self.coming: set[str] = set()  # the names of those that are on their way at the first try to reach them
         self._untried: deque[str] = deque()  # to be tried as soon as there is a place
@@ -120,7 +120,7 @@ class Fleet:
     def add(self, host: Host, now: float) -> HostState:
         """Take in a host as the user names it now: it may be new, or have other slots."""
         if host.name not in self.states:
-            self.states[host.name] = HostState(host, heard=now)
+            self.states[host.name] = HostState(host, heard=now, alive_at=now)
             self._counts[HostPhase.AWAY] += 1
         state = self.states[host.name]
         state.host = host
@@ -193,7 +193,7 @@ class Fleet:
         return Open(state.host, state.link)
 
     def connected(self, state: HostState, our_address: str | None, now: float) -> None:
-        state.our_address, state.heard = our_address, now
+        state.our_address, state.heard, state.alive_at = our_address, now, now
         self._move(state, HostPhase.GREETING)
 
     def hear(self, state: HostState, message: Report | None, now: float) -> None:
@@ -202,8 +202,11 @@ class Fleet:
         None: it may have spoken, since nobody reads what it says.
         """
         state.heard = now
-        if isinstance(message, Hello | Facts | Heartbeat):
+        if message is None:
+            state.alive_at = now
+        elif isinstance(message, Hello | Facts | Heartbeat):
             state.clock.hear(message.time, now)
+            state.alive_at = state.clock.corrected(message.time)
             if state.rests_until is not None and state.clock.corrected(message.time) > state.rests_until:
                 state.rests_until = None
 
@@ -352,3 +355,4 @@ class Fleet:
         """Take a time out of the reckoning in which nobody listened."""
         for state in self:
             state.heard += seconds
+            state.alive_at += seconds

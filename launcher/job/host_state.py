@@ -52,8 +52,10 @@ class HostClock:
 
 @dataclass
 class HostState:
-    """`link` numbers its connections, `heard` is when it last spoke.
+    """`link` numbers its connections, `heard` is when something last came from it.
 
+    `alive_at` is when it last sent something, as its clock says: what arrives after an outage of the network may have
+    been sent before that, and the host be gone.
     `lost_agents` are the identities of those whose processes nobody has looked for yet. Without a link, workers are
     certainly gone at `fenced_at`.
     """
@@ -64,6 +66,7 @@ class HostState:
     facts: Facts | None = None
     our_address: str | None = None
     heard: float = 0.0
+    alive_at: float = 0.0
     told_heard: float = LONG_AGO  # the newest such time that it was told
     rests_until: float | None = None  # its lease rests, unless it says something after that
     clock: HostClock = field(default_factory=HostClock)

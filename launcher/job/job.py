@@ -165,8 +165,8 @@ class Job:
         return take_report(self.run, state, message, now)
 
     def _lost(self, state: HostState, reason: str, now: float) -> list[Command]:
-        """Give a host up. If it was quiet before, it went at some time after it was heard last."""
-        silent = now - state.heard >= self.fleet.quiet_s
+        """Give a host up. If it was quiet before, it went at some time after it last sent something."""
+        silent = now - state.alive_at >= self.fleet.quiet_s
         was_coming = state.phase not in (HostPhase.READY, HostPhase.LEAVING)
         if state.phase is HostPhase.LEAVING and state.reason:
             reason = state.reason
@@ -174,7 +174,7 @@ class Job:
         self._after_link(state, now)
         commands += self.run.debuggers.lost(state.name, reason)
         had_workers = state.name in self.fleet.busy
-        at = state.heard if silent else now
+        at = state.alive_at if silent else now
         return commands + self._gone(state, had_workers, reason, at, now, silent=silent, was_coming=was_coming)
 
     def _bye(self, state: HostState, bye: Bye, now: float) -> list[Command]:

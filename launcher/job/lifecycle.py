@@ -266,9 +266,10 @@ def _end_attempt_when_known(run: Run, now: float) -> list[Command]:
     if attempt.first_root_at is None:
         if not run.timers.over(Timer.ROOT, now):
             return commands
-        # The root may be a host of which nothing is heard since: before long it speaks, or is lost.
+        # The root may be a host that has sent nothing since: before long it does, or is lost.
         quiet = (run.fleet.states[name] for name in run.fleet.workers_of(run.evidence.unanswered))
-        if any(state.heard + ROOT_WAIT_S <= run.timers.at(Timer.ROOT) for state in quiet):
+        is_late = run.timers.over(Timer.ROOT, now - run.fleet.timeout_s)  # its clock may have stood still for a time
+        if not is_late and any(state.alive_at + ROOT_WAIT_S <= run.timers.at(Timer.ROOT) for state in quiet):
             return commands
     return [*commands, *_end_attempt(run, now)]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from testbed.job_drive import Drive, T, closed, messages, notices, opened, tells, told
+from testbed.present import present
 
 from launcher.errors import HostError, PlacementError, StoreError
 from launcher.hangs.watch import HangPolicy
@@ -28,7 +29,7 @@ from launcher.job.events import (
     Tick,
 )
 from launcher.job.evidence_round import COLLECT_S
-from launcher.job.failure import FailureKind
+from launcher.job.failure import FailureKind, first_cause
 from launcher.job.job import Phase
 from launcher.job.lifecycle import ROOT_WAIT_S
 from launcher.job.stopping import ANSWER_S, CHECK_S
@@ -575,6 +576,35 @@ def test_a_host_that_is_silent_meanwhile_is_waited_for_and_is_the_cause() -> Non
     drive.wait(drive.job.fleet.fence_s, heard="ab")
     (ended, *_) = [text for text in notices(drive.commands) if "failed" in text]
     assert ended == f"attempt 0 failed: host c was lost after {T:.1f} s: nothing was heard from it for 30 s"
+
+
+def test_what_a_host_sent_before_it_was_lost_does_not_make_it_alive() -> None:
+    drive = running("a", "b", "c", nnodes=(1, 3))
+    delayed = Heartbeat(drive.time("c") + 1)
+    drive.say("a", drive.exited("a", 0, -6), after_s=2)
+    drive.collected("a", "b")
+    assert told(drive.wait(11, heard="ab"), EndAttempt) == []
+    assert told(drive.say("c", delayed), EndAttempt) == [], "it was under way all the time"
+    assert told(drive.lose("c"), EndAttempt) == ["a", "b"]
+    cause = present(first_cause(present(drive.job.attempt).failures))
+    assert (cause.kind, cause.at) == (FailureKind.HOST_LOST, drive.now - 12), "when it last sent something"
+
+
+def test_a_host_that_sends_something_meanwhile_is_not_the_cause() -> None:
+    drive = running("a", "b", "c", nnodes=(1, 3))
+    drive.say("a", drive.exited("a", 0, -6), after_s=2)
+    drive.collected("a", "b")
+    assert told(drive.wait(11, heard="ab"), EndAttempt) == []
+    assert told(drive.say("c", Heartbeat(drive.time("c") - 10)), Stop) == ["a", "b", "c"]
+
+
+def test_a_host_whose_clock_stood_still_is_waited_for_as_long_as_a_silent_one() -> None:
+    drive = running("a", "b", "c", nnodes=(1, 3))
+    drive.clocks["c"] = -60.0
+    drive.say("a", drive.exited("a", 0, -6), after_s=2)
+    drive.collected("a", "b")
+    assert told(drive.wait(T, heard="abc"), EndAttempt) == []
+    assert told(drive.wait(ROOT_WAIT_S, heard="abc"), Stop) == ["a", "b", "c"]
 
 
 def test_a_stall_is_a_failure_of_its_own() -> None:
