@@ -27,7 +27,7 @@ from launcher.agent.debugging.channels import DebuggerChannels, Rest
 from launcher.agent.evidence import EvidenceRound
 from launcher.agent.host_facts import find_facts, likely_workers
 from launcher.agent.kept_copy import KeptCopy
-from launcher.agent.store import StoreProcess
+from launcher.agent.rendezvous import StoreProcess
 from launcher.agent.stream_writer import StreamWriter
 from launcher.agent.workers.warm_start import ForkServer, Warmth
 from launcher.errors import ProtocolError

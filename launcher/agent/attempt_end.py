@@ -11,7 +11,7 @@ from functools import partial
 from launcher.agent.attempt import Attempt
 from launcher.agent.cleanup.run_tag import RunTag
 from launcher.agent.kept_copy import KeptCopy
-from launcher.agent.store import StoreProcess
+from launcher.agent.rendezvous import StoreProcess
 from launcher.agent.workers.warm_start import ForkServer
 from launcher.machine.processes import Sweep
 

@@ -1,23 +1,38 @@
 """The rendezvous of one attempt's workers: its store, and the ports that other launchers' variables name.
 
-Owned by the attempt. Failures are reported as StoreFailed.
+The agent binds the store's port, starts store_process.py at the first connection, and ends it. Every attempt has an
+empty store of its own, on a new socket; the process that serves them is the same. Failures are reported as StoreFailed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import selectors
+import signal
 import socket
+import sys
 import time
+from collections.abc import Callable
 
-from launcher.agent.store import RendezvousStore, StoreProcess
 from launcher.agent.stream_writer import StreamWriter
-from launcher.errors import DtrainError
+from launcher.agent.workers.warm_start import ForkServer
+from launcher.agent.workers.worker import BOOTSTRAP
+from launcher.errors import DtrainError, StoreError
 from launcher.protocol.commands import OpenStore, ReservePorts
 from launcher.protocol.reports import PortsReserved, StoreFailed, StoreOpened
 
+RELEASE_S = 0.3  # to close a store; the agent is blocked meanwhile
+
+_BACKLOG = 4096  # every rank's first connection waits here while the store imports torch
+
 
 class Rendezvous:
-    """Holds the store, if this host has it, until `close_store`; and reserved ports until workers start."""
+    """Holds the store, if this host has it, until `close_store`; and reserved ports until workers start.
+
+    Owned by the attempt.
+    """
 
     def __init__(
         self, attempt: int, selector: selectors.BaseSelector, writer: StreamWriter, store_process: StoreProcess
@@ -80,3 +95,178 @@ class Rendezvous:
 
     def _failed(self, reason: str) -> None:
         self._writer.send(StoreFailed(attempt=self._attempt, reason=reason, time=time.monotonic()))
+
+
+class StoreProcess:
+    """The process of store_process.py, kept for the stores of later attempts since it has torch's extension imported.
+
+    Owned by the agent. `pid` is None while there is none. It is forked from `fork_server` if that has imported torch.
+    """
+
+    def __init__(self, fork_server: ForkServer) -> None:
+        self._fork_server = fork_server
+        self.pid: int | None = None
+        self._control: socket.socket | None = None
+        self._complaints: int | None = None  # the read end of its stderr
+
+    def serve(self, listening: socket.socket) -> None:
+        """Serve a store on this socket, in place of the previous one; do not wait for it.
+
+        Raises StoreError if the process cannot be started.
+        """
+        if self.pid is None:
+            try:
+                self._start()
+            except OSError as error:
+                raise StoreError(f"its process cannot be started: {error.strerror}; see ulimit -n and -u") from error
+        assert self._control is not None
+        with contextlib.suppress(OSError):  # it has just died; that is reported when it is reaped
+            socket.send_fds(self._control, [b"s"], [listening.fileno()])
+
+    def release(self) -> bool:
+        """Close the store and its port; return whether that was done within RELEASE_S."""
+        if self._control is None:
+            return False
+        try:
+            self._control.send(b"r")
+            while answer := self._control.recv(1):
+                if answer == b"r":
+                    return True
+        except OSError:  # still importing, or dead
+            pass
+        return False
+
+    def ended(self, wait_status: int) -> str:
+        """Return why it ended by itself, after it was reaped: its last line of output, if there is one."""
+        assert self._complaints is not None
+        try:
+            text = os.read(self._complaints, 1 << 16).decode("utf-8", "replace").strip()
+        except BlockingIOError:
+            text = ""
+        self._forget()
+        if text:
+            return text.splitlines()[-1]
+        status = os.waitstatus_to_exitcode(wait_status)
+        if status >= 0:
+            return f"it ended with status {status}"
+        from launcher.job.failure import signal_name  # slow to import, only needed here
+
+        return f"it was killed by {signal_name(-status)}"
+
+    def kill(self) -> int | None:
+        """Kill it, a child not reaped yet, and return the pid to reap: it may be stuck in the kernel."""
+        killed = self.pid
+        if killed is not None:
+            os.kill(killed, signal.SIGKILL)
+            self._forget()
+        return killed
+
+    def _start(self) -> None:
+        """Start it. Raises OSError."""
+        with contextlib.ExitStack() as unless_started, contextlib.ExitStack() as its_own:
+            control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            unless_started.callback(control.close)
+            its_own.callback(theirs.close)
+            complaints, complaints_write = os.pipe()
+            unless_started.callback(os.close, complaints)
+            its_own.callback(os.close, complaints_write)
+            control.settimeout(RELEASE_S)
+            os.set_blocking(complaints, False)
+            self.pid = self._fork_server.fork_or_spawn(
+                [sys.executable, "-u", str(BOOTSTRAP), "module", "launcher.agent.store_process"],
+                {**os.environ, "OMP_NUM_THREADS": "1"},
+                cwd="/",
+                stdin=theirs.fileno(),
+                stdout=complaints_write,
+                stderr=complaints_write,
+            )
+            self._control, self._complaints = control, complaints
+            unless_started.pop_all()
+
+    def _forget(self) -> None:
+        assert self._control is not None
+        assert self._complaints is not None
+        self._control.close()
+        os.close(self._complaints)
+        self.pid = self._control = self._complaints = None
+
+
+class RendezvousStore:
+    """A bound and listening socket, passed to the store's process at the first connection, which `selector` reports.
+
+    `listening` is None from then on. Calls `failed` if the process cannot be started.
+    """
+
+    def __init__(
+        self, address: str, port: int, process: StoreProcess, selector: selectors.BaseSelector, *, exact: bool,
+        failed: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self.listening: socket.socket | None = _bind(address, port, exact=exact)
+        self.address, self.port = self.listening.getsockname()[:2]
+        self._process = process
+        self._selector = selector
+        self._failed = failed
+        selector.register(self.listening, selectors.EVENT_READ, self.serve)
+
+    def serve(self) -> None:
+        """Pass the socket to the store's process, unless that was done."""
+        if self.listening is not None:  # else it was closed after the selector reported it
+            try:
+                self._process.serve(self.listening)
+            except StoreError as error:
+                self._failed(str(error))
+            self._stop_listening(self.listening)
+
+    def _stop_listening(self, listening: socket.socket) -> None:
+        self._selector.unregister(listening)
+        listening.close()
+        self.listening = None
+
+    def close(self, *, keep_process: bool) -> int | None:
+        """Release the port; return the pid of a process that was killed for that and must be reaped."""
+        if self.listening is not None:
+            self._stop_listening(self.listening)
+            released = True
+        else:
+            released = keep_process and self._process.release()
+        return None if keep_process and released else self._process.kill()
+
+
+def _bind(address: str, port: int, *, exact: bool) -> socket.socket:
+    listening = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((address, port))
+        listening.listen(_BACKLOG)
+    except OSError as error:
+        listening.close()
+        if error.errno == errno.EADDRINUSE and not exact:
+            return _bind(address, 0, exact=True)
+        raise StoreError(_why(address, port, error)) from error
+    return listening
+
+
+def _why(address: str, port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"port {port} on {address} is in use by {holder(port)}; name another with --master-port, or leave it out"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return f"no interface here has the address {address}; name one that the other hosts reach with --master-addr"
+    return f"cannot listen on {address}, port {port}: {error.strerror}"
+
+
+def holder(port: int) -> str:
+    """Describe the process that listens on a port, as far as it can be known."""
+    import psutil
+
+    try:
+        connections = psutil.net_connections(kind="tcp")
+    except psutil.AccessDenied:
+        return "a process of another user"
+    for connection in connections:
+        if connection.status == psutil.CONN_LISTEN and connection.laddr[1:] == (port,) and connection.pid:
+            try:
+                parts = " ".join(psutil.Process(connection.pid).cmdline()).split()  # may contain lines of code
+                return f"pid {connection.pid} ({' '.join(parts)[:80]})"
+            except psutil.Error:  # ended meanwhile, or another user's
+                return f"pid {connection.pid}"
+    return "a process of another user"

@@ -1,6 +1,6 @@
 """The rendezvous store: torch's own TCPStore server, in a process of its own on the first host.
 
-Started by the agent (store.py), which sends it a bound and listening socket for every attempt over its standard
+Started by the agent (rendezvous.py), which sends it a bound and listening socket for every attempt over its standard
 input, a Unix socket: the port was bound before any worker started, and early clients wait in the socket's queue while
 torch is imported here. A byte with a socket is the order to serve a new store on it, one without to close the last
 store; each is answered with the same byte. Serves until its input ends or the agent kills it.

@@ -363,7 +363,7 @@ def _listen(address: str, port: int) -> socket.socket:
 
 def _why(address: str, port: int, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
-        from launcher.agent.store import holder
+        from launcher.agent.rendezvous import holder
 
         with contextlib.suppress(OSError):
             held = f"port {port} on {address} is in use by {holder(port)}"
