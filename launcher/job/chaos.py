@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import random
 import signal
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from launcher.job.attempt import AttemptState
 from launcher.job.events import Command, Notice, Send
 from launcher.job.ranks import ENDED, Rank, RankState
-from launcher.job.timers import Timer, Timers
+from launcher.job.timers import NEVER, Timer, Timers
 from launcher.placement.chaos_plan import ChaosPlan, Fault
 from launcher.protocol.commands import KillWorker, LoseHost
 
 
-@dataclass(frozen=True)
+@dataclass
 class FaultCost:
     """One fault. Times are seconds after the fault, None if it did not come to that; `at_s` after the run's begin."""
 
@@ -36,14 +36,13 @@ class FaultCost:
 class _Fault:
     """The fault under way, in an attempt; `newest` is the newest that was seen since, `changes` those of its table."""
 
-    action: str
+    cost: FaultCost
     host: str
     rank: int | None
     at: float
     attempt: AttemptState
     newest: AttemptState
     changes: int = -1
-    is_detected: bool = False
 
 
 class Chaos:
@@ -51,12 +50,10 @@ class Chaos:
 
     def __init__(self, plan: ChaosPlan | None, timers: Timers, began: float) -> None:
         self.costs: list[FaultCost] = []
-        self._faults = () if plan is None else plan.faults
-        self._seed = None if plan is None else plan.seed
+        self._plan = plan or ChaosPlan((), 0)
         self._timers = timers
         self._began = began
-        self._random = random.Random(self._seed)
-        self._is_announced = False
+        self._random = random.Random(self._plan.seed)
         self._under_way: _Fault | None = None
         self._stepping: set[int] = set()  # ranks that have ever counted a step
 
@@ -68,10 +65,9 @@ class Chaos:
     def made(self, host: str, rank: int | None, now: float) -> bool:
         """Take the news that a host is lost, or that a rank has failed; return whether the fault under way did that."""
         fault = self._under_way
-        if fault is None or fault.is_detected or (fault.host, fault.rank) != (host, rank):
+        if fault is None or fault.cost.detection_s is not None or (fault.host, fault.rank) != (host, rank):
             return False
-        fault.is_detected = True
-        self._note(detection_s=now - fault.at)
+        fault.cost.detection_s = now - fault.at
         return True
 
     def advance(self, attempt: AttemptState, now: float, *, runs: bool) -> list[Command]:
@@ -81,31 +77,28 @@ class Chaos:
         if fault is not None and (attempt is not fault.newest or ranks.changes != fault.changes):
             fault.changes = ranks.changes
             commands = self._look(fault, attempt, now, runs=runs)
-        if self._faults and self._under_way is None and runs and attempt.is_whole and not ranks.count(*ENDED):
+        if self._plan.faults and self._under_way is None and runs and attempt.is_whole and not ranks.count(*ENDED):
             commands += self._due(attempt, now)
         return commands
 
     def _look(self, fault: _Fault, attempt: AttemptState, now: float, *, runs: bool) -> list[Command]:
-        ranks = attempt.ranks
-        if attempt is not fault.newest:
-            if not fault.is_detected:  # something else was quicker
-                self._end(fault, now)
-                return []
-            self._note(steps_lost=fault.newest.lost_steps)
-            fault.newest = attempt
-        if fault.is_detected:
+        cost, ranks = fault.cost, attempt.ranks
+        if cost.detection_s is not None:
+            if attempt is not fault.newest:
+                cost.steps_lost, fault.newest = fault.newest.lost_steps, attempt
             if runs and attempt.is_whole and all(map(self._trains, ranks)):
                 self._end(fault, now)
-                lost = self.costs[-1].steps_lost
-                knows = self._stepping and all(
-                    each.unsaved is not None for each in fault.attempt.ranks.exits().values()
-                )
-                self._note(recovery_s=now - fault.at, steps_lost=0 if lost is None and knows else lost)
+                cost.recovery_s = now - fault.at
+                ends = fault.attempt.ranks.exits().values()
+                if cost.steps_lost is None and self._stepping and all(each.unsaved is not None for each in ends):
+                    cost.steps_lost = 0
+        elif attempt is not fault.newest:  # something else was quicker
+            self._end(fault, now)
         elif fault.rank is not None and ranks.count(RankState.DONE):
             row = ranks.get(fault.rank)
             if row is not None and row.state is RankState.DONE:  # it had ended before
                 self._under_way = None
-            elif fault.action == "stop" and runs:  # the others wait for it no longer, so that it would not be noticed
+            elif cost.action == "stop" and runs:  # the others wait for it no longer, so that it would not be noticed
                 self._end(fault, now)
                 return [Send(fault.host, KillWorker(rank=fault.rank, attempt=attempt.number, signum=signal.SIGCONT))]
         return []
@@ -115,13 +108,13 @@ class Chaos:
 
     def _due(self, attempt: AttemptState, now: float) -> list[Command]:
         """Make a fault, if one is due."""
+        plan = self._plan
         commands: list[Command] = []
-        if not self._is_announced:
-            self._is_announced = True
-            commands.append(Notice(f"--chaos: the faults begin, with seed {self._seed}"))
-            for number, fault in enumerate(self._faults):
+        if self._timers.at((Timer.CHAOS, 0)) == NEVER:
+            commands.append(Notice(f"--chaos: the faults begin, with seed {plan.seed}"))
+            for number, fault in enumerate(plan.faults):
                 self._timers.set((Timer.CHAOS, number), now + fault.every_s)
-        for number, fault in enumerate(self._faults):
+        for number, fault in enumerate(plan.faults):
             if self._timers.over((Timer.CHAOS, number), now):
                 # More time each time, as long as no process makes a step: it may take longer to start than the time
                 # between two faults, and would never come to one.
@@ -144,16 +137,13 @@ class Chaos:
             host, rank, what = row.host, row.number, f"rank {row.number} on {row.host}"
             signum = signal.SIGKILL if fault.action == "kill" else signal.SIGSTOP
             order = Send(host, KillWorker(rank=rank, attempt=attempt.number, signum=signum))
-        self._under_way = _Fault(fault.action, host, rank, now, attempt, attempt)
         self.costs.append(FaultCost(fault.action, what, now - self._began))
+        self._under_way = _Fault(self.costs[-1], host, rank, now, attempt, attempt)
         return [Notice(f"--chaos: {fault.action} {what}"), order]
 
     def _end(self, fault: _Fault, now: float) -> None:
         """Let the time to the next faults go on."""
         self._under_way = None
-        for number in range(len(self._faults)):
+        for number in range(len(self._plan.faults)):
             name = (Timer.CHAOS, number)
             self._timers.set(name, self._timers.at(name) + now - fault.at)
-
-    def _note(self, **known: float | int | None) -> None:
-        self.costs[-1] = replace(self.costs[-1], **known)  # type: ignore[arg-type]  # each has its field's type
