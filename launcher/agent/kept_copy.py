@@ -18,7 +18,7 @@ import sys
 
 from launcher.agent.workers.worker import spawn
 
-_WRITE_S = 10.0  # for the program at the end of the run, within what the controller waits for (job/stopping.py)
+_WRITE_S = 10.0  # for the program at the end of the run, within what the controller waits for (job/ending.py)
 
 
 class KeptCopy:

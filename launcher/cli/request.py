@@ -25,7 +25,7 @@ from launcher.hosts.sources import Sources, choose_hosts, in_slurm, wait_for_dis
 from launcher.output.filter import OutputFilter, parse_ranks, parse_std
 from launcher.output.logfiles import attempts_in
 from launcher.placement.chaos_plan import parse_chaos
-from launcher.placement.ecosystems import parse_ecosystems
+from launcher.placement.environment import parse_ecosystems
 from launcher.placement.job_spec import (
     CommandKind,
     JobSpec,

@@ -16,7 +16,7 @@ from launcher.cli.request import Request
 from launcher.frozen import dataclass
 
 if TYPE_CHECKING:
-    from launcher.job.outcome import Outcome
+    from launcher.job.ending import Outcome
     from launcher.output.writer import OutputThread
     from launcher.timeline.goodput import Parts
     from launcher.timeline.stragglers import Straggler

@@ -21,6 +21,7 @@ from launcher.controller.standard_input import StandardInput
 from launcher.errors import DtrainError
 from launcher.hosts.host import Host
 from launcher.hosts.sources import discover
+from launcher.job.ending import Outcome
 from launcher.job.events import (
     AgentMessage,
     Answer,
@@ -41,7 +42,6 @@ from launcher.job.events import (
     Tick,
 )
 from launcher.job.job import Job
-from launcher.job.outcome import Outcome
 from launcher.output.writer import OutputThread
 from launcher.placement.job_spec import JobSpec
 from launcher.protocol.commands import RestartWorker, StartWorker

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from launcher.errors import DtrainError, HostError
 
@@ -64,6 +65,15 @@ def fold(names: Sequence[str]) -> str:
         return ", ".join(item for item, _ in counted)
     rest = sum(count for _, count in counted[MOST - 1 :])
     return f"{', '.join(item for item, _ in counted[: MOST - 1])} and {rest} others"
+
+
+def some(names: Iterable[str], count: int | None = None) -> str:
+    """Format the first three of them, and how many more there are; `count`, where it is known, saves looking at all."""
+    if count is None:
+        names = list(names)
+        count = len(names)
+    first = list(islice(names, 3))
+    return ", ".join(first) + (f" and {count - 3} more" if count > 3 else "")
 
 
 def lines_by_reason(reasons: Mapping[str, str], between: str = ": ") -> list[str]:

@@ -32,7 +32,7 @@ class AttemptState:
         self.placement = placement
         self.ranks = Ranks(placement.workers)
         self.fresh: set[str] = set()  # hosts that have come while it went on, with resilient workers
-        self.generation = 0  # the newest; see recovery/generations.py
+        self.generation = 0  # the newest; see recovery/restarts.py
         self.generation_told_at = -NEVER
         self.began = began
         self.stopped_at: float | None = None  # when the order to end its workers was given
@@ -152,6 +152,13 @@ class AttemptState:
     def forget_heartbeat(self, host: str) -> None:
         """Note that other workers run there now than those of which it has spoken."""
         self._heartbeats.pop(host, None)
+
+    def begin_generation(self, now: float) -> int:
+        """Return the number of another generation, of which the workers are told at once."""
+        self._timers.cancel(Timer.GENERATION)
+        self.generation += 1
+        self.generation_told_at = now
+        return self.generation
 
     # ---- what its workers say ----
 

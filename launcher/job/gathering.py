@@ -10,15 +10,13 @@ from collections.abc import Mapping, Sequence
 from enum import Enum, auto
 
 from launcher.errors import PlacementError
-from launcher.hosts.folding import lines_by_reason
+from launcher.hosts.folding import lines_by_reason, some
 from launcher.hosts.host import Host, HostKind
 from launcher.job.attempt import AttemptState
 from launcher.job.events import Command, Notice, Send
 from launcher.job.failure import Failure, FailureKind
-from launcher.job.fleet import Fleet
-from launcher.job.host_state import HostPhase, HostState
+from launcher.job.fleet import Fleet, HostPhase, HostState
 from launcher.job.orders import mismatch, prepare
-from launcher.job.progress_messages import after_killed_runs, some
 from launcher.job.timers import NEVER, Timer, Timers
 from launcher.placement.job_spec import JobSpec
 from launcher.placement.placement import place_job
@@ -231,7 +229,7 @@ class Gathering:
         """Say what the hosts have found and ended of earlier runs; once for all of them."""
         found, self._after_killed_runs = self._after_killed_runs, {}
         left = any(facts.not_ended for facts in found.values())
-        return [Notice(after_killed_runs(found), is_error=left)] if found else []
+        return [Notice(_after_killed_runs(found), is_error=left)] if found else []
 
     def _first_choice(self, ready: int) -> bool:
         """Say whether as many hosts as can take part are ready, of those named first or in the last attempt."""
@@ -283,3 +281,14 @@ def misfits(spec: JobSpec, states: Sequence[HostState]) -> dict[str, str]:
         except PlacementError as error:
             problems[state.name] = str(error).removeprefix(f"{state.name}: ")
     return problems
+
+
+def _after_killed_runs(found: Mapping[str, Facts]) -> str:
+    """Say what was found of earlier runs, by host."""
+    runs, ended = (sum(numbers) for numbers in zip(*((f.killed_runs, f.ended) for f in found.values()), strict=True))
+    what = "an earlier run that was" if runs == 1 else f"{runs} earlier runs that were"
+    processes = f"{ended} process{'' if ended == 1 else 'es'} and " if ended else ""
+    left = [
+        f"; still there on {host}: {', '.join(facts.not_ended)}" for host, facts in found.items() if facts.not_ended
+    ]
+    return f"removed what {what} killed had left on {some(found)}: {processes}temporary folders{''.join(left)}"

@@ -9,7 +9,9 @@ from __future__ import annotations
 import signal
 
 from launcher.errors import HostError
+from launcher.hosts.folding import some
 from launcher.job.attempt import AttemptState
+from launcher.job.ending import Outcome, build_outcome, give_up_hosts, hurry, retry_or_give_up, stop
 from launcher.job.events import (
     AgentMessage,
     Asked,
@@ -31,13 +33,11 @@ from launcher.job.events import (
 )
 from launcher.job.evidence_round import TERMINAL, refuse
 from launcher.job.failure import FailureKind
-from launcher.job.host_state import HostPhase, HostState
-from launcher.job.lifecycle import advance, fail, grow_with, look_then_stop, stop
-from launcher.job.outcome import Outcome
-from launcher.job.progress_messages import Phase, progress, some
+from launcher.job.fleet import HostPhase, HostState
+from launcher.job.lifecycle import advance, fail, grow_with, look_then_stop
 from launcher.job.ranks import JOINS, RankState
 from launcher.job.recovery import members
-from launcher.job.run import Run
+from launcher.job.run import Phase, Run
 from launcher.job.timers import NEVER, Timer
 from launcher.job.workers import take_report
 from launcher.placement.job_spec import JobSpec
@@ -45,8 +45,6 @@ from launcher.protocol.commands import SignalWorkers
 from launcher.protocol.message import Report
 from launcher.protocol.reports import Bye, Collected, DebuggerClosed, DebuggerOpened, Evidence, Facts, Hello
 from launcher.protocol.two_way import ChannelData, ChannelTaken
-
-__all__ = ["Job", "Phase"]
 
 
 class Job:
@@ -56,6 +54,7 @@ class Job:
         self.spec = spec
         self.run = Run(spec, now, run_key)
         self.fleet = self.run.fleet
+        self.outcome: Outcome | None = None
         self._timers = self.run.timers
         self._suspended = False
 
@@ -77,12 +76,8 @@ class Job:
         return self.attempt is not None and (self.attempt.lacks_workers or bool(self.attempt.failures))
 
     @property
-    def outcome(self) -> Outcome | None:
-        return self.run.outcome
-
-    @property
     def progress(self) -> str:
-        return progress(self.phase, self.fleet, self.attempt)
+        return self.run.progress
 
     def start(self) -> list[Command]:
         return self.fleet.start()
@@ -96,7 +91,9 @@ class Job:
         if self.phase is Phase.ENDED:
             return []
         commands = [*self._take(event, now), *advance(self.run, now)]
-        if self.run.stopping is None:
+        if self.run.phase is Phase.ENDED:
+            self.outcome = build_outcome(self.run, now)
+        if not self.run.stops:
             commands += self.fleet.open_untried()
         if self._timers.over(Timer.BEAT, now):  # where event follows event, there is no Tick between them
             commands += self.fleet.heartbeats(now)
@@ -170,9 +167,7 @@ class Job:
         was_coming = state.phase not in (HostPhase.READY, HostPhase.LEAVING)
         if state.phase is HostPhase.LEAVING and state.reason:
             reason = state.reason
-        commands = self.fleet.lost(state, reason, now)
-        self._after_link(state, now)
-        commands += self.run.debuggers.lost(state.name, reason)
+        commands = [*self.fleet.lost(state, reason, now), *self._after_link(state, reason, now)]
         had_workers = state.name in self.fleet.busy
         at = state.alive_at if silent else now
         return commands + self._gone(state, had_workers, reason, at, now, silent=silent, was_coming=was_coming)
@@ -181,25 +176,24 @@ class Job:
         expected = state.phase is HostPhase.LEAVING
         reason = state.reason if expected else bye.reason or "its agent was told to end by somebody else"
         had_workers = state.name in self.fleet.busy
-        commands = self.fleet.said_bye(state, bye, reason)
-        self._after_link(state, now)
-        commands += self.run.debuggers.lost(state.name, reason)
+        commands = [*self.fleet.said_bye(state, bye, reason), *self._after_link(state, reason, now)]
         if expected:
             return commands
         stopped = [] if self.attempt is None else self.attempt.ranks.by_host(RankState.STOPPED).get(state.name, [])
         at = min((row.ended_at for row in stopped), default=now)
         return commands + self._gone(state, had_workers, reason, min(now, at), now)
 
-    def _after_link(self, state: HostState, now: float) -> None:
-        """Decide whether a host whose link has ended is tried again."""
+    def _after_link(self, state: HostState, reason: str, now: float) -> list[Command]:
+        """Decide whether a host whose link has ended is tried again; end what waits for it."""
         self.run.evidence.forget(state.name)
         needed = self.fleet.wanted(state) or self.fleet.dirty(state)
-        if self.run.stopping is not None:
-            self.run.stopping.left(state, now)
+        if self.run.stops:
+            retry_or_give_up(self.run, state, now)
         elif needed and (self.spec.elastic or self.attempt is not None):
             self.fleet.try_again(state, now)
         else:
             self.fleet.give_up(state)
+        return self.run.debuggers.lost(state.name, reason)
 
     def _gone(
         self, state: HostState, had_workers: bool, reason: str, at: float, now: float, *,
@@ -243,10 +237,10 @@ class Job:
             case signal.SIGCONT:
                 was_suspended, self._suspended = self._suspended, False
                 return self.fleet.suspend(False, now) if was_suspended else []
-        is_second = self.run.stopping is not None or self.run.stops_with is not None  # while it looks where ranks stand
-        commands = self._told_to_stop(signum, now) if self.run.stopping is None else []
-        if is_second and signum == signal.SIGINT and self.run.stopping is not None:
-            commands += self.run.stopping.hurry(now)
+        is_second = self.run.stops or self.run.stops_with is not None  # while it looks where ranks stand
+        commands = [] if self.run.stops else self._told_to_stop(signum, now)
+        if is_second and signum == signal.SIGINT and self.run.stops:
+            commands += hurry(self.run, now)
         return commands
 
     def _warned(self, signum: int, now: float) -> list[Command]:
@@ -279,16 +273,15 @@ class Job:
         if Timer.LOOK in due:
             for state in self.fleet.silent(now):
                 commands += self._lost(state, f"nothing was heard from it for {now - state.heard:.0f} s", now)
-        if run.stopping is None:
+        if not run.stops:
             self.fleet.fence(now)
-        if run.stopping is None:
             if self._timers.over(Timer.PHASE, now):
                 commands += self._too_slow(now)
         elif Timer.STOP in due:
             for state in self.fleet:
                 if state.connected:
                     commands += self._lost(state, "it did not say that its workers are gone", now)
-            commands += run.stopping.give_up_rest()
+            commands += give_up_hosts(run, *(phase for phase in HostPhase if phase is not HostPhase.OUT))
         if self.phase is Phase.RUNNING and Timer.STALL in due:
             commands += self._stalled(now)
         return commands + self.fleet.retries(now)

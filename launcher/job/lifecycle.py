@@ -4,30 +4,29 @@
                                                                              -> stopping -> ended
 
 Who can take part is known in gathering.py, where workers may live in fleet.py, what has become of each rank in
-ranks.py, what the cause was in failure.py, how the run ends in stopping.py and outcome.py. In recovery/ stands whether
-there is another attempt (judgement.py), which processes fail without ending it (restarts.py), and on which hosts it
-goes on (members.py).
+ranks.py, what the cause was in failure.py, and how the run ends in ending.py. In recovery/ stands whether there
+is another attempt (judgement.py), which processes fail without ending it (restarts.py), and on which hosts it goes on
+(members.py).
 """
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 
-from launcher.errors import DtrainError, PlacementError
-from launcher.hosts.folding import StartError
+from launcher.errors import PlacementError
+from launcher.hosts.folding import StartError, some
 from launcher.job.attempt import AttemptState
+from launcher.job.ending import ANSWER_S, advance_stop, fails_by_itself, stop
 from launcher.job.events import Command, Notice, Send
-from launcher.job.failure import Failure, FailureKind, first_cause
+from launcher.job.failure import Failure, FailureKind, first_cause, what_happened
+from launcher.job.fleet import HostPhase, HostState
 from launcher.job.gathering import Readiness, misfits
-from launcher.job.host_state import HostPhase, HostState
 from launcher.job.orders import open_store, reserve_ports, start_workers
-from launcher.job.outcome import build_outcome, fails_by_itself
-from launcher.job.progress_messages import Phase, attempt_begins, attempt_ended, progress
 from launcher.job.ranks import ENDED, RankState
 from launcher.job.recovery import members, restarts
 from launcher.job.recovery.judgement import RestartDecision, failed_attempt, judge, judge_early
-from launcher.job.run import Run
-from launcher.job.stopping import ANSWER_S, Stopping
+from launcher.job.run import Phase, Run
 from launcher.job.timers import Timer
 from launcher.placement.placement import place_job
 from launcher.protocol.commands import EndAttempt
@@ -45,25 +44,24 @@ def advance(run: Run, now: float) -> list[Command]:
         commands = _end_attempt_when_known(run, now)
     elif run.phase is Phase.ENDING and not run.fleet.busy:
         commands = _attempt_over(run, now)
-    elif run.stopping is None and run.evidence.over(now):
+    elif not run.stops and run.evidence.over(now):
         commands = _looked(run, now) if run.evidence.looks else run.evidence.end(run.attempt)
     if run.phase is Phase.RUNNING:
         commands += _go_on(run, now)
     if run.attempt is not None:
         commands += run.chaos.advance(run.attempt, now, runs=run.phase is Phase.RUNNING)
     commands += _inspect(run, now)
-    if run.stopping is not None:  # perhaps since just now, and with nobody to wait for
-        commands += run.stopping.advance(now)
-        if run.stopping.done and run.phase is Phase.STOPPING:
-            _end(run, now)
+    if run.phase is Phase.STOPPING:  # perhaps since just now, and with no host to wait for
+        commands += advance_stop(run, now)
+        if run.fleet.count(HostPhase.OUT) == len(run.fleet):
+            run.phase = Phase.ENDED
     return commands
 
 
 def _inspect(run: Run, now: float) -> list[Command]:
     """Begin what commands have asked for, or refuse it."""
     if run.attempt is None or run.phase is not Phase.RUNNING:
-        doing = progress(run.phase, run.fleet, run.attempt)
-        commands = run.evidence.refuse_all(f"no worker can be looked at now: {doing}")
+        commands = run.evidence.refuse_all(f"no worker can be looked at now: {run.progress}")
     else:
         commands = run.evidence.due(run.attempt, run.fleet, now)
     return commands if run.attempt is None else [*commands, *run.debuggers.due(run.attempt, run.fleet, now)]
@@ -95,16 +93,11 @@ def _go_on_without(run: Run, now: float) -> list[Command]:
     return commands
 
 
-def _enter(run: Run, phase: Phase) -> None:
-    run.phase = phase
-    run.timers.cancel(Timer.PHASE, Timer.ROOT)
-
-
 def _gather(run: Run, now: float) -> list[Command]:
     """Begin an attempt if the hosts for it are ready, or find out that they will not be."""
     readiness = run.gathering.decide(now)
     if readiness is Readiness.WAIT:
-        return run.gathering.show_how_far(progress(run.phase, run.fleet, run.attempt), now)
+        return run.gathering.show_how_far(run.progress, now)
     said = run.gathering.say_after_killed_runs()
     if readiness is Readiness.TOO_FEW:
         return [*said, *_cannot_begin(run, now)]
@@ -140,7 +133,7 @@ def _begin(run: Run, now: float) -> list[Command]:
     number = spec.first_attempt if last is None else last.number + 1
     commands = []
     if last is not None:
-        commands.append(Notice(attempt_begins(number, names, previous)))
+        commands.append(Notice(_attempt_begins(number, names, previous)))
         commands += run.gathering.count_absence(last.grown_for, names)
     run.attempt = AttemptState(
         number, names, placement, run.timers,
@@ -148,7 +141,7 @@ def _begin(run: Run, now: float) -> list[Command]:
     )  # fmt: skip
     run.timers.cancel(Timer.GENERATION, Timer.COMPOSE, Timer.JOIN)
     run.hangs.begin()
-    _enter(run, Phase.OPENING_STORE)
+    run.enter(Phase.OPENING_STORE)
     # A run of fixed size has what is left of its time. Any other may have used it up waiting for more hosts.
     fixed = last is None and not spec.elastic
     run.timers.set(Timer.PHASE, run.timers.at(Timer.GATHER) if fixed else now + spec.start_timeout_s)
@@ -158,6 +151,15 @@ def _begin(run: Run, now: float) -> list[Command]:
     run.attempt.ports_wanted = set(ports)
     store = Send(states[0].name, open_store(spec, states, number))
     return [*commands, store, *(Send(name, order) for name, order in ports.items())]
+
+
+def _attempt_begins(number: int, members: Sequence[str], previous: Sequence[str]) -> str:
+    now, before = set(members), set(previous)
+    gone = [name for name in previous if name not in now]
+    come = [name for name in members if name not in before]
+    hosts = f"{len(members)} host{'s' if len(members) > 1 else ''}"
+    without = f", without {some(gone)}" if gone else ""
+    return f"attempt {number} begins on {hosts}{without}" + (f", with {some(come)}" if come else "")
 
 
 def opened(run: Run, host: str, message: StoreOpened | PortsReserved, now: float) -> list[Command]:
@@ -221,7 +223,7 @@ def fail(run: Run, failure: Failure, now: float) -> list[Command]:
     if run.phase is not Phase.RUNNING:
         return []
     commands = run.evidence.end(attempt)
-    _enter(run, Phase.EVIDENCE_ROUND)
+    run.enter(Phase.EVIDENCE_ROUND)
     run.timers.set(Timer.ROOT, now + ROOT_WAIT_S)
     if failure.kind is FailureKind.HUNG:  # all ranks were looked at before
         return commands
@@ -287,7 +289,7 @@ def _end_attempt(run: Run, now: float) -> list[Command]:
             return stop(run, now, no_restart_reason=decision.reason)
     attempt.stopped_at = now
     commands = run.evidence.end(attempt)
-    _enter(run, Phase.ENDING)
+    run.enter(Phase.ENDING)
     run.timers.set(Timer.PHASE, now + run.spec.grace_s + ANSWER_S)
     end = EndAttempt(attempt=attempt.number, signum=signal.SIGTERM)
     hosts = [*attempt.members, *sorted(run.fleet.busy - {*attempt.members})]  # some were about to join
@@ -316,11 +318,16 @@ def _attempt_over(run: Run, now: float) -> list[Command]:
         if decision.again_after_s is None:
             return stop(run, now, no_restart_reason=decision.reason)
         delay_s = decision.again_after_s
-        notices = [Notice(attempt_ended(attempt.number, cause, delay_s))]
+        notices = [Notice(_attempt_ended(attempt.number, cause, delay_s))]
     commands = run.gathering.leave_out(attempt, cause)
-    _enter(run, Phase.GATHERING)
+    run.enter(Phase.GATHERING)
     run.gathering.again(attempt.members, now, delay_s)
     return [*notices, *commands, *_gather(run, now)]
+
+
+def _attempt_ended(number: int, cause: Failure, delay_s: float) -> str:
+    when = f"; the next one begins in {delay_s:g} s" if delay_s else ""
+    return f"attempt {number} failed: {what_happened(cause)}{when}"
 
 
 def look_then_stop(run: Run, now: float, signum: int) -> list[Command]:
@@ -329,38 +336,5 @@ def look_then_stop(run: Run, now: float, signum: int) -> list[Command]:
     attempt.stopped_at = now
     run.stops_with = signum
     commands = run.evidence.end(attempt)
-    _enter(run, Phase.EVIDENCE_ROUND)
+    run.enter(Phase.EVIDENCE_ROUND)
     return [*commands, *run.evidence.begin(run.fleet.workers_of(attempt.members), now)]
-
-
-def stop(run: Run, now: float, signum: int = signal.SIGTERM, *,
-    error: DtrainError | None = None, no_restart_reason: str | None = None,
-) -> list[Command]:  # fmt: skip
-    """Have every host ended; `error`: no worker was started."""
-    run.error = error or run.error
-    if no_restart_reason is not None:
-        run.no_restart_reason = no_restart_reason
-    if run.attempt is not None and run.attempt.stopped_at is None:
-        run.attempt.stopped_at = now
-    commands = run.evidence.end(run.attempt)
-    _enter(run, Phase.STOPPING)
-    run.gathering.closed = True
-    run.stopping = Stopping(run.fleet, run.timers, grace_s=run.spec.grace_s, now=now)
-    return [*commands, *run.stopping.begin(signum, now)]
-
-
-def _end(run: Run, now: float) -> None:
-    run.phase = Phase.ENDED
-    run.outcome = build_outcome(
-        run.spec,
-        run.fleet,
-        run.attempt,
-        error=run.error,
-        signum=run.signum,
-        no_restart_reason=run.no_restart_reason,
-        worker_restarts=sum(one.rank is not None for one in run.past),
-        faults=run.chaos.costs,
-        preempted=run.preempted,
-        began=run.began,
-        now=now,
-    )

@@ -10,10 +10,16 @@ from launcher import __version__
 from launcher.frozen import replace
 from launcher.hosts.host import Host, HostKind
 from launcher.job.events import Send
-from launcher.job.host_state import HostState
+from launcher.job.fleet import HostState
 from launcher.machine.packages import install_command
-from launcher.placement.ecosystems import ecosystem_environments, serving_ranks, shared_prefixes
-from launcher.placement.environment import roles_in_order, worker_defaults, worker_environment
+from launcher.placement.environment import (
+    ecosystem_environments,
+    roles_in_order,
+    serving_ranks,
+    shared_prefixes,
+    worker_defaults,
+    worker_environment,
+)
 from launcher.placement.job_spec import DEFAULT_PORT, CommandKind, JobSpec, WorkerCommand
 from launcher.placement.placement import HostOffer, Placement, place
 from launcher.protocol.commands import OpenStore, Prepare, ReservePorts, SharePrefixes, StartWorker

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from launcher.errors import StoreError
 from launcher.job.attempt import AttemptState
+from launcher.job.ending import fails_by_itself, stop
 from launcher.job.events import Command
 from launcher.job.failure import FailureKind, failure_of, what_happened
-from launcher.job.host_state import HostPhase, HostState
-from launcher.job.lifecycle import fail, grow_with, look_for_hangs, opened, stop
-from launcher.job.outcome import fails_by_itself
-from launcher.job.progress_messages import Phase
+from launcher.job.fleet import HostPhase, HostState
+from launcher.job.lifecycle import fail, grow_with, look_for_hangs, opened
 from launcher.job.ranks import ENDED, JOINS, Rank, RankState
 from launcher.job.recovery import members, restarts
-from launcher.job.run import Run
+from launcher.job.run import Phase, Run
 from launcher.protocol.message import Report
 from launcher.protocol.reports import (
     Exited,
@@ -62,7 +61,7 @@ def _beat(run: Run, attempt: AttemptState, state: HostState, beat: Heartbeat, no
     saved = attempt.take_heartbeat(state.name, beat, now)
     if state.name in attempt.members:  # others are about to join, and not looked at
         run.hangs.heard(state.name, beat)
-    if saved and run.preempted and run.stopping is None:
+    if saved and run.preempted and not run.stops:
         return stop(run, now)
     return look_for_hangs(run, now)
 

@@ -56,8 +56,8 @@ from launcher.errors import DtrainError
 from launcher.hangs.positions import groups
 from launcher.hosts.folding import StartError
 from launcher.job.chaos import FaultCost
+from launcher.job.ending import Outcome
 from launcher.job.failure import Failure, FailureKind, group_secondary_failures, signal_name
-from launcher.job.outcome import Outcome
 from launcher.output.json_file import write_json
 from launcher.output.logfiles import log_folder
 from launcher.output.text import printable

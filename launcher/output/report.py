@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from launcher.hangs.positions import groups
+from launcher.job.ending import Outcome
 from launcher.job.failure import (
     Failure,
     FailureKind,
@@ -21,7 +22,6 @@ from launcher.job.failure import (
     signal_name,
     what_happened,
 )
-from launcher.job.outcome import Outcome
 from launcher.output.logfiles import STREAM_NAMES, log_folder
 from launcher.output.stacks import odd_one_out, one_line
 from launcher.output.text import count, printable, ranges, table

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 
 from launcher.hosts.folding import lines_by_reason
-from launcher.job.outcome import Outcome
+from launcher.job.ending import Outcome
 from launcher.output.text import count
 from launcher.placement.job_spec import JobSpec
 

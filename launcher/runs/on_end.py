@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from launcher.job.ending import Outcome
 from launcher.job.failure import signal_name, what_happened
-from launcher.job.outcome import Outcome
 from launcher.output.text import printable
 from launcher.runs.secrets import without_secrets
 

@@ -5,24 +5,25 @@ The controller's loop feeds it, with the job after each event, and the records o
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from launcher.frozen import replace
 from launcher.job.attempt import AttemptState
 from launcher.job.events import AgentMessage, Event, Lost
-from launcher.job.job import Job, Phase
+from launcher.job.job import Job
+from launcher.job.run import Phase
 from launcher.output.insight import status_line, straggler_line
 from launcher.protocol.reports import Exited, HostUse
 from launcher.timeline.goodput import Goodput, Parts
-from launcher.timeline.processor_waits import ProcessorWaits
 from launcher.timeline.records import PHASES, Record, Span
 from launcher.timeline.stragglers import Straggler, Stragglers
 from launcher.timeline.timeline import Timeline
 from launcher.timeline.windows import Windows
 
 RECENT = 10  # newest records of a rank, over which times are averaged: about a second each if steps are short
+READINGS = 100  # of a rank's waits for a processor
 _WAIT = PHASES.index("wait")
 
 Content = Mapping[str, Any]
@@ -175,6 +176,29 @@ class Overview:
             "restarts": attempt.number + attempt.ranks.restarts_of(rank),
             "faults": self._faults[rank],
         }
+
+
+class ProcessorWaits:
+    """Keeps readings of how long the training threads of each rank have waited for a processor since its start."""
+
+    def __init__(self) -> None:
+        self._readings: dict[str, deque[tuple[float, float]]] = {}  # by rank: when, and how long until then
+
+    def add(self, now: float, waited_s: Mapping[str, float]) -> None:
+        for rank, seconds in waited_s.items():
+            readings = self._readings.setdefault(rank, deque(maxlen=READINGS))
+            if readings and seconds < readings[-1][1]:  # a new process
+                readings.clear()
+            readings.append((now, seconds))
+
+    def part(self, rank: int, since: float) -> float:
+        """Return the part of the time since the last reading before `since`; 0 if unknown."""
+        readings = self._readings.get(str(rank), deque())
+        if len(readings) < 2:
+            return 0.0
+        last_at, last = readings[-1]
+        first_at, first = max((each for each in readings if each[0] <= since), default=readings[0])
+        return (last - first) / (last_at - first_at) if last_at > first_at else 0.0
 
 
 def _fullness(use: HostUse) -> float:

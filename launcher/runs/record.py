@@ -35,7 +35,8 @@ from typing import TYPE_CHECKING, Any
 from launcher import __version__
 from launcher.job.attempt import AttemptState
 from launcher.job.failure import first_cause, what_happened
-from launcher.job.job import Job, Phase
+from launcher.job.job import Job
+from launcher.job.run import Phase
 from launcher.machine.packages import installed
 from launcher.placement.job_spec import JobSpec
 from launcher.runs.housekeeping import MANIFEST, Limits, remove_oldest

@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from launcher.job.ending import Outcome
 from launcher.job.events import Answer, Asked, Event, StatusQuestion
-from launcher.job.job import Job, Phase
-from launcher.job.outcome import Outcome
+from launcher.job.job import Job
+from launcher.job.run import Phase
 from launcher.machine.processes import find
 from launcher.output.error_json import as_json, brief_cause
 from launcher.output.writer import OutputThread

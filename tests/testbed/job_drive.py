@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from launcher import __version__
 from launcher.hosts.host import Host, HostKind
+from launcher.job.ending import Outcome
 from launcher.job.events import (
     AgentMessage,
     Close,
@@ -22,8 +23,8 @@ from launcher.job.events import (
     Tick,
 )
 from launcher.job.failure import Failure
-from launcher.job.job import Job, Phase
-from launcher.job.outcome import Outcome
+from launcher.job.job import Job
+from launcher.job.run import Phase
 from launcher.placement.job_spec import CommandKind, JobSpec
 from launcher.placement.job_spec import WorkerCommand as Program
 from launcher.protocol.commands import Collect, StartWorker

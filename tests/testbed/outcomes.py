@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from launcher.job.ending import Outcome
 from launcher.job.failure import Failure, FailureKind
-from launcher.job.outcome import Outcome
 from launcher.protocol.reports import Evidence
 
 _FAILURE = Failure(

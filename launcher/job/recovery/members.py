@@ -23,16 +23,15 @@ from dataclasses import replace
 from itertools import count
 
 from launcher.errors import PlacementError
+from launcher.hosts.folding import some
 from launcher.job.attempt import AttemptState
 from launcher.job.events import Command, Notice, Send
-from launcher.job.failure import Failure
+from launcher.job.failure import Failure, what_happened
+from launcher.job.fleet import HostPhase, HostState
 from launcher.job.gathering import Readiness, misfits
-from launcher.job.host_state import HostPhase, HostState
 from launcher.job.orders import composed_workers, open_store
-from launcher.job.progress_messages import composed, goes_on_without
 from launcher.job.ranks import ENDED, JOINS, MAKE_UP, RankState
 from launcher.job.recovery.judgement import PROGRESS_S, FailedAttempt, judge, restarts_used
-from launcher.job.recovery.restarts import begin_generation
 from launcher.job.run import Run
 from launcher.job.timers import NEVER, Timer
 from launcher.placement.placement import Placement, place_job
@@ -85,13 +84,20 @@ def lose_host(run: Run, failure: Failure, now: float) -> list[Command] | None:
     limit = max(again_at, now if state.fenced_at in (None, NEVER) else state.fenced_at) + run.spec.start_timeout_s
     timers.set(Timer.PAUSE, again_at if is_first else max(again_at, timers.at(Timer.PAUSE)))
     timers.set(Timer.COMPOSE, limit if is_first else max(limit, timers.at(Timer.COMPOSE)))
-    commands: list[Command] = [Notice(goes_on_without(failure, number)), *excluded]
+    commands: list[Command] = [Notice(_goes_on_without(failure, number)), *excluded]
     for joining in attempt.ranks.by_host(*JOINS):  # it may take the place of the lost one instead
         commands += leave(run, joining, f"{name} is lost", failed=False)
     if is_first:
-        later = NextGeneration(attempt.number, begin_generation(run, now), "later")
+        later = NextGeneration(attempt.number, attempt.begin_generation(now), "later")
         commands += [Send(host, later) for host in run.fleet.workers_of(attempt.members)]
     return commands
+
+
+def _goes_on_without(failure: Failure, restart: str) -> str:
+    """Say that an attempt goes on though a host is lost; `restart` counts it."""
+    return (
+        f"{what_happened(failure)}; the others keep their state and wait until its workers are certainly gone{restart}"
+    )
 
 
 def _can_lose(run: Run, name: str) -> bool:
@@ -201,7 +207,7 @@ def _compose(
     unknown = [name for name in members if not attempt.ranks.on(name)]
     starts = attempt.compose(members, placement, failure)
     fresh = list(dict.fromkeys(row.host for row in starts))
-    number = begin_generation(run, now)
+    number = attempt.begin_generation(now)
     changes, orders = composed_workers(
         run.spec, placement, attempt.store, {row.number: attempt.number + row.restarts for row in starts},
         run_key=run.run_key, generation=number, restart_policy=RESILIENT,
@@ -212,7 +218,16 @@ def _compose(
     news = [
         Send(name, NextGeneration(attempt.number, number, when, changes[name])) for name in members if name in changes
     ]
-    return [Notice(composed(number, members, previous, unknown, placement.world_size)), *news, *orders]
+    return [Notice(_composed(number, members, previous, unknown, placement.world_size)), *news, *orders]
+
+
+def _composed(number: int, members: Sequence[str], previous: Sequence[str], fresh: Sequence[str], size: int) -> str:
+    """Say who goes on with an attempt, as which of its generations; `fresh` have been started for that."""
+    gone = [name for name in previous if name not in members]
+    without = f", without {some(gone)}" if gone else ""
+    come = f", with {some(fresh)}" if fresh else ""
+    workers = f"{size} worker{'' if size == 1 else 's'} on {len(members)} host{'' if len(members) == 1 else 's'}"
+    return f"generation {number} goes on with {workers}{without}{come}"
 
 
 def _place(run: Run, members: Sequence[str]) -> Placement | None:

@@ -22,8 +22,7 @@ from collections.abc import Iterable
 from launcher.frozen import replace
 from launcher.job.attempt import AttemptState
 from launcher.job.events import Command, Notice, Send
-from launcher.job.failure import SLACK_S, Failure, looks_like_consequence
-from launcher.job.progress_messages import left_out, starts_again
+from launcher.job.failure import SLACK_S, Failure, looks_like_consequence, what_happened
 from launcher.job.ranks import ENDED, Rank, RankState
 from launcher.job.recovery.judgement import FailedAttempt, is_free, judge, restarts_used
 from launcher.job.run import Run
@@ -75,18 +74,30 @@ def fail_alone(run: Run, row: Rank, failure: Failure, exited: Exited, now: float
             run.timers.set(Timer.GENERATION, max(now, attempt.generation_told_at + PAUSE_S))
         number = f"restart {restarts_used(run.past)} of {run.spec.max_restarts}"
         why_free = "by --chaos, no restart is counted" if failure.injected else "it follows from another failure"
-        return [Notice(starts_again(failure, why_free if follows else number, wait_s))]
+        return [Notice(_starts_again(failure, why_free if follows else number, wait_s))]
     last = [failure]
     if exited.restart_policy == WITHOUT_IT:
         if attempt.ranks.can_do_without(row):
             attempt.leave_out(row, failure)
-            return [Notice(left_out(failure, decision.reason))]
+            return [Notice(_left_out(failure, decision.reason))]
         last = [*attempt.left_out, failure]
         for each in attempt.left_out:  # one after the other they have ended it
             attempt.take_failure(each)
         attempt.left_out = []
     attempt.last_failures, attempt.no_restart_reason = last, decision.reason
     return None
+
+
+def _starts_again(failure: Failure, restart: str, delay_s: float) -> str:
+    """Say that a process alone is started again; `restart` counts it."""
+    when = f" in {delay_s:g} s" if delay_s else ""
+    return f"{what_happened(failure)}; only this worker restarts{when} ({restart})"
+
+
+def _left_out(failure: Failure, reason: str) -> str:
+    """Say that the others go on without a process; `reason` is why it is not started again, if that is news."""
+    why = f" ({reason})" if reason else ""
+    return f"{what_happened(failure)}; the other workers continue without it{why}"
 
 
 def _can_meet(roles: Roles, attempt: AttemptState, failed: Rank) -> bool:
@@ -129,14 +140,6 @@ def due(run: Run, now: float) -> list[Command]:
             restart = attempt.start_again(row, now)
             commands.append(Send(row.host, RestartWorker(rank=row.number, attempt=attempt.number, restart=restart)))
     return commands
-
-
-def begin_generation(run: Run, now: float) -> int:
-    """Return the number of another generation, of which the workers are told at once."""
-    run.timers.cancel(Timer.GENERATION)
-    run.current.generation += 1
-    run.current.generation_told_at = now
-    return run.current.generation
 
 
 def overtake(run: Run, failure: Failure) -> None:

@@ -16,7 +16,7 @@ from launcher.hosts import sources as sources_module
 from launcher.hosts.host import Host, HostKind
 from launcher.hosts.sources import Sources, choose_hosts, discover, wait_for_discovery
 from launcher.job.events import AgentMessage, Command, Connected, Discovered, Event, Notice, Open, Send, Tick
-from launcher.job.host_state import HostPhase
+from launcher.job.fleet import HostPhase
 from launcher.job.job import Job
 from launcher.placement.job_spec import CommandKind, JobSpec, WorkerCommand
 from launcher.protocol.commands import EndAttempt

@@ -12,7 +12,7 @@ from launcher.hangs.watch import HangPolicy
 from launcher.hosts.host import Host, HostKind
 from launcher.job.events import Command, Lost
 from launcher.job.failure import FailureKind
-from launcher.job.job import Phase
+from launcher.job.run import Phase
 from launcher.placement.chaos_plan import parse_chaos
 from launcher.protocol.commands import EndAttempt, KillWorker, LoseHost, OpenStore, RestartWorker, StartWorker
 from launcher.protocol.reports import Started, Stepped, StoreOpened

@@ -15,8 +15,17 @@ from launcher.agent.cleanup.lease import LATE, LATE_S, Lease, Limits
 from launcher.hosts.host import Host, HostKind
 from launcher.job import fleet as fleet_module
 from launcher.job.events import Open, Send
-from launcher.job.fleet import LOCAL_FENCE_S, RETRIES_S, STEADY_S, TOLERANCE, Fleet
-from launcher.job.host_state import LONG_AGO, HostClock, HostPhase, HostState
+from launcher.job.fleet import (
+    LOCAL_FENCE_S,
+    LONG_AGO,
+    RETRIES_S,
+    STEADY_S,
+    TOLERANCE,
+    Fleet,
+    HostClock,
+    HostPhase,
+    HostState,
+)
 from launcher.job.ranks import Rank
 from launcher.job.timers import NEVER, Timer, Timers
 from launcher.protocol.commands import Suspend

@@ -13,8 +13,8 @@ from launcher.hangs.watch import HangPolicy
 from launcher.job.events import Command, Notice, SaveEvidence, Signalled, Tick
 from launcher.job.evidence_round import COLLECT_S
 from launcher.job.failure import FailureKind
-from launcher.job.job import Phase
 from launcher.job.recovery.hangs import Hangs
+from launcher.job.run import Phase
 from launcher.protocol.commands import Collect, EndAttempt, KillWorker, RestartWorker, Stop
 from launcher.protocol.reports import Collected, Evidence
 from launcher.protocol.two_way import Heartbeat

@@ -20,7 +20,7 @@ from launcher.job.events import (
     StacksQuestion,
 )
 from launcher.job.evidence_round import COLLECT_S, NATIVE_S
-from launcher.job.job import Phase
+from launcher.job.run import Phase
 from launcher.protocol.commands import CloseDebugger, Collect, KillWorker, OpenDebugger, RestClocks, Stop
 from launcher.protocol.reports import Collected, DebuggerClosed, DebuggerOpened, Evidence
 from launcher.protocol.two_way import ChannelData, ChannelTaken, Heartbeat

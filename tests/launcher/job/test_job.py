@@ -13,6 +13,7 @@ from launcher.errors import HostError, PlacementError, StoreError
 from launcher.hangs.watch import HangPolicy
 from launcher.hosts.folding import StartError
 from launcher.hosts.host import Host, HostKind
+from launcher.job.ending import ANSWER_S, CHECK_S
 from launcher.job.events import (
     AgentMessage,
     Close,
@@ -30,9 +31,8 @@ from launcher.job.events import (
 )
 from launcher.job.evidence_round import COLLECT_S
 from launcher.job.failure import FailureKind, first_cause
-from launcher.job.job import Phase
 from launcher.job.lifecycle import ROOT_WAIT_S
-from launcher.job.stopping import ANSWER_S, CHECK_S
+from launcher.job.run import Phase
 from launcher.placement.job_spec import CommandKind
 from launcher.placement.job_spec import WorkerCommand as Program
 from launcher.placement.roles import Role, Roles

@@ -27,6 +27,7 @@ from launcher.agent.cleanup.lease import Lease, Limits
 from launcher.hangs.watch import HangPolicy
 from launcher.hosts.host import Host, HostKind
 from launcher.job.attempt import AttemptState
+from launcher.job.ending import Outcome
 from launcher.job.events import (
     AgentMessage,
     Close,
@@ -45,11 +46,10 @@ from launcher.job.events import (
     Tick,
 )
 from launcher.job.failure import Failure, FailureKind, looks_like_consequence
-from launcher.job.fleet import BEAT
-from launcher.job.host_state import HostPhase
-from launcher.job.job import Job, Phase
-from launcher.job.outcome import Outcome
+from launcher.job.fleet import BEAT, HostPhase
+from launcher.job.job import Job
 from launcher.job.recovery.judgement import is_free
+from launcher.job.run import Phase
 from launcher.placement.job_spec import CommandKind, JobSpec
 from launcher.placement.job_spec import WorkerCommand as Program
 from launcher.protocol.commands import (

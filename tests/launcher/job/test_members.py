@@ -6,8 +6,8 @@ import pytest
 from testbed.job_drive import Drive, messages, notices, tells, told
 
 from launcher.errors import PlacementError
-from launcher.job.job import Phase
 from launcher.job.recovery.members import numbered
+from launcher.job.run import Phase
 from launcher.placement.placement import HostOffer, Placement, place
 from launcher.protocol.commands import EndAttempt, NextGeneration, OpenStore, StartWorker
 from launcher.protocol.reports import Started, StoreOpened, Swept

@@ -6,7 +6,7 @@ import pytest
 from testbed.job_drive import Drive, messages, notices, tells, told
 
 from launcher.job.events import Command, Send, Signalled
-from launcher.job.job import Phase
+from launcher.job.run import Phase
 from launcher.placement.roles import Role, Roles
 from launcher.protocol.commands import Collect, NextGeneration, OpenStore, RestartWorker
 from launcher.protocol.reports import Started

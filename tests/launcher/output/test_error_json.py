@@ -13,8 +13,8 @@ from testbed.processes import wait_until
 
 from launcher.errors import UsageError
 from launcher.hosts.folding import StartError
+from launcher.job.ending import Outcome
 from launcher.job.failure import FailureKind
-from launcher.job.outcome import Outcome
 from launcher.output.error_json import as_json, brief_cause, write_error_json, write_usage_error_json
 from launcher.timeline.goodput import Parts
 from launcher.timeline.stragglers import Straggler

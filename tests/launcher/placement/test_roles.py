@@ -13,8 +13,14 @@ from testbed.processes import run_dtrain
 
 from launcher.errors import UsageError
 from launcher.hosts.host import Host, HostKind
-from launcher.placement.ecosystems import ecosystem_environments, parse_ecosystems, serving_ranks, shared_prefixes
-from launcher.placement.environment import roles_in_order, worker_environment
+from launcher.placement.environment import (
+    ecosystem_environments,
+    parse_ecosystems,
+    roles_in_order,
+    serving_ranks,
+    shared_prefixes,
+    worker_environment,
+)
 from launcher.placement.job_spec import CommandKind, JobSpec, WorkerCommand
 from launcher.placement.placement import HostOffer, Placement, place
 from launcher.placement.roles import Role, Roles, parse_role, roles_of

@@ -12,7 +12,7 @@ import pytest
 from testbed.processes import run_dtrain, started_dtrain, wait_until
 
 from launcher.errors import LaunchError
-from launcher.job.outcome import Outcome
+from launcher.job.ending import Outcome
 from launcher.runs.on_end import run_on_end
 
 NAMES = ("DTRAIN_RUN", "DTRAIN_STATE", "DTRAIN_EXIT_CODE", "DTRAIN_CAUSE", "DTRAIN_FOLDER")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from testbed.seeds import Seeds
 
-from launcher.timeline.processor_waits import ProcessorWaits
+from launcher.runs.overview import ProcessorWaits
 from launcher.timeline.records import Span, StepTimes
 from launcher.timeline.stragglers import Crowded, Stragglers
 from launcher.timeline.windows import Windows

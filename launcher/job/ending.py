@@ -1,6 +1,7 @@
-"""How a run ended, as data, made when every host is out. Pure.
+"""The end of a run: every host is stopped and reports, a lost one is searched once more; then the outcome. Pure.
 
-The job makes it, output/report.py words it, cli/main.py ends with its exit code.
+job.py makes the Outcome when every host is OUT, which Timer.STOP bounds. output/report.py puts it into sentences,
+cli/main.py ends with its exit code.
 """
 
 from __future__ import annotations
@@ -10,15 +11,20 @@ from collections.abc import Sequence
 
 from launcher.errors import DtrainError
 from launcher.frozen import dataclass
+from launcher.hosts.folding import some
 from launcher.job.attempt import AttemptState
 from launcher.job.chaos import FaultCost
+from launcher.job.events import Command, Notice
 from launcher.job.failure import SLACK_S, Failure, FailureKind, first_cause, looks_like_consequence
-from launcher.job.fleet import Fleet
-from launcher.job.host_state import HostState
+from launcher.job.fleet import HostPhase, HostState
 from launcher.job.ranks import RankState
-from launcher.placement.job_spec import JobSpec
+from launcher.job.run import Phase, Run
+from launcher.job.timers import NEVER, Timer
 from launcher.protocol.reports import Bye, Evidence
 
+ANSWER_S = 15.0  # how long past the grace period a host may take to say that its workers are gone
+SLOW_S = 1.0  # after a Ctrl-C, until the user is shown what is waited for
+CHECK_S = 3.0  # to reach a lost host again at the end and look what is left there
 PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: not finished, start it again
 
 
@@ -61,38 +67,99 @@ def fails_by_itself(cause: Failure) -> bool:
     return cause.kind in (FailureKind.RAISED, FailureKind.KILLED) and cause.status != -signal.SIGUSR1
 
 
-def build_outcome(
-    spec: JobSpec,
-    fleet: Fleet,
-    attempt: AttemptState | None,
-    *,
-    error: DtrainError | None,
-    signum: int | None,
-    no_restart_reason: str,
-    worker_restarts: int,
-    faults: Sequence[FaultCost] = (),
-    preempted: bool,
-    began: float,
-    now: float,
-) -> Outcome:
-    """`attempt` is the last one; `signum` the signal that ended the run, if one did.
+def stop(run: Run, now: float, signum: int = signal.SIGTERM, *,
+    error: DtrainError | None = None, no_restart_reason: str | None = None,
+) -> list[Command]:  # fmt: skip
+    """Stop the hosts that joined, give the others up; but those that may hold something of the run.
 
-    `preempted`: USR1 said that its time is up, which is why it ended if it had not finished by itself.
+    `error`: no worker was started.
     """
+    fleet, timers = run.fleet, run.timers
+    run.error = error or run.error
+    if no_restart_reason is not None:
+        run.no_restart_reason = no_restart_reason
+    if run.attempt is not None and run.attempt.stopped_at is None:
+        run.attempt.stopped_at = now
+    commands = run.evidence.end(run.attempt)
+    run.enter(Phase.STOPPING)
+    run.gathering.closed = True
+    run.kill_at = now + run.spec.grace_s
+    timers.set(Timer.STOP, run.kill_at + ANSWER_S)
+    if signum == signal.SIGINT:
+        timers.set(Timer.SLOW_STOP, now + SLOW_S)
+    for state in fleet:
+        dirty = fleet.dirty(state)
+        if state.phase is HostPhase.AWAY and dirty:
+            fleet.try_again(state, now, afresh=True)
+        elif state.phase is HostPhase.READY or (state.phase is HostPhase.CHECKING and not dirty):
+            commands += fleet.stop(state, signum)
+        elif state.phase not in (HostPhase.LEAVING, HostPhase.OUT) and not dirty:
+            commands += fleet.give_up(state)  # it has not even greeted: the end of its stream ends it
+    return [*commands, *fleet.retries(now), *advance_stop(run, now)]
+
+
+def hurry(run: Run, now: float) -> list[Command]:
+    """Have everything killed, and look at no host again."""
+    run.hurries = True
+    run.timers.cancel(Timer.SLOW_STOP)
+    run.timers.set(Timer.STOP, min(run.timers.at(Timer.STOP), now + ANSWER_S))
+    commands: list[Command] = []
+    for state in run.fleet:
+        if state.greeted:
+            commands += run.fleet.stop(state)
+        elif state.phase is not HostPhase.OUT:
+            commands += run.fleet.give_up(state)
+    return commands
+
+
+def retry_or_give_up(run: Run, state: HostState, now: float) -> None:
+    """Try a host again whose link has ended while the run stops, if something of the run may be left there."""
+    if run.fleet.dirty(state) and not run.hurries and not run.timers.over(Timer.STOP, now):
+        run.fleet.try_again(state, now)
+    else:
+        run.fleet.give_up(state)
+
+
+def give_up_hosts(run: Run, *phases: HostPhase) -> list[Command]:
+    """Give up the hosts in these phases."""
+    return [c for state in run.fleet if state.phase in phases for c in run.fleet.give_up(state)]
+
+
+def advance_stop(run: Run, now: float) -> list[Command]:
+    """Give hosts up whose time is over; say what is waited for."""
+    fleet, timers = run.fleet, run.timers
+    if not fleet.count(HostPhase.GREETING, HostPhase.CHECKING, HostPhase.LEAVING):
+        if timers.at(Timer.CHECK) == NEVER:  # no host is left but such as were lost
+            timers.set(Timer.CHECK, now + CHECK_S)
+        return give_up_hosts(run, HostPhase.AWAY, HostPhase.CONNECTING) if timers.over(Timer.CHECK, now) else []
+    if not timers.over(Timer.SLOW_STOP, now):
+        return []
+    timers.cancel(Timer.SLOW_STOP)
+    left_s = run.kill_at - now
+    names = [state.name for state in fleet if state.phase is HostPhase.LEAVING]
+    if left_s < SLOW_S or not names:
+        return []
+    killed = f"what still runs in {left_s:.0f} s is killed (--grace-s); a second Ctrl-C kills at once"
+    return [Notice(f"waiting for the workers on {some(names, len(names))} to end; {killed}")]
+
+
+def build_outcome(run: Run, now: float) -> Outcome:
+    """Return the outcome of a run that has ended."""
+    spec, fleet, attempt = run.spec, run.fleet, run.attempt
     finished = attempt is not None and attempt.finished
-    preempted = preempted and error is None and not finished
+    preempted = run.preempted and run.error is None and not finished
     failures = [] if attempt is None else attempt.failures
     cause = first_cause(failures)
     secondary_failures = failures if attempt is None else [*failures, *attempt.secondary_failures]
     left_out = [] if attempt is None else attempt.left_out
-    if cause is None and finished and signum is None:  # the others came to their end, but not all finished successfully
+    if cause is None and finished and run.signum is None:  # the others finished, but not all of them successfully
         cause = first_cause(left_out)
     unchecked = [state for state in fleet if fleet.dirty(state)]
     return Outcome(
         run_id=spec.run_id,
-        exit_code=PREEMPTED if preempted else _exit_code(error, cause, signum),
-        error=error,
-        signum=signum,
+        exit_code=PREEMPTED if preempted else _exit_code(run.error, cause, run.signum),
+        error=run.error,
+        signum=run.signum,
         cause=cause,
         secondary_failures=_secondary_failures(secondary_failures, cause),
         finished_ranks=() if attempt is None or cause is None else _finished_ranks(attempt, cause),
@@ -100,16 +167,16 @@ def build_outcome(
         world_size=0 if attempt is None else attempt.world_size,
         hosts=len(fleet.used),
         attempts=0 if attempt is None else attempt.number + 1 - spec.first_attempt,
-        no_restart_reason=no_restart_reason,
+        no_restart_reason=run.no_restart_reason,
         preempted=preempted,
         left_out=tuple(left_out),
-        worker_restarts=worker_restarts,
-        faults=tuple(faults),
+        worker_restarts=sum(one.rank is not None for one in run.past),
+        faults=tuple(run.chaos.costs),
         evidence=() if attempt is None else attempt.evidence,
         swept=fleet.swept,
         left=tuple((host, tuple(processes)) for host, processes in fleet.left.items() if processes),
         unchecked=tuple((state.name, _why_unchecked(state, fleet.timeout_s, now)) for state in unchecked),
-        duration_s=now - began,
+        duration_s=now - run.began,
         forked=0 if attempt is None else attempt.forked,
         by_exec=() if attempt is None else tuple(attempt.by_exec.items()),
         stdin_rank=spec.stdin_rank,
