@@ -85,7 +85,7 @@ WORLDS, CHUNKS = int(os.environ.get("SIMULATED_WORLDS", "500")), 20
 # Each of these has once shown an error, here or in the job.
 KEPT = (
     787905405, 271581307, 1640485759, 4049407496, 2752361647, 3141837396, 649958285, 4061452041, 2847861547, 2123441745,
-    1354199484, 271747556,
+    1354199484, 271747556, 3303918089,
 )  # fmt: skip
 LIMITS = Limits.shared()  # for nobody: the guards here know by themselves
 PYTHON = "{}.{}.{}".format(*sys.version_info[:3])
@@ -732,11 +732,11 @@ class World:
         if kill_at >= agent.kill_at and not isinstance(then, Bye):
             return  # it ends them already
         agent.kill_at = kill_at
-        self.later(wait_s, self.on_host, agent, self.workers_end, agent, then, kill_at)
+        self.later(wait_s, self.on_host, agent, self.workers_end, agent, then)
 
-    def workers_end(self, agent: Agent, then: Report | None, kill_at: float) -> None:
-        if not agent.alive:
-            return
+    def workers_end(self, agent: Agent, then: Report | None) -> None:
+        if not agent.alive or (isinstance(then, Swept) and agent.attempt != then.attempt):
+            return  # another order has ended them before
         for worker in agent.node.workers:
             if worker.alive and worker.agent is agent:
                 worker.alive = False
