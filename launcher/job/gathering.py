@@ -62,7 +62,6 @@ class Gathering:
     def again(self, previous: tuple[str, ...], now: float, delay_s: float) -> None:
         """Begin anew, after an attempt."""
         self.previous = previous
-        self.problems.clear()
         self._timers.set(Timer.PAUSE, now + delay_s)
         self._timers.set(Timer.GATHER, now + delay_s + self._spec.start_timeout_s)
         self._timers.cancel(Timer.LAST_CALL)

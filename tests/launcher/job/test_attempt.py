@@ -1,15 +1,18 @@
 """Who takes part in an attempt, and how far it has come."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from testbed.present import present
 
-from launcher.job.attempt import AttemptState
+from launcher.job.attempt import HUNG_S, AttemptState
+from launcher.job.failure import FailureKind
 from launcher.job.ranks import RankState
 from launcher.job.recovery.members import choose_members
 from launcher.job.timers import Timer, Timers
-from launcher.placement.placement import HostOffer, place
+from launcher.placement.placement import HostOffer, Placement, place
 from launcher.protocol.reports import Exited, Started
 from launcher.protocol.two_way import Heartbeat
 
@@ -45,9 +48,16 @@ def test_members_are_ready_and_keep_their_places(previous: list[str], ready: lis
         assert all(members[place] == name for place, name in enumerate(previous) if name in stay)
 
 
-def attempt() -> AttemptState:
-    offers = [HostOffer(name, 2, (), False, "CUDA_VISIBLE_DEVICES", (0,), 1) for name in "ab"]
-    return AttemptState(0, ("a", "b"), place(offers, nproc=None), Timers(), began=10.0, stall_s=5.0)
+def placed(hosts: str) -> Placement:
+    return place([HostOffer(name, 2, (), False, "CUDA_VISIBLE_DEVICES", (0,), 1) for name in hosts], nproc=None)
+
+
+def attempt(*, start_s: float = 0.0) -> AttemptState:
+    return AttemptState(0, ("a", "b"), placed("ab"), Timers(), began=10.0, stall_s=5.0, start_s=start_s)
+
+
+def starts(state: AttemptState, rank: int, now: float, **changes: Any) -> None:
+    state.take_start(present(state.ranks.get(rank)), Started(0, rank, 1, 0.0, **changes), now)
 
 
 def exited(rank: int, status: int = 0, *, provoked: bool = False, pid: int = 1) -> Exited:
@@ -86,3 +96,73 @@ def test_progress_is_a_number_that_changes() -> None:
     assert state._timers.at(Timer.STALL) == 17.0
     state.take_heartbeat("a", Heartbeat(0.0, 6), 14.0)
     assert state._timers.at(Timer.STALL) == 19.0
+
+
+def test_a_process_that_has_started_again_has_time_until_its_first_step() -> None:
+    state = attempt(start_s=60.0)
+    starts(state, 0, 11.0)
+    assert state._timers.at(Timer.STALL) == 71.0
+    state.take_heartbeat("a", Heartbeat(0.0, 1, steps=1), 20.0)
+    assert state._timers.at(Timer.STALL) == 25.0
+    starts(state, 0, 21.0)
+    assert state._timers.at(Timer.STALL) == 81.0
+
+
+def test_a_host_says_when_its_workers_have_saved_more_checkpoints() -> None:
+    state = attempt()
+    said = [state.take_heartbeat("a", Heartbeat(0.0, saved=saved), 11.0) for saved in (0, 1, 1, 2)]
+    assert said == [False, True, False, True]
+    assert state.take_heartbeat("b", Heartbeat(0.0, saved=1, steps=3), 12.0)
+    assert (state.steps_on("a"), state.steps_on("b"), state.steps_on("c")) == (0, 3, 0)
+
+
+def test_it_seems_hung_after_a_silence_of_ten_seconds_or_five_times_the_longest_one() -> None:
+    state = attempt()
+    for rank in range(4):
+        starts(state, rank, 11.0)
+    assert [state.seems_hung(10.9 + HUNG_S), state.seems_hung(11.0 + HUNG_S)] == [False, True]
+    state.made_progress(20.0)
+    assert not state.seems_hung(19.9 + HUNG_S)
+    state.take_heartbeat("a", Heartbeat(0.0, 1, silent_s=14.0, longest_s=[3.0]), 20.0)
+    assert not state.seems_hung(20.0)
+    state.take_heartbeat("a", Heartbeat(0.0, 1, silent_s=15.0, longest_s=[3.0]), 20.0)
+    assert state.seems_hung(20.0)
+
+
+def test_a_worker_that_was_not_forked_is_counted_with_the_longest_delay() -> None:
+    state = attempt()
+    starts(state, 0, 11.0)
+    for rank, costs_s in ((1, 0.25), (2, 0.5), (3, 0.125)):
+        starts(state, rank, 11.0, by_exec="tensorflow", costs_s=costs_s)
+    assert (state.forked, state.by_exec) == (1, {"tensorflow": 0.5})
+
+
+def test_a_host_that_comes_while_it_goes_on_is_resilient_until_it_is_lost() -> None:
+    state = attempt()
+    failure = state.failure(FailureKind.HOST_LOST, "b", "gone", 11.0)
+    for rank in range(4):
+        starts(state, rank, 10.5)
+    assert state.is_whole
+    state.lose("b", failure)
+    assert (state.lacks_workers, state.is_whole) == (True, False)
+    rows = state.compose(("a", "c"), placed("ac"), failure)
+    assert [row.host for row in rows] == ["c", "c"]
+    assert [state.is_resilient(name) for name in "abc"] == [False, False, True]
+    state.lose("c", failure)
+    assert not state.is_resilient("c")
+
+
+def test_one_lost_rank_is_enough_to_be_waited_for() -> None:
+    state = attempt()
+    for rank in range(4):
+        starts(state, rank, 10.5)
+    state.ranks.move(present(state.ranks.get(3)), RankState.GONE)
+    state.lose("b", state.failure(FailureKind.HOST_LOST, "b", "gone", 11.0))
+    assert (state.ranks.count(RankState.LOST), state.lacks_workers) == (1, True)
+
+
+def test_each_generation_has_a_number_and_a_time() -> None:
+    state = attempt()
+    state._timers.set(Timer.GENERATION, 12.0)
+    assert [state.begin_generation(11.0), state.begin_generation(13.0)] == [1, 2]
+    assert (state.generation_told_at, state._timers.over(Timer.GENERATION, 99.0)) == (13.0, False)

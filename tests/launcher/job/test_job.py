@@ -1139,6 +1139,16 @@ def test_a_run_begins_with_enough_hosts_after_a_last_call() -> None:
     assert drive.members == ("a", "b")
 
 
+def test_a_run_begins_at_once_with_the_hosts_that_are_named_first() -> None:
+    drive = Drive("a", "b", "c", nnodes=(1, 2))
+    drive.join("a", "c")
+    drive.check("a", "c")
+    assert drive.phase() is Phase.GATHERING, "b is on its way, and named before c"
+    drive.join("b")
+    drive.check("b")
+    assert (drive.phase(), drive.members) == (Phase.OPENING_STORE, ("a", "b"))
+
+
 def test_a_last_call_leaves_time_for_the_start() -> None:
     drive = Drive("a", "b", "c", nnodes=(2, 3), start_timeout_s=10.0)
     drive.join("a", "b")
@@ -1278,6 +1288,16 @@ def test_user_signals_are_passed_on_and_end_nothing(signum: signal.Signals) -> N
         ("a", SignalWorkers(signum)), ("b", SignalWorkers(signum)),
     ]  # fmt: skip
     assert drive.job.phase is Phase.RUNNING
+
+
+def test_a_run_that_is_to_make_room_ends_at_its_next_checkpoint() -> None:
+    drive = running("a", "b", requeue=True)
+    drive.say("a", Heartbeat(drive.time("a"), saved=1))
+    drive.event(Signalled(signal.SIGUSR1))
+    assert told(drive.say("a", Heartbeat(drive.time("a"), saved=1)), Stop) == []
+    assert told(drive.say("b", Heartbeat(drive.time("b"), saved=1)), Stop) == ["a", "b"]
+    drive.stop_all()
+    assert (drive.outcome.preempted, drive.outcome.exit_code) == (True, 75)
 
 
 def test_a_suspended_run_goes_on_where_it_was() -> None:

@@ -54,9 +54,10 @@ def test_a_number_that_another_worker_gets_counts_as_started_again() -> None:
         (2, "c", 1, True), (3, "c", 1, True),
     ]  # fmt: skip
     assert ranks.lost_hosts == {}
+    assert [row.worker for row in ranks] == [*workers("a", "c")], "those that stay have their new places"
     assert ranks.exits() == {2: EXITED}
     assert (ranks.on("b"), present(ranks.get(0)).restarts) == ([], 0)
     ranks.move(starts[0], RankState.RUNNING)
     ranks.move(starts[0], RankState.WAITING)
     ranks.move(starts[0], RankState.RESTARTING)
-    assert ranks.restarts_of(2) == 2
+    assert [ranks.restarts_of(number) for number in (2, 0, 9, None)] == [2, 0, 0, 0]
