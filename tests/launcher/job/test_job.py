@@ -1140,13 +1140,20 @@ def test_a_run_begins_with_enough_hosts_after_a_last_call() -> None:
 
 
 def test_a_run_begins_at_once_with_the_hosts_that_are_named_first() -> None:
-    drive = Drive("a", "b", "c", nnodes=(1, 2))
-    drive.join("a", "c")
-    drive.check("a", "c")
-    assert drive.phase() is Phase.GATHERING, "b is on its way, and named before c"
-    drive.join("b")
-    drive.check("b")
-    assert (drive.phase(), drive.members) == (Phase.OPENING_STORE, ("a", "b"))
+    for ready, phase in (("ac", Phase.GATHERING), ("ab", Phase.OPENING_STORE)):
+        drive = Drive("a", "b", "c", nnodes=(1, 2))
+        drive.join(*ready)
+        drive.check(*ready)
+        assert drive.phase() is phase, "the third host is on its way"
+
+
+def test_half_of_the_time_for_the_start_is_for_imports_before_the_workers() -> None:
+    drive = Drive("a", "b", start_timeout_s=60.0)
+    drive.wait(20.0)
+    drive.join()
+    drive.check()
+    starts = messages(drive.say("a", drive.opened()), StartWorker)
+    assert {start.wait_s for start in starts} == {20.0}
 
 
 def test_a_last_call_leaves_time_for_the_start() -> None:
