@@ -44,6 +44,7 @@ _CRASHES: dict[int, str] = {
 }
 
 SLACK_S = 2.0
+PROGRESS_S = 60.0  # an attempt that ran so long, or saved a checkpoint, has made progress
 _CONSEQUENCE_TYPES = {
     "DistBackendError", "DistNetworkError", "DistStoreError", "CollectiveError", "BackwardError",
     "ConnectionResetError", "ConnectionAbortedError", "ConnectionRefusedError", "BrokenPipeError",
@@ -101,6 +102,40 @@ class Failure:
         if self.kind is FailureKind.RAISED and (self.provoked or self.status == 0):
             return 1  # it would have ended so, had it not been stopped on the way
         return 128 - self.status if self.status < 0 else self.status
+
+
+@dataclass(frozen=True)
+class FailedAttempt:
+    """An attempt that has failed; `free`: through a host that the job can do without, or by --chaos, which costs no
+    restart.
+
+    With a `rank`, a process that failed while the attempt went on; `may_follow`: it is resilient, and failed as one
+    does that has lost a peer. With a `lost_host`, one that the attempt went on without. `succeeds`: that of a worker
+    whose rank another process had before it, in the same attempt.
+    """
+
+    cause: Failure
+    ran_s: float
+    saved: int  # checkpoints; for a process alone its steps as well, since the others have what came of them
+    free: bool
+    rank: int | None = None
+    lost_host: str = ""
+    may_follow: bool = False
+    succeeds: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is an attempt that has failed, rather than a process or host of one."""
+        return self.rank is None and not self.lost_host
+
+    @property
+    def progress(self) -> bool:
+        return self.saved > 0 or self.ran_s >= PROGRESS_S
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        cause = self.cause
+        return (cause.kind, cause.status, cause.error_type, cause.where)
 
 
 def failure_of(

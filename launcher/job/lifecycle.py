@@ -5,8 +5,7 @@
 
 Who can take part is known in gathering.py, where workers may live in fleet.py, what has become of each rank in
 ranks.py, what the cause was in failure.py, and how the run ends in ending.py. In recovery/ stands whether there
-is another attempt (judgement.py), which processes fail without ending it (restarts.py), and on which hosts it goes on
-(members.py).
+is another attempt, which processes fail without ending it (restarts.py), and on which hosts it goes on (members.py).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from launcher.job.gathering import Readiness, misfits
 from launcher.job.orders import open_store, reserve_ports, start_workers
 from launcher.job.ranks import ENDED, RankState
 from launcher.job.recovery import members, restarts
-from launcher.job.recovery.judgement import RestartDecision, failed_attempt, judge, judge_early
+from launcher.job.recovery.restarts import RestartDecision, failed_attempt, judge, judge_early
 from launcher.job.run import Phase, Run
 from launcher.job.timers import Timer
 from launcher.placement.placement import place_job

@@ -26,12 +26,12 @@ from launcher.errors import PlacementError
 from launcher.hosts.folding import some
 from launcher.job.attempt import AttemptState
 from launcher.job.events import Command, Notice, Send
-from launcher.job.failure import Failure, what_happened
+from launcher.job.failure import PROGRESS_S, FailedAttempt, Failure, what_happened
 from launcher.job.fleet import HostPhase, HostState
 from launcher.job.gathering import Readiness, misfits
 from launcher.job.orders import composed_workers, open_store
 from launcher.job.ranks import ENDED, JOINS, MAKE_UP, RankState
-from launcher.job.recovery.judgement import PROGRESS_S, FailedAttempt, judge, restarts_used
+from launcher.job.recovery.restarts import judge, restarts_used
 from launcher.job.run import Run
 from launcher.job.timers import NEVER, Timer
 from launcher.placement.placement import Placement, place_job

@@ -1,12 +1,16 @@
-"""A process that fails alone: another takes its place, or the others go on without it. Pure.
+"""Whether another attempt is worthwhile after one has failed, and when; and a process that fails alone. Pure.
 
-A process says of itself, while it runs, what its failure means (Exited.restart_policy, ddp/monitoring/progress.py): 0,
-it ends the attempt; 1, the others go on without it, as without a worker of an asynchronous run; 2, they wait for its
-successor, as for a parameter server; 3, they meet its successor again, in another generation; 4, as 3, but never
-with another number of ranks: a lost or new host restarts all. A restart of it is one of those that the run has
-(--max-restarts), as another attempt is. Without any left, the others go on without the first kind, and the run's end
-then has that failure as its cause; the other kinds end the attempt, as any failure does. Where one of the third or
-fourth kind may have failed only since another process did, the restart of that one counts for both.
+Both use up the same restarts. Whether they come to anything is judged apart: the attempts among each other, and the
+processes of each rank.
+
+When a process fails alone, another takes its place, or the others go on without it. A process says of itself, while it
+runs, what its failure means (Exited.restart_policy, ddp/monitoring/progress.py): 0, it ends the attempt; 1, the others
+go on without it, as without a worker of an asynchronous run; 2, they wait for its successor, as for a parameter
+server; 3, they meet its successor again, in another generation; 4, as 3, but never with another number of ranks: a
+lost or new host restarts all. A restart of it is one of those that the run has (--max-restarts), as another attempt
+is. Without any left, the others go on without the first kind, and the run's end then has that failure as its cause;
+the other kinds end the attempt, as any failure does. Where one of the third or fourth kind may have failed only since
+another process did, the restart of that one counts for both.
 
 Each failure of the third or fourth kind begins a generation. Its number goes to every worker at once, before the
 back-off of the successor, which may fail again meanwhile: then the next number follows. Of failures one right after the
@@ -17,25 +21,107 @@ for good, there can be no other generation. Those of other hosts are in members.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from launcher.frozen import replace
+from launcher.frozen import dataclass, replace
 from launcher.job.attempt import AttemptState
 from launcher.job.events import Command, Notice, Send
-from launcher.job.failure import SLACK_S, Failure, looks_like_consequence, what_happened
+from launcher.job.failure import SLACK_S, FailedAttempt, Failure, FailureKind, looks_like_consequence, what_happened
 from launcher.job.ranks import ENDED, Rank, RankState
-from launcher.job.recovery.judgement import FailedAttempt, is_free, judge, restarts_used
 from launcher.job.run import Run
 from launcher.job.timers import NEVER, Timer
+from launcher.placement.job_spec import JobSpec
 from launcher.placement.roles import Roles
 from launcher.protocol.commands import NextGeneration, RestartWorker
 from launcher.protocol.message import MEETS_SUCCESSOR
 from launcher.protocol.reports import Exited
 
+FUTILE_S = 30.0  # how long after its start a failure of the first attempt is taken for one of the program itself
+LOOP = 5  # the same failure so often in a row without progress: a further attempt would end the same way
+BACK_OFF_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+_FUTILE_ERRORS = {
+    "SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError", "FileNotFoundError",
+}  # fmt: skip
+_FUTILE_CODES = {2, 126, 127}  # wrong usage, not executable, not found: argparse, the shell
 CONSEQUENCE_S = 1.0  # later what may only follow from another failure is started again: that may end the attempt
 WITHOUT_IT = 1  # of Exited.restart_policy: the others go on
 PAUSE_S = 0.02  # between two numbers that are told
 _ENDED_FOR_GOOD = tuple(state for state in ENDED if state is not RankState.WAITING)
+
+
+@dataclass(frozen=True)
+class RestartDecision:
+    """`again_after_s` is None where there is to be no other attempt; `reason` then says why, if that is news."""
+
+    again_after_s: float | None
+    reason: str = ""
+
+
+def failed_attempt(spec: JobSpec, cause: Failure, *, ran_s: float, saved: int, succeeds: bool = False) -> FailedAttempt:
+    free = cause.injected or (spec.elastic and cause.kind is FailureKind.HOST_LOST)
+    return FailedAttempt(cause, ran_s, saved, free, succeeds=succeeds)
+
+
+def restarts_used(past: Sequence[FailedAttempt]) -> int:
+    """Return how many restarts it takes to go on after all of these."""
+    return sum(not is_free(attempt, past) for attempt in past)
+
+
+def is_free(one: FailedAttempt, past: Sequence[FailedAttempt]) -> bool:
+    """Whether no restart is counted for it; where it may follow from the failure of another process, that one's is."""
+    return one.free or (one.may_follow and any(_may_be_root(other, one) for other in past))
+
+
+def _may_be_root(other: FailedAttempt, one: FailedAttempt) -> bool:
+    if (other.rank in (None, one.rank) and not other.lost_host) or other.cause.attempt != one.cause.attempt:
+        return False
+    return abs(other.cause.at - one.cause.at) <= SLACK_S and not looks_like_consequence(other.cause)
+
+
+def judge(spec: JobSpec, past: Sequence[FailedAttempt]) -> RestartDecision:
+    """Decide after the last of the failed attempts, or of the processes that failed alone."""
+    last = past[-1]
+    counts = not is_free(last, past)
+    if restarts_used(past) > spec.max_restarts:
+        restarts = "the one restart (--max-restarts) was used"
+        if spec.max_restarts > 1:
+            restarts = f"all {spec.max_restarts} restarts (--max-restarts) were used"
+        return RestartDecision(None, restarts if spec.max_restarts else "")
+    if last.cause.attempt == spec.first_attempt and counts and not last.succeeds and _is_futile(last.cause):
+        return RestartDecision(None, "not tried again: a restart cannot fix that")
+    if last.cause.injected:
+        return RestartDecision(BACK_OFF_S[0])
+    alike = [other for other in past if (other.rank, other.lost_host) == (last.rank, last.lost_host)]
+    past = [other for other in alike if not other.cause.injected]
+    fruitless = 0
+    while fruitless < len(past) and not past[-1 - fruitless].progress:
+        fruitless += 1
+    recent = past[-LOOP:]
+    if fruitless >= LOOP and len({attempt.signature for attempt in recent}) == 1 and counts:
+        return RestartDecision(
+            None, f"not tried again: the same failure came {LOOP} times in a row, without any progress"
+        )
+    return RestartDecision(BACK_OFF_S[min(max(0, fruitless - 1), len(BACK_OFF_S) - 1)])
+
+
+def judge_early(
+    spec: JobSpec, past: Sequence[FailedAttempt], cause: Failure, *, succeeds: bool = False
+) -> RestartDecision:
+    """Decide while an attempt is about to end by this cause: as if it had made progress, known only later."""
+    return judge(spec, [*past, failed_attempt(spec, cause, ran_s=cause.ran_s, saved=1, succeeds=succeeds)])
+
+
+def _is_futile(cause: Failure) -> bool:
+    if cause.ran_s > FUTILE_S:
+        return False
+    if cause.kind is FailureKind.RAISED:
+        return cause.error_type in _FUTILE_ERRORS
+    if cause.kind is FailureKind.NEVER_STARTED:
+        return True
+    return cause.kind is FailureKind.EXITED and cause.status in _FUTILE_CODES
+
+
+# ---- a process that fails alone ----
 
 
 def with_early_end(exited: Exited) -> Exited:

@@ -48,7 +48,7 @@ from launcher.job.events import (
 from launcher.job.failure import Failure, FailureKind, looks_like_consequence
 from launcher.job.fleet import BEAT, HostPhase
 from launcher.job.job import Job
-from launcher.job.recovery.judgement import is_free
+from launcher.job.recovery.restarts import is_free
 from launcher.job.run import Phase
 from launcher.placement.job_spec import CommandKind, JobSpec
 from launcher.placement.job_spec import WorkerCommand as Program

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from launcher.hosts.host import Host, HostKind
-from launcher.job.failure import Failure, FailureKind
-from launcher.job.recovery.judgement import LOOP, FailedAttempt, failed_attempt, judge, judge_early
+from launcher.job.failure import FailedAttempt, Failure, FailureKind
+from launcher.job.recovery.restarts import LOOP, failed_attempt, judge, judge_early
 from launcher.placement.job_spec import CommandKind, JobSpec, WorkerCommand
 
 CRASH = Failure(kind=FailureKind.EXITED, host="a", at=5.0, ran_s=5.0, attempt=1, rank=0, status=7)
