@@ -89,11 +89,11 @@ class AttemptState:
         return self.ranks.count(RankState.WAITING, RankState.RESTARTING) > 0
 
     def runs_at(self, at: float) -> bool:
-        """Whether its workers had not been ordered to end by then."""
+        """Return whether its workers had not been ordered to end by then."""
         return self.stopped_at is None or at < self.stopped_at
 
     def needs(self, host: str) -> bool:
-        """Whether the loss of a host is one: its workers have not finished successfully, or it holds the store."""
+        """Return whether the loss of a host matters: not all its workers have finished, or it holds the store."""
         return bool(self.ranks.on(host)) and (host == self.store_host or self.ranks.unfinished_on(host))
 
     def host_of(self, rank: int) -> str:
@@ -102,12 +102,12 @@ class AttemptState:
         return row.host
 
     def is_resilient(self, host: str) -> bool:
-        """Whether the workers there can meet others in another generation, as far as it is known."""
+        """Return whether the workers there can meet others in another generation, as far as it is known."""
         beat = self._heartbeats.get(host)
         return host in self.fresh or (beat is not None and beat.resilient)
 
     def steps_on(self, host: str) -> int:
-        """How many training steps its workers said they made."""
+        """Return how many training steps its workers said they made."""
         beat = self._heartbeats.get(host)
         return 0 if beat is None else beat.steps
 
@@ -150,11 +150,11 @@ class AttemptState:
         return self.ranks.compose(placement.workers, failure)
 
     def forget_heartbeat(self, host: str) -> None:
-        """Note that other workers run there now than those of which it has spoken."""
+        """Note that other workers run there now than those that it has reported on."""
         self._heartbeats.pop(host, None)
 
     def begin_generation(self, now: float) -> int:
-        """Return the number of another generation, of which the workers are told at once."""
+        """Return the number of another generation, which is announced to the workers at once."""
         self._timers.cancel(Timer.GENERATION)
         self.generation += 1
         self.generation_told_at = now
@@ -200,7 +200,7 @@ class AttemptState:
         self._timers.set(Timer.STALL, at if self._has_stepped else max(at, self._starts_until))
 
     def seems_hung(self, now: float) -> bool:
-        """Whether it is worth a look where the ranks stand before they are ended.
+        """Return whether it is worth a look where the ranks stand before they are ended.
 
         It is if no rank has shown progress for HUNG_S, or one is silent for far longer than any ever was.
         """

@@ -48,7 +48,7 @@ class Outcome:
     left: tuple[tuple[str, tuple[str, ...]], ...]  # by host, the processes that could not be ended
     unchecked: tuple[tuple[str, str], ...]  # hosts that could not be scanned at the end, each with the reason
     duration_s: float
-    preempted: bool = False  # it ended to make room, and is to be started again
+    preempted: bool = False  # it ended to make room; start it again
     left_out: tuple[Failure, ...] = ()  # processes of the last attempt that the others went on without
     faults: tuple[FaultCost, ...] = ()  # of --chaos
     worker_restarts: int = 0  # of single processes, in all attempts
@@ -61,7 +61,7 @@ class Outcome:
 
 
 def fails_by_itself(cause: Failure) -> bool:
-    """Whether a worker has failed after USR1, rather than made room: by being killed by it, or by saying so."""
+    """Return whether a worker has failed after USR1, rather than made room: by being killed by it, or by saying so."""
     if cause.kind is FailureKind.EXITED:
         return cause.status != PREEMPTED
     return cause.kind in (FailureKind.RAISED, FailureKind.KILLED) and cause.status != -signal.SIGUSR1

@@ -167,7 +167,7 @@ class Notice:
 
 @dataclass(frozen=True)
 class SaveEvidence:
-    """Keep the evidence of one collection in the run's folder; `asked`: somebody wants to see it now."""
+    """Keep the evidence of one collection in the run's folder; `asked`: the user wants to see it now."""
 
     attempt: int
     number: int

@@ -57,7 +57,7 @@ _CONSEQUENCE_WORDS = re.compile(
 
 
 class FailureKind(Enum):
-    RAISED = "raised"  # an exception that nobody caught
+    RAISED = "raised"  # an exception that was not caught
     EXITED = "exited"  # another exit code than 0
     KILLED = "killed"  # by a signal that was not ours
     NEVER_STARTED = "never started"

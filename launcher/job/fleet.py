@@ -68,7 +68,7 @@ class HostPhase(Enum):
 
 
 class HostClock:
-    """What is known of a host's monotonic clock: of its messages, the one with the least delay tells the most."""
+    """A host's monotonic clock, as far as it is known: the message with the least delay says the most."""
 
     def __init__(self) -> None:
         self._offset = self._earlier = float("inf")
@@ -97,7 +97,7 @@ class HostState:
 
     `alive_at` is when it last sent something, as its clock says: what arrives after an outage of the network may have
     been sent before that, and the host be gone.
-    `lost_agents` are the identities of those whose processes nobody has looked for yet. Without a link, workers are
+    `lost_agents` are the identities of those whose processes were not looked for yet. Without a link, workers are
     certainly gone at `fenced_at`.
     """
 
@@ -108,7 +108,7 @@ class HostState:
     our_address: str | None = None
     heard: float = 0.0
     alive_at: float = 0.0
-    told_heard: float = LONG_AGO  # the newest such time that it was told
+    told_heard: float = LONG_AGO  # the newest such time that was sent to it
     rests_until: float | None = None  # its lease rests, unless it says something after that
     clock: HostClock = field(default_factory=HostClock)
     agent_identity: str = ""
@@ -191,11 +191,11 @@ class Fleet:
         return state.name not in self.dropped
 
     def works(self, state: HostState) -> bool:
-        """Whether its agent was ordered to take part in an attempt, and has not said that it is over there."""
+        """Return whether its agent was ordered to take part in an attempt, and has not said that it is over there."""
         return state.phase is HostPhase.READY and state.name in self.busy
 
     def dirty(self, state: HostState) -> bool:
-        """Whether something of the run may live there that nobody watches."""
+        """Return whether unwatched processes of the run may still live there."""
         return bool(state.lost_agents) or state.name in self.busy
 
     def workers_of(self, names: Iterable[str]) -> list[str]:
@@ -282,7 +282,7 @@ class Fleet:
         state.tries += 1
         state.retry_at = None
         state.told_heard = LONG_AGO
-        state.clock = HostClock()  # it may have been started anew
+        state.clock = HostClock()  # it may have been started again
         self._move(state, HostPhase.CONNECTING)
         return Open(state.host, state.link)
 
@@ -293,7 +293,7 @@ class Fleet:
     def hear(self, state: HostState, message: Report | None, now: float) -> None:
         """Note that a host spoke, and what its clock says if the message carries the time of its sending.
 
-        None: it may have spoken, since nobody reads what it says.
+        None: it may have spoken; what it says is not read at the moment.
         """
         state.heard = now
         if message is None:
@@ -339,7 +339,7 @@ class Fleet:
             self.drop(state)
 
     def lost(self, state: HostState, reason: str, now: float) -> list[Command]:
-        """Give a link up; what is behind it is to be cleaned up by the next agent there, or fenced by its lease."""
+        """Give a link up; the next agent there cleans up what is behind it, or its lease fences it."""
         if state.name in self.busy:
             if state.agent_identity:
                 state.lost_agents.append(state.agent_identity)
@@ -404,7 +404,7 @@ class Fleet:
         return NEVER
 
     def heartbeats(self, now: float) -> list[Command]:
-        """Renew the leases of the hosts that were heard since they were last told so."""
+        """Renew the leases of the hosts that were heard since the last time."""
         self._timers.set(Timer.BEAT, now + self.beat_s)
         commands: list[Command] = []
         for state in self:
@@ -433,7 +433,7 @@ class Fleet:
         self._timers.set(Timer.FENCE, self._fences[0][0] if self._fences else NEVER)
 
     def never_fenced(self) -> list[str]:
-        """Return the lost hosts of which nothing but a look there will say that their workers are gone."""
+        """Return the lost hosts whose workers are known to be gone only after a look there."""
         return [name for name in sorted(self.busy) if self.states[name].fenced_at == NEVER]
 
     def suspend(self, suspended: bool, now: float) -> list[Command]:
@@ -446,7 +446,7 @@ class Fleet:
         return commands
 
     def slept(self, seconds: float) -> None:
-        """Take a time out of the reckoning in which nobody listened."""
+        """Leave out a time in which this process did not listen."""
         for state in self:
             state.heard += seconds
             state.alive_at += seconds

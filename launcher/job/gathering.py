@@ -56,11 +56,11 @@ class Gathering:
         timers.set(Timer.GATHER, now + spec.start_timeout_s)
         if len(fleet) >= LARGE:
             timers.set(Timer.SHOW, now + SHOW_S[0])
-        self._after_killed_runs: dict[str, Facts] = {}  # what hosts said of earlier runs, as long as nobody was told
+        self._after_killed_runs: dict[str, Facts] = {}  # what hosts said of earlier runs, not shown yet
         self._not_shown: dict[str, str] = {}  # why hosts cannot be used, where many are to be shown as one
 
     def again(self, previous: tuple[str, ...], now: float, delay_s: float) -> None:
-        """Begin anew, after an attempt."""
+        """Reset after an attempt."""
         self.previous = previous
         self._timers.set(Timer.PAUSE, now + delay_s)
         self._timers.set(Timer.GATHER, now + delay_s + self._spec.start_timeout_s)

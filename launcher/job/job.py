@@ -87,7 +87,7 @@ class Job:
         return self._timers.next_deadline()
 
     def handle(self, event: Event, now: float) -> list[Command]:
-        """Take one event; return what is to be done, in order."""
+        """Handle one event; return what to do, in order."""
         if self.phase is Phase.ENDED:
             return []
         commands = [*self._take(event, now), *advance(self.run, now)]
@@ -214,7 +214,7 @@ class Job:
             return []
         if silent:
             # It may have gone any time until its next heartbeat was due: what is known to have failed by then was
-            # before it, and once the others are stopped nobody knows that it would have failed.
+            # before it, and once the others are stopped it is unknown that it would have failed.
             known = min(attempt.first_root_at or NEVER, attempt.stopped_at or NEVER)
             if known <= at + self.fleet.quiet_s:
                 attempt.secondary_failures += [failure] if attempt.first_root_at is not None else []
@@ -255,7 +255,7 @@ class Job:
 
     def _told_to_stop(self, signum: int, now: float) -> list[Command]:
         attempt = self.attempt
-        self.run.preempted &= signum == signal.SIGTERM  # which SLURM sends at the end; the others are somebody's will
+        self.run.preempted &= signum == signal.SIGTERM  # which SLURM sends at the end; a user sends the others
         if attempt is not None and self.phase is Phase.GATHERING:
             # History; it is the signal that ends the run.
             attempt.failures, attempt.secondary_failures, attempt.evidence = [], [], ()

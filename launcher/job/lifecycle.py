@@ -230,7 +230,7 @@ def fail(run: Run, failure: Failure, now: float) -> list[Command]:
 
 
 def look_for_hangs(run: Run, now: float) -> list[Command]:
-    """Look where all ranks are, if some may hang; not while others may wait for one that is to be started."""
+    """Look where all ranks are, if some may hang; not while others may wait for one that starts."""
     attempt = run.attempt
     if run.phase is not Phase.RUNNING or attempt is None or not attempt.is_whole:
         return []
@@ -330,7 +330,7 @@ def _attempt_ended(number: int, cause: Failure, delay_s: float) -> str:
 
 
 def look_then_stop(run: Run, now: float, signum: int) -> list[Command]:
-    """Stop, for which somebody has grown tired of waiting, once it is known where the ranks stand."""
+    """Stop a run that seems hung, once it is known where the ranks stand."""
     attempt = run.current
     attempt.stopped_at = now
     run.stops_with = signum

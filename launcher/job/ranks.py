@@ -146,7 +146,7 @@ class Ranks:
         return not any(row.worker.needed for state in _UNFINISHED for row in self._by_state[state].values())
 
     def can_do_without(self, row: Rank) -> bool:
-        """Whether another one that the run waits for is alive, comes back, or has finished successfully."""
+        """Return whether another one that the run waits for is alive, comes back, or has finished successfully."""
         states = (*_UNFINISHED, RankState.DONE)
         return any(other.worker.needed and other is not row for other in self.of(*states))
 

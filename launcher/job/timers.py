@@ -1,6 +1,6 @@
 """Every deadline of a run, in one table. Pure; owned by job.py, set by those whose deadline it is.
 
-A deadline holds until it is set anew or cancelled: whoever set it asks `over` whenever something has happened. So
+A deadline holds until it is set again or cancelled; the module that set it asks `over` at each event. So
 `next_deadline` names only what no Tick has seen yet: what was over at the last one has had its effect, or waits for
 something else.
 """
@@ -29,7 +29,7 @@ class Timer(Enum):
     STALL = auto()  # since the last progress
     CHAOS = auto()  # the next fault on purpose, by its number in the plan
     RESTART = auto()  # of one worker, by rank
-    GENERATION = auto()  # for the workers to be told of it
+    GENERATION = auto()  # to announce it to the workers
     COMPOSE = auto()  # for hosts to take the place of lost ones in an attempt that goes on
     JOIN = auto()  # for the workers of hosts that have come to be ready to meet the others
     STOP = auto()  # for all hosts to be out
@@ -73,6 +73,6 @@ class Timers:
         return frozenset(name for name, at in self._at.items() if at <= now)
 
     def slept(self, gap_s: float) -> None:
-        """Take a time out of the reckoning in which nobody listened: others have as long as before it."""
+        """Leave out a time in which this process did not listen: others have as long as before it."""
         for name in self._at.keys() - _RUNS_ON:
             self._at[name] += gap_s

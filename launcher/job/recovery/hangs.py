@@ -35,7 +35,7 @@ class Hangs:
         self._told: set[tuple[int, int]] = set()  # the rank and pid of those that the user knows of
 
     def begin(self) -> None:
-        """Begin anew, with an attempt."""
+        """Reset for a new attempt."""
         self._watch.begin()
         if self._meeting is not None:
             self._meeting.begin()
@@ -51,7 +51,7 @@ class Hangs:
         self._watch.forget(host)
 
     def wants_look(self, attempt: AttemptState, now: float) -> bool:
-        """Whether all ranks are to be looked at; not while one that is killed has not ended."""
+        """Return whether to look at all ranks; not while one that is killed has not ended."""
         if not self.policy.watches or attempt.ranks.count(RankState.HUNG):
             return False
         is_for_hangs = self._watch.wants_look(now)

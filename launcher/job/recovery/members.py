@@ -3,13 +3,13 @@
 Only for resilient workers (restarts.py), and not with other roles or variables for other ecosystems: those cannot
 change in a process that runs. Each change is a generation, with a number of its own.
 
-A lost host. Its workers may live until it is fenced (fleet.py). The others are told at once that there will be another
+A lost host. Its workers may live until it is fenced (fleet.py). The others learn at once that there will be another
 generation ("later"), and wait. Once it is fenced, hosts that are ready take the places of lost ones, and their workers
 are started. With too few of those an elastic run goes on with fewer; any other one waits. If the host of the store was
-lost, another one opens a store first, and the workers are told where. Then all are told what they are now.
+lost, another one opens a store first, and the workers learn where. Then all learn what they are now.
 
 A host that has come to an elastic run. Its workers are started beside the others, which know nothing of them. Once they
-are ready to meet, all are told to meet "at_commit". Until then the failure of one of them ends them alone.
+are ready to meet, all are ordered to meet "at_commit". Until then the failure of one of them ends them alone.
 
 A worker keeps its rank in the attempt, by which it is named in orders, output and reports, when RANK changes for it.
 Workers of a host that has come get ranks that no other has.
@@ -101,7 +101,7 @@ def _goes_on_without(failure: Failure, restart: str) -> str:
 
 
 def _can_lose(run: Run, name: str) -> bool:
-    """Whether the others can go on: all of them are resilient, one has the state, none has ended for good."""
+    """Return whether the others can go on: all of them are resilient, one has the state, none has ended for good."""
     attempt, ranks = run.current, run.current.ranks
     others = [host for host in attempt.members if host != name and ranks.on(host)]
     if not _can_change(run) or not all(map(attempt.is_resilient, others)):
@@ -253,7 +253,7 @@ def _occupy(run: Run, name: str) -> None:
 
 
 def suits(run: Run) -> bool:
-    """Whether hosts can join the workers of the attempt without a restart, now or before long."""
+    """Return whether hosts can join the workers of the attempt without a restart, now or before long."""
     attempt = run.current
     return run.spec.elastic and _can_change(run) and all(map(attempt.is_resilient, attempt.members))
 

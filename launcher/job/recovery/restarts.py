@@ -14,7 +14,7 @@ another process did, the restart of that one counts for both.
 
 Each failure of the third or fourth kind begins a generation. Its number goes to every worker at once, before the
 back-off of the successor, which may fail again meanwhile: then the next number follows. Of failures one right after the
-other only the newest number is told, for each one costs a message to every host. A generation takes all ranks of the
+other only the newest number is sent, for each one costs a message to every host. A generation takes all ranks of the
 failed one's world, and one at least that has lived on, for the others have nothing to go on with. Once a rank has ended
 for good, there can be no other generation. Those of other hosts are in members.py.
 """
@@ -45,7 +45,7 @@ _FUTILE_ERRORS = {
 _FUTILE_CODES = {2, 126, 127}  # wrong usage, not executable, not found: argparse, the shell
 CONSEQUENCE_S = 1.0  # later what may only follow from another failure is started again: that may end the attempt
 WITHOUT_IT = 1  # of Exited.restart_policy: the others go on
-PAUSE_S = 0.02  # between two numbers that are told
+PAUSE_S = 0.02  # between two numbers that are sent
 _ENDED_FOR_GOOD = tuple(state for state in ENDED if state is not RankState.WAITING)
 
 
@@ -68,7 +68,7 @@ def restarts_used(past: Sequence[FailedAttempt]) -> int:
 
 
 def is_free(one: FailedAttempt, past: Sequence[FailedAttempt]) -> bool:
-    """Whether no restart is counted for it; where it may follow from the failure of another process, that one's is."""
+    """Return whether it counts no restart; if it may follow from the failure of another process, that one counts."""
     return one.free or (one.may_follow and any(_may_be_root(other, one) for other in past))
 
 
@@ -187,7 +187,7 @@ def _left_out(failure: Failure, reason: str) -> str:
 
 
 def _can_meet(roles: Roles, attempt: AttemptState, failed: Rank) -> bool:
-    """Whether the others of a failed rank's world can meet its successor: one lives on, and none has ended for good."""
+    """Return whether the others of its world can meet a successor: one lives on, and none has ended for good."""
 
     def in_its_world(rows: Iterable[Rank]) -> bool:
         return any(row is not failed and _in_one_world(roles, failed, row) for row in rows)
@@ -197,7 +197,7 @@ def _can_meet(roles: Roles, attempt: AttemptState, failed: Rank) -> bool:
 
 
 def _in_one_world(roles: Roles, one: Rank, other: Rank) -> bool:
-    """Whether two ranks run the same command: each command has a world, WORLD_SIZE, of its own."""
+    """Return whether two ranks run the same command: each command has a world, WORLD_SIZE, of its own."""
     commands = (row.worker.role if roles.command(row.worker.role) else "" for row in (one, other))
     return next(commands) == next(commands)
 
