@@ -31,6 +31,7 @@ from launcher.job.events import (
 )
 from launcher.job.evidence_round import COLLECT_S
 from launcher.job.failure import FailureKind, first_cause
+from launcher.job.fleet import HostPhase
 from launcher.job.lifecycle import ROOT_WAIT_S
 from launcher.job.run import Phase
 from launcher.placement.job_spec import CommandKind
@@ -1118,6 +1119,24 @@ def test_a_host_that_ends_two_attempts_in_a_row_is_left_out() -> None:
     assert told(commands, Stop) == ["b"]
     drive.wait(1, heard="a")
     assert drive.members == ("a",)
+
+
+def test_a_host_that_is_left_out_is_still_tried_until_what_it_may_have_left_is_gone() -> None:
+    drive = running("a", "b", nnodes=(1, 2), max_restarts=5)
+    drive.fail(2, 7)
+    drive.swept()
+    drive.begin()
+    drive.lose("b")
+    drive.collected("a")
+    drive.swept("a")
+    b, excluded = drive.job.fleet.states["b"], "b is excluded from further attempts: it ended 2 attempts in a row"
+    while excluded not in notices(drive.commands):
+        drive.wait(0.5, heard="a")
+        if b.phase is HostPhase.CONNECTING:
+            drive.lose("b", "connection refused")
+    tried = opened(drive.commands).count("b")
+    drive.wait(11.0, heard="a")
+    assert opened(drive.commands).count("b") == tried + 1
 
 
 def test_a_host_is_not_left_out_where_it_is_needed() -> None:
