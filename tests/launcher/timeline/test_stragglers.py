@@ -11,7 +11,7 @@ from testbed.seeds import Seeds
 
 from launcher.runs.overview import ProcessorWaits
 from launcher.timeline.records import Span, StepTimes
-from launcher.timeline.stragglers import Crowded, Stragglers
+from launcher.timeline.stragglers import LEAST_STEPS, Crowded, Stragglers
 from launcher.timeline.windows import Windows
 
 USUAL_S = {"data": 0.02, "forward": 0.05, "backward": 0.10, "optimizer": 0.02, "other": 0.01}  # 200 ms
@@ -96,7 +96,7 @@ def test_noise_is_no_straggler_in_thousands_of_steps(ranks: int, noise: float, s
 def test_a_throttled_rank_of_four_is_named_within_15_s(
     phase: str, what: str, noise: float, summed: int, seeds: Seeds
 ) -> None:
-    for seed in seeds(1):
+    for seed in seeds(1, kept=[1393342614]):
 
         def slower(step: int, rank: int) -> Mapping[str, float]:
             return {phase: 0.2} if rank == 3 and 200 < step <= 300 else {}
@@ -106,9 +106,9 @@ def test_a_throttled_rank_of_four_is_named_within_15_s(
         )
         (found_at, found), (over_at, over) = reported
         assert (found.ranks, found.host, found.what, found.to_step) == ((3,), "node1", what, None)
-        assert 225 < found_at <= 200 + SAID_AFTER + 5 * summed  # of 0.4 s each then
-        # Single long steps of this rank may come just before step 200, and delay the end.
+        # Single long steps of this rank may come just before step 200: it is found earlier then, and its end later.
         assert 200 - 20 * summed < found.from_step <= 210
+        assert found.from_step + LEAST_STEPS - summed <= found_at <= 200 + SAID_AFTER + 5 * summed
         assert 1.2 < found.times < 3.0
         assert over.ranks == (3,)
         assert over_at > 300
