@@ -198,8 +198,9 @@ class Attempt:
 
     @property
     def is_resilient(self) -> bool:
-        """Return whether the workers that run here, if any, can join a new composition."""
-        return bool(self.workers) and all(worker.restart_policy == RESILIENT for worker in self.running)
+        """Return whether the workers here can join a new composition: those that run, and those that start again."""
+        unfinished = [worker for worker in self.workers.values() if worker.status != 0 or worker.restart_policy]
+        return bool(self.workers) and all(worker.restart_policy == RESILIENT for worker in unfinished)
 
     @property
     def steps(self) -> int:

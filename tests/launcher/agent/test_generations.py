@@ -204,3 +204,14 @@ def test_a_wait_for_others_is_no_measure_of_a_step(agent: AgentProcess) -> None:
     while (beat := agent.expect(Heartbeat)).steps < steps + 20:
         pass
     assert max(beat.longest_s) < 7, beat.longest_s
+
+
+@pytest.mark.parametrize("restart_policy", [3, 4])
+def test_a_failed_worker_that_starts_again_counts_by_its_restart_policy(
+    agent: AgentProcess, restart_policy: int
+) -> None:
+    agent.start(LISTENS.replace('"<Q", 3', f'"<Q", {restart_policy}'), "1", rank=1)
+    agent.expect_output(b"first 0 nothing\n")
+    agent.tell(NextGeneration(attempt=0, number=1))
+    assert agent.expect(Exited).restart_policy == restart_policy
+    assert [agent.expect(Heartbeat).resilient for _ in range(2)][1] == (restart_policy == 3)

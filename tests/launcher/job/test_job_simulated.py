@@ -45,7 +45,7 @@ from launcher.job.events import (
     SuspendSelf,
     Tick,
 )
-from launcher.job.failure import Failure, FailureKind, looks_like_consequence
+from launcher.job.failure import SLACK_S, Failure, FailureKind, looks_like_consequence
 from launcher.job.fleet import BEAT, HostPhase
 from launcher.job.job import Job
 from launcher.job.recovery.restarts import is_free
@@ -85,7 +85,7 @@ WORLDS, CHUNKS = int(os.environ.get("SIMULATED_WORLDS", "500")), 20
 # Each of these has once shown an error, here or in the job.
 KEPT = (
     787905405, 271581307, 1640485759, 4049407496, 2752361647, 3141837396, 649958285, 4061452041, 2847861547, 2123441745,
-    1354199484, 271747556, 3303918089,
+    1354199484, 271747556, 3303918089, 1074928586, 2085579785, 3033561174,
 )  # fmt: skip
 LIMITS = Limits.shared()  # for nobody: the guards here know by themselves
 PYTHON = "{}.{}.{}".format(*sys.version_info[:3])
@@ -488,8 +488,8 @@ class World:
             self.handle(ReaderBlocked(name))
         joins = self.job.attempt is not None and name not in self.job.attempt.members  # nobody else knows it yet
         self.handle(AgentMessage(name, agent.link, message))
-        goes_on = accepted and self.job.phase is Phase.RUNNING
-        if goes_on and isinstance(message, Exited | Failing) and (joins or getattr(message, "restart_policy", None)):
+        goes_on = self.job.phase is Phase.RUNNING and getattr(message, "restart_policy", None)
+        if accepted and isinstance(message, Exited | Failing) and (joins or goes_on):
             self.went_on(message)
         if self.chance.random() < 0.01 and agent.link > 1:  # of an older link
             self.handle(AgentMessage(name, agent.link - 1, message))
@@ -666,10 +666,11 @@ class World:
             if not self.is_stuck():
                 agent.progress += 1
             mine = [worker for worker in agent.node.workers if worker.agent is agent]
-            alive = [worker for worker in mine if worker.alive]
+            lives = {worker.rank: worker for worker in mine if worker.attempt == agent.attempt}
+            unfinished = [worker for worker in lives.values() if worker.alive or worker.restart_policy]
             said = agent.attempt is not None and bool(mine)
-            said &= all(w.restart_policy == RESILIENT and self.now >= w.enters_at for w in alive)
-            stopped = [worker.rank for worker in alive if worker.is_stopped]
+            said &= all(w.restart_policy == RESILIENT and self.now >= w.enters_at for w in unfinished)
+            stopped = [worker.rank for worker in mine if worker.alive and worker.is_stopped]
             beat = Heartbeat(self.now + agent.node.clock, agent.progress, resilient=said, stopped=stopped)
             self.report(agent, beat)
         self.later(self.beat_s, self.beat, agent)
@@ -1346,7 +1347,14 @@ class World:
             return
         if looks_like_consequence(cause) and any(r.alone and cause.at - 0.5 - slack < r.at <= cause.at for r in roots):
             return  # of a failure that had not ended the attempt by itself
-        told = [root for root in roots if attempt.began <= root.told_at <= stopped_at and not root.alone]
+        latest = cause.at + SLACK_S - self.clock_error  # what came later may have seemed too late to be the cause
+        told = [
+            root
+            for root in roots
+            if attempt.began <= root.told_at <= stopped_at
+            and not root.alone
+            and (root.at <= latest or root.kind is FailureKind.HOST_LOST)
+        ]
         assert same or not told, f"the cause is {cause}, but these came by themselves: {told}"
         if same and sure:
             first = min(root.at for root in sure)
