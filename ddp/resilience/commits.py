@@ -314,12 +314,13 @@ class Commits:
         parameters = [parameter for part in self._optimizers for parameter in part.parameters]
         for parameter in (*parameters, *(each for part in self._models.values() for each in part.module.parameters())):
             parameter.grad = None
-        # A replaced rank that was lost before it sent gradients after a commit is where it was at that commit.
-        known = number if has_state or self._page.at(number) is not None else number - 1
+        known, found = number, self._page.at(number)
+        if found is None and not has_state:
+            # A replaced rank that was lost before it sent gradients after a commit is where it was at that commit.
+            known, found = number - 1, self._page.at(number - 1)
         self._page.restore_buffers(known)
         for average, source in self._averages:
             catch_up(average, source, self._page.before(number, [*average.buffers()]))
-        found = self._page.at(known)
         random = None
         if found is not None:
             random, own = found

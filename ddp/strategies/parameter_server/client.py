@@ -81,7 +81,6 @@ class Client:
         # What the first server has: their version and memory, and the value if it is small.
         self._known_extras: dict[str, tuple[tuple[int, int], torch.Tensor | None]] = {}
         self._made = -1  # the last step that a server has answered
-        self._has_made = 0  # steps of this incarnation
         self._pulls = 0
         self._gathers = 0
         self._has_filled = False
@@ -153,7 +152,7 @@ class Client:
             "role": self.process.role,
             "replica": self.process.index,
             "digest": self.plan.digest,
-            "done": self.step if self._has_made else 0,
+            "done": self.step,
             "gathers": self._gathers,
         }
         link.join(facts)
@@ -214,7 +213,6 @@ class Client:
     def next_step(self) -> None:
         """Count a step; a worker that was left behind continues at the others' step."""
         self.step = max(self.step, self._made) + 1
-        self._has_made += 1
 
     def pull(self) -> None:
         """Load the newest values of all parameters."""

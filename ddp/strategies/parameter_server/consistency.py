@@ -68,15 +68,18 @@ class Consistency:
             worker.past = step - 1
 
     def join(self, replica: int, *, done: int, sync_step: int) -> int:
-        """Add a replica, first or again, which has made `done` steps since it started; return its next step.
+        """Add a replica, first or again; return its next step. `done` is its step if the server was restarted, else 0.
 
         A restarted replica starts where training is: in sync mode at `sync_step`, which is not complete yet, else with
         the slowest of the others, so that no worker has to wait for it. The steps that a replica made before count, up
         to the bound: its first step is not checked.
         """
         worker = self.workers[replica]
+        came_back = done and not worker.has_joined  # the server was restarted, not the worker
         worker.has_joined, worker.has_finished, worker.is_lost = True, False, False
-        if done:  # the server was restarted, not the worker
+        if came_back and self.mode != "sync":
+            worker.clock = done  # the snapshot's step is the foremost worker's
+        elif done:
             worker.clock = max(worker.clock, done)
         elif self.mode == "sync":
             worker.clock = sync_step
@@ -90,11 +93,11 @@ class Consistency:
         return worker.clock
 
     def hear(self, replica: int) -> None:
-        """Mark a replica as not lost. It does not have to catch up: the others have continued without it."""
+        """Mark a replica as not lost. The bound does not make the others wait until it has caught up."""
         worker = self.workers[replica]
         if worker.is_lost:
             worker.is_lost = False
-            if self.mode != "sync":
+            if self.mode == "bounded":
                 worker.clock = max(worker.clock, self._slowest(besides=replica))
 
     def push(self, replica: int, step: int, chunk: int) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ddp.strategies.parameter_server.consistency import Consistency
+from ddp.strategies.parameter_server.consistency import Consistency, Mode
 
 CHUNK = 0
 
@@ -171,3 +172,23 @@ def test_a_server_in_a_new_life_takes_the_clock_of_a_worker_that_lives() -> None
     assert not consistency.may_go_on(0)
     consistency.complete(1, 9)
     assert consistency.may_go_on(0)
+
+
+@pytest.mark.parametrize("mode", ["async", "bounded"])
+def test_a_server_in_a_new_life_takes_no_worker_for_further_than_it_is(mode: Mode) -> None:
+    consistency = Consistency(mode, 2, staleness=9)
+    consistency.begin_at(80)  # where the other one was
+    assert consistency.join(0, done=74, sync_step=80) == 74
+    assert consistency.join(1, done=83, sync_step=80) == 83
+    assert consistency.join(0, done=73, sync_step=80) == 74, "once it has joined, only what it has made since counts"
+
+
+def test_a_worker_that_was_silent_keeps_its_count_where_no_one_waits_for_it() -> None:
+    for mode, clock in (("async", 0), ("bounded", 3)):
+        consistency = Consistency(mode, 2, staleness=9)
+        for replica in (0, 1):
+            consistency.join(replica, done=0, sync_step=0)
+        consistency.workers[1].is_lost = True
+        consistency.complete(0, 2)
+        consistency.hear(1)
+        assert consistency.workers[1].clock == clock
