@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ddp
+from ddp.monitoring.interrupts import is_interrupt
 
 _OURS = str(Path(ddp.__file__).parent)
 _AT_ONCE_S = 20.0  # the stall timeout is more; who asks where a rank is waits for some seconds
@@ -76,6 +79,72 @@ def interrupted_from(first: int, stride: int) -> tuple[int, list[str]]:
     raise AssertionError
 
 
+def interrupted_call(call: str, part: float) -> list[str]:
+    """Interrupt rank 1 in a call of `_CALLS`, after `part` of the lines of ddp's code that it runs through.
+
+    Return what was wrong. Rank 1 raises what its handler has raised, or an error with that as its cause; rank 0 an
+    error of ddp, or none.
+    """
+    signal.signal(signal.SIGUSR2, _raise)
+    torch.manual_seed(3)
+    make = _CALLS[call]()
+    whole = _Interrupt(math.inf)
+    with whole:
+        make()
+    dist.barrier()
+    interrupt, began = _Interrupt(1 + int(part * whole.seen) if dist.get_rank() == 1 else 0), time.monotonic()
+    error: Exception | None = None
+    try:
+        with interrupt:
+            make()
+    except Exception as raised:
+        error = raised
+    wrong = []
+    if dist.get_rank() == 1 and not is_interrupt(error) and interrupt.has_come:
+        wrong.append(f"the exception at line {interrupt.seen} became {_text(error)}")
+    if dist.get_rank() == 0 and not isinstance(error, ddp.errors.DdpError | None):
+        wrong.append(f"rank 0: {_text(error)}")
+    if time.monotonic() - began > _AT_ONCE_S:
+        wrong.append(f"it took {time.monotonic() - began:.1f} s, with {_text(error)}")
+    return wrong
+
+
+def _step() -> Callable[[], object]:
+    """Make a step in which a parameter becomes trained: all change their buckets together."""
+    net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    model = ddp.DistributedDataParallel(net, stall_timeout_s=2 * _AT_ONCE_S)
+
+    def make() -> None:
+        net[0].requires_grad_(False)
+        for is_trained in (False, True):
+            net[0].requires_grad_(is_trained)
+            model.zero_grad()
+            model(torch.ones(3, 4)).sum().backward()
+
+    return make
+
+
+def _fit() -> Callable[[], object]:
+    data = torch.utils.data.TensorDataset(torch.randn(32, 4), torch.randn(32, 1))
+
+    def make() -> None:
+        net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        trainer = ddp.Trainer(net, torch.optim.SGD(net.parameters(), 0.1), nn.MSELoss())
+        trainer.fit(data, epochs=2, global_batch_size=16, validation=data)
+
+    return make
+
+
+_CALLS: dict[str, Callable[[], Callable[[], object]]] = {
+    "check_replicas": lambda: partial(ddp.check_replicas, nn.Linear(4, 4)),
+    "gather_metrics": lambda: partial(ddp.gather_metrics, {"loss": (1.5, 3), "count": 2}),
+    "gather_samples": lambda: partial(ddp.gather_samples, torch.ones(2, 3)),
+    "broadcast_object": lambda: partial(ddp.horovod.broadcast_object, {"lr": 0.1, "w": torch.ones(3)}, 0),
+    "step that unfreezes": _step,
+    "fit": _fit,
+}
+
+
 def _caught(model: nn.Module, interrupt: _Interrupt | None) -> Exception | None:
     try:
         with interrupt or contextlib.nullcontext():
@@ -91,14 +160,14 @@ def _text(error: BaseException | None) -> str:
 
 
 class _Interrupt:
-    """Sends the signal at a line of ddp's, counted from 1; at none if `at` is 0."""
+    """Sends the signal at a line of ddp's, counted from 1; at none if `at` is 0. `seen` is the number of lines."""
 
-    def __init__(self, at: int) -> None:
-        self._at, self._seen = at, 0
+    def __init__(self, at: float) -> None:
+        self._at, self.seen = at, 0
 
     @property
     def has_come(self) -> bool:
-        return self._seen >= self._at
+        return self.seen >= self._at
 
     def __enter__(self) -> None:
         if self._at:
@@ -111,8 +180,8 @@ class _Interrupt:
         if not frame.f_code.co_filename.startswith(_OURS):
             return None
         if event == "line":
-            self._seen += 1
-            if self._seen == self._at:
+            self.seen += 1
+            if self.seen == self._at:
                 sys.settrace(None)
                 signal.raise_signal(signal.SIGUSR2)
         return self._trace

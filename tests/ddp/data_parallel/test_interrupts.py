@@ -38,3 +38,16 @@ def test_a_signal_all_through_a_step(nursery: Nursery, backend: str) -> None:
     first = random.randrange(1, 38)
     print("first line:", first)
     assert interrupt_from(nursery, backend, first, 37) == []
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+@pytest.mark.parametrize(
+    "call", ["check_replicas", "gather_metrics", "gather_samples", "broadcast_object", "step that unfreezes", "fit"]
+)
+def test_a_signal_at_any_line_of_a_call_that_others_make_too_raises_on_its_rank_alone(
+    nursery: Nursery, call: str, backend: str
+) -> None:
+    part = random.random()
+    print("part:", part)
+    for wrong in nursery.run(2, "ddp_worlds.interrupt_cases:interrupted_call", group=backend, call=call, part=part):
+        assert wrong == []
