@@ -297,6 +297,11 @@ def after_scaled_steps(call: Callable[[torch.optim.Optimizer], None]) -> None:
     torch.amp.GradScaler.step = step_and_call  # type: ignore[method-assign]  # for what makes its own scaler, too
 
 
+def device_of_scaler(scaler: torch.amp.GradScaler) -> str:
+    """Return the kind of device on which a GradScaler keeps its scale. Without it, the CPU. 2.3."""
+    return getattr(scaler, "_device", "cpu")
+
+
 def in_compiled_autograd() -> bool:
     """Return whether compiled autograd runs or traces this backward pass. Without it, it would average nothing. 2.6."""
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")

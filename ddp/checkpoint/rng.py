@@ -21,7 +21,7 @@ def capture() -> dict[str, Any]:
     states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if (numpy := sys.modules.get("numpy")) is not None:
         states["numpy"] = _plain(numpy.random.get_state(legacy=False), numpy)
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():  # asking would make a context
         states["cuda"] = torch.cuda.get_rng_state()
     if (xla := _spmd()) is not None:
         states["xla"] = xla.core.xla_model.get_rng_state()

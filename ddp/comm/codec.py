@@ -99,7 +99,7 @@ class _Reader:
         if kind == "sparse":
             shape, indices, values = content
             return torch.sparse_coo_tensor(
-                self._take(indices), self._take(values), shape, is_coalesced=True, check_invariants=True
+                self._take(indices), self._take(values), shape, device="cpu", is_coalesced=True, check_invariants=True
             )
         if kind == "dict":
             return {self.build(key): self.build(item) for key, item in content}

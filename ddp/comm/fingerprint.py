@@ -94,5 +94,7 @@ def _fetched(sums: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 @functools.cache
 def _weights(device: torch.device) -> torch.Tensor:
-    drawn = torch.randint(-(1 << 62), 1 << 62, (_HASHED_AT_ONCE,), generator=torch.Generator().manual_seed(1))
+    drawn = torch.randint(
+        -(1 << 62), 1 << 62, (_HASHED_AT_ONCE,), generator=torch.Generator().manual_seed(1), device="cpu"
+    )
     return drawn.mul_(2).add_(1).to(device)  # odd: no single change is lost

@@ -103,7 +103,7 @@ class SharedSegment:
     def close(self) -> None:
         """Release the memory, which is freed with its last tensor; no process can open it any more. May be repeated."""
         self.close_descriptor()
-        self.tensor = torch.empty(0, dtype=torch.uint8)
+        self.tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def close_descriptor(self) -> None:
         """Keep the memory, but prevent other processes from opening it."""

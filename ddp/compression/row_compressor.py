@@ -71,8 +71,8 @@ class RowCompressor(Compressor):
         try:
             memory = self._free.pop()
         except IndexError:
-            memory = torch.empty(numel, dtype=torch.float32)
+            memory = torch.empty(numel, dtype=torch.float32, device="cpu")
         if memory.numel() < numel:
-            memory = torch.empty(numel, dtype=torch.float32)
+            memory = torch.empty(numel, dtype=torch.float32, device="cpu")
         yield memory[:numel].view(tensor.shape)
         self._free.append(memory)

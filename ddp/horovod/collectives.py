@@ -303,7 +303,7 @@ def alltoall(
         return result
 
     result = _differentiable(run, back, tensor)
-    return result if splits is None else (result, torch.tensor(received))
+    return result if splits is None else (result, torch.tensor(received, device="cpu"))
 
 
 def barrier(name: str | None = None, *, group: dist.ProcessGroup | None = None) -> None:

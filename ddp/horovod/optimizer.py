@@ -380,7 +380,8 @@ class _Engine:
         """Average a closure's loss over the ranks, so that an optimizer that depends on it acts alike on all."""
         if self.reducer is None or self._link is None or not isinstance(loss, Tensor | int | float):
             return loss
-        total = torch.as_tensor(loss, dtype=None if isinstance(loss, Tensor) else torch.float64).detach().clone()
+        total = loss if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float64, device="cpu")
+        total = total.detach().clone()
         with waiting_for_peers("average of the closure's losses", self._link):
             group = host_side(self._link) if total.device.type == "cpu" else self._link
             finish(group.allreduce([total]), device=total.device)

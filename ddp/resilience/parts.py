@@ -27,7 +27,7 @@ from ddp.data_parallel.wrapper import DistributedDataParallel
 from ddp.errors import ArgumentError, ReplacementError, UnsupportedError
 from ddp.horovod.optimizer import average_over, reducer_of
 from ddp.resilience.copies import ATOMS, Copies, copied
-from ddp.torch_internals import foreach_copy
+from ddp.torch_internals import device_of_scaler, foreach_copy
 
 __all__ = ["ModelPart", "OptimizerPart", "Part", "ReducingPart", "SamplerPart", "StatefulPart", "accompany"]
 
@@ -364,7 +364,7 @@ class StatefulPart(Part):
     def receive(self, sent: Any) -> None:
         scaler = self._stateful
         if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled():
-            scaler.scale(torch.zeros(()))  # creates its scale, without which it has no state
+            scaler.scale(torch.zeros((), device=device_of_scaler(scaler)))  # creates its scale: else it has no state
             scaler.update(scaler.get_scale())  # resets its record of optimizers that stepped
         self._stateful.load_state_dict(sent)
 

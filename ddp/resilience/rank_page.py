@@ -56,7 +56,7 @@ class RankPage:
         self._forms = [_form(buffer) for buffer in self._buffers]
         self._shapes = [shape for shape, _, _ in self._forms]
         state = torch.default_generator.get_state()
-        has_device = torch.cuda.is_available()
+        has_device = torch.cuda.is_initialized()
         devices = [torch.cuda.get_rng_state()] if has_device else []
         self._get_states = [torch.default_generator.get_state, *([torch.cuda.get_rng_state] if has_device else [])]
         tensors = [state, *devices, *self._buffers]

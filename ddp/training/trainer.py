@@ -363,7 +363,7 @@ class Trainer(Training):
             return rows.cpu()
         if self.strategy.collective:
             return gather_samples(rows).cpu()
-        whole = torch.zeros(size, *rows.shape[1:], dtype=rows.dtype)
+        whole = torch.zeros(size, *rows.shape[1:], dtype=rows.dtype, device="cpu")
         whole[self.strategy.replica :: self.strategy.replicas] = rows.cpu()
         gathered: Tensor = self.strategy.reduce("sum", whole)
         return gathered

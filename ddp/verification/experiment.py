@@ -106,7 +106,7 @@ class Experiment:
         return Comparison(**{**received, "differences": tuple(Difference(**each) for each in received["differences"])})
 
     def _shard(self) -> torch.Tensor:
-        return torch.arange(self._rows).chunk(self.world_size)[self._rank]
+        return torch.arange(self._rows, device="cpu").chunk(self.world_size)[self._rank]
 
     def _selected(self, rows: torch.Tensor | None) -> Any:
         """Copy these rows of the batch: a loss may change its batch in place."""
@@ -147,7 +147,9 @@ class Experiment:
             d = other.gradients[name]
             if a is not None or d is not None:
                 shape = (a if d is None else d).shape  # type: ignore[union-attr]  # one of them is not None
-                pairs[name] = tuple(torch.zeros(shape, dtype=torch.float64) if t is None else t for t in (a, d))
+                pairs[name] = tuple(
+                    torch.zeros(shape, dtype=torch.float64, device="cpu") if t is None else t for t in (a, d)
+                )
         largest = max((_peak(t) for pair in pairs.values() for t in pair), default=0.0)
         differences, worst = [], 0.0
         for name, (a, d) in pairs.items():

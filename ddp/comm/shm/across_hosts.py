@@ -76,7 +76,7 @@ class AcrossHosts:
             self._peers = Peers(named, self._host, [ranks[self._place] for ranks in hosts], timeout)
         slot_bytes = -(-_CHUNK_BYTES // self._carriers // 64) * 64  # aligned for every dtype
         with torch.inference_mode(False):  # else it could not be used outside
-            self._came = torch.empty(_SLOTS, slot_bytes, dtype=torch.uint8)
+            self._came = torch.empty(_SLOTS, slot_bytes, dtype=torch.uint8, device="cpu")
 
     def close(self) -> None:
         """Close the connections: ranks on other hosts that wait for this one fail."""

@@ -54,7 +54,7 @@ class GradBucket:
         self._plan = plan
         self._members = members
         self._is_last = is_last
-        self._buffer = torch.empty(0)
+        self._buffer = torch.empty(0, device="cpu")
 
     def index(self) -> int:
         """Return the bucket's position in launch order, from 0; after the first step, in another plan."""

@@ -89,7 +89,7 @@ class GradientSums:
         self._transfers: list[Transfer] = []
         self._next = 0  # the first transfer that has not been sent in this pass
         self._absent: list[int] = []  # members without a gradient of this rank in this pass
-        self._statuses = torch.empty(0)  # the last step status
+        self._statuses = torch.empty(0, device="cpu")  # the last step status
         self.plan([index for index in reversed(range(len(members))) if index not in sparse])
 
     def hook(
@@ -372,7 +372,7 @@ class GradientSums:
 
     def used_map(self) -> torch.Tensor:
         """Return how many ranks had a gradient in the last pass, by index: (parameters,), int32."""
-        counts = self._statuses[HEADER_NUMEL:] if len(self._statuses) else torch.zeros(len(self._members))
+        counts = self._statuses[HEADER_NUMEL:] if len(self._statuses) else torch.zeros(len(self._members), device="cpu")
         return counts.round().to(torch.int32)
 
     def first_used(self) -> torch.nn.Parameter:

@@ -35,7 +35,7 @@ def _owners(tensor: torch.Tensor) -> int:
 # Stands for a gradient that never comes, so that the transfer waits for the end of backward.
 AT_THE_END = -1
 
-_SOLE_OWNER = _owners(torch.empty(1))
+_SOLE_OWNER = _owners(torch.empty(1, device="cpu"))
 _ONLY_STRIDED = {torch.strided}
 _Place = tuple[Member, torch.nn.Parameter, torch.Tensor]
 

@@ -76,7 +76,9 @@ def _summed_rows(
         finish(dist.all_gather(every_value, values, group=group, async_op=True), device=values.device)
     rows = torch.cat([index[:count] for index, count in zip(every_index, counts, strict=True)])
     entries = torch.cat([value[:count] for value, count in zip(every_value, counts, strict=True)])
-    return torch.sparse_coo_tensor(rows[None], entries, parameter.shape, check_invariants=False).coalesce()
+    return torch.sparse_coo_tensor(
+        rows[None], entries, parameter.shape, device=entries.device, check_invariants=False
+    ).coalesce()
 
 
 _Named = tuple[str, torch.nn.Parameter]

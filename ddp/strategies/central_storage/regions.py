@@ -105,7 +105,7 @@ class RankRegion:
     def rows(self, piece: Piece, count: int) -> Rows:
         """Return those of the `count` rows that are in a piece, numbered from its first row."""
         numbers = self._numbers(piece.parameter, count)
-        first, last = torch.searchsorted(numbers, torch.tensor([piece.begin, piece.end])).tolist()
+        first, last = torch.searchsorted(numbers, torch.tensor([piece.begin, piece.end], device="cpu")).tolist()
         row = piece.shape[1:]
         slot = self.slot(piece.parameter)
         values = slot.view(-1)[: count * torch.Size(row).numel()].view(count, *row)
@@ -129,7 +129,7 @@ class SharedRegion:
         self._control = control_group(self._group, forms[0].device)
         self._stall_report = StallReport(self._group, timeout_s=stall_timeout_s)
         self._stall_report.at("its forward and backward passes")
-        self._token = torch.zeros(1, dtype=torch.int64)
+        self._token = torch.zeros(1, dtype=torch.int64, device="cpu")
         self._buffers = BufferSync(self._group, model, (), self._stall_report.wait)
 
     def barrier(self, what: str, *, step: int = 0) -> None:
@@ -164,7 +164,7 @@ class SharedRegion:
     def open(self, plan: RegionPlan) -> list[RankRegion]:
         """Make this rank's region and open those of the others."""
         if self._group is None:
-            memory = torch.zeros(plan.region_bytes + plan.values_bytes, dtype=torch.uint8)
+            memory = torch.zeros(plan.region_bytes + plan.values_bytes, dtype=torch.uint8, device="cpu")
             return [RankRegion(memory, plan, self._forms)]
         rank = self._group.rank()
         own = SharedSegment(plan.region_bytes + (plan.values_bytes if rank == 0 else 0))

@@ -25,7 +25,7 @@ class Published:
         self._entries: list[StateEntry] = []
         self._places: list[torch.Tensor | None] = []
         self._segment: SharedSegment | None = None
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def announcement(self) -> tuple[Any, list[tuple[Any, ...]]] | None:
         """Return what the others need to read it, or None if they have it."""
@@ -115,7 +115,7 @@ class StateEntry:
         if self.kind == "sparse":
             numbers, values = self.sparse_places(memory)
             return torch.sparse_coo_tensor(
-                numbers[None].clone(), values.clone(), self.shape, is_coalesced=True, check_invariants=False
+                numbers[None].clone(), values.clone(), self.shape, device="cpu", is_coalesced=True, check_invariants=False
             )
         place = self.place(memory)
         return place.item() if self.kind == "number" else place

@@ -210,7 +210,7 @@ class Storage:
             _DENSE if number in copied else self._written(number, parameter)
             for number, parameter in enumerate(self._parameters)
         ]
-        self._mine.kinds.copy_(torch.tensor(kinds, dtype=torch.int64))
+        self._mine.kinds.copy_(torch.tensor(kinds, dtype=torch.int64, device="cpu"))
         self._mine.header[RankRegion.DIGEST] = digest(groups)
         self._mine.header[RankRegion.STEP] = self._step
 
@@ -270,7 +270,7 @@ class Storage:
     def _average_all(self) -> float:
         """Average this rank's chunks and keep the results; return the sum of their squares."""
         self._averages = {
-            index: self._average(chunk, torch.empty(chunk.numel, dtype=_wide(chunk.dtype)))
+            index: self._average(chunk, torch.empty(chunk.numel, dtype=_wide(chunk.dtype), device="cpu"))
             for index, chunk in self._chunks.items()
         }
         return sum(_squares(self._averages[index], chunk) for index, chunk in self._chunks.items())
@@ -295,7 +295,7 @@ class Storage:
         dtype = _wide(chunk.dtype)
         held = self._scratches.get(dtype)
         if held is None or len(held) < chunk.numel:
-            held = self._scratches[dtype] = torch.empty(chunk.numel, dtype=dtype)
+            held = self._scratches[dtype] = torch.empty(chunk.numel, dtype=dtype, device="cpu")
         return held[: chunk.numel]
 
     def state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

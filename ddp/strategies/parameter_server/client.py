@@ -175,7 +175,7 @@ class Client:
 
     def _value_of(self, chunk: Chunk) -> Message:
         """Return a message with this replica's values of a chunk."""
-        flat = torch.empty(chunk.numel, dtype=chunk.dtype)
+        flat = torch.empty(chunk.numel, dtype=chunk.dtype, device="cpu")
         foreach_copy(chunk.in_flat(flat), self._targets[chunk.index])
         return Message("value", {"chunk": chunk.index}, (flat,))
 

@@ -199,7 +199,7 @@ def _shortened(
         return flat.to(_sent_dtype(chunk, compression))
     blocks = -(-chunk.numel // _BLOCK)
     if chunk.index not in residuals:
-        residuals[chunk.index] = torch.zeros(blocks, _BLOCK)
+        residuals[chunk.index] = torch.zeros(blocks, _BLOCK, device="cpu")
     values = residuals[chunk.index]  # (blocks, 256) float32: the earlier rounding error, to which the gradient is added
     # The residual of an absent piece waits for its next gradient; in `flat` such a piece is uninitialized.
     left_out = [chunk.pieces[position].in_flat(values.view(-1)) for position in (*gradient.absent, *gradient.sparse)]
@@ -207,7 +207,7 @@ def _shortened(
     values.view(-1)[: chunk.numel].add_(flat)
     for piece in left_out:
         piece.zero_()
-    packed = torch.empty(row_bytes(blocks, _BLOCK), dtype=torch.uint8)
+    packed = torch.empty(row_bytes(blocks, _BLOCK), dtype=torch.uint8, device="cpu")
     quantize(values, packed, torch.empty_like(values))
     for piece, rest in zip(left_out, owed, strict=True):
         piece.copy_(rest)
@@ -244,7 +244,7 @@ def _flat(chunk: Chunk, compression: str, sent: torch.Tensor) -> torch.Tensor:
         raise MalformedError(f"a gradient of shape {tuple(sent.shape)} for the {chunk.numel} elements of {chunk.index}")
     if not is_packed:
         return sent.to(chunk.dtype)
-    whole = torch.empty(blocks, _BLOCK)
+    whole = torch.empty(blocks, _BLOCK, device="cpu")
     dequantize(sent, whole)
     return whole.view(-1)[: chunk.numel].to(chunk.dtype)
 

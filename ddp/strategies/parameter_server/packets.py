@@ -340,7 +340,7 @@ def _tensor(frame: zmq.Frame, name: str, shape: list[int]) -> torch.Tensor:
     if expected != seen:
         raise MalformedError(f"a tensor of {name}{shape} in {seen} bytes, not {expected}")
     if expected == 0:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     tensor = torch.frombuffer(memory, dtype=dtype)
     if tensor.data_ptr() % dtype.itemsize:  # short frames lie anywhere in what was read from the socket
         tensor = torch.frombuffer(bytearray(memory), dtype=dtype)

@@ -98,7 +98,7 @@ class ServerLink:
                 out = chunk.in_memory(memory.tensor)
             else:
                 if chunk.index not in self._buffers:
-                    self._buffers[chunk.index] = torch.empty(chunk.numel, dtype=chunk.dtype)
+                    self._buffers[chunk.index] = torch.empty(chunk.numel, dtype=chunk.dtype, device="cpu")
                 out = self._buffers[chunk.index]
             gradient = flatten_gradients(chunk, gradients, out)
         is_rows = isinstance(gradient, ChunkGradient) and (bool(gradient.sparse) or gradient.flat is None)

@@ -43,7 +43,7 @@ class ChangedRows:
     def begin(self, chunk: Chunk) -> None:
         """Mark all rows of a chunk as unchanged: the peer has all values."""
         self._masks[chunk.index] = [
-            torch.zeros(piece.shape[0] if piece.shape else 1, dtype=torch.bool) for piece in chunk.pieces
+            torch.zeros(piece.shape[0] if piece.shape else 1, dtype=torch.bool, device="cpu") for piece in chunk.pieces
         ]
 
     def add(self, chunk: Chunk, changed: Sequence[torch.Tensor | None] | None) -> None:
@@ -117,10 +117,10 @@ class Steps:
         size = max(1, plan.partition.bytes(index))
         can_share = options.shared_memory and SharedSegment.available
         self.memory = SharedSegment(size) if can_share else None
-        memory = torch.zeros(size, dtype=torch.uint8) if self.memory is None else self.memory.tensor
+        memory = torch.zeros(size, dtype=torch.uint8, device="cpu") if self.memory is None else self.memory.tensor
         self.shards = Shards(optimizer, chunks, {chunk.index: chunk.in_memory(memory) for chunk in chunks})
         self._means = {  # used for one chunk at a time, so that the memory stays in the cache
-            dtype: torch.empty(max(chunk.numel for chunk in chunks if chunk.dtype == dtype), dtype=dtype)
+            dtype: torch.empty(max(chunk.numel for chunk in chunks if chunk.dtype == dtype), dtype=dtype, device="cpu")
             for dtype in {chunk.dtype for chunk in chunks}
         }
         self._groups = plain_groups(optimizer)

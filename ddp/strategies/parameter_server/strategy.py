@@ -183,7 +183,7 @@ class ParameterServer(Strategy):
             return
         if self.is_main:
             self._client.send_values()
-        self._client.gather(torch.zeros(1, dtype=torch.uint8))
+        self._client.gather(torch.zeros(1, dtype=torch.uint8, device="cpu"))
         self.sync()
 
     def evaluations(self, *, every_s: float = 1.0) -> Iterator[int]:

@@ -50,7 +50,7 @@ def flatten_gradients(
     absent, sparse, dense = _by_kind(chunk, gradients)
     if not dense and chunk.pieces:
         return ChunkGradient(None, absent, sparse)
-    flat = torch.empty(chunk.numel, dtype=chunk.dtype) if out is None else out
+    flat = torch.empty(chunk.numel, dtype=chunk.dtype, device="cpu") if out is None else out
     if absent or sparse:
         foreach_copy([chunk.pieces[position].in_flat(flat) for position in dense], list(dense.values()))
         return ChunkGradient(flat, absent, sparse)
@@ -208,4 +208,4 @@ def _mean_rows(every: Sequence[Rows], count: int, dtype: torch.dtype) -> Rows:
 def _every_row(piece: Piece, gradient: ChunkGradient) -> Rows:
     """Return all rows of a piece that is dense in `gradient`."""
     assert gradient.flat is not None
-    return Rows(torch.arange(piece.shape[0]), piece.in_flat(gradient.flat))
+    return Rows(torch.arange(piece.shape[0], device="cpu"), piece.in_flat(gradient.flat))

@@ -75,7 +75,9 @@ def _whole(pairs: Sequence[tuple[Piece, State]]) -> State:
         elif len(pairs) == 1 or name in SCALARS:
             whole[name] = value.detach().clone()
         else:
-            pieces = [state[name] if name in state else torch.zeros(piece.shape) for piece, state in pairs]
+            pieces = [
+                state[name] if name in state else torch.zeros(piece.shape, device="cpu") for piece, state in pairs
+            ]
             if any(each.is_sparse for each in pieces):
                 pieces = [each if each.is_sparse else each.to_sparse(1) for each in pieces]
             whole[name] = torch.cat([each.to(value.dtype) for each in pieces])

@@ -266,8 +266,8 @@ def view_of(memory: torch.Tensor, at: int, shape: Sequence[int], dtype: torch.dt
     """
     size = torch.Size(shape)
     if not size.numel():
-        return torch.empty(size, dtype=dtype)
-    tensor = torch.empty(0, dtype=dtype)
+        return torch.empty(size, dtype=dtype, device="cpu")
+    tensor = torch.empty(0, dtype=dtype, device="cpu")
     storage = memory.untyped_storage()[at : at + size.numel() * dtype.itemsize]
     tensor.set_(storage, 0, size)  # type: ignore[call-overload]  # torch's stubs know no storage
     return tensor

@@ -304,8 +304,9 @@ class _ChunkOptimizer:
             return None
         rows = gradient.sparse.get(unit.first)
         if rows is not None:
+            values = rows.values.to(self.chunk.dtype)
             return torch.sparse_coo_tensor(
-                rows.numbers[None], rows.values.to(self.chunk.dtype), unit.tensor.shape, check_invariants=True
+                rows.numbers[None], values, unit.tensor.shape, device=values.device, check_invariants=True
             ).coalesce()
         if flat is None:
             raise ArgumentError(f"chunk {self.chunk.index}: no gradient for piece {unit.first}, which is not absent")
@@ -317,7 +318,7 @@ class _ChunkOptimizer:
         for unit in self._units:
             rows = gradient.sparse.get(unit.first)
             if unit.first in gradient.absent:
-                changed += [torch.empty(0, dtype=torch.int64)] * (unit.stop - unit.first)
+                changed += [torch.empty(0, dtype=torch.int64, device="cpu")] * (unit.stop - unit.first)
             elif rows is None:
                 changed += [None] * (unit.stop - unit.first)
             else:
@@ -359,7 +360,7 @@ def _copied_hyper(values: Mapping[str, Any]) -> dict[str, Any]:
 def _copy_of_another(optimizer: torch.optim.Optimizer, chunk: Chunk, pieces: Sequence[torch.Tensor]) -> Any:
     """Return a deep copy of any optimizer, with the parameters of this chunk replaced by their pieces."""
     own = {piece.parameter: tensor for piece, tensor in zip(chunk.pieces, pieces, strict=True)}
-    nothing = torch.empty(0)  # for other chunks' parameters, and for states, which are loaded later
+    nothing = torch.empty(0, device="cpu")  # for other chunks' parameters, and for states, which are loaded later
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     memo: dict[int, Any] = {id(parameter): own.get(number, nothing) for number, parameter in enumerate(parameters)}
     for state in optimizer.state.values():
