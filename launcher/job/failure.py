@@ -10,12 +10,14 @@ connection is taken for a consequence if something that is none follows within S
 
 from __future__ import annotations
 
+import math
 import re
 import signal
 from collections.abc import Sequence
 from enum import Enum
 
 from launcher.frozen import dataclass
+from launcher.job.abort_causes import AbortCause, abort_cause
 from launcher.protocol.reports import Exited, Failing
 
 MESSAGE_CHARACTERS = 120
@@ -94,6 +96,7 @@ class Failure:
     provoked: bool = False
     failed_ranks: tuple[int, ...] | None = None
     injected: bool = False  # by --chaos
+    abort: AbortCause | None = None  # what it wrote of its cause, if it aborted or a collective raised
 
     @property
     def exit_code(self) -> int:
@@ -153,6 +156,12 @@ def failure_of(
     else:
         kind = FailureKind.KILLED if exited.status < 0 else FailureKind.EXITED
         said = {} if kind is FailureKind.KILLED else said
+    abort = None
+    if kind is FailureKind.KILLED and isinstance(exited, Exited):
+        abort = abort_cause(exited.stderr)
+        said = {"message": abort.message} if abort is not None else {}
+    elif said.get("type") == "DistBackendError":
+        abort = abort_cause(said.get("message", ""))
     named = said.get("failed_ranks")
     return Failure(
         kind=kind,
@@ -171,6 +180,7 @@ def failure_of(
         provoked=isinstance(exited, Exited) and exited.provoked,
         failed_ranks=None if named is None else tuple(int(rank) for rank in named.split() if rank.isdecimal()),
         injected=injected,
+        abort=abort,
     )
 
 
@@ -180,7 +190,8 @@ def first_cause(failures: Sequence[Failure]) -> Failure | None:
         return None
     first = min(failures, key=lambda failure: failure.at)
     roots = [f for f in failures if f.at <= first.at + SLACK_S and not looks_like_consequence(f)]
-    cause = min(roots, key=lambda failure: failure.at, default=first)
+    # If all waited in a collective until its timeout, the rank that had started the fewest kept the others waiting.
+    cause = min(roots, key=lambda failure: failure.at, default=min(failures, key=_started, default=first))
     others = {failure.rank: failure for failure in failures if failure.rank is not None}
     while named := [others[rank] for rank in cause.failed_ranks or () if rank in others]:
         others.pop(-1 if cause.rank is None else cause.rank, None)  # so that two which name each other come to an end
@@ -188,8 +199,15 @@ def first_cause(failures: Sequence[Failure]) -> Failure | None:
     return cause
 
 
+def _started(failure: Failure) -> tuple[float, float]:
+    started = failure.abort.started if failure.abort is not None else None
+    return math.inf if started is None else started, failure.at
+
+
 def looks_like_consequence(failure: Failure) -> bool:
     """Say whether a failure may be no more than what the loss of a peer looks like."""
+    if failure.abort is not None:
+        return not failure.abort.is_own
     if failure.kind is FailureKind.RAISED:
         is_told = failure.failed_ranks is not None or failure.error_type in _CONSEQUENCE_TYPES
         return is_told or _CONSEQUENCE_WORDS.search(failure.message) is not None
@@ -253,14 +271,14 @@ def what_happened(failure: Failure, *, in_full: bool = False) -> str:
         return f"{who} (pid {failure.pid}) {_ended(failure)}{f' ({by_whom})' if by_whom else ''} {after}"
     if failure.kind is FailureKind.RAISED:
         return f"{who} raised {failure.error_type or 'an exception'} {after}{f': {message}' if message else ''}"
-    return f"{who} {_ended(failure)} {after}"
+    return f"{who} {_ended(failure)} {after}{_of_abort(failure)}"
 
 
 def how_they_ended(failure: Failure, count: int) -> str:
     """Say how this failure and others like it ended, to follow their number: `failed in all_reduce: broken pipe`."""
     message = plain_message(failure.message)
     if failure.kind in (FailureKind.EXITED, FailureKind.KILLED):
-        return _ended(failure, count)
+        return _ended(failure, count) + _of_abort(failure)
     if failure.kind is FailureKind.RAISED:
         how = f"failed in {failure.inside}" if failure.inside else f"failed with {failure.error_type or 'an error'}"
     elif failure.kind in (FailureKind.NEVER_STARTED, FailureKind.HUNG):
@@ -285,11 +303,16 @@ def _by_whom(failure: Failure) -> str:
     if failure.killer:
         return failure.killer
     if signum in _CRASHES:
-        return _CRASHES[signum]
+        return _CRASHES[signum] + _of_abort(failure)
     if signum in (signal.SIGUSR1, signal.SIGUSR2):
         return "dtrain passes it on when it is sent one; the script has no handler for it"
     by_another = "by another process or by itself: dtrain did not send it"
     return f"{by_another}, and no out-of-memory kill was seen" if signum == signal.SIGKILL else by_another
+
+
+def _of_abort(failure: Failure) -> str:
+    is_known = failure.kind is FailureKind.KILLED and failure.abort is not None
+    return f": {failure.message}" if is_known else ""
 
 
 def plain_message(message: str) -> str:

@@ -127,6 +127,7 @@ class Exited(Report):
     unsaved: int | None = 0  # steps since the newest one; None: it trained without ddp, so checkpoints are not known
     by_exec: str = ""  # as in Started...
     costs_s: float = 0.0  # if the duration of that package's import is known only now
+    stderr: str = field(default="", repr=False)  # its last part, if the process aborted
 
 
 @dataclass(frozen=True)

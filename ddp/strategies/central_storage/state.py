@@ -114,8 +114,9 @@ class StateEntry:
             return None
         if self.kind == "sparse":
             numbers, values = self.sparse_places(memory)
+            numbers, values = numbers[None].clone(), values.clone()
             return torch.sparse_coo_tensor(
-                numbers[None].clone(), values.clone(), self.shape, device="cpu", is_coalesced=True, check_invariants=False
+                numbers, values, self.shape, device="cpu", is_coalesced=True, check_invariants=False
             )
         place = self.place(memory)
         return place.item() if self.kind == "number" else place

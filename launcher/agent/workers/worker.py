@@ -57,6 +57,8 @@ _PROGRESS = struct.Struct("<8Q")  # fields: ddp/monitoring/progress.py, step_cou
 _ALONE = (1, 2, 3, 4)  # its failure does not end the attempt: the others continue, or wait for its replacement
 _GENERATION = struct.Struct("<Q")
 _PIPE_BYTES = 1 << 16
+_STDERR = 2
+_STDERR_BYTES = 16 << 10  # stacks of C++ frames stand behind the message
 
 
 def spawn(
@@ -209,6 +211,7 @@ class Worker:
         self.by_exec = ("", "")  # why it was not forked, and the import that prevents that if it was not tried
         self.output_bytes = 0  # read from it
         self.output_lines = 0  # complete lines
+        self._stderr = b""  # its last part
         self._begun: dict[int, str] = {}  # by stream, the kind of its unfinished line: a bar or a prompt
         self.ended = 0.0
         self._kill_at: float | None = None  # set once it has failed although its process still runs
@@ -252,6 +255,8 @@ class Worker:
         """Record output that was read from it."""
         self.output_bytes += len(data)
         self.output_lines += data.count(b"\n")
+        if stream == _STDERR:
+            self._stderr = (self._stderr + data[-_STDERR_BYTES:])[-_STDERR_BYTES:]
         _, newline, rest = data.rpartition(b"\n")
         before = "" if newline else self._begun.get(stream, "")
         self._begun[stream] = "bar" if b"\r" in rest or before == "bar" else "prompt" if rest else before
@@ -382,6 +387,7 @@ class Worker:
             unsaved=self.unsaved,
             by_exec=by_exec,
             costs_s=float(took.get(module, 0.0)),
+            stderr=self._stderr.decode(errors="replace") if self.status == -signal.SIGABRT else "",
         )
 
     def read_returned(self) -> bytes:

@@ -289,6 +289,27 @@ def test_first_failure_is_the_cause_though_a_victim_ends_before_it(tmp_path: Pat
     assert "1 other exited with code 9" in result.stderr
 
 
+def test_where_all_workers_abort_the_report_names_the_one_with_a_fault_of_its_own(tmp_path: Path) -> None:
+    """All end by SIGABRT, as with NCCL's watchdog, and the one with the fault last: what they wrote decides."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "rank = int(os.environ['RANK'])\n"
+        "peer = 'Last error:\\nsocketProgress: Connection closed by remote peer n2<4711>'\n"
+        "own = 'CUDA error: uncorrectable ECC error encountered'\n"
+        "time.sleep(0.3 * (rank == 1))\n"
+        "error = own if rank == 1 else peer\n"
+        "print(f'[rank{rank}] watchdog thread terminated with exception: {error}', file=sys.stderr, flush=True)\n"
+        "os.abort()\n"
+    )
+    result = run_dtrain("run", "--nproc-per-node", "3", script, cwd=tmp_path)
+    assert result.returncode == 134
+    first = next(line for line in result.stderr.splitlines() if line.startswith("dtrain: rank"))
+    assert "rank 1 on " in first
+    assert "SIGABRT (it aborted itself: CUDA error: uncorrectable ECC error encountered)" in first
+    assert "2 others were killed by SIGABRT: socketProgress: Connection closed by remote peer" in result.stderr
+
+
 def test_report_names_cause_place_and_file(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import json\ndef load(path):\n    return json.loads(path)\nload('nothing')")
