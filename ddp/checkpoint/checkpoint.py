@@ -22,6 +22,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -39,13 +40,16 @@ from ddp.checkpoint.agreement import (
     require_equal_replicas,
 )
 from ddp.checkpoint.loading import LoadNote, Restored, find, identity, open_again, restore, send
-from ddp.checkpoint.preemption import Warned
 from ddp.checkpoint.state import Stateful, check_plain, given_parts, wrapper_of
 from ddp.checkpoint.writer import OnError, Writer
+from ddp.comm.objects import control_group, device_of
+from ddp.comm.small_sum import reduce_options
 from ddp.errors import ArgumentError, CheckpointError
 from ddp.generation.pending_group import is_pending
 from ddp.monitoring.progress import SAVE, count_checkpoint, phase
-from ddp.monitoring.stall_report import at_files
+from ddp.monitoring.stall_report import at_files, finish, waiting_for_peers
+from ddp.monitoring.time_warning import time_warning
+from ddp.world import before_leaving
 
 _checks: list[Callable[[], None]] = []
 
@@ -113,7 +117,7 @@ class Checkpoint:
         self.check_replicas = check_replicas
         self._writer = Writer(self.folder, on_error)
         self._is_uncounted = False  # whether another rank may still write what this one has saved
-        self._warned: Warned | None = None
+        self._warned: _Warned | None = None
 
     def due(self, step: int, *, every: int) -> bool:
         """Whether to save now: after every `every` steps, and once more when the job's time is nearly up.
@@ -121,7 +125,7 @@ class Checkpoint:
         The latter is when any rank got SIGUSR1, as SLURM sends it ahead of the end; from the first call on it ends no
         process. Every rank must call it after every step; it returns the same on all of them. `every` 0: only then.
         """
-        self._warned = self._warned or Warned()
+        self._warned = self._warned or _Warned()
         is_warned = self._warned.together()
         return is_warned or (every > 0 and step % every == 0)
 
@@ -323,3 +327,59 @@ class Checkpoint:
         raise_together(problems, mine)
         if is_uncounted and is_written:
             count_checkpoint()
+
+
+class _Warned:
+    """Notices that the job's time is nearly up, on all ranks in the same call of `Checkpoint.due`.
+
+    Hears warnings from its construction on (`ddp.monitoring.time_warning`).
+    """
+
+    def __init__(self) -> None:
+        self._acted = 0  # on how many
+        self._statuses = 0  # known at the call before
+        self._most: tuple[dist.Work, torch.Tensor] | None = None  # (1,) that any rank has heard, on its way
+        time_warning.listen()
+        before_leaving(self, _Warned._reset)
+
+    def _reset(self) -> None:
+        """With the next group: a rank that is new there does not know what the others have shared."""
+        self._most, self._acted, self._statuses = None, 0, time_warning.statuses
+        time_warning.shared = 0
+
+    @property
+    def has_acted(self) -> bool:
+        """Whether `together` has returned True, which is so on all ranks or on none."""
+        return self._acted > 0
+
+    def together(self) -> bool:
+        """Return True once for each warning, on all ranks in the same call: the one after the first rank has heard it.
+
+        Every rank must call it equally often. It communicates nothing where a backward pass was averaged over all ranks
+        since the call before: the status of that has said it. Else it starts an all-reduce of one number in host
+        memory, which waits for no device, and waits for that of the call before, which is over by then unless a rank is
+        a whole step behind.
+        """
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+            time_warning.shared = time_warning.heard
+        else:
+            time_warning.settle()
+            if time_warning.statuses == self._statuses:
+                self._exchange()
+            self._statuses = time_warning.statuses
+        is_warned = time_warning.shared > self._acted
+        self._acted = time_warning.shared
+        return is_warned
+
+    def _exchange(self) -> None:
+        # Counts, not flags: the ranks hear one warning in different steps, and it is still one.
+        if self._most is not None:
+            work, heard = self._most
+            with waiting_for_peers("agreement on a warning that the time is nearly up"):
+                finish(work, device=heard.device)
+            time_warning.shared = max(time_warning.shared, int(heard))
+        heard = torch.tensor([time_warning.heard], dtype=torch.int32, device="cpu")
+        world = dist.group.WORLD
+        assert world is not None
+        control = control_group(world, device_of(world))
+        self._most = control.allreduce([heard], reduce_options(dist.ReduceOp.MAX)), heard

@@ -23,13 +23,12 @@ from ddp.comm.broadcast_objects import broadcast_object
 from ddp.errors import ArgumentError, CollectiveError, ReplacementError, UnsupportedError
 from ddp.generation.pending_group import left_out
 from ddp.horovod.optimizer import is_distributed
-from ddp.resilience.averages import averaged_by, catch_up
 from ddp.resilience.copies import copied
 from ddp.resilience.global_batch import GlobalBatch
 from ddp.resilience.join_point import JoinPoint
 from ddp.resilience.parts import ModelPart, OptimizerPart, Part, ReducingPart, SamplerPart
 from ddp.resilience.rank_page import RankPage
-from ddp.torch_internals import buffers_of
+from ddp.torch_internals import buffers_of, foreach_copy
 from ddp.world import communicating, settle
 
 __all__ = ["Commits", "OwnState"]
@@ -90,7 +89,7 @@ class Commits:
         self._averages = [
             (module, source)
             for module in others
-            if isinstance(module, AveragedModel) and (source := averaged_by(module, trained)) is not None
+            if isinstance(module, AveragedModel) and (source := _averaged_by(module, trained)) is not None
         ]
         own = None if self._own is None else self._own.own_state
         self._page = RankPage(partial(_buffers, _tables(trained)), own, partial(_buffers, _tables(others)))
@@ -320,7 +319,7 @@ class Commits:
             known, found = number - 1, self._page.at(number - 1)
         self._page.restore_buffers(known)
         for average, source in self._averages:
-            catch_up(average, source, self._page.before(number, [*average.buffers()]))
+            _catch_up(average, source, self._page.before(number, [*average.buffers()]))
         random = None
         if found is not None:
             random, own = found
@@ -342,3 +341,41 @@ def _tables(modules: Sequence[nn.Module]) -> list[Mapping[str, torch.Tensor | No
 
 def _buffers(tables: Sequence[Mapping[str, torch.Tensor | None]]) -> list[torch.Tensor]:
     return [buffer for table in tables for buffer in table.values() if buffer is not None]
+
+
+def _averaged_by(average: AveragedModel, models: Sequence[nn.Module]) -> nn.Module | None:
+    """Return the one of `models` that it averages; None if that is not known."""
+    forms = _forms(average.module)
+    found = [model for model in models if type(model) is type(average.module) and _forms(model) == forms]
+    return found[0] if len(found) == 1 else None
+
+
+def _forms(module: nn.Module) -> dict[str, torch.Size]:
+    return {name: value.shape for name, value in module.state_dict().items()}
+
+
+@torch.no_grad()
+def _catch_up(average: AveragedModel, source: nn.Module, before: Sequence[torch.Tensor]) -> None:
+    """Update the buffers as the other ranks did in the step that led to the present `average`.
+
+    The parameters of an average are the same on all ranks, so another rank sends them. Its buffers follow those of this
+    rank's model: after a step that the others have finished, they need one more update.
+
+    `before` are all of its buffers at the commit before that step. Without them, or after more than one update, it
+    stays unchanged.
+    """
+    buffers = dict(average.named_buffers())
+    if len(before) != len(buffers):
+        return
+    kept = dict(zip(buffers, before, strict=True))
+    now = int(average.n_averaged)
+    updates = now - int(kept["n_averaged"])
+    if updates not in (0, 1):
+        return
+    parameters = [parameter.data for parameter in average.parameters()]
+    theirs = [parameter.clone() for parameter in parameters]
+    foreach_copy([buffer.data for buffer in buffers.values()], list(before))
+    if updates:
+        average.update_parameters(source)
+    foreach_copy(parameters, theirs)
+    average.n_averaged.fill_(now)

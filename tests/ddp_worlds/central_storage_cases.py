@@ -21,7 +21,7 @@ from torch import nn
 
 import ddp
 from ddp.comm.shared_memory import SharedSegment
-from ddp.strategies.central_storage import device_copies
+from ddp.strategies.central_storage import regions
 from ddp.strategies.central_storage import step as storage_step
 from ddp.strategies.central_storage.strategy import CentralOptimizer, CentralStorage
 
@@ -171,7 +171,7 @@ def a_late_device_equals_all_reduce(*, settings: list[tuple[str, str, int, float
     late = LateDevice()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(storage_step, "_is_on_device", lambda _: True)
-        patch.setattr(device_copies, "_BLOCK_BYTES", 600)
+        patch.setattr(regions, "_BLOCK_BYTES", 600)
         late.install(patch)
         for model_name, maker, parts, clip in settings:
             make = MAKERS[maker]

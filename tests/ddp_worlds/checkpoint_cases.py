@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ddp
-from ddp.checkpoint import checkpoint, loading, preemption, rng, writer
+from ddp.checkpoint import checkpoint, loading, rng, writer
 from ddp.checkpoint import file as checkpoint_file
 from ddp.comm import objects
 from ddp.monitoring import progress
@@ -393,10 +393,10 @@ def _save_for_ever(folder: Path, done: int, in_background: bool) -> None:
 def a_warning_is_heard_in_one_step(folder: str, has_host_group: bool) -> None:
     """Rank 1 hears SIGUSR1 twice: all ranks save in the same two steps, told by tensors in host memory."""
     if not has_host_group:  # as of NCCL alone
-        for module in (preemption, objects):
+        for module in (checkpoint, objects):
             module.device_of = lambda *_: torch.device("cuda")  # type: ignore[attr-defined]  # replaced in this process
     seen = []
-    control_group = preemption.control_group  # type: ignore[attr-defined]  # replaced in this process
+    control_group = checkpoint.control_group  # type: ignore[attr-defined]  # replaced in this process
 
     used: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -409,7 +409,7 @@ def a_warning_is_heard_in_one_step(folder: str, has_host_group: bool) -> None:
             seen.append((tensors[0].device.type, self.group is dist.group.WORLD))
             return self.group.allreduce(tensors, options)
 
-    preemption.control_group = Noted  # type: ignore[attr-defined]  # replaced in this process
+    checkpoint.control_group = Noted  # type: ignore[attr-defined]  # replaced in this process
     made = ddp.Checkpoint(folder)
     answers = []
     for step in range(8):
@@ -424,7 +424,7 @@ def a_warning_is_heard_in_one_step(folder: str, has_host_group: bool) -> None:
 
 def a_warning_comes_with_the_status_of_a_pass(folder: str) -> None:
     """Rank 1 hears SIGUSR1 twice, once in a step that fails on rank 0: the same calls say so; nothing else is sent."""
-    preemption.control_group = None  # type: ignore[attr-defined]  # no collective but those of the pass
+    checkpoint.control_group = None  # type: ignore[attr-defined]  # no collective but those of the pass
     model = ddp.DistributedDataParallel(nn.Linear(2, 1))
     first, second = ddp.Checkpoint(folder), ddp.Checkpoint(folder + "2")
     answers = []

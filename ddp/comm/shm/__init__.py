@@ -8,7 +8,7 @@ It is registered when torch looks the name up, so `import ddp` changes nothing f
 `ddp.init()` uses it on the CPU if possible.
 
 `backend.sharing(store, rank, size, timeout)` says for all ranks which of them share memory. Where not all ranks of a
-group do, it goes by memory within hosts and by gloo between them (`across_hosts`, `peers`, `hosts_group`).
+group do, it goes by memory within hosts and by gloo between them (`across_hosts`, `hosts_group`).
 
 Data is copied once into memory that all ranks have mapped, and read there by its receivers. Collectives of a group run
 in the order in which they were called, each as rounds: a rank fills its slot, increments its counter, and continues
@@ -19,6 +19,6 @@ tensor's type, and then the sum of those once more.
 
 Bottom up: `waiting` (futex, fence), `agreement` (one answer for all ranks), `memory` (the mapped segments), `rounds`
 (counters, headers, dead ranks), `combine` and `collectives` (the algorithms), `messages` (send and recv), `process_end`
-(closes groups with the process), `engine` (order and threads of operations), `work`, `flat` and `other_devices` (kinds
-of tensors), `group` (the process group), `backend` (registration with torch).
+(closes groups with the process), `engine` (order and threads of operations), `work` (flat tensors, and results),
+`other_devices`, `group` (the process group), `backend` (registration with torch).
 """

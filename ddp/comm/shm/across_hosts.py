@@ -15,9 +15,11 @@ With unequal numbers of ranks per host, the number of sending ranks on each is t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import wraps
+from time import monotonic
 from typing import Any
 
 import torch
@@ -26,8 +28,7 @@ from torch.distributed import PrefixStore
 
 from ddp.comm.shm.collectives import Steps
 from ddp.comm.shm.combine import combine
-from ddp.comm.shm.peers import Peers, bytes_of
-from ddp.comm.shm.rounds import Lost
+from ddp.comm.shm.rounds import Lost, ranks_text
 
 _SMALL_BYTES = 1 << 15  # smaller tensors are exchanged whole between hosts: one message instead of two
 _CHUNK_BYTES = 4 << 20  # of a whole tensor
@@ -70,10 +71,10 @@ class AcrossHosts:
         self._is_even = all(len(ranks) == self._carriers for ranks in hosts)
         self.local = make_local(PrefixStore(f"host/{self._host}", store), self._place, self._places, timeout)
         self.flat: Any = dist.ProcessGroupGloo(PrefixStore("all", store), rank, size, timeout)
-        self._peers: Any = None  # Peers, of a rank that carries
+        self._peers: Any = None  # _Peers, of a rank that carries
         if self._place < self._carriers:
             named = PrefixStore(f"peers/{self._place}", store)
-            self._peers = Peers(named, self._host, [ranks[self._place] for ranks in hosts], timeout)
+            self._peers = _Peers(named, self._host, [ranks[self._place] for ranks in hosts], timeout)
         slot_bytes = -(-_CHUNK_BYTES // self._carriers // 64) * 64  # aligned for every dtype
         with torch.inference_mode(False):  # else it could not be used outside
             self._came = torch.empty(_SLOTS, slot_bytes, dtype=torch.uint8, device="cpu")
@@ -240,14 +241,14 @@ class AcrossHosts:
         if self._place == carrier:
             options = dist.BroadcastOptions()
             options.rootRank = host
-            self._peers.group.broadcast([bytes_of(flat)], options).wait()
+            self._peers.group.broadcast([_bytes_of(flat)], options).wait()
         if host != self._host or place < self._carriers:
             self._run_local("broadcast", flat, carrier)
 
     @_in_one_step
     def all_gather(self, outs: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
         if not self._is_even:
-            self.flat.allgather([list(map(bytes_of, outs))], [bytes_of(flat)]).wait()
+            self.flat.allgather([list(map(_bytes_of, outs))], [_bytes_of(flat)]).wait()
             return
         came = flat.new_empty(len(self._hosts), flat.numel())  # of this number on each host
         came[self._host] = flat
@@ -262,24 +263,93 @@ class AcrossHosts:
     def gather(self, outs: Sequence[torch.Tensor], flat: torch.Tensor, root: int) -> None:
         options = dist.GatherOptions()
         options.rootRank = root
-        self.flat.gather([list(map(bytes_of, outs))] if outs else [], [bytes_of(flat)], options).wait()
+        self.flat.gather([list(map(_bytes_of, outs))] if outs else [], [_bytes_of(flat)], options).wait()
 
     @_in_one_step
     def scatter(self, out: torch.Tensor, pieces: Sequence[torch.Tensor], root: int) -> None:
         options = dist.ScatterOptions()
         options.rootRank = root
-        self.flat.scatter([bytes_of(out)], [list(map(bytes_of, pieces))] if pieces else [], options).wait()
+        self.flat.scatter([_bytes_of(out)], [list(map(_bytes_of, pieces))] if pieces else [], options).wait()
 
     @_in_one_step
     def all_to_all(self, outs: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor]) -> None:
-        sent = torch.cat([bytes_of(piece) for piece in pieces])
+        sent = torch.cat([_bytes_of(piece) for piece in pieces])
         came = sent.new_empty(sum(out.nbytes for out in outs))
         sizes = [[each.nbytes for each in tensors] for tensors in (outs, pieces)]
         self.flat.alltoall_base(came, sent, *sizes).wait()
         for out, part in zip(outs, torch.split(came, sizes[0]), strict=True):
-            bytes_of(out).copy_(part)
+            _bytes_of(out).copy_(part)
 
     def _run_local(self, name: str, *args: Any) -> None:
         """Run a collective within the host, unless this is its only rank."""
         if self._places > 1:
             self.local.run_now(name, *args)
+
+
+_AT_ONCE = timedelta(milliseconds=1)
+
+
+class _Peers:
+    """Messages over gloo between `ranks`, one on each host; this process is the one on `host`.
+
+    Rows are contiguous tensors, one per host. A tag is free again after `wait`. Post receives before sends: a request
+    waits behind the data that this rank has sent before it, and a rank without a request sends nothing. gloo's own
+    collectives send first, so that a slow link is used in one direction at a time.
+    """
+
+    def __init__(self, store: Any, host: int, ranks: Sequence[int], timeout: timedelta) -> None:
+        self.group: Any = dist.ProcessGroupGloo(store, host, len(ranks), timeout)
+        self.timeout = timeout
+        self._ranks = ranks
+        self._others = [(host + step) % len(ranks) for step in range(1, len(ranks))]
+        self._works: dict[int, list[tuple[int, Any]]] = defaultdict(list)  # by tag, with the host
+
+    def receive(self, rows: Sequence[torch.Tensor], tag: int) -> None:
+        """Ask each other host for its row."""
+        self._works[tag] += [(host, self.group.recv([_bytes_of(rows[host])], host, tag)) for host in self._others]
+
+    def send(self, rows: Sequence[torch.Tensor], tag: int) -> None:
+        """Send each other host its row, once it requests it."""
+        self._works[tag] += [(host, self.group.send([_bytes_of(rows[host])], host, tag)) for host in self._others]
+
+    def wait(self, tag: int) -> None:
+        """Block until all transfers of this tag are done. Raises RuntimeError if a rank is gone or too late."""
+        works, began = self._works[tag], monotonic()
+        while works:
+            host = works[0][0]
+            try:
+                works.pop(0)[1].wait(self.timeout)  # a frame of a traceback that has a work keeps connections open
+            except RuntimeError as error:
+                if monotonic() - began < self.timeout.total_seconds():
+                    raise RuntimeError(f"rank {self._ranks[host]} on another host: {error}") from error
+                late = {host, *self._unfinished(works)}  # the first one awaited need not be the one that stalls
+                ranks = [self._ranks[each] for each in sorted(late)]
+                which = f"rank {ranks[0]} on another host" if len(ranks) == 1 else f"{ranks_text(ranks)} on other hosts"
+                raise RuntimeError(f"{which}: {error}") from error
+        del self._works[tag]
+
+    def _unfinished(self, works: list[tuple[int, Any]]) -> Iterator[int]:
+        """Yield the hosts with unfinished messages, and remove these."""
+        while works:
+            host = works[0][0]
+            try:
+                works.pop(0)[1].wait(_AT_ONCE)
+            except RuntimeError:
+                yield host
+
+    def exchange(self, rows: Sequence[torch.Tensor], came: Sequence[torch.Tensor]) -> None:
+        """Send each other host its row of `rows`, and receive one from each."""
+        self.receive(came, 0)
+        self.send(rows, 0)
+        self.wait(0)
+
+    def close(self) -> None:
+        """Close the connections: ranks that wait for this one fail."""
+        for works in self._works.values():
+            works.clear()
+        self.group = None
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a contiguous tensor as (n,) uint8, so that gloo can move any dtype."""
+    return tensor.view(-1).view(torch.uint8)

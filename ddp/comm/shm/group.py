@@ -17,12 +17,11 @@ import torch.distributed as dist
 from ddp.comm.shm.collectives import Algorithms, Steps
 from ddp.comm.shm.combine import reduction_of
 from ddp.comm.shm.engine import Engine, Operation
-from ddp.comm.shm.flat import Flats
 from ddp.comm.shm.memory import open_all
 from ddp.comm.shm.messages import Receive, Send
 from ddp.comm.shm.other_devices import OtherDevices
 from ddp.comm.shm.rounds import Rounds
-from ddp.comm.shm.work import DoneWork, ShmWork
+from ddp.comm.shm.work import DoneWork, Flats, ShmWork
 from ddp.errors import ArgumentError
 from ddp.torch_internals import backend_of
 

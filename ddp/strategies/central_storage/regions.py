@@ -1,4 +1,4 @@
-"""The layout of central storage in shared memory, and the barriers of its ranks.
+"""The layout of central storage in shared memory, copies between it and a device, and the barriers of its ranks.
 
 Called by `step`; knows no optimizer.
 """
@@ -18,6 +18,7 @@ from torch import nn
 from ddp.comm.broadcast import BufferSync, broadcast_tensors
 from ddp.comm.layout import check_same_layout, describe
 from ddp.comm.objects import control_group, gather_values
+from ddp.comm.pinned_buffer import PinnedBuffer
 from ddp.comm.shared_memory import SharedSegment
 from ddp.errors import ArgumentError, CollectiveError
 from ddp.monitoring.stall_report import StallReport
@@ -225,3 +226,61 @@ def digest(groups: Sequence[Mapping[str, Any]]) -> int:
         for group in hyperparameters(groups)
     ]
     return int.from_bytes(hashlib.blake2b(repr(gathered).encode(), digest_size=8).digest(), "big") >> 1
+
+
+_BLOCK_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Some parameters of one dtype, by number, with pinned memory for all of their elements."""
+
+    numbers: tuple[int, ...]
+    buffer: PinnedBuffer
+
+
+class DeviceCopies:
+    """Copies between `parameters`, by number, and shared memory in a step: gradients to it, new values back.
+
+    For parameters on one `device` with asynchronous copies. These go through pinned memory, since shared memory is not
+    pinned: while the host moves one block, the device copies others.
+    """
+
+    def __init__(self, parameters: Mapping[int, torch.Tensor], device: torch.device) -> None:
+        self._parameters = parameters
+        self._blocks = [
+            _Block(tuple(numbers), PinnedBuffer(sum(parameters[n].numel() for n in numbers), dtype, device))
+            for numbers, dtype in _blocks(parameters)
+        ]
+
+    def fetch(self, gradients: Mapping[int, torch.Tensor], into: Sequence[torch.Tensor]) -> None:
+        """Copy dense gradients, by number, to their tensors in host memory; blocks until done."""
+        present = [[number for number in block.numbers if number in gradients] for block in self._blocks]
+        for block, numbers in zip(self._blocks, present, strict=True):
+            if numbers:
+                block.buffer.start_fetching([gradients[number] for number in numbers])
+        for block, numbers in zip(self._blocks, present, strict=True):
+            if numbers:
+                block.buffer.finish_fetching([into[number] for number in numbers])
+
+    def send(self, values: Sequence[torch.Tensor]) -> None:
+        """Start copying values, by number, to the parameters; they may change afterwards."""
+        for block in self._blocks:
+            block.buffer.start_sending(
+                [values[number] for number in block.numbers], [self._parameters[number] for number in block.numbers]
+            )
+
+
+def _blocks(parameters: Mapping[int, torch.Tensor]) -> list[tuple[list[int], torch.dtype]]:
+    """Split the numbers, in order, into blocks of one dtype and about `_BLOCK_BYTES`."""
+    blocks: list[tuple[list[int], torch.dtype]] = []
+    open_bytes: dict[torch.dtype, int] = {}
+    open_numbers: dict[torch.dtype, list[int]] = {}
+    for number, parameter in parameters.items():
+        dtype = parameter.dtype
+        if dtype not in open_numbers or open_bytes[dtype] + parameter.nbytes > _BLOCK_BYTES:
+            open_numbers[dtype], open_bytes[dtype] = [], 0
+            blocks.append((open_numbers[dtype], dtype))
+        open_numbers[dtype].append(number)
+        open_bytes[dtype] += parameter.nbytes
+    return blocks

@@ -17,8 +17,8 @@ from ddp.data_parallel.arguments import check_initialized
 from ddp.data_parallel.module_watch import ModuleWatch, sparse_names
 from ddp.errors import ArgumentError, DdpError, PeerFailedError
 from ddp.monitoring.progress import count_step
-from ddp.strategies.central_storage.device_copies import DeviceCopies
 from ddp.strategies.central_storage.regions import (
+    DeviceCopies,
     Form,
     RankRegion,
     RegionPlan,

@@ -30,9 +30,8 @@ from ddp.errors import ArgumentError, DdpError, UnsupportedError
 from ddp.monitoring.progress import count_step
 from ddp.monitoring.stall_report import waiting_for_peers
 from ddp.resilience.parts import Part, accompany
-from ddp.strategies.local_sgd.outer_optimizer import OuterOptimizer
+from ddp.strategies.local_sgd.outer_optimizer import OuterOptimizer, Settings
 from ddp.strategies.local_sgd.rank_state import RankState, average, compare
-from ddp.strategies.local_sgd.settings import Settings, check_wrapped
 from ddp.torch_internals import call_after_backward, is_in_join
 
 _UNSEEN_STEPS = 2  # of the optimizer, without a backward pass between them that the wrapper knows of
@@ -91,7 +90,7 @@ class LocalSGD:
     ) -> None:
         self._settings = Settings(every, after, outer_lr, outer_momentum, nesterov)
         wrapper: Any = model
-        check_wrapped(wrapper, optimizer)
+        _check_wrapped(wrapper, optimizer)
         self._model: Callable[[], Any] = weakref.ref(model)  # a wrapper of either class, or None
         self._step = 0
         self._own_steps = 0  # of this rank alone, since the replicas were last equal
@@ -371,3 +370,24 @@ def _remove(*lists: list[RemovableHandle]) -> None:
         for handle in handles:
             handle.remove()
         handles.clear()
+
+
+def _check_wrapped(model: Any, optimizer: Any) -> None:
+    """Raise ArgumentError or UnsupportedError unless ranks can step `optimizer` on a wrapped `model` by themselves."""
+    if not all(hasattr(model, name) for name in ("module", "process_group", "require_backward_grad_sync")):
+        raise ArgumentError(f"model is a {type(model).__name__}: wrap it in ddp.DistributedDataParallel first")
+    names = {kind.__name__ for kind in type(optimizer).__mro__}
+    if "ZeroRedundancyOptimizer" in names:
+        raise UnsupportedError("ZeroRedundancyOptimizer steps for other ranks too, so none can step by itself")
+    if "StandInOptimizer" in names:
+        raise UnsupportedError(
+            "the optimizer that prepare() of central_storage or parameter_server returned steps for all ranks, so none "
+            "can step by itself: make LocalSGD with the model and optimizer that were never given to prepare()"
+        )
+    if "LBFGS" in names:
+        raise UnsupportedError("LBFGS evaluates the model several times in a step, and must not find it averaged then")
+    if not hasattr(optimizer, "register_step_post_hook"):
+        raise ArgumentError(f"optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if not any(id(parameter) in stepped for parameter in model.parameters()):
+        raise ArgumentError("the optimizer steps none of the model's parameters: make it from model.parameters()")

@@ -1,17 +1,48 @@
-"""The outer optimizer of local SGD: an SGD step from the ranks' starting point towards their average."""
+"""The arguments of local SGD, and its outer optimizer: an SGD step from the ranks' start towards their average."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from ddp.errors import ArgumentError
-from ddp.strategies.local_sgd.settings import Settings
 
 _Parameters = Mapping[str, nn.Parameter]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The numeric arguments. Raises ArgumentError for values out of range."""
+
+    every: int
+    after: int
+    outer_lr: float
+    outer_momentum: float
+    nesterov: bool
+
+    def __post_init__(self) -> None:
+        for name, least in (("every", 1), ("after", 0)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ArgumentError(f"{name}={value!r}; it must be an int, {least} or more")
+        if not self.outer_lr > 0:
+            raise ArgumentError(f"outer_lr={self.outer_lr!r}; it must be more than 0 (1: plain averaging)")
+        if not 0 <= self.outer_momentum < 1:
+            raise ArgumentError(f"outer_momentum={self.outer_momentum!r}; it must be from 0 to less than 1")
+
+    @property
+    def has_outer(self) -> bool:
+        """Whether there is an outer optimizer, not plain averaging."""
+        return self.outer_lr != 1 or self.outer_momentum != 0
+
+    @property
+    def is_ordinary(self) -> bool:
+        """Whether averaging gradients is equivalent."""
+        return self.every == 1 and not self.has_outer
 
 
 class OuterOptimizer:

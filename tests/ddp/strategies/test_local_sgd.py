@@ -13,9 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ddp.compression import PowerSGD
 from ddp.strategies.local_sgd.averaging import LocalSGD
-from ddp.strategies.local_sgd.outer_optimizer import OuterOptimizer
+from ddp.strategies.local_sgd.outer_optimizer import OuterOptimizer, Settings
 from ddp.strategies.local_sgd.rank_state import cut_into_chunks
-from ddp.strategies.local_sgd.settings import Settings
 
 CASES = "ddp_worlds.local_sgd_cases"
 # every, after, outer_lr, outer_momentum, nesterov
