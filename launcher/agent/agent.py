@@ -19,9 +19,8 @@ from launcher import __version__
 from launcher.agent.attempt import FUNCTION, Attempt
 from launcher.agent.attempt_end import AttemptEnd
 from launcher.agent.cleanup.guard import reap
-from launcher.agent.cleanup.killed_runs import find_killed_runs, leave_identity
 from launcher.agent.cleanup.lease import ENDS_WITHIN_S, Lease, Limits
-from launcher.agent.cleanup.leftovers import AgentIdentity, LeftoverSweep
+from launcher.agent.cleanup.leftovers import AgentIdentity, LeftoverSweep, find_killed_runs, leave_identity
 from launcher.agent.cleanup.run_tag import RunTag, make_folder
 from launcher.agent.debugging.channels import DebuggerChannels, Rest
 from launcher.agent.evidence import EvidenceRound

@@ -31,9 +31,9 @@ from launcher.job.events import (
     SuspendSelf,
     Tick,
 )
-from launcher.job.evidence_round import TERMINAL, refuse
 from launcher.job.failure import FailureKind
 from launcher.job.fleet import HostPhase, HostState
+from launcher.job.inspection import TERMINAL, refuse
 from launcher.job.lifecycle import advance, fail, grow_with, look_then_stop
 from launcher.job.ranks import JOINS, RankState
 from launcher.job.recovery import members

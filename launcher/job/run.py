@@ -8,11 +8,10 @@ from launcher.errors import DtrainError
 from launcher.hosts.folding import some
 from launcher.job.attempt import AttemptState
 from launcher.job.chaos import Chaos
-from launcher.job.debuggers import Debuggers
-from launcher.job.evidence_round import EvidenceRounds
 from launcher.job.failure import FailedAttempt
 from launcher.job.fleet import Fleet, HostPhase
 from launcher.job.gathering import Gathering
+from launcher.job.inspection import Debuggers, EvidenceRounds
 from launcher.job.ranks import RankState
 from launcher.job.recovery.hangs import Hangs
 from launcher.job.timers import NEVER, Timer, Timers

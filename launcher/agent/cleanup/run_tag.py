@@ -6,7 +6,7 @@ a session of its own, as a daemon, or with a cleared environment; the agent and 
 also identifies the worker: leftovers of one are thus distinguished from those of others.
 
 The agent makes the folder and removes it; if the agent was killed, its guard does, or else the next agent here, of the
-same run (leftovers.py) or of the next one (killed_runs.py).
+same run or of the next one (leftovers.py).
 """
 
 from __future__ import annotations

@@ -10,9 +10,8 @@ import signal
 from collections.abc import Sequence
 
 from launcher.frozen import replace
-from launcher.hangs.meeting import MeetingWatch, WaitingRanks
 from launcher.hangs.positions import rank_position
-from launcher.hangs.watch import Blame, HangPolicy, HangWatch
+from launcher.hangs.watch import Blame, HangPolicy, HangWatch, MeetingWatch, WaitingRanks
 from launcher.job.attempt import AttemptState
 from launcher.job.events import Command, Notice, SaveEvidence, Send
 from launcher.job.failure import FailureKind

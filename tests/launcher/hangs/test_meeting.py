@@ -1,7 +1,6 @@
 """Who waits in init_process_group, by two looks at all ranks."""
 
-from launcher.hangs.meeting import MeetingWatch
-from launcher.hangs.watch import HangPolicy
+from launcher.hangs.watch import HangPolicy, MeetingWatch
 from launcher.protocol.reports import Evidence
 
 TORCH = "/site-packages/torch/distributed"

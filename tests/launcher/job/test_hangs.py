@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 from testbed.job_drive import Drive, messages, notices, tells, told
 
-from launcher.hangs.meeting import WaitingRanks
-from launcher.hangs.watch import HangPolicy
+from launcher.hangs.watch import HangPolicy, WaitingRanks
 from launcher.job.events import Command, Notice, SaveEvidence, Signalled, Tick
-from launcher.job.evidence_round import COLLECT_S
 from launcher.job.failure import FailureKind
+from launcher.job.inspection import COLLECT_S
 from launcher.job.recovery.hangs import Hangs
 from launcher.job.run import Phase
 from launcher.protocol.commands import Collect, EndAttempt, KillWorker, RestartWorker, Stop

@@ -19,7 +19,7 @@ from launcher.job.events import (
     Signalled,
     StacksQuestion,
 )
-from launcher.job.evidence_round import COLLECT_S, NATIVE_S
+from launcher.job.inspection import COLLECT_S, NATIVE_S
 from launcher.job.run import Phase
 from launcher.protocol.commands import CloseDebugger, Collect, KillWorker, OpenDebugger, RestClocks, Stop
 from launcher.protocol.reports import Collected, DebuggerClosed, DebuggerOpened, Evidence

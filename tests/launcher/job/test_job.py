@@ -29,9 +29,9 @@ from launcher.job.events import (
     SuspendSelf,
     Tick,
 )
-from launcher.job.evidence_round import COLLECT_S
 from launcher.job.failure import FailureKind, first_cause
 from launcher.job.fleet import HostPhase
+from launcher.job.inspection import COLLECT_S
 from launcher.job.lifecycle import ROOT_WAIT_S
 from launcher.job.run import Phase
 from launcher.placement.job_spec import CommandKind
