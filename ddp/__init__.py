@@ -16,7 +16,7 @@ exceptions.
 
 from ddp import callbacks, compression, errors, horovod
 from ddp.checkpoint.checkpoint import Checkpoint
-from ddp.compression.compressors import make_compression
+from ddp.compression import make_compression
 from ddp.data.metrics import gather_metrics, gather_samples
 from ddp.data.sampler import DistributedSampler
 from ddp.data_parallel.replicas import check_replicas

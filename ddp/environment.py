@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from ddp.errors import LaunchEnvironmentError
 
-__all__ = ["ALONE", "Placement", "read_placement", "roles_of", "run_of"]
-
 
 @dataclass(frozen=True)
 class Placement:

@@ -57,8 +57,6 @@ from ddp.torch_internals import (
     open_groups,
 )
 
-__all__ = ["World", "init"]
-
 _TIMEOUT, _NCCL_TIMEOUT = timedelta(minutes=30), timedelta(minutes=10)  # torch's, for the rendezvous
 
 

@@ -25,17 +25,6 @@ from ddp.compression.powersgd import PowerSGD
 from ddp.errors import ArgumentError, LayoutMismatchError, NotInitializedError
 from ddp.monitoring.stall_report import waiting_for_peers
 
-__all__ = [
-    "CompressionHook",
-    "Compressor",
-    "Half",
-    "Int8",
-    "PowerSGD",
-    "compress_hook",
-    "make_compression",
-    "named",
-]
-
 
 class CompressionHook(NamedTuple):
     """The arguments of `register_comm_hook(state, hook)`."""

@@ -18,7 +18,9 @@ from ddp.comm.broadcast import BufferSync, broadcast_tensors
 from ddp.comm.channel import Channel
 from ddp.comm.failures import describe_failure
 from ddp.comm.layout import check_same_layout, describe
-from ddp.compression.compressors import Compressor, Half, Int8, PowerSGD, make_compression, named
+from ddp.compression import Half, Int8, PowerSGD, make_compression
+from ddp.compression.compressor import Compressor
+from ddp.compression.compressors import named
 from ddp.compression.powersgd import PowerSGDCompressor
 from ddp.data_parallel.arguments import (
     bucket_limits,

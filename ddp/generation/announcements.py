@@ -14,8 +14,6 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["Announcements", "Generation", "can_replace", "generation_at_start"]
-
 _NUMBER, _PIPE, _FILE = "DTRAIN_GENERATION", "DTRAIN_GENERATION_PIPE", "DTRAIN_GENERATION_FILE"
 _BYTES = 8
 

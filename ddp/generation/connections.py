@@ -21,8 +21,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Connections", "broken_for_s", "clone"]
-
 _WATCHED = re.compile(r"^tfd:\s*(\d+) .* ino:([0-9a-f]+)", re.MULTILINE)
 _cloning = threading.Lock()
 

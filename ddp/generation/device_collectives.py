@@ -31,8 +31,6 @@ from ddp.generation.announcements import can_replace
 from ddp.monitoring.debuggers import debugged_until
 from ddp.torch_internals import abort_on_devices, device_recorder, timeout_of
 
-__all__ = ["HANDLING", "NCCL_BESIDE_GLOO", "DeviceCollectives", "can_be_ended", "leave_errors", "leaves_errors"]
-
 NCCL_BESIDE_GLOO = {"cpu", "gloo", "cuda", "nccl"}  # parts of the backend that `ddp.init` chooses with CUDA
 HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _LIMIT_S = 60.0  # for operations that normally take a second

@@ -12,8 +12,6 @@ from typing import Any
 
 from ddp.errors import RendezvousError, ReplacementError
 
-__all__ = ["meet", "refuse"]
-
 _COUNT, _OUTCOME = "count", "outcome"  # number of ranks that arrived; empty once all have, else why they cannot
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.001, 0.02
 

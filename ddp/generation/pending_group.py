@@ -12,8 +12,6 @@ import torch.distributed as dist
 
 from ddp.errors import ReplacementError
 
-__all__ = ["is_pending", "left_out", "make_pending_group"]
-
 _NAME = "pending"
 _COLLECTIVES = (
     "allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "_allgather_base", "allreduce",

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ddp import world
 from ddp.comm.call_check import Call, check_same_call, title
-from ddp.compression.compressors import Half
+from ddp.compression import Half
 from ddp.errors import UnsupportedError
 from ddp.horovod.calls import (
     Average,

@@ -26,7 +26,8 @@ from ddp.comm.call_check import Call, check_same_call, host_side
 from ddp.comm.channel import Channel
 from ddp.comm.layout import check_same_layout, describe
 from ddp.comm.objects import device_of, gather_values
-from ddp.compression.compressors import Compressor, Half, Int8, PowerSGD, make_compression
+from ddp.compression import Half, Int8, PowerSGD, make_compression
+from ddp.compression.compressor import Compressor
 from ddp.data_parallel.arguments import bucket_limits, checked_device
 from ddp.data_parallel.buckets.comm_hook import checked_hook
 from ddp.data_parallel.module_watch import ModuleWatch

@@ -10,8 +10,6 @@ import os
 from pathlib import Path
 from time import monotonic
 
-__all__ = ["debugged_until"]
-
 _VARIABLE = "DTRAIN_DEBUGGER_FILE"
 
 

@@ -20,8 +20,6 @@ from ddp.monitoring.debuggers import debugged_until
 from ddp.monitoring.user_code import line_of_frame
 from ddp.torch_internals import device_recorder, timeouts_on_devices
 
-__all__ = ["start"]
-
 _LATER_S = 10.0  # after the timeout: until then, a rank that waits for its device may raise an error instead
 _LONGEST_PAUSE_S = 5.0
 

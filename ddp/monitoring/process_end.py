@@ -17,8 +17,6 @@ from ddp.errors import CollectiveError
 from ddp.monitoring.stall_text import printable
 from ddp.monitoring.user_code import line_of_traceback
 
-__all__ = ["end_process", "how_it_ends", "leave_pending"]
-
 
 class Unfinished(Protocol):
     """A collective in progress."""

@@ -20,8 +20,6 @@ import torch
 from ddp.monitoring import timeline
 from ddp.torch_internals import call_after_backward
 
-__all__ = ["EVALUATION", "SAVE", "count_checkpoint", "count_step", "count_step_after", "phase", "set_restart_policy"]
-
 _VARIABLE = "DTRAIN_PROGRESS_FILE"
 _SIZE_BYTES = 40
 _STEPS, _CHECKPOINTS, _RESTART_POLICY, _PHASE, _SAVED_STEPS = 0, 1, 2, 3, 4

@@ -34,8 +34,6 @@ from ddp.monitoring.process_end import how_it_ends
 from ddp.monitoring.stall_text import MOST_POSITIONS, Answer, Heard, Position, printable
 from ddp.torch_internals import default_store
 
-__all__ = ["Reporter", "StoreThread", "store_thread_of_world"]
-
 _ASKED = "asked"  # number of questions so far
 _LAST_WORDS = 2**53  # answers every later question
 _TICK_S = 0.05  # between two looks at the answers, while a thread here waits for them

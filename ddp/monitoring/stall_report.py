@@ -47,17 +47,6 @@ from ddp.monitoring.stall_text import (
 from ddp.monitoring.user_code import line_of_frame
 from ddp.torch_internals import device_types_of, is_by_gloo, timeout_of
 
-__all__ = [
-    "HostWork",
-    "Pending",
-    "StallReport",
-    "at_files",
-    "ended_with_connections",
-    "finish",
-    "report_of",
-    "waiting_for_peers",
-]
-
 _TORCHS_TIMEOUT_S = 1800.0
 _BROKEN_S = 1.0  # for a collective with broken connections to fail
 _POLL_S = 1.0  # between two looks for Ctrl-C, which only Python code in the main thread sees

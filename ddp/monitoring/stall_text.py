@@ -10,20 +10,6 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-__all__ = [
-    "AT_FILES",
-    "MOST_POSITIONS",
-    "Answer",
-    "Heard",
-    "Position",
-    "Scene",
-    "describe_files",
-    "describe_stall",
-    "find_missing",
-    "printable",
-    "ranks_at_files",
-]
-
 AT_FILES = "at the files of a checkpoint"  # the others wait for it as long as the group's timeout allows
 MOST_POSITIONS = 32  # of models, in one answer
 _TEXT_LENGTH = 400

@@ -13,8 +13,6 @@ import weakref
 from types import FrameType
 from typing import Protocol
 
-__all__ = ["TimeWarning", "time_warning"]
-
 
 class Unsettled(Protocol):
     """A reducer whose failed pass is still in transit, with the status of the other ranks."""

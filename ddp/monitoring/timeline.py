@@ -38,22 +38,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ddp.torch_internals import after_scaled_steps, call_after_backward, not_traced
 
-__all__ = [
-    "PHASES",
-    "SPANS",
-    "backward",
-    "backward_ended",
-    "counted",
-    "follow",
-    "forward",
-    "mapped_file",
-    "prepare",
-    "span",
-    "wait_begins",
-    "wait_ended",
-    "wait_for",
-]
-
 PHASES = ("data", "forward", "backward", "wait", "optimizer", "other")
 SPANS = ("evaluation", "save", "load", "recovery")
 _DATA, _FORWARD, _BACKWARD, _WAIT, _OPTIMIZER, _OTHER = range(len(PHASES))

@@ -15,8 +15,6 @@ import torch
 
 from ddp.monitoring.stall_text import printable
 
-__all__ = ["line_of_frame", "line_of_traceback"]
-
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _OURS = str(Path(__file__).parents[1]) + os.sep

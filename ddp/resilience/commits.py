@@ -31,8 +31,6 @@ from ddp.resilience.rank_page import RankPage
 from ddp.torch_internals import buffers_of, foreach_copy
 from ddp.world import communicating, settle
 
-__all__ = ["Commits", "OwnState"]
-
 
 class OwnState(Protocol):
     """A part with state of each rank's own, besides a `state_dict` that is the same on all."""

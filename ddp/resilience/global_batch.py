@@ -24,8 +24,6 @@ from ddp.resilience.copies import copied
 from ddp.resilience.parts import ModelPart, OptimizerPart, Part, SamplerPart, StatefulPart
 from ddp.torch_internals import call_before_batches, version_of
 
-__all__ = ["GlobalBatch", "check_objects"]
-
 _KEEPS = "State(keep_global_batch=True)"
 
 

@@ -12,8 +12,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["JoinPoint", "Regroup"]
-
 _AHEAD = 2  # commits: one may be under way when the promise is made
 _PAUSE_S = 0.01
 

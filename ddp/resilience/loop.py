@@ -43,8 +43,6 @@ from ddp.world import (
     rejoin,
 )
 
-__all__ = ["can_go_on", "is_replacement", "resilient"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")
 

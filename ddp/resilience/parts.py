@@ -29,8 +29,6 @@ from ddp.horovod.optimizer import average_over, reducer_of
 from ddp.resilience.copies import ATOMS, Copies, copied
 from ddp.torch_internals import device_of_scaler, foreach_copy
 
-__all__ = ["ModelPart", "OptimizerPart", "Part", "ReducingPart", "SamplerPart", "StatefulPart", "accompany"]
-
 _companions: weakref.WeakKeyDictionary[nn.Module, Part] = weakref.WeakKeyDictionary()
 
 

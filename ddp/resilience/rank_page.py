@@ -22,8 +22,6 @@ import torch
 from ddp.errors import ReplacementError, UnsupportedError
 from ddp.torch_internals import foreach_copy
 
-__all__ = ["RankPage"]
-
 _VARIABLE = "DTRAIN_STATE_FILE"
 _RECORDS, _COMMITS = 4, 2
 _HEAD = struct.Struct("<QI?")  # number + 1, the length of `own`, and whether buffers had another form

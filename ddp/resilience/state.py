@@ -16,8 +16,6 @@ from ddp.resilience.commits import Commits
 from ddp.resilience.global_batch import GlobalBatch, check_objects
 from ddp.resilience.parts import ModelPart, OptimizerPart, Part, SamplerPart, StatefulPart
 
-__all__ = ["State"]
-
 _ATOMS = frozenset({type(None), bool, int, float, str})
 
 

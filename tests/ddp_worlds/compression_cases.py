@@ -22,7 +22,8 @@ from testbed.present import present
 from torch import nn
 
 import ddp
-from ddp.compression.compressors import CompressionHook, Half, Int8, PowerSGD, make_compression
+from ddp.compression import Half, Int8, PowerSGD, make_compression
+from ddp.compression.compressors import CompressionHook
 from ddp.compression.quantize import dequantize, quantize, row_bytes
 from ddp.errors import CheckpointError, CollectiveError, LayoutMismatchError
 

@@ -16,7 +16,8 @@ from ddp_worlds.compression_cases import Bucket, assert_same_bits, error
 from torch import nn
 
 import ddp
-from ddp.compression.compressors import CompressionHook, Int8, PowerSGD, make_compression
+from ddp.compression import Int8, PowerSGD, make_compression
+from ddp.compression.compressors import CompressionHook
 
 SHAPES: Mapping[str, tuple[int, ...]] = {"a": (40, 30), "b": (25,), "c": (31, 20), "d": (), "e": (7, 3, 11)}
 OWNERS = {name: torch.empty(shape) for name, shape in SHAPES.items()}

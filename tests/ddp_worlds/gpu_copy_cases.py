@@ -18,7 +18,7 @@ from ddp_worlds.strategy_cases import build as build_for_servers
 from ddp_worlds.sync_debug import waiting_is_an_error
 from torch.nn import functional as F
 
-from ddp.compression.compressors import Half, Int8, PowerSGD, make_compression
+from ddp.compression import Half, Int8, PowerSGD, make_compression
 from ddp.strategies.central_storage.step import Storage
 from ddp.strategies.central_storage.strategy import CentralOptimizer
 

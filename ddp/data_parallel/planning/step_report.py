@@ -16,7 +16,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ddp.compression.compressors import Half, Int8, PowerSGD, named
+from ddp.compression import Half, Int8, PowerSGD
+from ddp.compression.compressors import named
 from ddp.compression.rehearsal import RehearsalGroup, bucket_like
 from ddp.data_parallel.buckets.bucket_plan import BucketLimits, Member
 from ddp.data_parallel.buckets.gradient_sums import GradientSums

@@ -9,7 +9,7 @@ from ddp_worlds import compression_cases as cases
 from ddp_worlds.compression_cases import LOW_RANK
 from ddp_worlds.nursery import Nursery
 
-from ddp.compression.compressors import PowerSGD
+from ddp.compression import PowerSGD
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])

@@ -16,9 +16,8 @@ from ddp_worlds.compression_cases import Bucket
 from testbed.present import present
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ddp.compression import row_compressor
+from ddp.compression import Half, Int8, PowerSGD, row_compressor
 from ddp.compression.compressor import Compressor
-from ddp.compression.compressors import Half, Int8, PowerSGD
 from ddp.compression.row_exchange import RowExchange
 
 SHAPES = [(40, 30), (7,), (), (0, 3), (6, 5, 3, 3)]

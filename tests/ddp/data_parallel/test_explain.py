@@ -9,7 +9,8 @@ import pytest
 import torch
 from ddp_worlds.nursery import Nursery
 
-from ddp.compression.compressors import PowerSGD, named
+from ddp.compression import PowerSGD
+from ddp.compression.compressors import named
 from ddp.compression.rehearsal import RehearsalGroup, bucket_like
 from ddp.data_parallel.planning.link_cost import LinkCost
 from ddp.data_parallel.planning.simulate import Bucket, CompressionCost, GradReady, StepRecord
