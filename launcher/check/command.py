@@ -1,6 +1,6 @@
 """`dtrain check`: checks whether a run would start on its hosts, and finds problems before the job.
 
-Starts an examiner on every host (link.py, examiner.py), asks all of them concurrently, makes them probe each other,
+Starts an examiner on every host (examiner.py), asks all of them concurrently, makes them probe each other,
 then runs an all-reduce as a separate run (allreduce.py). hosts.py and pairs.py decide what is wrong, report.py prints.
 Leaves nothing on any host.
 """
@@ -8,6 +8,7 @@ Leaves nothing on any host.
 from __future__ import annotations
 
 import os
+import queue
 import secrets
 import shlex
 import shutil
@@ -15,30 +16,37 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from launcher.check.allreduce import Measured, allreduce_spec, measure_allreduce
+from launcher.check.examiner import AT_ONCE, all_at_once
 from launcher.check.examiner_host import code_digest, file_digest
-from launcher.check.examiner_network import AT_ONCE, all_at_once
-from launcher.check.facts import HostFacts, Listening, Probe
+from launcher.check.facts import Clock, HostFacts, Listening, Probe
 from launcher.check.finding import Examined, Finding, Severity, merged
 from launcher.check.hosts import host_findings
-from launcher.check.link import HostLink, close_all
 from launcher.check.pairs import pair_findings, store_findings, targets
 from launcher.check.report import Report, report_as_json, report_as_text
+from launcher.controller.link import Link, close_links
 from launcher.decode import decode_dataclass, decode_value
-from launcher.errors import DtrainError
+from launcher.errors import DtrainError, HostError
 from launcher.hosts.host import Host, HostKind, own_name
+from launcher.job.events import AgentMessage, Connected, Event, Lost
 from launcher.job.orders import prepare
 from launcher.output.text import size
 from launcher.placement.job_spec import DEFAULT_PORT, CommandKind, JobSpec
+from launcher.protocol.reports import Hello
+from launcher.protocol.two_way import Answer, Question
+from launcher.timeline.clock_offset import ClockOffset
 from launcher.transport.connect import Connector
 
 FACTS_S = 20.0  # a driver without persistence mode takes seconds per card
 PROBE_S = 3.0
 LOGS_BYTES = 100 << 20
 HOSTS_AT_ONCE = 256
+ROUND_TRIPS = 8
+CONNECT_S = 1.0  # beyond the deadline: the connector reports better why it takes so long
 
 T = TypeVar("T")
 
@@ -51,7 +59,7 @@ def run_check(asked: JobSpec, *, as_json: bool, say: Callable[[str], None], allr
     began = time.monotonic()
     spec, findings = _from_here(asked)
     findings += _log_dir(spec)
-    with _Examination(spec) as examination:
+    with closing(_Examination(spec)) as examination:
         examination.run()
     findings = merged([*findings, *examination.findings])
     examined_s = time.monotonic() - began
@@ -121,22 +129,20 @@ def _failed(spec: JobSpec, measured: Measured) -> list[Finding]:
 
 
 class _Examination:
-    """The requests to the examiners of all hosts; owns their streams within the `with` block."""
+    """The requests to the examiners of all hosts; owns their streams until it is closed."""
 
     def __init__(self, spec: JobSpec) -> None:
         self.examined: list[Examined] = []
         self.ways: list[Probe] = []
         self.findings: list[Finding] = []
         self._spec = spec
-        self._links = {host.name: HostLink(host, spec.python) for host in spec.hosts}
+        self._links = {host.name: _HostLink(host, spec.python) for host in spec.hosts}
         self._connector = Connector(spec, module="launcher.check.examiner")
         self._token = secrets.token_hex(16)
 
-    def __enter__(self) -> _Examination:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        close_all(self._links.values())
+    def close(self) -> None:
+        """End the examiners by closing their input, and release everything."""
+        close_links([each.link for each in self._links.values()])
         self._connector.close()
 
     def run(self) -> None:
@@ -151,7 +157,7 @@ class _Examination:
         spec = self._spec
         until = time.monotonic() + spec.start_timeout_s
 
-        def examine(link: HostLink) -> Examined:
+        def examine(link: _HostLink) -> Examined:
             greeting = link.open(self._connector, until)
             clock = link.find_clock(until)
             question = vars(prepare(spec, link.host, lease_s=0.0, lost_agents=()))
@@ -172,7 +178,7 @@ class _Examination:
         seen_from = [address for name in there if (address := self._links[name].our_address)]
         here = "" if spec.interfaces else (seen_from or ["127.0.0.1"])[0]
 
-        def listen(link: HostLink) -> Listening:
+        def listen(link: _HostLink) -> Listening:
             first = link.host.name == spec.hosts[0].name
             address = "" if link.host.remote else here
             answer = link.ask(
@@ -197,7 +203,7 @@ class _Examination:
         where = {name: targets(listening, name) for name in listening}
         rounds = -(-max(map(len, where.values())) // AT_ONCE)
 
-        def probe(link: HostLink) -> tuple[tuple[Probe, ...], str]:
+        def probe(link: _HostLink) -> tuple[tuple[Probe, ...], str]:
             ways, variables = link.ask(
                 time.monotonic() + FACTS_S + rounds * PROBE_S,
                 ask="probe",
@@ -215,7 +221,7 @@ class _Examination:
         gloo = {name: interface for name, (_, interface) in found.items()}
         self.findings += pair_findings(list(there.values()), listening, self.ways, gloo)
 
-    def _ask(self, question: Callable[[HostLink], T], names: Iterable[str]) -> tuple[dict[str, T], dict[str, str]]:
+    def _ask(self, question: Callable[[_HostLink], T], names: Iterable[str]) -> tuple[dict[str, T], dict[str, str]]:
         """Ask hosts concurrently; return the answers, and the reasons of those that failed."""
         answers: dict[str, T] = {}
         reasons: dict[str, str] = {}
@@ -235,3 +241,59 @@ class _Examination:
         for name, reason in reasons.items():
             finding = there[name].finding(Severity.ERROR, kind, f"{failed}: {reason}", "ip -brief address")
             self.findings.append(finding)
+
+
+class _HostLink:
+    """The link to one examiner: requests, answers, and the offset of its clock. Used by one thread at a time.
+
+    Every wait has a deadline. `link` ends the examiner when it is closed.
+    """
+
+    def __init__(self, host: Host, python: str) -> None:
+        self.host = host
+        self.our_address: str | None = None
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.link = Link(host, 1, python=python, events=self._events)
+
+    def open(self, connector: Connector, deadline: float) -> Hello:
+        """Connect and wait for the greeting. Raises HostError."""
+        self.link.open(lambda: connector.connect(self.host, deadline))
+        connected = self._next(deadline + CONNECT_S)
+        assert isinstance(connected, Connected)
+        self.our_address = connected.our_address
+        return self._hear(Hello, deadline)
+
+    def ask(self, deadline: float, ask: str, **about: Any) -> Any:
+        """Send a request and return the answer, decoded from JSON. Raises HostError."""
+        self.link.send(Question(ask, about))
+        answer = self._hear(Answer, deadline)
+        if answer.problem:
+            raise HostError(self.host.name, f"could not answer: {answer.problem}")
+        return answer.value
+
+    def find_clock(self, deadline: float) -> Clock:
+        """Compare the clocks by the fastest of several requests."""
+        clock = ClockOffset()
+        for _ in range(ROUND_TRIPS):
+            asked = time.time()
+            theirs = decode_value(float, self.ask(deadline, ask="time"))
+            clock.hear(theirs, time.time(), asked=asked, asked_at=theirs)
+        return Clock(-clock.offset_s, clock.error_s, 2 * clock.error_s)
+
+    def _hear(self, expected: type[T], deadline: float) -> T:
+        event = self._next(deadline)
+        assert isinstance(event, AgentMessage)
+        message: object = event.message
+        if not isinstance(message, expected):
+            raise HostError(self.host.name, f"sent {event.message.kind} instead of {expected.__name__}")
+        return message
+
+    def _next(self, deadline: float) -> Event:
+        """Return the next event. Raises HostError at the end of the link, and at the deadline."""
+        try:
+            event = self._events.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            raise HostError(self.host.name, "did not answer in time; see --start-timeout-s") from None
+        if isinstance(event, Lost):
+            raise HostError(self.host.name, event.reason)
+        return event

@@ -112,6 +112,15 @@ class HostFacts(Packages, Driver):
 
 
 @dataclass(frozen=True)
+class Clock:
+    """The offset of a host's clock ahead of ours, plus or minus `uncertainty_s`."""
+
+    offset_s: float
+    uncertainty_s: float
+    round_trip_s: float
+
+
+@dataclass(frozen=True)
 class Listening:
     """The address on which an examiner listens. `store_problem`: why it cannot listen on the store's port."""
 

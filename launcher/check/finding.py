@@ -11,8 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TypeVar
 
-from launcher.check.facts import HostFacts
-from launcher.check.link import Clock
+from launcher.check.facts import Clock, HostFacts
 from launcher.hosts.host import Host, HostKind
 from launcher.placement.placement import HostOffer
 from launcher.protocol.reports import Hello

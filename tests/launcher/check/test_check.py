@@ -28,11 +28,10 @@ from testbed.sshd import SshHosts
 import launcher
 from launcher import __version__
 from launcher.check.allreduce import allreduce_spec
-from launcher.check.examiner_network import listen, probe, probe_all
-from launcher.check.facts import Gpu, HostFacts, Listening, Probe, Target
+from launcher.check.examiner import AT_ONCE, all_at_once, listen, probe
+from launcher.check.facts import Clock, Gpu, HostFacts, Listening, Probe, Target
 from launcher.check.finding import Examined, Finding, Severity, fix_in, merged
 from launcher.check.hosts import host_findings
-from launcher.check.link import Clock
 from launcher.check.pairs import MOST, pair_findings, targets
 from launcher.check.report import Report, report_as_text
 from launcher.decode import decode_value
@@ -531,7 +530,7 @@ def test_only_a_listener_that_knows_the_token_counts() -> None:
     token = b"0123456789abcdef0123456789abcdef"
     listener = listen("127.0.0.1", token, 0)
     here = Target("a", "here", listener.address, listener.port)
-    well = probe_all([here] * 20, token, 5.0)
+    well = all_at_once(lambda target: probe(target, token, 5.0), [here] * 20, most=AT_ONCE)
     assert [(one.problem, one.interface) for one in well] == [("", "lo")] * 20
     assert probe(here, b"f" * 32, 2.0).problem == "stranger"
     with socket.create_server(("127.0.0.1", 0)) as other:
