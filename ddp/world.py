@@ -53,7 +53,7 @@ from ddp.torch_internals import (
     device_recorder,
     device_types_of,
     is_by_gloo,
-    number_groups_anew,
+    number_groups_again,
     open_groups,
 )
 
@@ -319,7 +319,7 @@ def rejoin(
     if not is_pending(dist.group.WORLD):
         member.on_devices.let_go(devices)
     _drop_group()
-    number_groups_anew()  # a group that could not connect was not destroyed
+    number_groups_again()  # a group that could not connect was not destroyed
     member.on_devices.begin()
     member.generation, member.joining = -1, number
     try:

@@ -148,7 +148,7 @@ def test_only_restarts_of_one_run_share_a_folder_by_default(
     assert runpy.run_path(str(GPT))["default_checkpoint_dir"]() == folder
 
 
-def test_a_run_that_nobody_restarts_leaves_no_checkpoints(alone: Printed) -> None:
+def test_a_run_that_no_one_restarts_leaves_no_checkpoints(alone: Printed) -> None:
     assert os.listdir(alone.folder) == ["out"]
 
 

@@ -72,7 +72,7 @@ def test_a_forked_dtrain_is_a_process_of_its_own(tmp_path: Path, forks: None) ->
         assert process.poll() is None
         waiting = Thread(target=process.wait, daemon=True)
         waiting.start()
-        assert process.poll() is None, "another thread's wait holds up nobody"
+        assert process.poll() is None, "another thread's wait holds up no one"
         process.kill()
         assert process.wait() == process.poll() == -signal.SIGKILL
         waiting.join()

@@ -165,7 +165,7 @@ class StallReport:
     def _wait_here(self, work: Pending, what: str) -> None:
         began = monotonic()
         deadline = began + self.timeout_s
-        has_told = False
+        has_reported = False
         while True:
             start = monotonic()
             poll_s = max(0.001, min(_POLL_S, deadline - start))
@@ -189,9 +189,9 @@ class StallReport:
                     scene, heard = self._ask(what, "")
                     longest = began + self._longest_s
                     if monotonic() < longest and ranks_at_files(scene, heard):
-                        if not has_told and (text := describe_files(scene, heard, longest - monotonic())):
+                        if not has_reported and (text := describe_files(scene, heard, longest - monotonic())):
                             print(text, file=sys.stderr, flush=True)
-                        has_told = True
+                        has_reported = True
                         deadline = min(monotonic() + self.timeout_s, longest)
                         continue
                     self._left = f"has waited too long in the {what}"

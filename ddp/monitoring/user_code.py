@@ -38,8 +38,8 @@ def _line_among(spots: Sequence[_Spot]) -> str:
         return "an unknown line"
     own = min(spots, key=lambda spot: _foreignness(spot[0].f_code.co_filename))  # the first of the least foreign
     inner = spots[0]
-    is_told = inner is own or inner[0].f_code.co_filename.startswith(_OURS)
-    inside = "" if is_told else f", inside {_spot_text(inner)}"
+    is_shown = inner is own or inner[0].f_code.co_filename.startswith(_OURS)
+    inside = "" if is_shown else f", inside {_spot_text(inner)}"
     return printable(_spot_text(own) + inside)
 
 

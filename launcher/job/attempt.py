@@ -33,7 +33,7 @@ class AttemptState:
         self.ranks = Ranks(placement.workers)
         self.fresh: set[str] = set()  # hosts that have come while it went on, with resilient workers
         self.generation = 0  # the newest; see recovery/restarts.py
-        self.generation_told_at = -NEVER
+        self.announced_at = -NEVER
         self.began = began
         self.stopped_at: float | None = None  # when the order to end its workers was given
         self.grown_for = ""  # the other host that the next one can use, if it ends for that
@@ -157,7 +157,7 @@ class AttemptState:
         """Return the number of another generation, which is announced to the workers at once."""
         self._timers.cancel(Timer.GENERATION)
         self.generation += 1
-        self.generation_told_at = now
+        self.announced_at = now
         return self.generation
 
     # ---- what its workers say ----

@@ -66,7 +66,7 @@ class Discovered:
 
 @dataclass(frozen=True)
 class Signalled:
-    """Somebody signalled dtrain."""
+    """dtrain has received a signal."""
 
     signum: int
 

@@ -209,8 +209,8 @@ def looks_like_consequence(failure: Failure) -> bool:
     if failure.abort is not None:
         return not failure.abort.is_own
     if failure.kind is FailureKind.RAISED:
-        is_told = failure.failed_ranks is not None or failure.error_type in _CONSEQUENCE_TYPES
-        return is_told or _CONSEQUENCE_WORDS.search(failure.message) is not None
+        is_known = failure.failed_ranks is not None or failure.error_type in _CONSEQUENCE_TYPES
+        return is_known or _CONSEQUENCE_WORDS.search(failure.message) is not None
     # Background threads of gloo and NCCL end the process when a peer is gone.
     return failure.kind is FailureKind.KILLED and failure.status == -signal.SIGABRT
 

@@ -207,8 +207,8 @@ class Gathering:
         if timers.at(Timer.LAST_CALL) == NEVER:
             again, asked = bool(self.previous), self._spec.last_call_s
             timers.set(Timer.LAST_CALL, now + (LAST_CALL_S[again] if asked is None or again else asked))
-        nobody_more = ready == self.possible or not fleet.coming or self._first_choice(ready)
-        return Readiness.BEGIN if nobody_more or too_late or timers.over(Timer.LAST_CALL, now) else Readiness.WAIT
+        no_one_more = ready == self.possible or not fleet.coming or self._first_choice(ready)
+        return Readiness.BEGIN if no_one_more or too_late or timers.over(Timer.LAST_CALL, now) else Readiness.WAIT
 
     def show_how_far(self, progress: str, now: float) -> list[Command]:
         """Show how far the start of a large run is, and what is wrong so far; the second also where it begins."""

@@ -174,7 +174,7 @@ class Job:
 
     def _bye(self, state: HostState, bye: Bye, now: float) -> list[Command]:
         expected = state.phase is HostPhase.LEAVING
-        reason = state.reason if expected else bye.reason or "its agent was told to end by somebody else"
+        reason = state.reason if expected else bye.reason or "its agent was ended by another program than dtrain"
         had_workers = state.name in self.fleet.busy
         commands = [*self.fleet.said_bye(state, bye, reason), *self._after_link(state, reason, now)]
         if expected:
@@ -238,7 +238,7 @@ class Job:
                 was_suspended, self._suspended = self._suspended, False
                 return self.fleet.suspend(False, now) if was_suspended else []
         is_second = self.run.stops or self.run.stops_with is not None  # while it looks where ranks stand
-        commands = [] if self.run.stops else self._told_to_stop(signum, now)
+        commands = [] if self.run.stops else self._stopped_by(signum, now)
         if is_second and signum == signal.SIGINT and self.run.stops:
             commands += hurry(self.run, now)
         return commands
@@ -253,7 +253,7 @@ class Job:
             return []
         return [Send(name, SignalWorkers(signum=signum)) for name in self.fleet.workers_of(run.current.members)]
 
-    def _told_to_stop(self, signum: int, now: float) -> list[Command]:
+    def _stopped_by(self, signum: int, now: float) -> list[Command]:
         attempt = self.attempt
         self.run.preempted &= signum == signal.SIGTERM  # which SLURM sends at the end; a user sends the others
         if attempt is not None and self.phase is Phase.GATHERING:

@@ -244,12 +244,12 @@ def _looked(run: Run, now: float) -> list[Command]:
     number, found = run.evidence.end_look()
     found = tuple(each for each in found if run.current.ranks.get(each.rank) is not None)  # a host may be lost since
     if run.phase is Phase.RUNNING and (waiting := run.hangs.waiting(run.current, found, now)):
-        return run.hangs.tell(run.current, waiting, number)
+        return run.hangs.report_waiting(run.current, waiting, number)
     blame = run.hangs.blame(found, now)
     if run.phase is not Phase.RUNNING or blame is None or run.debuggers.any_open:
         return []
     if blame.hung:
-        return run.hangs.take(run.current, blame, number, now)
+        return run.hangs.act_on(run.current, blame, number, now)
     if not run.hangs.policy.acts:
         return []
     message = f"no rank has shown a sign of life for {blame.silent_s:.0f} s, and all of them wait"

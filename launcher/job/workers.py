@@ -109,8 +109,8 @@ def _of_worker(
             failure = failure_of(state.name, message, at, attempt=attempt.number)
             attempt.ranks.move(row, RankState.FAILING, failure)
             return fail(run, failure, now)
-    told = run.debuggers.exited(row.number, how_ended(state.name, message))
-    return [*told, *_exited(run, attempt, state, row, message, now)]
+    ended = run.debuggers.exited(row.number, how_ended(state.name, message))
+    return [*ended, *_exited(run, attempt, state, row, message, now)]
 
 
 def _exited(run: Run, attempt: AttemptState, state: HostState, row: Rank, exited: Exited, now: float) -> list[Command]:

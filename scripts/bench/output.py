@@ -46,7 +46,7 @@ def _run(mode: str, lines: int, chunks: int, *, equal: bool) -> tuple[float, flo
         try:
             while os.read(main_side, 1 << 16):
                 pass
-        except OSError:  # nobody has the other side open any more
+        except OSError:  # no one has the other side open any more
             pass
         os._exit(0)
     os.close(main_side)

@@ -367,10 +367,10 @@ def recover(argv: list[str], workers: int, folder: Path, wait_s: float) -> float
     }
     with running(argv, environment, folder) as process:
         victim = all_through(process, workers, folder, attempt=0)[1]
-        time.sleep(wait_s)  # at least so long that nobody is still on the way from the barrier to its sleep
+        time.sleep(wait_s)  # at least so long that no one is still on the way from the barrier to its sleep
         killed = time.monotonic()
         os.kill(victim.pid, signal.SIGKILL)
-        again = [1] if argv[0] == "bash" else None  # torchft's survivors are not started anew
+        again = [1] if argv[0] == "bash" else None  # torchft's survivors are not started again
         return max(rank.time for rank in all_through(process, workers, folder, attempt=1, only=again)) - killed
 
 

@@ -19,7 +19,7 @@ ALL = torchs_names(FILE.read_text(encoding="utf-8"))
 SOME = ALL[::32]
 OTHERS = [name for name in ALL if name not in SOME]
 PARTS = [SOME, *(pytest.param(OTHERS[turn::5], marks=pytest.mark.slow(turn=turn)) for turn in range(5))]
-# What nobody says, since ddp does without it or cannot know whether torch has it under another name.
+# What no one says, since ddp does without it or cannot know whether torch has it under another name.
 SILENT = {
     "_torchdynamo_disable": "set, not read: torch.compile would look into the wrapper",
     "_opt_called": "set, not read: schedulers would warn",

@@ -185,7 +185,7 @@ def test_a_wrong_environment_is_named(env: dict[str, str], says: str, monkeypatc
         ddp.init()
 
 
-def test_a_group_that_somebody_else_made_is_used_and_left_alone(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_group_that_someone_else_made_is_used_and_left_alone(nursery: Nursery, tmp_path: Path) -> None:
     result = nursery.program(
         "import ddp, torch.distributed as dist\n"
         "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"

@@ -70,7 +70,7 @@ def training_goes_on_while_rank_zero_writes(folder: str) -> None:
         notes["list"].append(2)
         notes["tensor"].zero_()
         dist.barrier()
-        assert not list(Path(folder).glob("*.pt")), "nobody has waited for the disk"
+        assert not list(Path(folder).glob("*.pt")), "no one has waited for the disk"
         dist.barrier()  # the disk of rank 0 stays slow until all have looked
     restored = checkpoint.load(model=model, optimizer=optimizer)  # waits for it
     assert restored.step == 1

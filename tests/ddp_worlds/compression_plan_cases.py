@@ -240,7 +240,7 @@ def train(net: Sums, model: ddp.DistributedDataParallel, steps: Iterable[int], m
                 missing.setdefault(name, torch.zeros_like(mean)).add_(mean - parameter.grad)
 
 
-def wrapper_plans_anew(method: str, folder: str) -> None:
+def wrapper_plans_again(method: str, folder: str) -> None:
     """After the first pass, when a parameter is unfrozen, by a loaded plan: nothing that is owed is lost."""
     net, model = wrapped(method, cap_mb=0.002, has_late=False)
     missing: State = {}

@@ -455,7 +455,7 @@ def kept_gradients_stay(large_bytes: int, keep: str, *, counts: bool = True) -> 
 
 
 def kept_gradients_outlive_a_failed_step(large_bytes: int) -> None:
-    """A forward pass that fails on one rank overwrites no gradient that somebody kept of an older step."""
+    """A forward pass that fails on one rank overwrites no gradient that someone kept of an older step."""
     ddp.data_parallel.buckets.bucket_plan._LARGE_BYTES = large_bytes
     replica = build("mlp")
     model = ddp.DistributedDataParallel(replica)

@@ -661,7 +661,7 @@ def everything_frozen_later() -> None:
 
 
 def replaced_parameters_are_errors() -> None:
-    """Parameters that nobody reduces: the error names one; wrapped again, training goes on."""
+    """Parameters that no one reduces: the error names one; wrapped again, training goes on."""
     world = dist.get_world_size()
     x, y = batch(0, 2 * world)
     for change in ("assign", "added"):

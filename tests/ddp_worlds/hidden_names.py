@@ -399,7 +399,7 @@ def main(parent: Path, names: Sequence[str]) -> None:
 
 
 def _features_to_try(touched: set[str], ranks: list[tuple[dict[str, str], set[str], dict[str, set[str]]]]) -> list[str]:
-    """Those that call something of these, and the import; all, if nobody can tell or the import calls some."""
+    """Those that call something of these, and the import; all, if no one can tell or the import calls some."""
     known = set.intersection(*(known for _, known, _ in ranks))
     calling = [name for name in FEATURES if any(not touched.isdisjoint(called[name]) for _, _, called in ranks)]
     return [*FEATURES] if "import" in calling or not touched <= known else ["import", *calling]

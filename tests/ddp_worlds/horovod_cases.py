@@ -193,7 +193,7 @@ class Branches(nn.Module):
 
 
 def parameters_without_gradients_are_exact() -> None:
-    """Layer r + step is used by rank r alone, layer 3 by nobody."""
+    """Layer r + step is used by rank r alone, layer 3 by no one."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = Branches().to(F64)

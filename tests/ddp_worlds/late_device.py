@@ -1,4 +1,4 @@
-"""Stands in for a device whose copies run as late as they may: when somebody waits for them, or the device computes.
+"""Stands in for a device whose copies run as late as they may: when someone waits for them, or the device computes.
 
 Its tensors lie in host memory. A copy to the host takes what the tensors hold when it is started, since a device does
 one thing after the other, and writes it late; a copy to the device reads host memory late. So who reads too early sees

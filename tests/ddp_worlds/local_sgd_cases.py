@@ -279,7 +279,7 @@ def training_resumes_from_a_state(path: str) -> None:
         with pytest.raises(ddp.errors.DdpError, match=r"made 2 steps by itself .* sync\(\)"):
             diverged.state_dict()
     copied = copy.deepcopy(model.module)
-    assert copied.state_dict().keys() == build("mlp").state_dict().keys()  # a copy is somebody else's
+    assert copied.state_dict().keys() == build("mlp").state_dict().keys()  # a copy is someone else's
     pickle.loads(pickle.dumps(model.module)).state_dict()
     local.sync()
     inner = copy.deepcopy(optimizer.state_dict())  # each rank's own

@@ -98,4 +98,4 @@ def distributed_tensors_are_refused_by_all() -> None:
                 ddp.DistributedDataParallel(module, **settings)
     with pytest.raises(ddp.errors.ArgumentError, match=r'1D device mesh.*mesh\["dp"\]'):
         ddp.DistributedDataParallel(build("mlp"), device_mesh=mesh)
-    dist.barrier()  # nobody has sent anything that another waits for
+    dist.barrier()  # no one has sent anything that another waits for

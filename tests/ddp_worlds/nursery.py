@@ -36,7 +36,7 @@ from testbed.processes import TIMED_OUT, Result
 ROOT = Path(__file__).resolve().parents[2]
 BACKEND = os.environ.get("DDP_TEST_BACKEND", "gloo")  # of every world
 _kept: list[Any] = []  # by a rank until it exits
-_NO_FAULT = (  # what some versions say, and nobody can mend
+_NO_FAULT = (  # what some versions say, and no one can mend
     "Guards may run slower on Python",
     "Sparse invariant checks are implicitly disabled",
     "Validating sparse tensor invariants because weights_only=True",
@@ -122,7 +122,7 @@ def call_in_turn(module: str, cases: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Nobody connects while the nursery leaves, and nobody starts a second one."""
+    """No one connects while the nursery leaves, and no one starts a second one."""
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -252,7 +252,7 @@ def fast_workers_wait_at_the_bound(folder: str, staleness: int, servers: int) ->
             assert apart == staleness, "it was let go on as far as it may"
 
 
-def nobody_waits_for_a_backup_worker(folder: str) -> None:
+def no_one_waits_for_a_backup_worker(folder: str) -> None:
     workers, steps = 3, 12
     made = torch.from_file(str(Path(folder) / "made"), shared=True, size=workers, dtype=torch.int64)
 
@@ -401,7 +401,7 @@ def an_evaluator_sees_it_all(options: dict[str, Any]) -> None:
             assert steps == sorted(steps)
         else:
             model, _, _ = train(strategy, setting, each_step=lambda: time.sleep(0.02))
-            strategy.reduce("sum", 0)  # nobody trains any more
+            strategy.reduce("sum", 0)  # no one trains any more
             strategy.sync()
         strategy.close()
         return len(set(steps)), {name: value.clone() for name, value in model.state_dict().items()}
@@ -444,7 +444,7 @@ def no_size_is_too_large_for_a_message() -> None:
 
 
 def a_scaler_leaves_out_one_gradient() -> None:
-    """A GradScaler that finds an inf on one worker: that gradient counts as zeros, and nobody waits."""
+    """A GradScaler that finds an inf on one worker: that gradient counts as zeros, and no one waits."""
 
     def body() -> None:
         strategy = ParameterServer()

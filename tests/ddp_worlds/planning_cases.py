@@ -221,7 +221,7 @@ def failed_steps_are_not_measured() -> None:
     assert limits_of(model) == SMALL
 
 
-def a_parameter_unfrozen_while_steps_are_measured_begins_that_anew() -> None:
+def a_parameter_unfrozen_while_steps_are_measured_begins_that_again() -> None:
     torch.manual_seed(7)
     module = Net()
     module.sometimes.requires_grad_(False)

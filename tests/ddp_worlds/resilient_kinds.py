@@ -183,7 +183,7 @@ def unfreezing() -> list[Any]:
 
 
 class Words(nn.Module):
-    """Has sparse gradients, which nobody knows before they are there."""
+    """Has sparse gradients, which no one knows before they are there."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -310,7 +310,7 @@ def messages_find_their_receivers() -> None:
 
 
 def messages_of_a_tag_keep_their_order() -> None:
-    """The second is asked for while the first, which nobody had asked for, is still arriving."""
+    """The second is asked for while the first, which no one had asked for, is still arriving."""
     group, rank, size = make(), dist.get_rank(), dist.get_world_size()
     for _ in range(5):
         if rank == 0:

@@ -357,7 +357,7 @@ def a_message_is_late_by_the_clock_of_its_own_rank(folder: str) -> None:
     dist.barrier()
 
 
-def a_message_that_nobody_waits_for_has_no_limit(folder: str) -> None:
+def a_message_that_no_one_waits_for_has_no_limit(folder: str) -> None:
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     group = _group_of(folder, rank, timeout_s=0.5 if rank == 0 else LIMIT_S)
     if rank == 0:

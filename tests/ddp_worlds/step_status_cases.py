@@ -165,7 +165,7 @@ def _keep_and_call(kept: list[object], end: Callable[[], None]) -> None:
 
 
 def _failed_and_kept(kept: list[object]) -> tuple[ddp.DistributedDataParallel, Fragile, Fragile]:
-    """A model, its replica and an oracle, after a pass that failed; `kept` holds it, as a graph that somebody holds."""
+    """A model, its replica and an oracle, after a pass that failed; `kept` holds it, as a graph that someone holds."""
     replica = Fragile().to(F64)
     model = ddp.DistributedDataParallel(replica)
     oracle = copy.deepcopy(replica)

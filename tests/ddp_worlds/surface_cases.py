@@ -601,7 +601,7 @@ def functional_calls_are_exact() -> None:
 
 
 def another_module_says_so() -> None:
-    """Put into the wrapper after wrapping: nobody reduces its gradients. The same one, compiled, is fine."""
+    """Put into the wrapper after wrapping: no one reduces its gradients. The same one, compiled, is fine."""
     model = ddp.DistributedDataParallel(build("mlp"))
     follows_whole_batch(model, what="before", steps=2)
     model.module = torch.compile(model.module, backend="eager")

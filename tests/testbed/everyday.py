@@ -73,7 +73,7 @@ def check(script: Script, way: str, folder: Path) -> None:
         options += ["-x", f"TMPDIR={temp}"]
         result = run_dtrain("run", *options, script.path, cwd=folder, env=environment, timeout=LIMIT_S)
     said = _said(result)
-    if way == "hang" and re.fullmatch(rf"rank 1 on .* hangs: .* at {_SLEEP} in .*; taken as failed", said[0]):
+    if way == "hang" and re.fullmatch(rf"rank 1 on .* hangs: .* at {_SLEEP} in .*; treated as failed", said[0]):
         del said[0]
     assert (folder / "trouble_came").exists() is (way != "normal"), result
     has_trained = re.search(r"^\[\S+:0\].*\bfinished: \d+ ", result.stdout, re.MULTILINE) is not None

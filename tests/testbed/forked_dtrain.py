@@ -36,7 +36,7 @@ _BY_SITE = ("sitecustomize", "usercustomize")  # imported at the start of Python
 
 
 class DtrainServer:
-    """The process from which they are forked, started anew if it has ended. It ends with the one that made it."""
+    """The process from which they are forked, started again if it has ended. It ends with the one that made it."""
 
     def __init__(self, variables: Mapping[str, str]) -> None:
         self._variables = {**variables, MARK: NO_MARK}
@@ -159,7 +159,7 @@ def _folders_of_modules(env: Mapping[str, str]) -> list[str]:
 
 
 def _serve(requests: socket.socket) -> None:
-    """Fork a `dtrain` for each request, and say how each has ended; return when nobody can ask any more."""
+    """Fork a `dtrain` for each request, and say how each has ended; return when no one can ask any more."""
     waiting = selectors.DefaultSelector()
     waiting.register(requests, selectors.EVENT_READ)
     while True:
@@ -221,7 +221,7 @@ def _set_up(request: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(env)
     sys.path[:] = [os.getcwd(), *map(os.path.abspath, _folders_of_modules(env)), *INSTALLED]
-    tempfile.tempdir = None  # it is asked for anew
+    tempfile.tempdir = None  # it is asked for again
     sys.argv = [str(Path(launcher.__file__).with_name("__main__.py")), *request["argv"][3:]]
     sys.orig_argv[:] = request["argv"]
     _show_mark(env[MARK])  # where _show_as can do nothing

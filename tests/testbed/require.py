@@ -6,7 +6,7 @@ import pytest
 
 
 def require(found: object, missing: str, fix: str) -> None:
-    """Skip the calling test unless `found` is truthy; with CI=true fail it, for nobody reads a skip there.
+    """Skip the calling test unless `found` is truthy; with CI=true fail it, for no one reads a skip there.
 
     `missing` names the part and `fix` what to type to get it.
     """

@@ -59,7 +59,7 @@ class Terminal:
             return False
         try:
             data = os.read(self.master, 1 << 16)
-        except OSError:  # nobody has the other side open any more
+        except OSError:  # no one has the other side open any more
             return False
         self.shown += data.decode(errors="replace")
         return bool(data)

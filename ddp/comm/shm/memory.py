@@ -80,7 +80,7 @@ def open_all(store: Any, rank: int, size: int, timeout_s: float) -> tuple[list[P
         check_able(hosts, size)
         if len(hosts) > 1:
             raise RendezvousError(
-                f"the backend shm is for ranks that share memory, but these do not: {_told(hosts)} (on other hosts, in "
+                f"the backend shm is for ranks that share memory, but these do not: {_names(hosts)} (on other hosts, "
                 "other containers, or of other users); use gloo, or a group of shm for each host"
             )
     except RendezvousError:
@@ -94,7 +94,7 @@ def check_able(hosts: Sequence[Sequence[int]], size: int) -> None:
     unable = sorted({*range(size)}.difference(*hosts))
     if unable:
         raise RendezvousError(
-            f"the backend shm needs memory of every rank, but {_told([unable])} cannot make {_WHAT} (no memfd_create "
+            f"the backend shm needs memory of every rank, but {_names([unable])} cannot make {_WHAT} (no memfd_create "
             "or pidfd_open here, or a limit of ulimit -v or -f); use gloo"
         )
 
@@ -111,7 +111,7 @@ def _close(pidfds: dict[int, int]) -> None:
         os.close(pidfd)
 
 
-def _told(hosts: Sequence[Sequence[int]]) -> str:
+def _names(hosts: Sequence[Sequence[int]]) -> str:
     return " | ".join(f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))}" for ranks in hosts)
 
 

@@ -1,6 +1,6 @@
-"""What is done about ranks that hang: tell the user, or kill them, so that they fail as any other does. Pure.
+"""Act on ranks that hang: notify the user, or kill them, so that they fail as any other does. Pure.
 
-Who hangs is known in hangs/watch.py. A rank that is killed for it is replaced alone, or ends the attempt, as its
+hangs/watch.py finds who hangs. A rank that is killed for it is replaced alone, or ends the attempt, as its
 restart policy says (restarts.py); its failure then has a kind of its own.
 """
 
@@ -31,14 +31,14 @@ class Hangs:
         self._watch = HangWatch(policy)
         self._meeting = MeetingWatch(policy) if meets else None
         self._is_for_meeting = False  # the look that is under way
-        self._told: set[tuple[int, int]] = set()  # the rank and pid of those that the user knows of
+        self._reported: set[tuple[int, int]] = set()  # by rank and pid
 
     def begin(self) -> None:
         """Reset for a new attempt."""
         self._watch.begin()
         if self._meeting is not None:
             self._meeting.begin()
-        self._told = set()
+        self._reported = set()
 
     def heard(self, host: str, beat: Heartbeat) -> None:
         self._watch.heard(host, beat)
@@ -63,8 +63,8 @@ class Hangs:
             return None
         return self._meeting.looked(evidence, [row.number for row in attempt.ranks], now)
 
-    def tell(self, attempt: AttemptState, waiting: WaitingRanks, number: int) -> list[Command]:
-        """Tell the user of ranks that wait in init_process_group; torch's own time limit ends them."""
+    def report_waiting(self, attempt: AttemptState, waiting: WaitingRanks, number: int) -> list[Command]:
+        """Notify the user of ranks that wait in init_process_group; torch's own time limit ends them."""
 
         def line(ranks: Sequence[int], one: str, several: str) -> list[str]:
             return [f"  {_on_hosts(attempt, ranks)} {one if len(ranks) == 1 else several}"] if ranks else []
@@ -81,7 +81,7 @@ class Hangs:
             lines.append("  MASTER_ADDR or MASTER_PORT? For the network between the hosts: dtrain check")
         elif len(lines) == 1:
             lines.append("  all have called it; does the script set RANK, WORLD_SIZE or another address itself?")
-        lines.append("  this is said once; torch gives up after 30 minutes by default")
+        lines.append("  this is reported once; torch gives up after 30 minutes by default")
         evidence = SaveEvidence(attempt.number, number, waiting.looked_at, asked=True)
         return [Notice("\n".join(lines), is_error=True), evidence]
 
@@ -94,12 +94,12 @@ class Hangs:
             return None
         return self._watch.looked(evidence, now)
 
-    def take(self, attempt: AttemptState, blame: Blame, number: int, now: float) -> list[Command]:
-        """Act on ranks that hang, or tell the user once; `number` is that of the look."""
+    def act_on(self, attempt: AttemptState, blame: Blame, number: int, now: float) -> list[Command]:
+        """Act on ranks that hang, or notify the user once; `number` is that of the look."""
         if not self.policy.acts:
-            news = [each for each in blame.hung if (each.rank, each.pid) not in self._told]
-            self._told.update((each.rank, each.pid) for each in news)
-            advice = "dtrain leaves that to you; with --hang auto it would take such a rank as failed"
+            news = [each for each in blame.hung if (each.rank, each.pid) not in self._reported]
+            self._reported.update((each.rank, each.pid) for each in news)
+            advice = "dtrain only reports it; with --hang auto it would treat such a rank as failed"
             said = [
                 Notice(f"{_who(attempt, each)} hangs: {_what(each, blame)}; {advice}", is_error=True) for each in news
             ]
@@ -115,7 +115,7 @@ class Hangs:
             attempt.ranks.move(row, RankState.HUNG, replace(failure, rank=each.rank, pid=each.pid, where=where))
             order = KillWorker(rank=each.rank, attempt=attempt.number, signum=signal.SIGKILL)
             commands += [
-                Notice(f"{_who(attempt, each)} hangs: {what}; taken as failed"),
+                Notice(f"{_who(attempt, each)} hangs: {what}; treated as failed"),
                 Send(row.host, order),
             ]
         return commands
@@ -141,9 +141,7 @@ def _who(attempt: AttemptState, evidence: Evidence) -> str:
 def _what(evidence: Evidence, blame: Blame) -> str:
     others = f"{blame.waiting} other rank{'' if blame.waiting == 1 else 's'}"
     if blame.is_stopped:
-        return (
-            f"a signal has stopped it, and nobody lets it go on, while {others} run{'s' if blame.waiting == 1 else ''}"
-        )
+        return f"a signal stopped it, and no SIGCONT followed, while {others} run{'s' if blame.waiting == 1 else ''}"
     position = rank_position(evidence)
     inside = f", inside {position.inside}" if position.inside else ""
     at = f" at {position.where}{inside}" if position.where else f" ({position.state})"

@@ -157,7 +157,7 @@ def fail_alone(run: Run, row: Rank, failure: Failure, exited: Exited, now: float
         attempt.ranks.move(row, RankState.WAITING, failure if meets else row.failure)
         if meets:
             attempt.generation += 1
-            run.timers.set(Timer.GENERATION, max(now, attempt.generation_told_at + PAUSE_S))
+            run.timers.set(Timer.GENERATION, max(now, attempt.announced_at + PAUSE_S))
         number = f"restart {restarts_used(run.past)} of {run.spec.max_restarts}"
         why_free = "by --chaos, no restart is counted" if failure.injected else "it follows from another failure"
         return [Notice(_starts_again(failure, why_free if follows else number, wait_s))]
@@ -215,7 +215,7 @@ def due(run: Run, now: float) -> list[Command]:
     commands: list[Command] = []
     if timers.over(Timer.GENERATION, now):
         timers.cancel(Timer.GENERATION)
-        attempt.generation_told_at = now
+        attempt.announced_at = now
         news = NextGeneration(attempt=attempt.number, number=attempt.generation)
         commands += [Send(host, news) for host in run.fleet.workers_of(attempt.members)]
     if timers.at(Timer.GENERATION) < NEVER:  # the workers do not know the newest one yet

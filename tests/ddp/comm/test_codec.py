@@ -103,6 +103,6 @@ def _payload(tree: bytes) -> torch.Tensor:
         b'{"a": 1, "b": 2}',
     ],
 )
-def test_trees_that_nobody_writes_are_value_errors(tree: bytes) -> None:
+def test_trees_that_no_one_writes_are_value_errors(tree: bytes) -> None:
     with pytest.raises(ValueError, match=r"hold no value|is not|unpack"):
         decode(_payload(tree))

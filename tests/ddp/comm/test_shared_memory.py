@@ -96,7 +96,7 @@ def test_only_what_the_ticket_says_is_opened(tmp_path: Path) -> None:
                 os.close(descriptor)
         for missing in segment.ticket:
             assert SharedSegment.open({k: v for k, v in segment.ticket.items() if k != missing}) is None, missing
-        with pytest.raises(PermissionError):  # nobody can cut it off under the others
+        with pytest.raises(PermissionError):  # no one can cut it off under the others
             os.ftruncate(segment.ticket["descriptor"], 0)
         kept = segment.tensor
         segment.close()

@@ -91,10 +91,10 @@ def test_what_is_owed_stays_with_its_parameters(nursery: Nursery, world_size: in
 
 
 @pytest.mark.parametrize("method", ["int8", "powersgd"])
-def test_the_wrapper_may_plan_anew_and_go_on_with_other_buckets_and_ranks(
+def test_the_wrapper_may_plan_again_and_go_on_with_other_buckets_and_ranks(
     nursery: Nursery, tmp_path: Path, method: str
 ) -> None:
-    nursery.run(3, "ddp_worlds.compression_plan_cases:wrapper_plans_anew", method=method, folder=str(tmp_path))
+    nursery.run(3, "ddp_worlds.compression_plan_cases:wrapper_plans_again", method=method, folder=str(tmp_path))
     for world_size in (1, 2, 4):
         nursery.run(
             world_size,

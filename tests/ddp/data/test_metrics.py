@@ -20,7 +20,7 @@ def test_metrics_over_exact_shares_are_those_of_the_whole_set(nursery: Nursery, 
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
-def test_sums_are_exact_whoever_has_what(nursery: Nursery, world_size: int) -> None:
+def test_sums_are_exact_however_they_are_divided(nursery: Nursery, world_size: int) -> None:
     first, *others = nursery.run(
         world_size, "ddp_worlds.metrics_cases:sums_are_exact_and_do_not_depend_on_who_has_what"
     )

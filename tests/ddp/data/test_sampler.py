@@ -131,7 +131,7 @@ def test_a_set_that_no_memory_would_hold(size: int) -> None:
     sampler.advance(40_000)
     assert sampler.state_dict()["position"] == 120_000
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "randperm", None)  # nobody asked for it
+        patch.setattr(torch, "randperm", None)  # no one asked for it
         assert next(iter(ddp.DistributedSampler(range(size), 3, 1))) == share[0]
 
 
@@ -472,7 +472,7 @@ def test_the_end_of_an_epoch_leaves_nothing_of_it() -> None:
     assert len(resumed) == 4
 
 
-def test_a_position_that_nobody_told_is_not_guessed() -> None:
+def test_a_position_that_no_one_told_is_not_guessed() -> None:
     sampler = ddp.DistributedSampler(range(10), 1, 0)
     assert sampler.state_dict()["position"] == 0
     list(sampler)

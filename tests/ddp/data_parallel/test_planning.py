@@ -144,7 +144,7 @@ def test_a_rank_that_raises_where_ranks_agree_is_an_error_on_all_at_once(
         (3, "with_more_ranks_buckets_change_on_request_only"),
         (3, "a_rank_that_has_joined_takes_part"),
         (2, "failed_steps_are_not_measured"),
-        (2, "a_parameter_unfrozen_while_steps_are_measured_begins_that_anew"),
+        (2, "a_parameter_unfrozen_while_steps_are_measured_begins_that_again"),
         (2, "a_rank_that_raises_alone_after_the_averages_agrees_in_the_same_step"),
         (2, "auto_that_can_decide_nothing_warns"),
         (2, "nothing_is_measured_where_that_is_not_wanted"),

@@ -345,7 +345,7 @@ def test_a_report_fits_one_screen() -> None:
     assert max(map(len, lines)) <= 400
 
 
-def test_nobody_missing_is_said() -> None:
+def test_no_one_missing_is_said() -> None:
     answers = {rank: _at(4, "all-reduce", is_waiting=True) for rank in range(1, 100)}
     report = describe_stall(SCENE, Heard(answers))
     assert "no rank is missing: all 100 are there" in report

@@ -97,7 +97,7 @@ def test_what_is_a_rank_s_own_may_take_up_to_1_mib(page: list[torch.Tensor]) -> 
     assert RankPage(lambda: page, None).at(4) is None
 
 
-def test_a_buffer_that_is_assigned_anew_comes_back(page: list[torch.Tensor]) -> None:
+def test_a_buffer_that_is_assigned_again_comes_back(page: list[torch.Tensor]) -> None:
     first = RankPage(lambda: list(page), None)
     page[0] = torch.full((5,), 3.0)
     first.commit(0)

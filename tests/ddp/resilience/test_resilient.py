@@ -312,7 +312,7 @@ really_break, loop.break_connections = loop.break_connections, break_connections
 def test_a_rank_that_dies_again_and_again_while_it_meets_the_others_is_replaced_and_who_waits_for_it_too(
     tmp_path: Path, undisturbed: Callable[[int, str], Results]
 ) -> None:
-    """Rank 0 waits for what nobody can break, until it ends by itself. Rank 2 has the state meanwhile.
+    """Rank 0 waits for what no one can break, until it ends by itself. Rank 2 has the state meanwhile.
 
     The last time, rank 2 hears that rank 1 is gone just before it makes its first connection.
     """

@@ -80,7 +80,7 @@ def test_values_that_cannot_be_sent_and_names_of_its_own_are_refused() -> None:
         _ = state.step
 
 
-def test_an_optimizer_that_nobody_can_watch_is_refused(parts: tuple[nn.Module, ...]) -> None:
+def test_an_optimizer_that_no_one_can_watch_is_refused(parts: tuple[nn.Module, ...]) -> None:
     class Odd:
         def state_dict(self) -> dict[str, int]:
             return {}

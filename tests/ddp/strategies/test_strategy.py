@@ -104,7 +104,7 @@ def test_unknown_strategies_and_options_are_named(variable: str, message: str, v
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "central_storage", "local_sgd"])
-def test_servers_that_nobody_would_ask_are_refused(name: str, variables: pytest.MonkeyPatch) -> None:
+def test_servers_that_no_one_would_ask_are_refused(name: str, variables: pytest.MonkeyPatch) -> None:
     variables.setenv("DTRAIN_ROLES", "default:2,ps:2,evaluator:1")
     with pytest.raises(ddp.errors.LaunchEnvironmentError, match="start it without --ps and --evaluator") as refused:
         ddp.strategy(name)

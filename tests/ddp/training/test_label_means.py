@@ -27,7 +27,7 @@ def test_labels_are_counted_without_a_collective_for_each_batch(nursery: Nursery
     counts = nursery.run(2, f"{CASES}:collectives_of_its_own")[0]
     assert counts["all_reduce mean"] == counts["all_reduce none"], "they travel with the gradients"
     assert counts["central_storage mean"] == counts["central_storage none"] + 8, "one a step, of several batches"
-    assert counts["local_sgd mean"] == counts["local_sgd none"], "a replica that steps by itself waits for nobody"
+    assert counts["local_sgd mean"] == counts["local_sgd none"], "a replica that steps by itself waits for no one"
 
 
 @pytest.mark.parametrize("after", [0, 1])

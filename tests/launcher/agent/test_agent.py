@@ -309,7 +309,7 @@ def test_steps_saves_and_output_are_progress(agent: AgentProcess) -> None:
     assert agent.end_attempt().saved == 2
 
 
-def test_a_progress_file_that_a_worker_spoils_harms_nobody(agent: AgentProcess) -> None:
+def test_a_progress_file_that_a_worker_spoils_harms_no_one(agent: AgentProcess) -> None:
     agent.prepare()
     agent.start("import os\nopen(os.environ['DTRAIN_PROGRESS_FILE'], 'w').close()\nprint('up', flush=True)")
     assert agent.expect(Exited).status == 0
@@ -367,7 +367,7 @@ def _terminate_guard(agent: AgentProcess) -> None:
     [_kill_worker, _kill_agent, _kill_guard, _kill_store, _hang_up, _hang_up_frozen, _terminate_guard],
     ids=lambda end: end.__name__.strip("_"),
 )
-def test_nothing_is_left_whoever_is_killed(
+def test_nothing_is_left_whichever_process_is_killed(
     agent: AgentProcess, family: Family, end: Callable[[AgentProcess], None]
 ) -> None:
     agent.prepare(grace_s=0.3)

@@ -325,7 +325,7 @@ def test_program_that_a_worker_starts_has_neither_its_file_nor_its_handler(worke
     assert not (int(fields["SigCgt"], 16) | int(fields["SigIgn"], 16)) >> (STACK_SIGNAL - 1) & 1
 
 
-def test_signal_after_the_handlers_are_taken_down_ends_nobody(workers: Workers) -> None:
+def test_signal_after_the_handlers_are_taken_down_ends_no_one(workers: Workers) -> None:
     workers.start(f"import faulthandler, time; faulthandler.unregister({STACK_SIGNAL}); up(); time.sleep(1)")
     os.kill(workers.processes[0].pid, STACK_SIGNAL)
     workers.end(0)

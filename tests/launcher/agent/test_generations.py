@@ -136,7 +136,7 @@ def test_the_files_are_the_user_s_alone_and_go_with_the_attempt(agent: AgentProc
     agent.stop()
 
 
-def test_a_pipe_that_nobody_reads_keeps_the_newest_number(tmp_path: Path) -> None:
+def test_a_pipe_that_no_one_reads_keeps_the_newest_number(tmp_path: Path) -> None:
     pipe = GenerationPipe(tmp_path / "pipe")
     for number in range(1, 20_001):
         pipe.announce(number)

@@ -152,7 +152,7 @@ def test_a_later_run_finds_what_stayed_warm(runtime: Path) -> None:
     third = run("--keep-warm", "20m", "script.py")
     assert importer(third) == importer(first)
     (found,) = describe()
-    assert 900 < found["left_s"] <= 1200  # begun anew
+    assert 900 < found["left_s"] <= 1200  # begun again
 
 
 def test_nothing_is_left_after_the_time(runtime: Path) -> None:
@@ -211,7 +211,7 @@ def test_it_lists_and_starts(runtime: Path, tmp_path: Path) -> None:
     assert (refused.returncode, "imports only the standard library" in refused.stderr) == (1, True)
 
 
-def test_own_modules_and_the_script_are_read_anew(server: int) -> None:
+def test_own_modules_and_the_script_are_read_again(server: int) -> None:
     write(Path(), "own.py", "VALUE = 22")
     write(Path(), "script.py", SCRIPT + "print('a new line')")
     result = run("script.py")
@@ -532,7 +532,7 @@ def test_a_folder_that_others_have_a_hand_in_is_refused(runtime: Path, tmp_path:
     folder.unlink() if fault == "link" else folder.rmdir()
 
 
-def test_a_runtime_folder_of_somebody_else_is_not_used(
+def test_a_runtime_folder_of_someone_else_is_not_used(
     runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("launcher.agent.warm.folder.FALLBACK", str(tmp_path / "fallback-{}"))

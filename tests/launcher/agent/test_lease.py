@@ -55,7 +55,7 @@ def test_an_earlier_heartbeat_holds_where_a_later_one_says_less() -> None:
     assert lease.end == 130.0
 
 
-def test_it_rests_and_begins_anew() -> None:
+def test_it_rests_and_begins_again() -> None:
     lease, limits = _lease()
     lease.rest()
     assert lease.end == limits.lease_end == math.inf

@@ -76,12 +76,12 @@ def test_the_wait_for_a_replacement_teaches_nothing() -> None:
     looks.look()
     worker.progress = (20, 0)
     looks.look()
-    worker.progress = (30, 0)  # nobody has looked since
+    worker.progress = (30, 0)  # no one has looked since
     looks.signs.regroup(cast("list[Worker]", [worker]))
     worker.progress = (31, 0)
     looks.look()
     looks.look(after_s=300)
-    worker.output_lines = 9  # it says that it begins anew
+    worker.output_lines = 9  # it says that it begins again
     looks.look()
     looks.look(after_s=60)  # its first batch
     worker.progress = (35, 0)

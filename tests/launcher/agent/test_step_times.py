@@ -264,7 +264,7 @@ def test_the_times_of_a_worker_arrive_while_it_runs_and_the_rest_before_its_end(
     agent.end_attempt()
 
 
-def test_a_worker_that_spoils_its_file_harms_nobody(agent: AgentProcess) -> None:
+def test_a_worker_that_spoils_its_file_harms_no_one(agent: AgentProcess) -> None:
     agent.prepare()
     agent.start(
         "import os\nfile = os.open(os.environ['DTRAIN_TIMELINE_FILE'], os.O_RDWR)\n"

@@ -415,7 +415,7 @@ def test_a_fork_server_that_is_killed_is_replaced(tmp_path: Path) -> None:
     assert "started by exec" not in result.stderr
 
 
-def test_a_dead_fork_server_is_replaced_whoever_finds_it_dead(installed: Path, tmp_path: Path) -> None:
+def test_a_dead_fork_server_is_replaced_however_that_is_found(installed: Path, tmp_path: Path) -> None:
     write(installed, "heavy.py", "")
     script = write(tmp_path, "script.py", "import heavy")
     prepare = Prepare("run", str(tmp_path), str(script), None, {}, 1.0, 1.0, [], 0, 1, [], "script", str(script))
@@ -616,7 +616,7 @@ def test_what_an_optimizer_imports_is_imported_before_unless_its_variables_may_c
     assert find_preloads("script", str(script), str(REPOSITORY)).imports_dynamo is is_imported
 
 
-def test_a_restart_forks_again_and_reads_the_script_anew(installed: Path, tmp_path: Path) -> None:
+def test_a_restart_forks_again_and_reads_the_script_again(installed: Path, tmp_path: Path) -> None:
     write(installed, "heavy.py", "import os; pid = os.getpid()")
     script = write(
         tmp_path,

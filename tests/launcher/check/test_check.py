@@ -426,7 +426,7 @@ def test_the_line_of_the_network_says_what_it_counts() -> None:
     )
 
 
-def test_a_host_that_nobody_reaches_is_one_finding() -> None:
+def test_a_host_that_no_one_reaches_is_one_finding() -> None:
     assert _network("1234", {}) == []
     (finding,) = _network("1234", {(a, "3"): "refused" for a in "124"})
     assert finding.hosts == ("3",)

@@ -316,7 +316,7 @@ def test_what_to_type_names_node_0_by_what_others_know(tmp_path: Path) -> None:
     assert set(re.findall(r"--master-addr (\S+)", named.stdout)) == {"c"}
 
 
-def test_nobody_else_hears_or_reaches_the_run(tmp_path: Path, port: int) -> None:
+def test_no_one_else_hears_or_reaches_the_run(tmp_path: Path, port: int) -> None:
     import psutil
 
     (tmp_path / "wait.py").write_text(

@@ -214,7 +214,7 @@ def test_options_come_from_the_environment_and_the_config_file_as_well(
         launch(_rank)
 
 
-def test_a_restart_calls_the_function_anew() -> None:
+def test_a_restart_calls_the_function_again() -> None:
     def fails_at_first() -> str:
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and _rank() == 1:
             raise ValueError("at first")

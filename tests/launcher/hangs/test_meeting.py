@@ -39,7 +39,7 @@ def test_who_has_just_come_has_not_waited() -> None:
     assert (waiting.ranks, waiting.connecting, waiting.absent) == ((0,), (), (2,))
 
 
-def test_when_the_last_one_has_just_come_nobody_is_reported() -> None:
+def test_when_the_last_one_has_just_come_no_one_is_reported() -> None:
     watch = MeetingWatch(HangPolicy())
     assert watch.looked(look(WAITS, OWN), range(2), 30.0) is None
     assert watch.looked(look(WAITS, WAITS), range(2), 60.0) is None
@@ -72,7 +72,7 @@ def test_a_process_that_took_the_place_of_one_that_waited_has_not_waited() -> No
     assert watch.looked(look(WAITS, OWN), range(2), 60.0) is None
 
 
-def test_once_a_step_is_made_nobody_looks() -> None:
+def test_once_a_step_is_made_no_one_looks() -> None:
     watch = MeetingWatch(HangPolicy())
     watch.end()
     assert not watch.wants_look(60.0)

@@ -1,4 +1,4 @@
-"""A rank that hangs is blamed, in time; nobody is in 1,000 simulated runs with all that takes long in training."""
+"""A rank that hangs is blamed, in time; no one is in 1,000 simulated runs with all that takes long in training."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -79,7 +79,7 @@ class World:
         self.beat()
 
     def pause(self, duration_s: float) -> None:
-        """Let time pass in which nobody makes a step."""
+        """Let time pass in which no one makes a step."""
         began = self.now
         while (left_s := began + duration_s - self.now) > 1e-6 and self.blame is None:
             passed_s = min(BEAT_S if self.now - began < 10 else LATER_BEAT_S, left_s)
@@ -159,7 +159,7 @@ def slow_storage(world: World, chance: random.Random) -> None:
 
 
 def compilation(world: World, chance: random.Random) -> None:
-    """The model is compiled anew, by children that use the CPU; some are done earlier than others, and wait."""
+    """The model is compiled again, by children that use the CPU; some are done earlier than others, and wait."""
     for rank in world.ranks:
         rank.waits, rank.works = chance.random() < 0.5, 1.0
     for rank in world.ranks:
@@ -203,7 +203,7 @@ def train(chance: random.Random, *, pauses: Sequence[Callable[[World, random.Ran
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
-def test_nobody_is_blamed_in_simulated_runs(chunk: int, seeds: Seeds) -> None:
+def test_no_one_is_blamed_in_simulated_runs(chunk: int, seeds: Seeds) -> None:
     for seed in seeds(RUNS // CHUNKS, kept=KEPT[chunk::CHUNKS]):
         world = train(random.Random(seed))
         assert world.blame is None, f"seed {seed}: {world.blame}"

@@ -165,4 +165,4 @@ def test_each_generation_has_a_number_and_a_time() -> None:
     state = attempt()
     state._timers.set(Timer.GENERATION, 12.0)
     assert [state.begin_generation(11.0), state.begin_generation(13.0)] == [1, 2]
-    assert (state.generation_told_at, state._timers.over(Timer.GENERATION, 99.0)) == (13.0, False)
+    assert (state.announced_at, state._timers.over(Timer.GENERATION, 99.0)) == (13.0, False)

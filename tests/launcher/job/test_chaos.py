@@ -117,7 +117,7 @@ def test_a_simulated_host_is_lost_with_all_that_is_on_it() -> None:
     drive.stop_all()
 
 
-def test_nobody_is_hit_once_a_worker_has_finished() -> None:
+def test_no_one_is_hit_once_a_worker_has_finished() -> None:
     drive = running("kill worker every 30s")
     drive.say("a", drive.exited("a", 0))
     assert messages(drive.wait(100, heard="ab"), KillWorker) == []

@@ -195,7 +195,7 @@ def test_the_rank_that_an_error_of_ddp_names_is_the_cause_whenever_it_failed_and
     assert first_cause([told(10.0, 0, "1"), told(10.1, 1, "2"), root]) is root
 
 
-def test_an_error_that_names_nobody_who_failed_stays_the_cause_where_nothing_else_is_one() -> None:
+def test_an_error_that_names_no_one_who_failed_stays_the_cause_where_nothing_else_is_one() -> None:
     first, second = told(10.0, 0, "2"), told(10.1, 1, "")
     assert first_cause([second, first]) is first
     assert present(first_cause([second, first, ended(10.2, rank=3)])).rank == 3

@@ -278,7 +278,7 @@ def test_a_host_that_never_stays_for_long_is_tried_with_growing_pauses_too() -> 
     assert pauses == [0.0, 1.0, 2.0, 0.0, 0.0]
 
 
-def test_what_lost_agents_left_is_known_until_somebody_has_looked() -> None:
+def test_what_lost_agents_left_is_known_until_someone_has_looked() -> None:
     fleet = fleet_of("a")
     ready(fleet, 0.0)
     state = fleet.states["a"]

@@ -99,7 +99,7 @@ def test_a_resilient_rank_that_hangs_is_killed_and_replaced_alone() -> None:
     assert beat(drive, "b", stopped=(3,)) == [], "one at a time"
     commands = killed(drive, restart_policy=3)
     (said,) = notices(commands)
-    assert said.startswith("rank 3 on b hung after 1.0 s: a signal has stopped it")
+    assert said.startswith("rank 3 on b hung after 1.0 s: a signal stopped it")
     assert said.endswith("only this worker restarts (restart 1 of 1)")
     assert [order.rank for order in messages(commands, RestartWorker)] == [3]
     assert drive.job.phase is Phase.RUNNING
@@ -127,7 +127,7 @@ def test_the_user_is_told_once() -> None:
     drive = running(REPORT)
     commands = hang(drive)
     (said,) = notices(commands)
-    assert said.startswith("rank 3 on b (pid 103) hangs: a signal has stopped it")
+    assert said.startswith("rank 3 on b (pid 103) hangs: a signal stopped it")
     assert "--hang auto" in said
     assert [c.asked for c in commands if isinstance(c, SaveEvidence)] == [True]
     drive.wait(60, heard="ab")
@@ -137,7 +137,7 @@ def test_the_user_is_told_once() -> None:
     assert drive.outcome.exit_code == 0
 
 
-def test_nobody_looks_if_that_was_asked_for() -> None:
+def test_no_one_looks_if_that_was_asked_for() -> None:
     drive = running(OFF)
     assert beat(drive, "b", stopped=(3,)) == []
 
@@ -162,7 +162,7 @@ def test_a_look_gives_way_to_what_the_user_asks_for_and_to_a_failure() -> None:
     assert drive.job.phase is Phase.EVIDENCE_ROUND
 
 
-def test_a_host_that_does_not_answer_blames_nobody() -> None:
+def test_a_host_that_does_not_answer_blames_no_one() -> None:
     drive = running(AUTO)
     beat(drive, "b", stopped=(3,))
     number = messages(drive.commands, Collect)[-1].number
@@ -244,7 +244,7 @@ def test_looks_that_a_host_does_not_answer_become_rarer(known: dict[str, Any]) -
     assert 3 <= looks <= 10
 
 
-def test_nobody_looks_while_the_others_wait_for_hosts_to_take_over() -> None:
+def test_no_one_looks_while_the_others_wait_for_hosts_to_take_over() -> None:
     drive = three()
     drive.lose("c")
     assert told(beats(drive, "ab", stopped=(3,)), Collect) == []
@@ -311,7 +311,7 @@ def test_a_worker_that_fails_while_it_is_looked_at_is_not_the_cause() -> None:
 def test_where_the_ranks_are_that_others_wait_for_is_an_error_that_names_all_their_hosts() -> None:
     attempt: Any = SimpleNamespace(number=0, host_of=lambda rank: f"node{rank // 8}")
     waiting = WaitingRanks((0,), (), tuple(range(1, 512)), (512,), (513, 514), (), 30.0)
-    notice, _ = Hangs(REPORT).tell(attempt, waiting, 1)
+    notice, _ = Hangs(REPORT).report_waiting(attempt, waiting, 1)
     assert isinstance(notice, Notice)
     assert notice.is_error
     assert notice.text.splitlines() == [
@@ -320,5 +320,5 @@ def test_where_the_ranks_are_that_others_wait_for_is_an_error_that_names_all_the
         "have not called it yet",
         "  rank 512 on node64 has no readable stack",
         "  2 ranks (513, 514) on node64 have ended",
-        "  this is said once; torch gives up after 30 minutes by default",
+        "  this is reported once; torch gives up after 30 minutes by default",
     ]

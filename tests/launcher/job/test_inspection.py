@@ -125,7 +125,7 @@ def test_one_who_has_left_gets_no_answer() -> None:
     assert told(commands, Collect) == [], "no round begins for the second one"
 
 
-def test_nobody_can_be_looked_at_before_there_are_workers() -> None:
+def test_no_one_can_be_looked_at_before_there_are_workers() -> None:
     drive = Drive("a")
     for question in (StacksQuestion(), DebuggerQuestion(0, "pdb")):
         (answer,) = answers(drive.event(Asked(1, question))).values()
@@ -190,12 +190,12 @@ def test_all_clocks_of_stalls_rest_while_a_debugger_is_open() -> None:
     drive.wait(1.0, heard="ab")
     commands = drive.event(AskerLeft(1))
     assert [each.resting for each in messages(commands, RestClocks)] == [False, False]
-    assert told(drive.wait(59.0, heard="ab"), Collect) == [], "the time begins anew"
+    assert told(drive.wait(59.0, heard="ab"), Collect) == [], "the time begins again"
     assert told(drive.wait(2.0, heard="ab"), Collect) == ["a", "b"]
     assert drive.job.phase is Phase.EVIDENCE_ROUND
 
 
-def test_a_look_that_was_under_way_blames_nobody_once_a_debugger_is_open() -> None:
+def test_a_look_that_was_under_way_blames_no_one_once_a_debugger_is_open() -> None:
     drive = running(hang=HangPolicy(acts=True))
     debug(drive)
     beat: dict[str, Any] = {"steps": 50, "longest_s": [0.5, 0.0, 0.0]}

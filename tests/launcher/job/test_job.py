@@ -356,7 +356,7 @@ def test_the_clock_of_a_host_is_corrected_by_its_quickest_message() -> None:
     assert drive.cause.at == drive.now
 
 
-def test_a_clock_that_drifts_is_measured_anew() -> None:
+def test_a_clock_that_drifts_is_measured_again() -> None:
     drive = running("a", clocks={"a": 5000.0})
     drive.clocks["a"] -= 10  # it stood still for 10 s
     for _ in range(150):
@@ -437,7 +437,7 @@ def test_a_silent_host_was_lost_when_it_was_last_heard() -> None:
     assert cause.at == last
 
 
-def test_an_agent_that_somebody_else_ends_is_a_lost_host() -> None:
+def test_an_agent_that_someone_else_ends_is_a_lost_host() -> None:
     drive = running("a", "b")
     drive.say("b", drive.exited("b", 2, 0, provoked=True), drive.exited("b", 3, -15, provoked=True))
     at = drive.now
@@ -541,7 +541,7 @@ def test_sigquit_shows_where_the_ranks_stand_and_the_run_goes_on() -> None:
     drive.say("a", evidence(2, 0))
     commands = drive.say("b", drive.exited("b", 2, 1))
     assert [type(command) for command in commands] == [SaveEvidence, Send, Send], (
-        "what was asked for is shown, then it is anew"
+        "what was asked for is shown, then it is again"
     )
 
 
@@ -1497,7 +1497,7 @@ def fails_alone(drive: Drive, rank: int, restart_policy: int = 1, status: int = 
     return drive.say(host, drive.exited(host, rank, status, restart_policy=restart_policy, **changes))
 
 
-def test_a_process_that_stands_alone_starts_again_and_nobody_else_is_told() -> None:
+def test_a_process_that_stands_alone_starts_again_and_no_one_else_is_told() -> None:
     drive = running("a", "b", max_restarts=3)
     commands = fails_alone(drive, 3, ran_s=12.3)
     assert [(tell.host, tell.message) for tell in tells(commands)] == [("b", RestartWorker(3, 0, restart=1))]
@@ -1665,7 +1665,7 @@ def test_a_run_does_not_stall_while_it_waits_for_one_to_start_again() -> None:
     assert drive.phase() is Phase.EVIDENCE_ROUND
 
 
-def test_time_in_which_nobody_listened_does_not_count_for_a_restart() -> None:
+def test_time_in_which_no_one_listened_does_not_count_for_a_restart() -> None:
     drive = running("a", "b", max_restarts=1)
     fails_alone(drive, 3, status=1, error=PEER_LOST)
     drive.event(Slept(100.0), after_s=100.0)

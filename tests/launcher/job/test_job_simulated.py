@@ -87,7 +87,7 @@ KEPT = (
     787905405, 271581307, 1640485759, 4049407496, 2752361647, 3141837396, 649958285, 4061452041, 2847861547, 2123441745,
     1354199484, 271747556, 3303918089, 1074928586, 2085579785, 3033561174,
 )  # fmt: skip
-LIMITS = Limits.shared()  # for nobody: the guards here know by themselves
+LIMITS = Limits.shared()  # for no one: the guards here know by themselves
 PYTHON = "{}.{}.{}".format(*sys.version_info[:3])
 T0 = 1000.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -97,7 +97,7 @@ PEER = {"type": "RuntimeError", "message": "Connection closed by peer [10.0.0.2]
 
 @dataclass
 class Worker:
-    """A worker process. `hangs`: it does nothing more, until somebody kills it. `restart_policy` as in Exited.
+    """A worker process. `hangs`: it does nothing more, until someone kills it. `restart_policy` as in Exited.
 
     `generation` is the newest that it was told of, `when` it is to meet the others then, as one of `size`; `met` is
     the one in which it met all of them.
@@ -136,7 +136,7 @@ class Root:
 
 @dataclass
 class Node:
-    """A host. `frozen`: nothing runs there. Nobody notices what does not pass: `cut` both ways, `mute` from it,
+    """A host. `frozen`: nothing runs there. No one notices what does not pass: `cut` both ways, `mute` from it,
     `deaf` to it.
     """
 
@@ -486,7 +486,7 @@ class World:
             self.note_clock_error(agent.node)
         if self.chance.random() < 0.01:
             self.handle(ReaderBlocked(name))
-        joins = self.job.attempt is not None and name not in self.job.attempt.members  # nobody else knows it yet
+        joins = self.job.attempt is not None and name not in self.job.attempt.members  # no one else knows it yet
         self.handle(AgentMessage(name, agent.link, message))
         goes_on = self.job.phase is Phase.RUNNING and getattr(message, "restart_policy", None)
         if accepted and isinstance(message, Exited | Failing) and (joins or goes_on):
@@ -882,7 +882,7 @@ class World:
         self.disturbed(0.0)
 
     def halt(self, agent: Agent, worker: Worker) -> None:
-        """Let a signal stop a worker; if nobody kills it, it goes on after a while."""
+        """Let a signal stop a worker; if no one kills it, it goes on after a while."""
         if worker.alive and not worker.hangs and worker.failing is None:
             worker.hangs = worker.is_stopped = worker.was_stopped = True
             self.disturbed(20.0)
@@ -1042,7 +1042,7 @@ class World:
             self.later(late, self.peers_notice, self.attempt)
 
     def terminate(self, node: Node) -> None:
-        """Let somebody else tell an agent to end."""
+        """Let someone else tell an agent to end."""
         agent = node.agent
         if agent is None or not agent.alive or node.frozen or agent.ending:
             return
@@ -1221,7 +1221,7 @@ class World:
             assert env["DTRAIN_ROLES"] == f"default:{len(starts)}"
 
     def check_more_starts(self, starts: list[Send], attempt: AttemptState) -> None:
-        """Workers of a later generation: beside those that live, with ranks that nobody has."""
+        """Workers of a later generation: beside those that live, with ranks that no one has."""
         assert self.job.phase is Phase.RUNNING
         for start in starts:
             message = start.message
@@ -1234,7 +1234,7 @@ class World:
             self.composed.add("joins" if joins else "replaced")
 
     def check_met(self, present: dict[int, Worker], number: int) -> None:
-        """All workers of a generation are there, each as another one of the same world; nobody lives in an older."""
+        """All workers of a generation are there, each as another one of the same world; no one lives in an older."""
         envs = [worker.agent.envs[rank] for rank, worker in present.items()]
         assert sorted(int(env["RANK"]) for env in envs) == [*range(len(present))]
         assert len({(env["MASTER_ADDR"], env["MASTER_PORT"], env["WORLD_SIZE"]) for env in envs}) == 1
@@ -1325,7 +1325,7 @@ class World:
         slack = 0.1 + max(node.latency for node in self.nodes.values()) * 2
         slack += self.clock_error
         if any(root.kind is FailureKind.HOST_LOST for root in roots):
-            slack += self.spec.heartbeat_timeout_s + 3  # a silent host: nobody knows when it went
+            slack += self.spec.heartbeat_timeout_s + 3  # a silent host: no one knows when it went
         stopped_at = attempt.stopped_at or self.now
         sure = [
             root
@@ -1366,7 +1366,7 @@ class World:
         lost = [root for root in self.roots if (root.kind, root.host) == (FailureKind.HOST_LOST, cause.host)]
         assert lost or self.silent_reason(cause), f"{cause.host} was not lost: {self.roots}"
         self.lost.add((cause.host, cause.attempt))
-        for root in self.roots:  # also what failed there by itself, of which nobody heard in time
+        for root in self.roots:  # also what failed there by itself, of which no one heard in time
             root.alone |= root in lost or (root.host == cause.host and root.attempt == cause.attempt)
 
     def check_left_out(self, outcome: Outcome) -> None:

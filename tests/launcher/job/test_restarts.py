@@ -92,7 +92,7 @@ def test_an_attempt_begins_with_generation_0() -> None:
     assert messages(fails(drive, 1), NextGeneration)[0] == NextGeneration(attempt=1, number=1)
 
 
-def test_without_restarts_left_the_attempt_ends_and_nobody_is_told_of_another_generation() -> None:
+def test_without_restarts_left_the_attempt_ends_and_no_one_is_told_of_another_generation() -> None:
     drive = running("a", "b", max_restarts=1)
     fails(drive, 3)
     starts(drive, 3)

@@ -1,4 +1,4 @@
-"""Deadlines in one table: what is next, what is due, and a time in which nobody listened."""
+"""Deadlines in one table: what is next, what is due, and a time in which no one listened."""
 
 from launcher.job.timers import NEVER, Timer, Timers
 
@@ -19,7 +19,7 @@ def test_the_next_deadline_is_the_first_that_no_tick_has_seen() -> None:
     assert timers.next_deadline() == NEVER
 
 
-def test_a_deadline_that_is_set_anew_holds_for_the_later_time() -> None:
+def test_a_deadline_that_is_set_again_holds_for_the_later_time() -> None:
     timers = Timers()
     timers.set(Timer.STALL, 10.0)
     timers.set(Timer.STALL, 15.0)

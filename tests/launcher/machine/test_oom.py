@@ -1,4 +1,4 @@
-"""A worker that the kernel killed for want of memory is told from one that somebody else killed."""
+"""A worker that the kernel killed for want of memory is told from one that someone else killed."""
 
 import json
 import os
@@ -23,7 +23,7 @@ LIMIT_BYTES = 48 << 20
 REACHED = ("48 MiB of 48 MiB of its memory limit were in use", "its memory limit is 48 MiB")
 EAT = "while True: eaten.append(bytearray(1 << 20))"
 
-# In the group: two workers that want too much, and one that somebody else kills.
+# In the group: two workers that want too much, and one that someone else kills.
 AGENT = f"""
 import json, os, subprocess, sys
 folder, sees_log = sys.argv[1], sys.argv[2] == "log"
@@ -114,7 +114,7 @@ def test_kill_in_a_group_below_is_found_without_the_log(limited: Path, monkeypat
     assert said.removeprefix("probably ").startswith("the out-of-memory killer: the host has ")
 
 
-def test_worker_that_somebody_killed_is_not_put_down_to_the_kernel() -> None:
+def test_worker_that_someone_killed_is_not_put_down_to_the_kernel() -> None:
     watch = OomWatch()
     with subprocess.Popen(["sleep", "60"]) as process:
         process.kill()
@@ -154,7 +154,7 @@ def test_old_kill_is_not_put_down_to_a_new_death(events: Path) -> None:
     assert not counter.use_up()
 
 
-def test_counter_that_is_missing_or_begins_anew_counts_nothing(events: Path, tmp_path: Path) -> None:
+def test_counter_that_is_missing_or_begins_again_counts_nothing(events: Path, tmp_path: Path) -> None:
     missing = oom._Counter(str(tmp_path / "none"))
     counter = oom._Counter(str(events))
     count(events, 2)

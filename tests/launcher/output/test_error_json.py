@@ -210,7 +210,7 @@ def test_failure_to_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -
 def test_pipe_is_written_and_not_replaced_and_never_waited_for(tmp_path: Path) -> None:
     path = tmp_path / "pipe"
     os.mkfifo(path)
-    with pytest.raises(OSError, match="No such device"):  # nobody reads it
+    with pytest.raises(OSError, match="No such device"):  # no one reads it
         write_error_json(path, outcome(None), folder=None)
     received: list[str] = []
     reader = threading.Thread(target=lambda: received.append(path.read_text()))

@@ -119,7 +119,7 @@ def test_only_rank_shows_some_and_keeps_all(tmp_path: Path) -> None:
 
 
 def test_flood_to_a_stopped_reader_grows_no_process(tmp_path: Path) -> None:
-    """A worker writes without end and nobody reads: it waits, and every process of dtrain stays under 100 MB."""
+    """A worker writes without end and no one reads: it waits, and every process of dtrain stays under 100 MB."""
     path = script(tmp_path, "import sys\nline = 'x' * 99 + '\\n'\nwhile True: sys.stdout.write(line * 1000)")
     with started_dtrain("run", "--log-dir", tmp_path / "logs", path, cwd=tmp_path) as process:
         everyone = psutil.Process(process.pid)
@@ -451,7 +451,7 @@ class Stack(str):
         return super().splitlines(keepends)
 
 
-def test_evidence_is_kept_beside_the_ranks_and_said_where_somebody_asked(tmp_path: Path) -> None:
+def test_evidence_is_kept_beside_the_ranks_and_said_where_someone_asked(tmp_path: Path) -> None:
     one = evidence(0, "caf\xe9 \udcff")
     with output_thread(tmp_path) as sink:
         sink.output.keep_evidence(2, 1, [one], say=False)

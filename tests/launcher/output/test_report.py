@@ -177,7 +177,7 @@ def test_every_kind_of_failure_has_its_words(changes: dict[str, Any], expected: 
     assert expected in lines(outcome(failure(**changes)))[0]
 
 
-def test_our_own_stop_is_never_put_on_somebody_else() -> None:
+def test_our_own_stop_is_never_put_on_someone_else() -> None:
     end = outcome(failure(kind=FailureKind.EXITED, status=3), stopped=3)
     shown = lines(end)
     assert "3 workers stopped by dtrain" in shown

@@ -330,7 +330,7 @@ def test_odd_ranks_are_outside_of_what_most_wait_in(stacks: list[str], odd: tupl
     assert odd_ranks([evidence(rank, text) for rank, text in enumerate(stacks)]) == odd
 
 
-def test_one_that_somebody_stopped_is_odd_wherever_it_is() -> None:
+def test_one_that_someone_stopped_is_odd_wherever_it_is() -> None:
     waiting = [evidence(rank, IN_ALL_REDUCE, state="T" if rank == 2 else "S") for rank in range(4)]
     assert odd_ranks(waiting) == (2,)
     assert odd_one_out(waiting) == "3 of 4 ranks wait for others: look at rank 2 first"

@@ -1,4 +1,4 @@
-"""Where the ranks stand: looked up before a failed run is stopped, when a run hangs, and when somebody asks."""
+"""Where the ranks stand: looked up before a failed run is stopped, when a run hangs, and when someone asks."""
 
 import itertools
 import json
@@ -131,7 +131,7 @@ def test_quit_shows_where_the_ranks_stand_and_the_run_goes_on(where: list[str], 
             )
 
         wait_until(all_are_there, "two are in the collective")
-        assert all_are_there()  # the look has moved nobody
+        assert all_are_there()  # the look has moved no one
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=60)
@@ -279,9 +279,9 @@ def test_a_resilient_rank_that_hangs_is_named_and_replaced_alone_and_no_bit_diff
     result = run_dtrain("run", *options, "--hang", hang, script, how, cwd=tmp_path, timeout=LONG_S)
     assert (well.returncode, result.returncode) == (0, 0), result.stderr
     if how != "sleep":
-        assert "a signal has stopped it, and nobody lets it go on, while 2 other ranks run" in result.stderr
+        assert "a signal stopped it, and no SIGCONT followed, while 2 other ranks run" in result.stderr
     else:
-        assert f"at {script}:{SLEEP} in load, while 2 other ranks wait for it; taken as failed" in result.stderr
+        assert f"at {script}:{SLEEP} in load, while 2 other ranks wait for it; treated as failed" in result.stderr
     assert re.search(
         rf"rank 1 on \S+ hung after .*only this worker restarts \(restart {restarts} of {restarts}\)", result.stderr
     )
@@ -299,7 +299,7 @@ def test_a_stopped_rank_is_named_at_once_and_by_default_left_alone(tmp_path: Pat
             assert said
         took_s = time.monotonic() - float((tmp_path / "hung").read_text())
         print(f"named {took_s:.2f} s after the SIGSTOP")
-        assert re.search(rb"rank 1 on \S+ \(pid \d+\) hangs: a signal has stopped it.*--hang auto", said)
+        assert re.search(rb"rank 1 on \S+ \(pid \d+\) hangs: a signal stopped it.*--hang auto", said)
         (stopped,) = _stopped()
         stopped.send_signal(signal.SIGCONT)
         stopped.kill()  # it would sleep

@@ -1,4 +1,4 @@
-"""A worker that has failed but whose process does not end: its failure counts at once, and holds nobody up."""
+"""A worker that has failed but whose process does not end: its failure counts at once, and holds no one up."""
 
 import json
 from pathlib import Path

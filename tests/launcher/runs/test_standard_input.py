@@ -135,7 +135,7 @@ def test_the_process_that_takes_its_place_reads_on(tmp_path: Path, alone: bool) 
         assert process.wait(timeout=60) == 0
 
 
-def test_no_clock_ends_a_run_that_waits_for_somebody(tmp_path: Path) -> None:
+def test_no_clock_ends_a_run_that_waits_for_someone(tmp_path: Path) -> None:
     path = script(tmp_path, "print('up')\nbreakpoint()\nprint('over')")
     options = ["--stall-timeout-s", "2", "--start-timeout-s", "5"]
     with started_dtrain("run", *options, path, cwd=tmp_path, stdin=subprocess.PIPE) as process:

@@ -64,7 +64,7 @@ def _outcome() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("method", ["fork", "exec"])
-def test_steps_are_shown_and_nobody_is_called_slow(folder: Path, method: str) -> None:
+def test_steps_are_shown_and_no_one_is_called_slow(folder: Path, method: str) -> None:
     words = ["-v", "--nproc-per-node", "2", "--run-id", "r", "--start-method", method]
     with started_dtrain("run", *words, "train.py", "1", "0", "0", "0") as run:
 

@@ -171,7 +171,7 @@ def test_longer_waits_of_everybody_are_the_network() -> None:
     assert 200 < reported[0][0] <= 200 + SAID_AFTER
 
 
-def test_where_all_work_longer_nobody_is_slow() -> None:
+def test_where_all_work_longer_no_one_is_slow() -> None:
     reported, _ = simulated(slower=lambda step, _: {"data": 0.5} if 200 < step <= 300 else {})
     assert reported == []
 
@@ -212,7 +212,7 @@ def test_a_slow_rank_that_goes_is_not_said_to_be_fast_again() -> None:
 
 
 def test_ranks_whose_steps_are_not_divided_are_not_compared() -> None:
-    """Rank 1 makes steps of twice the length: without ddp nobody knows who waits for whom."""
+    """Rank 1 makes steps of twice the length: without ddp no one knows who waits for whom."""
     windows, reported = Windows(), list[Any]()
     detector = detector_of(reported)
     for step in range(1, 1001):
@@ -226,13 +226,13 @@ def test_ranks_whose_steps_are_not_divided_are_not_compared() -> None:
     assert (detector.now, detector.slowest) == ([], None)
 
 
-def test_one_rank_alone_is_compared_with_nobody() -> None:
+def test_one_rank_alone_is_compared_with_no_one() -> None:
     reported, detector = simulated(ranks=1, slower=lambda step, _: {"data": 1.0} if step > 100 else {})
     assert reported == []
     assert detector.slowest is None
 
 
-def test_a_rank_that_is_joined_late_has_nobody_to_be_compared_with_until_then() -> None:
+def test_a_rank_that_is_joined_late_has_no_one_to_be_compared_with_until_then() -> None:
     reported: list[Any] = []
     windows, detector = Windows(), detector_of(reported)
     for step in range(1, 60):
@@ -297,7 +297,7 @@ def test_the_first_seconds_say_nothing(kind: str) -> None:
     assert reported == []
 
 
-def test_where_processors_are_shared_the_host_is_told_once_and_nobody_is_named() -> None:
+def test_where_processors_are_shared_the_host_is_told_once_and_no_one_is_named() -> None:
     asked: list[tuple[int, float]] = []
 
     def queued_part(rank: int, since: float) -> float:

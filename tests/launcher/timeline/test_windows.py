@@ -27,7 +27,7 @@ def test_a_window_waits_for_the_records_of_all_ranks() -> None:
     assert window.shares[1].compute == pytest.approx(0.85)
 
 
-def test_a_rank_that_says_no_more_holds_nobody_up() -> None:
+def test_a_rank_that_says_no_more_holds_no_one_up() -> None:
     windows = Windows()
     windows.add(_step(1, 1, 1.0, 1.0))
     for step in range(1, int(LATE_S) + 3):
@@ -42,7 +42,7 @@ def test_when_the_lowest_rank_is_away_another_one_leads() -> None:
     for step in range(1, 6):
         windows.add(_step(1, step, float(step), 1.0))
     windows.add(_step(0, 1, 1.0, 1.0))
-    windows.add(_step(0, 1, 5.0, 1.0))  # started again: it counts anew
+    windows.add(_step(0, 1, 5.0, 1.0))  # started again: it counts again
     found = windows.take()
     assert [(window.began, window.ended) for window in found] == [(float(at), float(at + 1)) for at in range(5)]
     assert [sorted(window.shares) for window in found] == [[0, 1], [1], [1], [1], [0, 1]]

@@ -226,7 +226,7 @@ def is_agent(process: psutil.Process) -> bool:
     return process.cmdline()[-2:] == ["-m", "launcher.agent"]
 
 
-def test_a_step_that_somebody_cancels_ends_the_run_and_a_node_is_named(folder: Folder) -> None:
+def test_a_step_that_someone_cancels_ends_the_run_and_a_node_is_named(folder: Folder) -> None:
     job = folder.submit(WAIT, "-N2")
     folder.await_up(2)
     steps = re.findall(rf"StepId=({job}\.\d+)", folder.slurm.say("scontrol", "show", "step", job))

@@ -37,7 +37,7 @@ def test_a_dead_rank_is_named_on_all_others(nursery: Nursery, tmp_path: Path, na
         "all_threads_that_wait_learn_of_a_dead_rank",
         "a_callback_that_waits_ends_with_the_group",
         "a_rank_that_leaves_ends_its_collectives_first",
-        "a_message_that_nobody_waits_for_has_no_limit",
+        "a_message_that_no_one_waits_for_has_no_limit",
         "a_message_is_late_by_the_clock_of_its_own_rank",
         "all_hosts_that_are_late_are_named",
         "a_work_keeps_its_group",

@@ -35,7 +35,7 @@ class Bounded(RuleBasedStateMachine):
                 self.consistency.workers[r].clock for r in self.next_step if not self.consistency.workers[r].is_lost
             ]
             self.next_step[replica] = self.consistency.join(replica, done=0, sync_step=0)
-            assert self.next_step[replica] >= min(others, default=0), "nobody waits for one that comes late"
+            assert self.next_step[replica] >= min(others, default=0), "no one waits for one that comes late"
             self._go_on()
 
     @precondition(lambda self: set(self.next_step) - self.waiting)
@@ -77,7 +77,7 @@ class Bounded(RuleBasedStateMachine):
             assert max(going) - min(everyone) <= self.staleness
 
     @invariant()
-    def somebody_can_always_go_on(self) -> None:
+    def someone_can_always_go_on(self) -> None:
         active = [replica for replica, worker in enumerate(self.consistency.workers) if worker.is_active]
         training = self._training()
         if training and len(training) == len(active):  # else one that has never come, or is not missed yet, is awaited
@@ -131,7 +131,7 @@ def test_a_new_life_begins_where_training_is(slow: int, ahead: int) -> None:
             for step in range(clock):
                 consistency.complete(replica, step)
         assert consistency.step == slow + ahead
-        assert consistency.join(2, done=0, sync_step=0) == slow, "with the slowest, so that nobody has to wait for it"
+        assert consistency.join(2, done=0, sync_step=0) == slow, "with the slowest, so that no one has to wait for it"
         consistency.workers[1].is_lost = True
         assert consistency.join(1, done=0, sync_step=0) == slow + ahead, "what it has made before counts"
     consistency = Consistency("sync", 2)

@@ -160,7 +160,7 @@ def test_a_worker_that_is_killed_and_a_server_that_is_stopped_and_killed_come_ba
         (script.parent / "ps0 killed").touch()
         code, stderr = run.end()
     assert code == 0, stderr
-    assert f"(pid {run.pid('ps0', 0)}) hangs: a signal has stopped it" in stderr
+    assert f"(pid {run.pid('ps0', 0)}) hangs: a signal stopped it" in stderr
     assert "; only this worker restarts (restart 1 of 4)" in stderr
     assert "; only this worker restarts (restart 2 of 4)" in stderr
     assert "; only this worker restarts (restart 3 of 4)" in stderr

@@ -179,7 +179,7 @@ def test_a_server_refuses_what_does_not_fit_its_model_and_serves_on(capfd: pytes
 
 
 @given(st.binary(max_size=60), st.integers(0, 60))
-def test_bytes_that_nobody_writes_are_malformed_or_a_value(data: bytes, length: int) -> None:
+def test_bytes_that_no_one_writes_are_malformed_or_a_value(data: bytes, length: int) -> None:
     written = encode([1, {"a": torch.ones(2)}, b"x", (None, 2.5)]).numpy().tobytes()
     for payload in (data, length.to_bytes(8, "little") + data, written[:length] + data + written[length + len(data) :]):
         tensor = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0)

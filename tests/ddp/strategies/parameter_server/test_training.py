@@ -92,8 +92,8 @@ def test_clocks_never_drift_further_apart_than_the_staleness(
     nursery.run(3 + servers, case, folder=str(tmp_path), staleness=staleness, servers=servers)
 
 
-def test_nobody_waits_for_a_slow_worker_beyond_those_needed(nursery: Nursery, tmp_path: Path) -> None:
-    nursery.run(4, f"{CASES}:nobody_waits_for_a_backup_worker", folder=str(tmp_path))
+def test_no_one_waits_for_a_slow_worker_beyond_those_needed(nursery: Nursery, tmp_path: Path) -> None:
+    nursery.run(4, f"{CASES}:no_one_waits_for_a_backup_worker", folder=str(tmp_path))
 
 
 @pytest.mark.parametrize("options", [{"mode": "async"}, {"shared_memory": False}])

@@ -194,7 +194,7 @@ def test_the_named_key_is_found_among_many(
         reach(write_config(ssh_hosts, 1, *of_its_own))
         monkeypatch.setenv("MY_AGENT", str(sock))
         reach(write_config(ssh_hosts, 1, "IdentityAgent $MY_AGENT", *of_its_own[1:]))
-    monkeypatch.setenv("SSH_AUTH_SOCK", str(sock))  # nobody is there any more
+    monkeypatch.setenv("SSH_AUTH_SOCK", str(sock))  # no one is there any more
     reach(write_config(ssh_hosts, 1, right))
     missing = refusal(write_config(ssh_hosts, 1, f"IdentityFile {tmp_path}/none", "IdentitiesOnly yes"))
     there = f"{ssh_hosts.user}@127.0.0.2 port {ssh_hosts.port}"

@@ -90,7 +90,7 @@ def test_hosts_behind_a_jump_host_share_its_connection_until_the_last_is_let_go(
     assert logins(ssh_hosts, 3) == before + 2
 
 
-def test_a_jump_host_that_went_down_is_asked_anew(ssh_hosts: SshHosts) -> None:
+def test_a_jump_host_that_went_down_is_asked_again(ssh_hosts: SshHosts) -> None:
     config = config_of(ssh_hosts, "anew", "Host node1\n  ProxyJump node3")
     first = connect(config, "node1")
     ssh_hosts.stop(3)

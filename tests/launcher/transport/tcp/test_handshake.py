@@ -75,7 +75,7 @@ def test_another_token_is_an_error_that_says_so_on_both_ends() -> None:
     assert joiner.keys is None
 
 
-def test_a_recorded_handshake_lets_nobody_in() -> None:
+def test_a_recorded_handshake_lets_no_one_in() -> None:
     listener, joiner = _pair()
     recorded = _shake_hands(listener, joiner)
     again = Handshake(Side.LISTENER, TOKEN)

@@ -402,7 +402,7 @@ def test_an_agent_that_cannot_be_started_is_an_error_on_both_ends(run: Run) -> N
         run.wait(0.0)
 
 
-def test_what_nobody_reads_waits_with_the_workers_that_write_it(run: Run) -> None:
+def test_what_no_one_reads_waits_with_the_workers_that_write_it(run: Run) -> None:
     with run.joiner(FLOOD) as process:
         stream = run.wait()
         children = psutil.Process(process.pid).children
@@ -414,7 +414,7 @@ def test_what_nobody_reads_waits_with_the_workers_that_write_it(run: Run) -> Non
         assert finished(process).returncode == 0
 
 
-def test_a_signal_ends_a_node_whose_output_nobody_reads(run: Run) -> None:
+def test_a_signal_ends_a_node_whose_output_no_one_reads(run: Run) -> None:
     with run.joiner(FLOOD) as process:
         stream = run.wait()
         wait_until(lambda: stream.full, "no more is taken")

@@ -184,7 +184,7 @@ def test_a_node_that_waits_first_and_one_that_is_waited_for_both_get_in(lab: Lab
 def test_a_node_that_does_not_come_is_an_error_that_says_what_to_type(lab: Lab) -> None:
     with pytest.raises(HostError, match=r"no node joined as node rank 1 .* the same command there, with --node-rank 1"):
         lab.wait_for("beta", 0.05)
-    node = lab.join(1)  # the one that nobody waits for any more gets no agent
+    node = lab.join(1)  # the one that no one waits for any more gets no agent
     lab.wait_for("beta")
     assert node.receive().kind is Kind.START
     node.send(Kind.PONG)
@@ -220,7 +220,7 @@ def test_an_agent_that_is_given_up_is_ended_and_its_node_kept(lab: Lab) -> None:
     assert results[0].read() == b"new"
 
 
-def test_what_nobody_reads_stays_with_the_node(lab: Lab) -> None:
+def test_what_no_one_reads_stays_with_the_node(lab: Lab) -> None:
     node = lab.join(1)
     stream = lab.wait_for("beta")
     node.sock.settimeout(0.3)
@@ -330,7 +330,7 @@ def test_a_node_that_dials_again_replaces_its_own_connection_at_once(lab: Lab, m
     lab.wait_for("beta")
 
 
-def test_a_node_whose_output_nobody_reads_keeps_its_slot_until_it_dials_again(lab: Lab) -> None:
+def test_a_node_whose_output_no_one_reads_keeps_its_slot_until_it_dials_again(lab: Lab) -> None:
     greeting = Greeting.ours(1, COMMAND)
     joined = lab.dial(greeting)
     assert isinstance(joined, Joined)
@@ -384,7 +384,7 @@ def test_every_node_is_told_how_the_run_ended(lab: Lab) -> None:
 # ---- everybody else ------------------------------------------------------------------------------------------
 
 
-def test_two_hundred_silent_connections_keep_nobody_out(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_hundred_silent_connections_keep_no_one_out(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "JOIN_S", 50.0)
     for _ in range(200):
         lab.raw(MAGIC[:5])
@@ -428,7 +428,7 @@ def test_foreign_protocols_and_other_tokens_are_named_once_and_then_counted(lab:
     assert TOKEN.decode() not in "".join(lab.shown)
 
 
-def test_a_recorded_join_lets_nobody_in_and_tells_nothing(lab: Lab) -> None:
+def test_a_recorded_join_lets_no_one_in_and_tells_nothing(lab: Lab) -> None:
     handshake = Handshake(Side.JOINER, TOKEN)
     real = lab.raw(handshake.greeting)
     proof = handshake.feed(_exactly(real, GREETING_BYTES))

@@ -1,4 +1,4 @@
-"""The shared token is found, and believed only where nobody else can read it; nodes find node 0 through a file."""
+"""The shared token is found, and believed only where no one else can read it; nodes find node 0 through a file."""
 
 import json
 import os
