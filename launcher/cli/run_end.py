@@ -6,7 +6,8 @@ Called by control.py and its callers.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from launcher.frozen import dataclass
 if TYPE_CHECKING:
     from launcher.job.ending import Outcome
     from launcher.output.writer import OutputThread
+    from launcher.placement.job_spec import JobSpec
     from launcher.timeline.goodput import Parts
     from launcher.timeline.stragglers import Straggler
 
@@ -92,7 +94,6 @@ class Ending:
         """Print what else is worth knowing."""
         from launcher.output.insight import goodput_line
         from launcher.output.text import count
-        from launcher.output.warm import warm_lines
 
         spec, verbosity, outcome, parts = self.request.spec, self.verbosity, self.outcome, self.parts
         if verbosity.verbose:
@@ -114,7 +115,7 @@ class Ending:
             verbosity.say(
                 f"--stdin {spec.stdin_rank}: there were only ranks 0 to {outcome.world_size - 1}; none read it"
             )
-        for line in warm_lines(spec, outcome, verbose=verbosity.verbose):
+        for line in _warm_lines(spec, outcome, verbose=verbosity.verbose):
             verbosity.inform(line)
         if parts is not None and (verbosity.verbose or parts.wall_s >= GOODPUT_FROM_S):
             verbosity.inform(goodput_line(parts))
@@ -167,3 +168,28 @@ def requeue(outcome: Outcome, verbosity: Verbosity) -> int:
     if problem is not None:
         verbosity.say(problem)
     return outcome.exit_code
+
+
+def _warm_lines(spec: JobSpec, outcome: Outcome, *, verbose: bool) -> list[str]:
+    """Return the lines on processes kept warm."""
+    from launcher.output.text import count, local_time
+
+    lines = []
+    if spec.keep_warm_s:
+        kept = [host for host, bye in outcome.warm if not bye.not_kept]
+        if kept:
+            verb = "stays" if len(kept) == 1 else "stay"
+            until = local_time(time.time() + spec.keep_warm_s)
+            lines.append(f"{count(len(kept), 'host')} {verb} warm until {until}: dtrain warm --stop")
+        lines += _by_reason("nothing stays warm", ((host, bye.not_kept) for host, bye in outcome.warm))
+    if verbose:
+        if warm := sum(bye.was_warm for _, bye in outcome.warm):
+            lines.append(f"{count(warm, 'host')} had the packages imported since an earlier run")
+        lines += _by_reason("warm processes could not be used", ((host, bye.cold) for host, bye in outcome.warm))
+    return lines
+
+
+def _by_reason(what: str, reasons: Iterable[tuple[str, str]]) -> list[str]:
+    from launcher.hosts.folding import lines_by_reason
+
+    return [f"{what}: {line}" for line in lines_by_reason({host: why for host, why in reasons if why})]

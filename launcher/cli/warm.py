@@ -18,8 +18,7 @@ from launcher.errors import SocketError, UsageError
 from launcher.hosts.folding import lines_by_reason
 from launcher.hosts.host import HostKind
 from launcher.job.orders import prepare
-from launcher.output.text import count, printable, size, table
-from launcher.output.warm import local_time
+from launcher.output.text import count, local_time, printable, size, table
 from launcher.placement.job_spec import JobSpec
 from launcher.transport.connect import warm_key
 from launcher.transport.local import start_process

@@ -1,9 +1,10 @@
-"""Formats values for people: counts, sizes, lists of numbers, tables, quoted text. Pure."""
+"""Formats values for people: counts, sizes, times, lists of numbers, tables, quoted text. Pure."""
 
 from __future__ import annotations
 
 import io
 import re
+import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 LINE_CHARACTERS = 300  # of a quoted line
@@ -24,6 +25,13 @@ def size(bytes_: float) -> str:
     while bytes_ >= 1024 and power < len(_UNITS) - 1:
         bytes_, power = bytes_ / 1024, power + 1
     return f"{bytes_:.0f} {_UNITS[power]}" if bytes_ >= 10 or power == 0 else f"{bytes_:.1f} {_UNITS[power]}"
+
+
+def local_time(at: float) -> str:
+    """Format a local time, with the date if it is not today."""
+    there = time.localtime(at)
+    form = "%H:%M" if there[:3] == time.localtime()[:3] else "%Y-%m-%d %H:%M"
+    return time.strftime(form, there)
 
 
 def ranges(numbers: Iterable[int]) -> str:

@@ -17,9 +17,8 @@ from launcher.job.run import Phase
 from launcher.output.insight import status_line, straggler_line
 from launcher.protocol.reports import Exited, HostUse
 from launcher.timeline.goodput import Goodput, Parts
-from launcher.timeline.records import PHASES, Record, Span
+from launcher.timeline.records import PHASES, Record, Span, Timeline
 from launcher.timeline.stragglers import Straggler, Stragglers
-from launcher.timeline.timeline import Timeline
 from launcher.timeline.windows import Windows
 
 RECENT = 10  # newest records of a rank, over which times are averaged: about a second each if steps are short

@@ -26,8 +26,8 @@ from launcher.runs.record import RunRecord
 from launcher.runs.registry import registered
 from launcher.runs.secrets import WITHHELD, without_secrets
 from launcher.timeline.goodput import Parts
+from launcher.timeline.records import Timeline
 from launcher.timeline.stragglers import Straggler
-from launcher.timeline.timeline import Timeline
 
 if TYPE_CHECKING:
     from launcher.runs.detach import Detachment

@@ -19,8 +19,7 @@ from launcher.protocol.reports import Bye, Exited, Facts, Hello, PortsReserved, 
 from launcher.protocol.two_way import Heartbeat
 from launcher.timeline.clock_offset import ClockOffset
 from launcher.timeline.file import TimelineFile
-from launcher.timeline.records import Detail, Record, Span, StepTimes, unpack
-from launcher.timeline.timeline import Timeline
+from launcher.timeline.records import Detail, Record, Span, StepTimes, Timeline, unpack
 
 
 class Recording:

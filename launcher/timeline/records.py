@@ -1,4 +1,5 @@
-"""Records of what ranks spend their time on: steps with their phases, spans outside of steps, and details of a step.
+"""Records of what ranks spend their time on: steps with their phases, spans outside of steps, and details of a step;
+and the Timeline, which distributes them to subscribers.
 
 Agents (launcher/agent/step_times.py) make them from what ranks record (ddp/monitoring/timeline.py) and send them as the
 payload of `Timings`; `pack` and `unpack` define its format. Times are seconds on a monotonic clock: the host's in a
@@ -8,7 +9,8 @@ message, the controller's after `unpack`.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable
 from math import isnan
 from typing import Any, TypeAlias
 
@@ -17,6 +19,7 @@ from launcher.frozen import dataclass
 
 PHASES = ("data", "forward", "backward", "wait", "optimizer", "other")
 SPANS = ("evaluation", "save", "load", "recovery")
+NEWEST = 32  # StepTimes that a Timeline keeps of each rank
 MOST_STEPS = 2**53  # a float holds larger integers inexactly
 LONGEST_S = 1e12  # largest time of any clock
 
@@ -121,3 +124,34 @@ def _unpacked(fields: tuple[Any, ...], attempt: int, offset_s: float) -> Record:
         phase = PHASES[kind]
         return Detail(attempt=attempt, rank=rank, step=step, phase=phase, bucket=bucket, began=first, ended=ended)
     raise ValueError(f"record {which}")
+
+
+class Timeline:
+    """Passes records, on the controller's clock, to all subscribers in the order of arrival.
+
+    Records of one rank are ordered by their end. Records of different ranks are not ordered; a slow connection delays
+    them. Owned by the controller's loop. It keeps only what a late subscriber needs; the run's file (file.py) has
+    everything.
+    """
+
+    def __init__(self) -> None:
+        self._subscribers: list[Callable[[Record], None]] = []
+        self._newest: dict[int, deque[StepTimes]] = {}
+
+    def subscribe(self, take: Callable[[Record], None]) -> None:
+        """Call `take` in the loop with every record from now on."""
+        self._subscribers.append(take)
+
+    def add(self, record: Record) -> None:
+        if isinstance(record, StepTimes):
+            self._newest.setdefault(record.rank, deque(maxlen=NEWEST)).append(record)
+        for take in self._subscribers:
+            take(record)
+
+    def newest(self, rank: int) -> list[StepTimes]:
+        """Return the newest StepTimes of a rank, oldest first."""
+        return [*self._newest.get(rank, ())]
+
+    def begin_attempt(self) -> None:
+        """Forget the ranks of the previous attempt."""
+        self._newest.clear()

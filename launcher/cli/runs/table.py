@@ -14,8 +14,7 @@ from typing import Any
 
 from launcher.errors import RunError
 from launcher.output.error_json import brief_cause
-from launcher.output.text import TABLE_CHARACTERS, count, table
-from launcher.output.warm import local_time
+from launcher.output.text import TABLE_CHARACTERS, count, local_time, table
 from launcher.runs.control import ask
 from launcher.runs.record import read_manifest
 from launcher.runs.registry import LOST, Entry, entries

@@ -20,7 +20,7 @@ from launcher.runs.log_reader import LogReader
 from launcher.runs.overview import Overview
 from launcher.runs.record import RunRecord
 from launcher.runs.secrets import without_secrets
-from launcher.timeline.timeline import Timeline
+from launcher.timeline.records import Timeline
 
 WAITS = "import os, pathlib, time\nwhile not pathlib.Path('go').exists(): time.sleep(0.05)\n"
 

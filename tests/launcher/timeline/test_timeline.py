@@ -1,7 +1,6 @@
 """What the live readers of a run's times get."""
 
-from launcher.timeline.records import Record, Span, StepTimes
-from launcher.timeline.timeline import NEWEST, Timeline
+from launcher.timeline.records import NEWEST, Record, Span, StepTimes, Timeline
 
 
 def _step(rank: int, step: int) -> StepTimes:
