@@ -1,4 +1,4 @@
-"""What the ranks tell each other before and after a save or load, and what they refuse together. Knows no files.
+"""Exchange what the ranks must agree on before and after a save or load, and raise its errors on all. Knows no files.
 
 Called by `ddp.checkpoint.checkpoint`.
 """
@@ -42,9 +42,9 @@ def exchange(mine: T, what: str) -> list[T]:
 
 
 def reason_of(problem: Exception | None, what: str = "") -> str | None:
-    """Return why this rank could not do `what`; without that, the exception says so by itself.
+    """Return why this rank could not do `what`; without `what`, the text of the exception alone.
 
-    Raises what a signal's handler has raised: that is this rank's own, and no problem of what it interrupted.
+    Raises an exception of a signal handler: it is this rank's own, not a problem of the code that it interrupted.
     """
     if problem is None:
         return None
@@ -55,7 +55,7 @@ def reason_of(problem: Exception | None, what: str = "") -> str | None:
 
 
 def raise_together(problems: Sequence[str | None], mine: Exception | None) -> None:
-    """Raise CheckpointError if any rank had a problem, from this rank's own where it has one."""
+    """Raise CheckpointError if any rank had a problem; its cause is this rank's own problem, if it has one."""
     for rank, problem in enumerate(problems):
         if problem is not None:
             who = f"rank {rank}: " if len(problems) > 1 else ""
@@ -67,7 +67,7 @@ def raise_together(problems: Sequence[str | None], mine: Exception | None) -> No
 
 @dataclass(frozen=True)
 class SaveNote:
-    """What a rank tells the others before rank 0 writes."""
+    """A rank's message to the others before rank 0 writes."""
 
     step: int
     random: Mapping[str, Any]
@@ -75,7 +75,7 @@ class SaveNote:
     names: tuple[str, ...] = ()
     position: Mapping[str, Any] | None = None  # of the sampler
     replica: tuple[tuple[int, ...], int] | None = None  # the ranks that should have the same weights, and a digest
-    is_last_written: bool = True  # as far as this rank had to
+    is_last_written: bool = True  # False if this rank had to write it and failed
     can_write: bool = True
 
 
@@ -95,7 +95,7 @@ def require_agreement(notes: Sequence[SaveNote]) -> None:
 
 @dataclass(frozen=True)
 class Weights:
-    """What the ranks of a wrapped model's group have in common."""
+    """The weights of a wrapped model, and the ranks that should have the same."""
 
     ranks: tuple[int, ...]
     tensors: Mapping[str, torch.Tensor]
@@ -105,9 +105,10 @@ class Weights:
 
 
 def replicated(model: nn.Module | None) -> Weights | None:
-    """The weights that other ranks should have as well; None where there are none, or where they may differ.
+    """Return the weights that other ranks should have as well; None if there are none, or if they may differ.
 
-    They may while LocalSGD lets them, and with a communication hook of the user's, such as torch's post_localSGD_hook.
+    They may differ between two averages of LocalSGD, and with a user's communication hook, such as torch's
+    post_localSGD_hook.
     """
     wrapper = replica_of(model)
     group = getattr(wrapper, "process_group", None)

@@ -1,4 +1,4 @@
-"""Files that are there as a whole or not at all, also after a loss of power or the death of their writer."""
+"""Write files atomically: each is complete or absent, also after a power loss or the death of its writer."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ _locked: set[int] = set()  # descriptors of files that this process alone uses
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a temporary file beside `path` for writing, which takes its place at the end of the block.
+    """Open a temporary file for writing; it replaces `path` at the end of the block.
 
-    When the block is over, the file is durable (fsynced and renamed); if it raises, `path` is what it was. The folder
-    must be there. The temporary file is locked as long as its writer lives: the kernel drops the lock however the
-    writer ends, so what can be locked was left by a dead one. A process that is forked meanwhile has no part in the
-    lock. Raises OSError where the system does.
+    After the block the file is durable (fsynced and renamed); if the block raises, `path` is unchanged. The folder must
+    exist. The temporary file is locked while its writer lives. The kernel drops the lock however the writer ends, so a
+    file that can be locked was left by a dead writer. Forked processes do not share the lock. Raises OSError.
     """
     while True:
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
@@ -33,7 +32,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
                 with contextlib.suppress(OSError):  # a file system without locks: nothing unfinished is removed there
                     fcntl.flock(file, fcntl.LOCK_EX)
                 if not os.fstat(file.fileno()).st_nlink:
-                    continue  # another writer took it for a left-over before it was locked
+                    continue  # another writer removed it as a left-over before it was locked
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
@@ -46,10 +45,10 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 class Lock:
-    """A lock on the file at `path`, which is made; the kernel drops it however this process ends.
+    """A lock on the file at `path`, which is created; the kernel drops it however this process ends.
 
-    Raises BlockingIOError if another process, or another Lock of this one, holds it. `is_held` is False on a file
-    system without locks. A process that is forked meanwhile has no part in it. Other OSErrors are the system's.
+    Raises BlockingIOError if another process, or another Lock of this process, holds it, and other OSErrors. `is_held`
+    is False on a file system without locks. Forked processes do not share the lock.
     """
 
     def __init__(self, path: Path) -> None:
@@ -67,22 +66,22 @@ class Lock:
             if os.fstat(self._file.fileno()).st_nlink:
                 _locked.add(self._file.fileno())
                 return
-            self._file.close()  # removed meanwhile: another file has the name
+            self._file.close()  # it was removed, and another file may have the name
 
     def write(self, content: bytes) -> None:
-        """Put `content` in the place of what the file has."""
+        """Replace the content of the file."""
         self._file.truncate(0)
         self._file.write(content)
 
     def release(self) -> None:
-        """Give the lock up. May be called twice."""
+        """Release the lock. May be called twice."""
         if not self._file.closed:
             _locked.discard(self._file.fileno())
             self._file.close()
 
 
 def remove_unfinished(folder: Path, name: re.Pattern[str]) -> None:
-    """Remove what dead writers of files with such a name have left in `folder`."""
+    """Remove the temporary files that dead writers of files with such a name have left in `folder`."""
     for found in os.listdir(folder):
         suffix = _SUFFIX.search(found)
         if suffix and suffix.end() == len(found) and found[0] == "." and name.fullmatch(found[1 : suffix.start()]):
@@ -92,7 +91,7 @@ def remove_unfinished(folder: Path, name: re.Pattern[str]) -> None:
 
 
 def make_durably(folder: Path) -> None:
-    """Make a folder and its parents, so that they survive a loss of power."""
+    """Create a folder and its parents so that they survive a power loss."""
     missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for parent in missing:
@@ -100,15 +99,16 @@ def make_durably(folder: Path) -> None:
 
 
 def leave_to_parent(descriptor: int) -> None:
-    """Let processes that are forked from now on have no part in an open file and its lock."""
+    """Do not share an open file and its lock with processes forked from now on."""
     _locked.add(descriptor)
 
 
 def _let_go() -> None:
-    """Give up the locks that a forked process shares with its parent, which may end before it."""
+    """Close the locked files in a forked process: its parent, whose locks they are, may end before it."""
     for descriptor in _locked:
         nothing = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nothing, descriptor, inheritable=False)  # closed, it would be given out again under the file's object
+        # Closing alone would let the number be used again while the file's object lives.
+        os.dup2(nothing, descriptor, inheritable=False)
         os.close(nothing)
     _locked.clear()
 

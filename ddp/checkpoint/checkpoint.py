@@ -1,4 +1,4 @@
-"""Saves all that a run needs to go on, and finds it again: one file a checkpoint, in a folder of this run's own.
+"""Save the state that a run needs to continue, and load it: one file per checkpoint, in a folder of the run's own.
 
     checkpoint = ddp.Checkpoint("runs/first/checkpoints")
     restored = checkpoint.load(model=model, optimizer=optimizer, sampler=sampler)
@@ -7,9 +7,8 @@
     if checkpoint.due(step, every=100):
         checkpoint.save(step, model=model, optimizer=optimizer, sampler=sampler, best_loss=best_loss)
 
-Rank 0 writes, by default from a copy while training goes on (`ddp.checkpoint.writer`). Here the ranks exchange what
-they must agree on, before and after, so that an error of one is raised by all and none waits for another that has given
-up.
+Rank 0 writes, by default from a copy while training continues (`ddp.checkpoint.writer`). Before and after, the ranks
+exchange what they must agree on, so that all raise the error of one, and none waits for a rank that has failed.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ _checks: list[Callable[[], None]] = []
 
 @contextlib.contextmanager
 def checked_saves(check: Callable[[], None]) -> Iterator[None]:
-    """In a block, have `check()` raise where this is no time to save."""
+    """Call `check()` before each save in the block; it raises if a save is not possible at that moment."""
     _checks.append(check)
     try:
         yield
@@ -65,33 +64,33 @@ def checked_saves(check: Callable[[], None]) -> Iterator[None]:
 
 
 class Checkpoint:
-    """Keep the last `keep` checkpoints of one run in `folder`, which is made when it is needed.
+    """Keep the last `keep` checkpoints of one run in `folder`, which is created when needed.
 
     Checkpoints are `step-NNNNNNNNNN.pt`. Each is one file with a checksum, readable by
     `torch.load(path, weights_only=True)` without this package: a dict with "step", "world_size", "model" and so on,
     "random" for the random number generators of each rank, and "values". Older ones are removed once a new one
-    is durable. What was cut short, damaged or written by another program is never counted and never removed.
+    is durable. Incomplete and damaged files, and those of other programs, are never counted and never removed.
 
     `folder` belongs to one run and one Checkpoint at a time, from its first `save` until `wait`, or until it is deleted
-    or its process ends, however that ends: another one that saves there is refused, with the name of the first. A later
-    attempt of the same run takes the folder over. Any run may `load`. On several hosts, put it on a file system that
-    they share, because a checkpoint on a host that is lost is lost with it. (Where that has no locks across hosts, two
-    owners on different hosts are noticed only once both have saved; then one is refused.)
+    or its process ends in any way: another one that saves there is refused, and the error names the first. A later
+    attempt of the same run takes over the folder. Any run may `load`. On several hosts, put it on a shared file system:
+    a checkpoint on a lost host is lost too. (If that has no locks across hosts, two owners on different hosts are
+    noticed only after both have saved; then one is refused.)
 
-    A save that the file system refuses (a full disk, a quota, a lost permission) costs that save alone: rank 0 says so
-    on stderr, once, with the newest checkpoint that is whole, and the next `save` is as usual. After three failed saves
-    in a row, it is a CheckpointError on every rank, and with `on_error="stop"` each is. It always is one in `wait` and
-    `load` if the newest checkpoint was not written, since nothing would mend that: call `wait` at the end of training.
-    Mistakes of the program are errors at once, and so is a folder that this object never could use.
+    If the file system refuses a save (a full disk, a quota, a lost permission), only that save fails: rank 0 reports it
+    on stderr, once, with the newest complete checkpoint, and training continues. Three failed saves in a row are a
+    CheckpointError on every rank; with `on_error="stop"` each failed save is. In `wait` and `load` it always is one if
+    the newest checkpoint was not written, since no later save would replace it: call `wait` at the end of training.
+    Errors of the program are raised at once, and so is a folder that this object never could use.
 
-    Before each save of a model in DistributedDataParallel, the ranks compare its weights, which reads them once; not
-    while LocalSGD lets them differ, nor with a communication hook of yours. With `check_replicas=False` (hosts whose
-    arithmetic differs in the last bits, weights that you average every few steps), those of rank 0 are saved, whatever
-    the others have.
+    Before each save of a model in DistributedDataParallel, the ranks compare its weights, which reads them once; but
+    not between two averages of LocalSGD, nor with a communication hook of yours. With `check_replicas=False` (hosts
+    whose arithmetic differs in the last bits, weights that you average every few steps), the weights of rank 0 are
+    saved without a comparison.
 
-    With `in_background`, a thread of rank 0 writes a copy of the state while training goes on, one at a time (see
-    `wait`). A copy from CUDA devices lies in pinned memory, about as much as the state, kept for the next one. With
-    `in_background=False`, no memory for a copy is needed.
+    With `in_background`, a thread of rank 0 writes a copy of the state while training continues, one at a time (see
+    `wait`). A copy from CUDA devices uses pinned memory, about as much as the state, which is kept for the next copy.
+    With `in_background=False`, no memory for a copy is needed.
 
     Under `dtrain run`, the copy lies in memory of rank 0's host that outlives the process and is kept until the run
     ends (once more the state's size where that is on devices, whose copy is there when they have finished it). If the
@@ -120,10 +119,11 @@ class Checkpoint:
         self._warned: _Warned | None = None
 
     def due(self, step: int, *, every: int) -> bool:
-        """Whether to save now: after every `every` steps, and once more when the job's time is nearly up.
+        """Return whether to save now: after every `every` steps, and once more when the job's time is nearly up.
 
-        The latter is when any rank got SIGUSR1, as SLURM sends it ahead of the end; from the first call on it ends no
-        process. Every rank must call it after every step; it returns the same on all of them. `every` 0: only then.
+        The time is nearly up once any rank has received SIGUSR1, which SLURM sends before the end; from the first call
+        on, that signal ends no process. With `every=0`, only then. Every rank must call it after every step; it returns
+        the same on all of them.
         """
         self._warned = self._warned or _Warned()
         is_warned = self._warned.together()
@@ -143,16 +143,17 @@ class Checkpoint:
     ) -> None:
         """Write a checkpoint of what is given and of every rank's random number generators.
 
-        Every rank must call it, with the same step and the same things. It blocks as `wait` says, at most as long as
-        the process group's timeout. States and `values` are those of rank 0, but what `compression=` still owes is that
-        of all. Values may be None, numbers, strings, tensors, and lists, tuples, sets and dicts of them. Wrappers
-        around the model (DDP, torch.compile) are taken off, so that it can be loaded with or without.
+        Every rank must call it, with the same step and the same arguments. It blocks as described in `wait`, at most as
+        long as the process group's timeout. States and `values` are those of rank 0, but the error feedback of
+        `compression=` is that of all ranks. Values may be None, numbers, strings, tensors, and lists, tuples, sets and
+        dicts of them. Wrappers around the model (DDP, torch.compile) are removed, so that it can be loaded with or
+        without them.
 
-        Raises CheckpointError on every rank if one of them passes something that cannot be saved or something
-        else than rank 0, if the folder has a later step than `step` or belongs to another run, or if `on_error` makes
-        an error of what rank 0 could not write, this one or the one before; the checkpoints before are still there
-        then. DriftError on every rank if the replicas differ. CollectiveError if a rank is gone. ArgumentError in a
-        resilient function if an optimizer has stepped since the last `state.commit()`.
+        Raises CheckpointError on every rank if one of them passes something that cannot be saved or other arguments
+        than rank 0, if the folder has a later step than `step` or belongs to another run, or, depending on `on_error`,
+        if rank 0 could not write this checkpoint or the previous one; earlier checkpoints are kept then. DriftError on
+        every rank if the replicas differ. CollectiveError if a rank is gone. ArgumentError in a resilient function if
+        an optimizer has stepped since the last `state.commit()`.
         """
         for check in _checks:
             check()
@@ -211,18 +212,18 @@ class Checkpoint:
 
     @phase(SAVE)
     def wait(self) -> None:
-        """Wait until what was saved is durable: written, fsynced and renamed. Every rank must call it; blocks.
+        """Wait until the last save is durable: written, fsynced and renamed. Every rank must call it; blocks.
 
-        When `save` returns, rank 0 has copied its state (what lies on devices is copied in stream order), and the
-        checkpoint before is durable. This one is durable when the next `save`, `load` or `wait` returns, unless writing
-        it has failed; until its file is whole, the one before is the newest. An error of the copy, or of the thread
-        that writes it, is raised on every rank by that call. With `in_background=False`, or once SIGUSR1 has said that
-        the job's time is nearly up (`due`), the file of a `save` is durable when that `save` returns.
+        When `save` returns, rank 0 has copied its state (tensors on devices are copied in stream order), and the
+        previous checkpoint is durable. This one is durable when the next `save`, `load` or `wait` returns, unless
+        writing it has failed; until its file is complete, the previous one is the newest. That call raises an error of
+        the copy, or of the thread that writes it, on every rank. With `in_background=False`, or after SIGUSR1 (`due`),
+        the file of a `save` is durable when that `save` returns.
 
-        Call it at the end of training, or before a program reads the file; the folder is free for another Checkpoint
-        then, until this one saves again. A process that just ends waits as well, but an error is then raised on rank 0
-        alone, whose exit code is 1. One that ends with an exception waits 5 s at most, since other ranks may wait for
-        it: the newest checkpoint may be the one before then.
+        Call it at the end of training, or before a program reads the file. Then another Checkpoint may use the folder,
+        until this one saves again. A process that ends without it waits as well, but then only rank 0 raises an error,
+        and its exit code is 1. A process that ends with an exception waits for 5 s at most, since other ranks may wait
+        for it; then the newest checkpoint may be the previous one.
 
         Raises CheckpointError on every rank if rank 0 could not write the newest checkpoint, whatever `on_error` is;
         CollectiveError if a rank is gone.
@@ -231,7 +232,7 @@ class Checkpoint:
         self._writer.owner.release()
 
     def _wait(self, *, is_needed: bool = True) -> None:
-        """Wait for what was saved. If it `is_needed`, a save that has failed is an error."""
+        """Wait for the last save. If it `is_needed`, a failed one is an error."""
         with at_files(self.folder.absolute()):
             lost = writer.finish()
         if is_needed:
@@ -250,30 +251,30 @@ class Checkpoint:
         scaler: Stateful | None = None,
         sampler: Stateful | None = None,
     ) -> Restored | None:
-        """Restore what is given, in place, from the newest whole checkpoint, or from the file at `path`.
+        """Restore the arguments, in place, from the newest complete checkpoint, or from the file at `path`.
 
         Every rank must call it; it blocks until all have restored. Returns None if the folder has no
-        checkpoint. A file that is not whole is passed over with a warning that says why. The ranks take the
-        newest checkpoint that any of them sees, and one that does not see it receives it from one that does. On each
-        host one rank reads the file and its checksum; the others take it from the page cache.
+        checkpoint. An incomplete or damaged file is skipped with a warning that says why. The ranks take the newest
+        checkpoint that any of them sees; a rank that does not see it receives it from one that does. On each host one
+        rank reads and verifies the file; the others read it from the page cache.
 
-        Each rank's random number generators go on where they were if the world has the size that was saved;
+        Each rank's random number generators continue from their saved states if the world has the same size;
         otherwise they are seeded from the saved state of rank 0 and the rank. A DataLoader without a `generator`
         of its own draws one number whenever it is iterated, so also when a resumed run enters an epoch again.
 
-        Raises CheckpointError on every rank if there are files but none is whole, if `path` is not, if something is
-        given that the file lacks or the other way round, or if the model has other keys or shapes. The model is only
-        changed if it fits; the rest may be restored in part then. CollectiveError if a rank is gone.
+        Raises CheckpointError on every rank if there are files but none is complete, if `path` is not, if an argument
+        is missing in the file or the other way round, or if the model has other keys or shapes. The model is only
+        changed if it fits; the rest may have been restored in part. CollectiveError if a rank is gone.
         """
         if dist.is_initialized() and is_pending(dist.group.WORLD):
-            return None  # this process takes a failed rank's place, and gets the state from the others
+            return None  # this process replaces a failed rank, and receives the state from the others
         self._wait()
         rank, world_size = place()
         self._writer.forget_files()
         given = None if path is None else Path(path)
         source_path = (self.folder if given is None else given).absolute()
         with contextlib.ExitStack() as open_files:
-            # Ranks that see one and the same folder have it read by the first of them.
+            # The first of the ranks that see the same folder reads it for all of them.
             with at_files(source_path):
                 seen_here = identity(source_path)
             seen = exchange(seen_here, "places before loading")
@@ -289,10 +290,10 @@ class Checkpoint:
                 if refused := list(dict.fromkeys(line for note in notes for line in note.refused)):
                     raise CheckpointError("no checkpoint is whole:\n" + "\n".join(f"  {line}" for line in refused))
                 return None
-            # A file that all ranks see is warned of by one; a given path that this rank cannot read comes from another.
+            # One rank warns of a file that all see; a given path that this rank cannot read is received from another.
             if given is None and (rank == 0 or mine.refused != notes[0].refused):
                 for line in mine.refused:
-                    warnings.warn(f"this checkpoint is passed over: {line}", stacklevel=3)
+                    warnings.warn(f"this checkpoint is skipped: {line}", stacklevel=3)
             if mine.digest != chosen.digest:
                 file = None
             elif reader != rank:
@@ -322,7 +323,7 @@ class Checkpoint:
         return restored
 
     def _finish_last(self, problems: Sequence[str | None], mine: Exception | None, *, is_written: bool) -> None:
-        """Raise what the last save ended with on any rank, or count it: rank 0 has done so itself when it was over."""
+        """Raise the error of the last save on any rank, or count the save; rank 0 has counted its own."""
         is_uncounted, self._is_uncounted = self._is_uncounted, False
         raise_together(problems, mine)
         if is_uncounted and is_written:

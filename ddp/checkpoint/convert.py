@@ -1,10 +1,10 @@
-"""Checkpoints of `ddp.Checkpoint` as folders of torch.distributed.checkpoint (DCP), and the other way round.
+"""Convert checkpoints of `ddp.Checkpoint` to folders of torch.distributed.checkpoint (DCP), and back.
 
     python -m ddp.checkpoint.convert runs/first/checkpoints/step-0000000100.pt dcp/100
     python -m ddp.checkpoint.convert dcp/100 runs/second/checkpoints
     python -m ddp.checkpoint.convert fsdp/100 runs/third/checkpoints --step 100 --part model=app.model
 
-One process converts, with the whole state in its memory. Nothing is unpickled but what `weights_only` allows.
+One process converts, with the whole state in its memory. It unpickles only what `weights_only` allows.
 """
 
 from __future__ import annotations
@@ -29,18 +29,17 @@ from ddp.errors import ArgumentError, CheckpointError, DdpError
 
 __all__ = ["from_dcp", "to_dcp"]
 
-_FORM = "ddp_checkpoint"  # key of what DCP does not keep: types of keys and containers, and what is empty
+_FORM = "ddp_checkpoint"  # key of what DCP does not keep: types of keys and containers, and empty ones
 
 KeyPath = tuple[str | int, ...]
 
 
 def to_dcp(path: str | PathLike[str], folder: str | PathLike[str]) -> None:
-    """Write the checkpoint file at `path` as a DCP folder, which must be empty or not there.
+    """Write the checkpoint file at `path` as a DCP folder, which must be empty or missing.
 
     Its keys are those of the file: `dcp.load({"model": model.state_dict()}, checkpoint_id=folder)` reads the model,
-    into shards as well, and "optimizer" is what `optimizer.state_dict()` returns, parameters by number. Tensors that
-    share memory are written one by one. Raises CheckpointError if the file is not whole, or the folder cannot be
-    written.
+    into shards as well, and "optimizer" is the `optimizer.state_dict()`, with parameters by number. Tensors that share
+    memory are written one by one. Raises CheckpointError if the file is not complete, or the folder cannot be written.
     """
     try:
         with open(path, "rb") as file:
@@ -60,16 +59,16 @@ def from_dcp(
     step: int | None = None,
     parts: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write what a DCP folder holds as a file in the folder `checkpoints`, for `ddp.Checkpoint.load`; return its path.
+    """Write a DCP folder as a file in the folder `checkpoints`, for `ddp.Checkpoint.load`; return its path.
 
-    What `to_dcp` made becomes the same file again, perhaps as another `step`. Of another program's, `parts` says under
-    which key each of "model", "optimizer", "scheduler", "scaler" and "sampler" is, "app.model" for nested ones, "" for
-    all there is; by default under their own names, the optimizer also under "optim". An optimizer's state by parameter
-    names (`get_optimizer_state_dict`) becomes one by numbers. All else goes to the checkpoint's values, and its random
-    number generators are left alone by `load`. `step` is needed where the folder has none.
+    A folder of `to_dcp` becomes the same file again, or that of another `step`. For another program's folder, `parts`
+    gives the key of each of "model", "optimizer", "scheduler", "scaler" and "sampler": "app.model" for a nested one, ""
+    for everything; by default their own names, and "optim" for the optimizer. An optimizer's state by parameter names
+    (`get_optimizer_state_dict`) becomes one by numbers. All else becomes values of the checkpoint, and `load` leaves
+    the random number generators unchanged. `step` is required if the folder has none.
 
-    Raises CheckpointError if the folder cannot be read without unpickling, or lacks a part; ArgumentError for `parts`
-    that are none, and for what is no step.
+    Raises CheckpointError if the folder cannot be read without unpickling, or lacks a part; ArgumentError for unknown
+    `parts`, and for an invalid step.
     """
     if step is not None and not _is_step(step):
         raise ArgumentError(f"step is {step!r}; it must be an int, 0 or more")
@@ -83,7 +82,7 @@ def from_dcp(
             content = _foreign(found, step, parts)
         except (DdpError, Warning):
             raise
-        except Exception as error:  # of whatever another program has put there
+        except Exception as error:  # another program may have written anything
             raise CheckpointError(
                 f"{folder} holds what cannot be converted: {type(error).__name__}: {error}"
             ) from error
@@ -100,7 +99,7 @@ def _is_step(step: object) -> bool:
     return type(step) is int and 0 <= step < 1 << 64  # as the file holds it
 
 
-# What to_dcp made
+# Folders of to_dcp
 
 
 def _ours(found: Mapping[KeyPath, Any], form: bytes, folder: str | PathLike[str]) -> dict[str, Any]:
@@ -113,14 +112,14 @@ def _ours(found: Mapping[KeyPath, Any], form: bytes, folder: str | PathLike[str]
         return dict(_map_tensors(torch.load(io.BytesIO(form), weights_only=True), as_before))
     except DdpError:
         raise
-    except Exception as error:  # of bytes that were changed
+    except Exception as error:  # changed bytes may raise anything
         raise CheckpointError(f"{folder} is damaged: {type(error).__name__}: {error}") from error
 
 
 def _map_tensors(value: Any, change: Callable[[KeyPath, torch.Tensor], Any], path: KeyPath = ()) -> Any:
-    """`value` with its tensors changed, as far as DCP keeps them one by one: in dicts and lists.
+    """Return `value` with changed tensors, as far as DCP keeps them one by one: in dicts and lists.
 
-    A path is that of DCP, whose keys are strings.
+    Paths are those of DCP, with strings as keys.
     """
     if isinstance(value, torch.Tensor):
         return change(path, value)
@@ -144,7 +143,7 @@ def _as_before(values: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
     return values.requires_grad_(before.requires_grad)
 
 
-# What other programs made
+# Folders of other programs
 
 
 def _foreign(found: Mapping[KeyPath, Any], step: int | None, parts: Mapping[str, str] | None) -> dict[str, Any]:
@@ -208,7 +207,7 @@ def _with_lists(tree: Any) -> Any:
 
 
 def _by_number(state: Any) -> dict[str, Any]:
-    """An optimizer's state with parameters by their number, whether they had numbers or names."""
+    """Return an optimizer's state with parameters by number; they may have numbers or names."""
     if not isinstance(state, dict) or not isinstance(state.get("param_groups"), list):
         raise CheckpointError("the optimizer's state has no list param_groups")
     numbers = {

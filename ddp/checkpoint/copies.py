@@ -1,7 +1,7 @@
-"""Copies of a state, so that it can be written while training changes the original: in host memory, or in the memory in
-which the launcher keeps a copy of the newest checkpoint (kept_copy.py).
+"""Copy a state so that it can be written while training changes the original: to host memory, or to the memory in which
+the launcher keeps a copy of the newest checkpoint (kept_copy.py).
 
-Called by `ddp.checkpoint.writer`. One process of a host has the launcher's memory at a time, until it ends.
+Called by `ddp.checkpoint.writer`. One process of a host owns the launcher's memory at a time, until it ends.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from ddp.environment import run_of
 _WAIT_S, _PAUSE_S = 60.0, 0.02  # for the file of a process that is gone
 _SPARE = 0.1  # of the available memory is left
 _ROUNDING_BYTES = 1 << 20
-_LARGE_BYTES = 64 << 10  # torch copies such with several threads
+_LARGE_BYTES = 64 << 10  # from here on torch copies with several threads
 _ALIGNMENT = 64  # bytes
 
 _Copied = dict[tuple[torch.device, int, int], torch.Tensor]  # by device, address and size of the memory
 
 
 class HostCopy:
-    """Copies of values that a checkpoint may hold (`check_plain`), tensors in host memory.
+    """Copies values that a checkpoint may hold (`check_plain`); the tensors of the copy are in host memory.
 
-    `of` does not wait for a device: the copy is done in the order of the current stream, and `wait`, in any thread,
-    returns when all copies are there. Copies from devices lie in `memory`, whose last user this one replaces. With
-    `device_types`, tensors on other devices are not copied, but passed on as they are.
+    `of` does not wait for a device: it copies in the order of the current stream, and `wait`, in any thread, returns
+    when all copies are complete. Copies from devices use `memory`, which no earlier copy may use any more. With
+    `device_types`, tensors on other devices are not copied, but returned as they are.
     """
 
     def __init__(self, memory: HostMemory | None = None, *, device_types: Collection[str] | None = None) -> None:
@@ -62,7 +62,7 @@ class HostCopy:
             event.synchronize()
 
     def _from_devices(self, value: Any) -> _Copied:
-        """The memory of tensors on devices that copy beside the host, to be copied when an event comes."""
+        """Start copying the memory of tensors on devices with streams; return the copies, which an event completes."""
         storages = {}
         for tensor in tensors_in(value):
             if has_stream(tensor.device) and _is_plain(tensor) and self._takes(tensor):
@@ -96,7 +96,7 @@ class HostCopy:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors of a value that a checkpoint may hold."""
+    """Yield all tensors of a value that a checkpoint may hold."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping | list | tuple | set):
@@ -120,7 +120,7 @@ def _copied_tensor(tensor: torch.Tensor, copied: _Copied) -> torch.Tensor:
     tensor = tensor.detach()
     if not _is_plain(tensor) or not (tensor.device.type == "cpu" or has_stream(tensor.device)):
         return tensor.to("cpu", copy=True)
-    # The whole memory, once: torch.save writes it so, and parameters that are tied stay tied.
+    # The whole memory, once: torch.save writes it like that, and tied parameters stay tied.
     storage = tensor.untyped_storage()
     flat = copied.get(_key(storage))
     if flat is None:
@@ -134,22 +134,21 @@ def _copied_tensor(tensor: torch.Tensor, copied: _Copied) -> torch.Tensor:
 class HostMemory:
     """Pinned memory for copies from devices, in few blocks that are kept for the next copy.
 
-    Their sizes are powers of two, and they are given back to torch when the object is. torch's allocator rounds each
-    request for pinned memory up to a power of two, and keeps what is given back: with a request for each tensor, GPT-2
-    (124M) with AdamW would take 1.66 times its bytes, in blocks as here 1.01 times. A tensor alone, or a few large
-    ones, may still take up to twice their bytes.
+    The sizes of blocks are powers of two. torch's allocator rounds each request for pinned memory up to a power of two,
+    and keeps freed memory: with a request for each tensor, GPT-2 (124M) with AdamW would take 1.66 times its bytes;
+    with blocks it takes 1.01 times. A single tensor, or a few large ones, may still take up to twice their bytes.
     """
 
     def __init__(self) -> None:
         self._blocks: list[_Block] = []
 
     def free(self) -> None:
-        """Let memory that was handed out be used again: no one may use it any more."""
+        """Use all memory again: earlier tensors of `take` must not be used any more."""
         for block in self._blocks:
             block.used = 0
 
     def take(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Return pinned memory of so many bytes each (size,), ordinary memory where the system pins no more.
+        """Return pinned memory of these sizes in bytes, each (size,); ordinary memory if the system pins no more.
 
         The largest are placed first, each in the first block with room for it. A new block has the largest power of two
         that the rest fills.
@@ -186,19 +185,19 @@ def _pinned(size: int) -> torch.Tensor:
 
 
 class CopyMemory:
-    """Memory that holds one copy: `keep` replaces the one before, whose file must be durable."""
+    """The launcher's memory, which holds one copy: `keep` replaces the previous one, whose file must be durable."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._size = 0  # that is mapped
+        self._size = 0  # of the mapped part
         self._memory = memoryview(b"")
         self._is_short = False
 
     @classmethod
     def of_host(cls) -> CopyMemory | None:
-        """Return this process's; None where the launcher has none, or another process uses it. May wait for 60 s, once.
+        """Return this process's; None if the launcher has none, or another process uses it.
 
-        That is when the file of one that is gone is still being written.
+        May block for 60 s, once, while the file of a process that has ended is still being written.
         """
         global _memory
         path = kept_copy.copy_path()
@@ -208,12 +207,12 @@ class CopyMemory:
 
     @classmethod
     def with_room(cls, content: Mapping[str, Any]) -> CopyMemory | None:
-        """Return this process's if `content` fits."""
+        """Return this process's if `content` fits, else None."""
         memory = cls.of_host()
         return memory if memory is not None and memory._has_room(_needed_bytes(content)) else None
 
     def _has_room(self, size: int) -> bool:
-        """Whether so many bytes can be kept without taking nearly all memory that is left. Says once that not."""
+        """Return whether `size` bytes fit without taking nearly all available memory. If not, print that once."""
         more = size - os.fstat(self._descriptor).st_size
         available = _available_bytes()
         if more <= 0 or more <= (1 - _SPARE) * available:
@@ -229,7 +228,7 @@ class CopyMemory:
         return False
 
     def keep(self, step: int, path: Path, content: Mapping[str, Any]) -> Note:
-        """Copy `content`, for the file at `path`, and return the note of it. Raises OSError if there is no memory."""
+        """Copy `content`, for the file at `path`, and return its note. Raises OSError if there is no memory."""
         kept_copy.note_path().unlink(missing_ok=True)
         counting = _Sink(None)
         _save(content, counting)  # reads no tensor
@@ -240,15 +239,15 @@ class CopyMemory:
         return note
 
     def write_file(self, note: Note) -> None:
-        """Write the copy to its file, perhaps in a thread. Raises OSError."""
+        """Write the copy to its file; any thread may call it. Raises OSError."""
         kept_copy.write_file(self._descriptor, note)
         note.done().put(kept_copy.note_path())
 
     def _fit(self, length: int) -> None:
-        """Give the memory that length, all of it backed by pages."""
+        """Resize the memory, all of it backed by pages."""
         if length > self._size:
             self._memory, self._size = memoryview(b""), 0
-            size = length + _ROUNDING_BYTES  # the next one may have a longer number somewhere
+            size = length + _ROUNDING_BYTES  # for longer numbers in the next copy
             os.posix_fallocate(self._descriptor, 0, size)
             self._memory = memoryview(mmap.mmap(self._descriptor, size))
             self._size = size
@@ -271,14 +270,14 @@ def _needed_bytes(content: Any) -> int:
 
 
 def is_on_host(content: Any) -> bool:
-    """Whether all tensors are in host memory."""
+    """Return whether all tensors are in host memory."""
     return all(tensor.device.type == "cpu" for tensor in tensors_in(content))
 
 
 def _claimed(path: Path) -> CopyMemory | None:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:  # the launcher's process is gone, or not one of this container
+    except OSError:  # the launcher's process has ended, or is in another container
         return None
     global _wait_s
     until = time.monotonic() + _wait_s
@@ -294,12 +293,12 @@ def _claimed(path: Path) -> CopyMemory | None:
 
 
 def _writes_for_dead(note: Note | None) -> bool:
-    """Whether the memory is taken by the program that writes the file of a process that is gone."""
+    """Return whether the program that writes the file of an ended process uses the memory."""
     return note is not None and bool(note.argv) and not Path(f"/proc/{note.pid}").exists()
 
 
 class _Sink:
-    """The memory as torch's zip writer sees it; without memory, it counts."""
+    """The memory as a file for torch's zip writer; without memory, it only counts the bytes."""
 
     def __init__(self, memory: memoryview | None) -> None:
         self._memory = memory
@@ -317,17 +316,17 @@ class _Sink:
         return len(whole)
 
     def flush(self) -> None:
-        """There is nothing behind."""
+        """Do nothing: there is no buffer."""
 
 
 def _tensor_of(data: memoryview) -> torch.Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # what is not writable is not written
+        warnings.simplefilter("ignore", UserWarning)  # of a buffer that is not writable, which is only read
         return torch.frombuffer(data, dtype=torch.uint8)
 
 
 def _save(content: Mapping[str, Any], sink: _Sink) -> None:
-    """Have torch.save write without checksums, which `kept_copy.write_file` computes while training goes on."""
+    """Call torch.save without checksums; `kept_copy.write_file` computes them while training continues."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -337,7 +336,7 @@ def _save(content: Mapping[str, Any], sink: _Sink) -> None:
 
 
 def _available_bytes() -> int:
-    """Return how much memory this process can still get, by what the machine has and its control groups allow."""
+    """Return how much memory this process can still get from the machine and its control groups."""
     found = [_fields("/proc/meminfo").get("MemAvailable", 0) << 10]
     for folder in _groups():
         for limit, usage, cache in (
@@ -351,7 +350,7 @@ def _available_bytes() -> int:
 
 
 def _groups() -> Iterator[str]:
-    """The folders of this process's control group, and of those above it, as far as they are shown here."""
+    """Yield the folders of this process's control group and of those above it, as far as they are visible here."""
     for line in _text("/proc/self/cgroup").splitlines():
         _, names, path = line.split(":", 2)
         if names in ("", "memory"):
@@ -361,7 +360,7 @@ def _groups() -> Iterator[str]:
 
 
 def _fields(path: str) -> dict[str, int]:
-    """The numbers of a file with a name and a number on each line."""
+    """Return the numbers of a file with a name and a number on each line."""
     lines = [line.replace(":", " ").split() for line in _text(path).splitlines()]
     return {line[0]: int(line[1]) for line in lines if len(line) > 1 and line[1].isdecimal()}
 
@@ -374,7 +373,7 @@ def _text(path: str) -> str:
 
 
 def _forget() -> None:
-    """The memory is the parent's."""
+    """Leave the memory to the parent, in a forked process."""
     global _memory
     _memory = None
 

@@ -1,7 +1,7 @@
-"""Reads and writes the folders of torch.distributed.checkpoint (DCP), without unpickling what could run code.
+"""Read and write the folders of torch.distributed.checkpoint (DCP), without unpickling anything that could run code.
 
-torch's own reader unpickles whatever a folder holds. This one takes the description (`.metadata`) only as far as it is
-of DCP's classes, and values only as `torch.load(weights_only=True)` does. Called by `ddp.checkpoint.convert`.
+torch's own reader unpickles whatever a folder holds. This one accepts only DCP's classes in the description
+(`.metadata`), and only values that `torch.load(weights_only=True)` accepts. Called by `ddp.checkpoint.convert`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _METADATA = ".metadata"
 
 @dataclass(frozen=True)
 class Refused:
-    """In the place of a value that would have to be unpickled."""
+    """Replaces a value that would have to be unpickled."""
 
     reason: str
 
@@ -65,13 +65,13 @@ def read_folder(folder: Path) -> dict[tuple[str | int, ...], Any]:
             load(values, storage_reader=_Reader(folder, metadata), planner=_Planner(), no_dist=True)
         paths = metadata.planner_data or {}
         return {tuple(paths.get(key, (key,))): value for key, value in values.items()}
-    except (Exception, CheckpointException) as error:  # its fields may be of any type, and say anything
+    except (Exception, CheckpointException) as error:  # its fields may have any type and value
         raise CheckpointError(f"could not read {folder}: {type(error).__name__}: {error}") from error
 
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """Leave out torch's warning that there is only this process."""
+    """Suppress torch's warning that there is only this process."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         yield

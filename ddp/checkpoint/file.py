@@ -1,10 +1,10 @@
-"""A folder of checkpoint files: writes one so that it is there as a whole or not at all, tells whole ones from others.
+"""A folder of checkpoint files: write one atomically, and find the complete ones.
 
-A file is what `torch.save` writes, then a trailer of 60 bytes with a SHA-256 of all before it. One file, because two
-cannot be renamed at once; a trailer, not a header, because the state is hashed while it is written and torch reads a
-zip archive from its end, so that `torch.load(path)` works on the file as it is.
+A file is the output of `torch.save`, then a trailer of 60 bytes with a SHA-256 of all before it. It is one file,
+because two cannot be renamed at once. It has a trailer, not a header, because the state is hashed while it is written;
+torch finds a zip archive from its end, so `torch.load(path)` works on the file.
 
-Nothing here knows of ranks; `ddp.checkpoint` calls it.
+Knows no ranks; called by `ddp.checkpoint`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")  # of Linux; no two kernels have
 
 @dataclass(frozen=True)
 class Trailer:
-    """What a file says of itself. Two files with one digest have the same content."""
+    """A file's description of itself. Files with equal digests have the same content."""
 
     step: int
     length: int
@@ -43,7 +43,7 @@ def path_of(folder: Path, step: int) -> Path:
 
 
 def newest_first(folder: Path) -> list[tuple[int, Path]]:
-    """The files of `folder` that are named as checkpoints, with their steps, the last first, whatever is in them."""
+    """Return the files of `folder` with names of checkpoints, and their steps, the last first."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
@@ -53,7 +53,7 @@ def newest_first(folder: Path) -> list[tuple[int, Path]]:
 
 
 def _read_trailer(file: BinaryIO) -> Trailer:
-    """Read what a file says of itself, from its last bytes only. Raises CheckpointError with the reason."""
+    """Read the trailer of a file. Raises CheckpointError with the reason if it is not valid."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - TRAILER_BYTES))
     tail = file.read(TRAILER_BYTES)
@@ -92,12 +92,12 @@ def verify(file: BinaryIO) -> Trailer:
 
 
 def read(file: BinaryIO) -> dict[str, Any]:
-    """Return the content of a file that was verified. Its pages are those that `verify` has read, not read again.
+    """Return the content of a verified file, from the pages that `verify` has read.
 
-    The tensors have memory of their own: pages of a file that goes away later cannot be relied on.
+    The tensors have memory of their own: the pages of a file that is removed later may become unreadable.
     """
     try:
-        path = f"/dev/fd/{file.fileno()}"  # this file, whatever has its name by now
+        path = f"/dev/fd/{file.fileno()}"  # this file, even if another one has its name by now
     except OSError:  # in memory
         file.seek(0)
         return dict(torch.load(file, map_location="cpu", weights_only=True))
@@ -105,8 +105,8 @@ def read(file: BinaryIO) -> dict[str, Any]:
 
 
 def identity(path: Path) -> tuple[str, int, int] | None:
-    """Return what is equal for processes to which `path` is the same file or folder, on the same host; None if it is
-    not there."""
+    """Return a value that is equal for processes of one host that see the same file or folder at `path`; None if it
+    does not exist."""
     try:
         host = _BOOT.read_text(encoding="ascii")
     except OSError:
@@ -127,7 +127,7 @@ def write(folder: Path, step: int, content: Mapping[str, Any]) -> Path:
 
 
 def prune(folder: Path, keep: int, broken: Collection[str]) -> None:
-    """Remove all but the newest `keep` files that end as whole ones do. Others, and those named in `broken`, stay."""
+    """Remove all complete files but the newest `keep`. Incomplete ones, and those named in `broken`, stay."""
     for path in [*_whole(folder, broken)][keep:]:
         try:
             path.unlink(missing_ok=True)
@@ -136,7 +136,7 @@ def prune(folder: Path, keep: int, broken: Collection[str]) -> None:
 
 
 def newest_whole(folder: Path, broken: Collection[str]) -> Path | None:
-    """Return the newest file that ends as a whole one does, and is not named in `broken`."""
+    """Return the newest complete file that is not named in `broken`."""
     return next(_whole(folder, broken), None)
 
 
@@ -145,7 +145,7 @@ def _whole(folder: Path, broken: Collection[str]) -> Iterator[Path]:
 
 
 def ends_whole(path: Path) -> bool:
-    """Whether a file ends as a whole one does, which one that was cut short does not. Does not read the rest."""
+    """Return whether a file ends with a valid trailer, so that it is not truncated. Does not read the rest."""
     try:
         with open(path, "rb") as file:
             _read_trailer(file)

@@ -1,9 +1,9 @@
-"""Whose a checkpoint folder is: one Checkpoint of one run at a time saves in it. Called on the rank that writes.
+"""The owner of a checkpoint folder: one Checkpoint of one run at a time saves in it. Called on the rank that writes.
 
-The owner holds a lock on the file `.owner`, which says who it is. The kernel drops the lock of a process that is gone;
-file systems that hosts share mostly lock across them (NFS 4, Lustre with `flock`, GPFS, CephFS). Where there are no
-locks, a process of the same host is looked up by its pid, and an owner on another host may be dead: its next save is
-refused, like that of a run whose worker was replaced while the old one still hangs.
+The owner holds a lock on the file `.owner`, which describes it. The kernel drops the lock when its process ends; most
+shared file systems lock across hosts (NFS 4, Lustre with `flock`, GPFS, CephFS). Without locks, a process of the same
+host is looked up by its pid. An owner on another host may be dead then, so it is replaced; if it lives, its next save
+is refused, like that of a worker that was replaced while it still hangs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NAME = ".owner"
 
 @dataclass(frozen=True)
 class _Owner:
-    """One Checkpoint of one process; `started` is the pid's start in clock ticks, 0 where the system does not say."""
+    """A Checkpoint of a process; `started` is the start of the pid in clock ticks, 0 if unknown."""
 
     run_id: str
     attempt: int
@@ -46,7 +46,7 @@ class _Owner:
 
 
 class FolderOwner:
-    """Claims `folder` for one Checkpoint, as long as this lives."""
+    """Claims `folder` for one Checkpoint, as long as this object lives."""
 
     def __init__(self, folder: Path, environ: Mapping[str, str] = os.environ) -> None:
         self._folder = folder
@@ -56,9 +56,9 @@ class FolderOwner:
         self.has_claimed = False  # ever
 
     def claim(self, rank: int) -> None:
-        """Own the folder, which is made, from now on, or make sure that it is still owned.
+        """Create the folder and own it from now on, or make sure that it is still owned.
 
-        Raises CheckpointError that names the owner if another run has it. A later attempt of the same run takes it
+        Raises CheckpointError, which names the owner, if another run owns it. A later attempt of the same run takes it
         over from a process of an earlier one that has not ended.
         """
         if self._me is not None and self._me.pid == os.getpid():
@@ -70,7 +70,7 @@ class FolderOwner:
         make_durably(self._folder)
         owner = _read(self._folder)
         if owner is not None and (owner.host, owner.pid) == (me.host, me.pid):
-            gc.collect()  # of objects that are not used any more
+            gc.collect()  # the owner may be an unused object of this process
         try:
             lock = Lock(self._folder / _NAME)
         except BlockingIOError:
@@ -90,7 +90,7 @@ class FolderOwner:
         self.has_claimed = True
 
     def release(self) -> None:
-        """Let others have the folder, until the next `claim`."""
+        """Let others own the folder, until the next `claim`."""
         if self._end is not None:
             self._end()
         self._me = self._end = None
@@ -121,7 +121,7 @@ def _is_earlier_attempt(owner: _Owner, me: _Owner) -> bool:
 
 
 def _is_alive(owner: _Owner) -> bool:
-    """Whether a process of this host still is the one that wrote this."""
+    """Return whether the process of this host that wrote `owner` still lives."""
     try:
         os.kill(owner.pid, 0)
     except ProcessLookupError:
@@ -132,14 +132,14 @@ def _is_alive(owner: _Owner) -> bool:
 
 
 def _started(pid: int) -> int:
-    """When a process was started, in clock ticks since the boot; 0 if the system does not say."""
+    """Return the start of a process in clock ticks since the boot; 0 if unknown."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     return 0
 
 
 def _let_go(lock: Lock, folder: Path, me: _Owner) -> None:
-    """Leave an empty file without an owner, unless another run has it now. In a forked child nothing happens."""
+    """Remove the owner from the file, unless another run owns it now. Does nothing in a forked child."""
     if os.getpid() == me.pid:
         with contextlib.suppress(OSError, ValueError):
             if _read(folder) == me:

@@ -1,9 +1,9 @@
 """The format of a checkpoint's file, and a copy of the newest one that outlives the process that made it.
 
 The launcher keeps memory for it on each host, through all attempts of a run: DTRAIN_COPY_FILE names it, and
-DTRAIN_COPY_NOTE a file beside it. The memory holds what `torch.save` writes. The note is there while it is whole, and
-says whose it is. When the process that made a copy is gone before the file was durable, the launcher runs the command
-in the note, with the memory as its standard input: `main` of this module, which imports no torch.
+DTRAIN_COPY_NOTE a file beside it. The memory holds the output of `torch.save`. The note exists while the copy is
+complete, and describes it. If the process that made a copy ends before the file is durable, the launcher runs the
+command in the note, with the memory as its standard input: `main` of this module, which imports no torch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HEAD = struct.Struct("<8sIQQ")  # magic, version, step, bytes before the trailer
 NAME = re.compile(r"step-([0-9]+)\.pt")
 _CHUNK_BYTES = 4 << 20
 _COPY, _NOTE = "DTRAIN_COPY_FILE", "DTRAIN_COPY_NOTE"
-# Importing the package would import torch, for seconds: a module that only has its place stands for it.
+# Importing the package would import torch, which takes seconds: an empty module with its path replaces it.
 _PROGRAM = (
     "import sys, types; ddp = types.ModuleType('ddp'); ddp.__path__ = [sys.argv[1]]; sys.modules['ddp'] = ddp; "
     "from ddp.checkpoint.kept_copy import main; main(sys.argv[2])"
@@ -45,10 +45,10 @@ _HAS_DESCRIPTOR, _DESCRIPTOR = 8, b"PK\7\10"
 
 @contextlib.contextmanager
 def writing(path: Path, step: int) -> Iterator[Stream]:
-    """Open the file of a checkpoint for what `torch.save` writes; at the end of the block it survives a loss of power.
+    """Open the file of a checkpoint for `torch.save`; at the end of the block it is durable.
 
-    The folder is made, and what a killed writer left unfinished in it is removed first. A file of the same step is
-    replaced. Raises OSError where the system does, without leaving anything.
+    Creates the folder, and first removes temporary files of killed writers in it. A file of the same step is replaced.
+    Raises OSError, and then leaves nothing.
     """
     make_durably(path.parent)
     remove_unfinished(path.parent, NAME)
@@ -62,9 +62,9 @@ def writing(path: Path, step: int) -> Iterator[Stream]:
 
 
 class Stream:
-    """The file as torch's zip writer sees it: hashes what passes, and keeps the first error until the end.
+    """A file for torch's zip writer, which hashes the data and keeps the first error until the end.
 
-    torch's C++ writer answers an exception in the middle with another one, which hides the first.
+    torch's C++ writer replaces an exception by another one, which hides the first.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -74,7 +74,7 @@ class Stream:
         self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        with memoryview(data).cast("B") as whole:  # an error's traceback would keep it, and the memory behind it
+        with memoryview(data).cast("B") as whole:  # an error's traceback would keep the memory otherwise
             if self.error is None:
                 try:
                     self._file.write(whole)
@@ -90,7 +90,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class Note:
-    """Of a whole copy: its file, its step, who made it in which attempt of the run.
+    """The note of a complete copy: its file, its step, and the process and attempt that made it.
 
     `argv` is the command that writes the file, empty once that is durable; `key` differs between any two copies.
     """
@@ -108,18 +108,18 @@ class Note:
         return cls(str(path), step, os.getpid(), attempt, os.urandom(16).hex(), argv)
 
     def done(self) -> Note:
-        """Return it for a copy whose file is durable."""
+        """Return the note for a copy whose file is durable."""
         return replace(self, argv=())
 
     def put(self, path: Path) -> None:
-        """Write it, as a whole or not at all. Raises OSError."""
+        """Write the note atomically. Raises OSError."""
         part = path.with_name(f"{path.name}.part")
         part.write_text(json.dumps(asdict(self)), encoding="utf-8", errors="surrogateescape")
         part.replace(path)
 
 
 def copy_path() -> Path | None:
-    """The launcher's memory for a copy on this host; None if it has none."""
+    """Return the path of the launcher's memory for a copy on this host; None if there is none."""
     return Path(os.environ[_COPY]) if os.environ.get(_COPY) and os.environ.get(_NOTE) else None
 
 
@@ -128,7 +128,7 @@ def note_path() -> Path:
 
 
 def find(path: Path | None = None) -> Note | None:
-    """Return the note of the copy on this host; None if there is no whole one."""
+    """Return the note of the copy on this host; None if there is no complete copy."""
     try:
         text = (path or note_path()).read_text(encoding="utf-8", errors="surrogateescape")
         note = Note(**json.loads(text))
@@ -138,7 +138,7 @@ def find(path: Path | None = None) -> Note | None:
 
 
 def lock(descriptor: int) -> bool:
-    """Claim the memory as long as the open file lives; return whether no one else has it."""
+    """Lock the memory as long as the open file lives; return False if another process has locked it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -156,7 +156,7 @@ def write_file(memory: int, note: Note) -> None:
 
 
 def _fill_in_checksums(memory: int, archive: mmap.mmap) -> None:
-    """Compute the CRC-32 of each record of a zip archive, which the copy was made without."""
+    """Write the CRC-32 of each record into a zip archive that was made without them."""
     with open(memory, "rb", closefd=False) as file, zipfile.ZipFile(file) as listed:
         at, records = listed.start_dir, listed.infolist()
     for record in records:
@@ -174,7 +174,7 @@ def _fill_in_checksums(memory: int, archive: mmap.mmap) -> None:
 
 
 def main(name: str) -> None:
-    """Write the copy on the standard input to its file, for a process that is gone; `name` is the note's path."""
+    """Write the copy on the standard input to its file, for a process that has ended; `name` is the note's path."""
     note = find(Path(name))
     if note is None:
         return
@@ -182,4 +182,4 @@ def main(name: str) -> None:
         write_file(0, note)
         note.done().put(Path(name))
     except OSError as error:
-        sys.exit(f"ddp: the worker that saved step {note.step} is gone, and {note.path} could not be written: {error}")
+        sys.exit(f"ddp: the worker that saved step {note.step} ended, and {note.path} could not be written: {error}")

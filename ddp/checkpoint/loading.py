@@ -1,4 +1,4 @@
-"""Where a load finds a checkpoint, and how what is in it gets to each rank: a file, or a copy in a host's memory.
+"""Find the checkpoint to load, a file or a copy in a host's memory, and send it to the ranks that lack it.
 
 Called by `ddp.checkpoint.checkpoint`.
 """
@@ -31,9 +31,9 @@ _CHUNK_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Restored:
-    """What `load` found besides the states that it has put in place. Tensors in `values` are on the CPU.
+    """The rest of a loaded checkpoint, besides the states that were restored. Tensors in `values` are on the CPU.
 
-    `world_size` is 0 where another program's checkpoint was converted.
+    `world_size` is 0 if another program's checkpoint was converted.
     """
 
     step: int
@@ -44,9 +44,9 @@ class Restored:
 
 @dataclass(frozen=True)
 class LoadNote:
-    """The files that a rank has passed over, and the newest whole one that it sees; its step is -1 if there is none.
+    """The files that a rank has skipped, and the newest complete one that it sees; its step is -1 if there is none.
 
-    `is_kept` of one that is in its host's memory.
+    `is_kept`: it is a copy in the host's memory.
     """
 
     refused: tuple[str, ...]
@@ -59,7 +59,7 @@ class LoadNote:
 
 
 def identity(path: Path) -> tuple[object, object] | None:
-    """Return what is equal for ranks that see the same file or folder, and the same copy in memory, at a load."""
+    """Return a value that is equal for ranks that see the same file or folder, and the same copy in memory."""
     if (of_path := checkpoint_file.identity(path)) is None:
         return None
     memory = kept_copy.copy_path()
@@ -69,9 +69,9 @@ def identity(path: Path) -> tuple[object, object] | None:
 def find(
     open_files: contextlib.ExitStack, folder: Path, path: Path | None, broken: set[str]
 ) -> tuple[LoadNote, BinaryIO | None]:
-    """Open the newest whole checkpoint that this rank sees, and say what was passed over on the way.
+    """Open the newest complete checkpoint that this rank sees, or the file at `path`; note the skipped files.
 
-    That is the file at `path`, if one is given. Names of damaged files are added to `broken`.
+    Names of damaged files are added to `broken`.
     """
     refused: list[str] = []
     kept = _open_kept(open_files, folder) if path is None else None
@@ -108,10 +108,10 @@ def find(
 
 
 def _open_kept(open_files: contextlib.ExitStack, folder: Path) -> tuple[LoadNote, BinaryIO] | None:
-    """Open the copy for `folder` that an earlier attempt of the run has left in this host's memory, if there is one."""
+    """Open the copy for `folder` that an earlier attempt of the run has left in this host's memory, if any."""
     note, memory = kept_copy.find(), kept_copy.copy_path()
     if note is None or memory is None or note.attempt >= run_of(os.environ)[1]:
-        return None  # this attempt's own has a file by now
+        return None  # the file of a copy of this attempt is complete by now
     if Path(note.path).parent.resolve() != folder.resolve():
         return None
     try:
@@ -141,7 +141,7 @@ def restore(
 
 
 def open_again(open_files: contextlib.ExitStack, path: Path, inode: int) -> BinaryIO | None:
-    """Open the file that another rank of this host has verified; None if it is not there or another one by now."""
+    """Open the file that another rank of this host has verified; None if it was removed or replaced."""
     try:
         file = open_files.enter_context(open(path, "rb"))  # noqa: SIM115  # what that stack is for
         return file if os.fstat(file.fileno()).st_ino == inode else None

@@ -1,5 +1,5 @@
-"""The state of this process's random number generators: Python's, NumPy's if it is loaded, torch's on the CPU and on
-the current CUDA device, and torch_xla's in SPMD mode. Used by checkpoints; draws nothing itself.
+"""The states of this process's random number generators: Python's, NumPy's if it is loaded, torch's on the CPU and on
+the current CUDA device, and torch_xla's in SPMD mode. Used by checkpoints; never draws a number.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _spmd() -> Any:
 
 
 def _plain(value: Any, numpy: Any) -> Any:
-    """`value` with its arrays as lists, which NumPy takes back as well."""
+    """Return `value` with arrays as lists, which NumPy accepts as well."""
     if isinstance(value, dict):
         return {key: _plain(item, numpy) for key, item in value.items()}
     return value.tolist() if isinstance(value, numpy.ndarray | numpy.generic) else value

@@ -1,4 +1,4 @@
-"""What of a run's objects goes into a checkpoint, and back into them. Knows neither files nor ranks.
+"""The states of a run's objects in a checkpoint: check, collect and restore them. Knows neither files nor ranks.
 
 Called by `ddp.checkpoint`.
 """
@@ -19,7 +19,7 @@ from ddp.torch_internals import compiled_module, unwrapped
 
 PARTS = ("model", "optimizer", "scheduler", "scaler", "sampler")
 _NAMED_DIFFERENCES = 3
-# What `torch.load(weights_only=True)` reads; subclasses it does not.
+# The types that `torch.load(weights_only=True)` reads; it reads no subclasses.
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
 _TENSORS = frozenset({torch.Tensor, nn.Parameter})
 _SEQUENCES = frozenset({list, tuple, set})
@@ -27,7 +27,7 @@ _MAPPINGS = frozenset({dict, OrderedDict, Counter})
 
 
 class Stateful(Protocol):
-    """Anything that can say and take back its state: an optimizer, a scheduler, a GradScaler, a DistributedSampler."""
+    """An object that returns and loads its state: an optimizer, a scheduler, a GradScaler, a DistributedSampler."""
 
     def state_dict(self) -> Mapping[str, Any]: ...
 
@@ -35,7 +35,7 @@ class Stateful(Protocol):
 
 
 def given_parts(**given: Any) -> dict[str, Stateful]:
-    """What a user gave of PARTS, the model without wrappers. Raises ArgumentError for what has no state."""
+    """Return the given ones of PARTS, the model without wrappers. Raises ArgumentError for one without a state."""
     parts: dict[str, Stateful] = {name: part for name, part in given.items() if part is not None}
     if "model" in parts:
         parts["model"] = unwrapped(given["model"])
@@ -47,14 +47,14 @@ def given_parts(**given: Any) -> dict[str, Stateful]:
 
 
 def wrapper_of(model: nn.Module | None) -> DistributedDataParallel | None:
-    """The wrapper of this package, if there is one around or inside: its compression has a state to be saved, too."""
+    """Return this package's wrapper of a model, if there is one, around or inside: it has a state, too."""
     while model is not None and not isinstance(model, DistributedDataParallel):
         model = compiled_module(model)
     return model
 
 
 def check_plain(value: Any, name: str = "") -> None:
-    """Refuse tensors that cannot be copied, and what `torch.load(weights_only=True)` would refuse."""
+    """Raise ArgumentError for tensors that cannot be copied, and what `torch.load(weights_only=True)` would refuse."""
     kind = type(value)
     if kind in _MAPPINGS:
         for key, item in value.items():
@@ -82,7 +82,7 @@ def check_plain(value: Any, name: str = "") -> None:
 
 
 def restore_parts(state: Mapping[str, Any], parts: Mapping[str, Stateful]) -> None:
-    """Give every part its state, the model only if all of its keys and shapes fit. Raises CheckpointError."""
+    """Restore every part; the model only if all of its keys and shapes fit. Raises CheckpointError."""
     saved = [name for name in PARTS if name in state]
     for name in parts:
         if name not in saved:
@@ -98,7 +98,7 @@ def restore_parts(state: Mapping[str, Any], parts: Mapping[str, Stateful]) -> No
     for name, part in parts.items():
         try:
             part.load_state_dict(state[name])
-        except Exception as error:  # of another package; which object it was is all that can be added
+        except Exception as error:  # another package's; only the object's name can be added
             if is_interrupt(error):
                 raise
             raise CheckpointError(f"{name}: {error}") from error
@@ -114,4 +114,4 @@ def _require_fit(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     if differences:
         shown = "; ".join(differences[:_NAMED_DIFFERENCES])
         more = len(differences) - _NAMED_DIFFERENCES
-        raise CheckpointError(f"the model is another one: {shown}{f'; and {more} more' if more > 0 else ''}")
+        raise CheckpointError(f"the model is not the saved one: {shown}{f'; and {more} more' if more > 0 else ''}")

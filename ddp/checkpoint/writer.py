@@ -1,9 +1,9 @@
-"""Writes the checkpoints of one folder, on the rank that writes: in a thread while training goes on, or here and now.
+"""Write the checkpoints of one folder, on rank 0: in a thread while training continues, or synchronously.
 
-Called by `ddp.checkpoint`. The process has one such thread, which writes one file at a time. What goes wrong is printed
-at once, and kept for `finish`. The process does not end before the file is there; if the last one could not be written,
-and no caller has got that as an error until then, the process ends with exit code 1. A process that ends with an
-exception, for which others may wait, waits 5 s at most.
+Called by `ddp.checkpoint`. The process has one such thread, which writes one file at a time. It prints errors at once,
+and keeps them for `finish`. The process does not end before the file is complete; if the last file could not be
+written and no call has raised that, the exit code is 1. A process that ends with an exception waits for 5 s at most,
+since others may wait for it.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from ddp.monitoring.process_end import end_process
 from ddp.monitoring.progress import count_checkpoint
 
 OnError = Literal["warn", "stop"]
-_MOST_FAILURES = 3  # in a row: then it is no passing trouble
+_MOST_FAILURES = 3  # in a row: then it is not temporary
 _LONGEST_WAIT_S = 5.0  # after an exception
 
 _thread: threading.Thread | None = None
 _failure: Exception | None = None
-_unwritten: dict[Path, CheckpointError] = {}  # by what they save to: failures that were no error so far
+_unwritten: dict[Path, CheckpointError] = {}  # by folder: failures that were not raised so far
 
 
 class Writer:
-    """Writes checkpoints to `folder`, and removes older ones than the last `keep` whenever one is durable.
+    """Writes checkpoints to `folder`; whenever one is durable, removes those before the last `keep`.
 
-    `broken` are names of files that end as whole ones do, but were found damaged; `loaded` is that of the file that was
-    loaded, which may still be on its way from a copy in memory.
+    `broken` has the names of files that have a trailer, but were found damaged. `loaded` is the name of the loaded
+    file, which may still be written from a copy in memory.
     """
 
     def __init__(self, folder: Path, on_error: OnError) -> None:
@@ -51,27 +51,26 @@ class Writer:
         self.failed = FailedSaves(folder, on_error)
         self.broken: set[str] = set()
         self.loaded = ""
-        self._memory = HostMemory()  # for copies of what is on devices; kept
-        self._known: set[str] | None = None  # names of the files that are ours, or were there when we began
-        self._newest: Path | None = None  # that this object has written
+        self._memory = HostMemory()  # for copies of tensors on devices
+        self._known: set[str] | None = None  # names of the files of this object, or that existed before its first save
+        self._newest: Path | None = None  # of the files that this object has written
 
     def forget_files(self) -> None:
-        """Accept at the next save whatever is in the folder then, as at the first one."""
+        """Accept all files in the folder at the next save, as at the first one."""
         self._known = None
 
     def can_write(self, step: int, rank: int, *, in_background: bool) -> bool:
-        """Check the folder; return False where the file system refuses what it did not refuse before.
+        """Check the folder; return False if the file system fails and has worked before.
 
-        With `in_background`, it first waits for a file that is still written for a process that is gone. Raises
-        ArgumentError for what is no step, CheckpointError for a step before others that are there, and for a folder in
-        which another run saves.
+        With `in_background`, it first waits for a file that is still written for an ended process. Raises ArgumentError
+        for an invalid step, CheckpointError if there are later steps or another run saves in the folder.
         """
         if in_background:
             CopyMemory.of_host()
         try:
             self._check_folder(step, rank)
         except OSError as error:
-            if not self.owner.has_claimed:  # most likely, it is the wrong one
+            if not self.owner.has_claimed:  # most likely the wrong folder
                 raise
             self._add_failure(step, rank, error)
             return False
@@ -91,7 +90,7 @@ class Writer:
                     f"{path.absolute()} was saved by another run, or by another Checkpoint of this one, since this one "
                     "began: give each a folder of its own"
                 )
-            raise CheckpointError(  # after a restart those would be loaded instead
+            raise CheckpointError(  # a restart would load that one instead
                 f"{path.absolute()} is later than step {step}: this folder belongs to another run, or to a later part "
                 "of this one. load() first to go on from there, use another folder, or move that file away"
             )
@@ -99,9 +98,9 @@ class Writer:
             self._known = {*(path.name for _, path in there), self.loaded}
 
     def start(self, step: int, rank: int, content: Mapping[str, Any], *, keep: int, in_background: bool) -> None:
-        """Copy content and write the copy in the thread, or write it now. What goes wrong is kept for `finish`.
+        """Copy content and write the copy in the thread, or write it now. Errors are kept for `finish`.
 
-        Call `finish` first. When `start` returns, training may change what is on the host. What is on devices is copied
+        Call `finish` first. When `start` returns, training may change tensors on the host. Those on devices are copied
         in the order of the current stream, without waiting for it.
         """
         if in_background:
@@ -117,17 +116,17 @@ class Writer:
         _start(lambda: self._write(step, rank, copy.write, keep))
 
     def write(self, step: int, rank: int, content: Mapping[str, Any], *, keep: int) -> None:
-        """Write content; when this returns, the file is durable, or the failure is counted and no error yet."""
+        """Write content; when this returns, the file is durable, or the failure is counted and not raised yet."""
 
         def write() -> None:
-            # Without a copy, but of what lies on torch_xla's devices: a file would ask for such a device again.
+            # Only tensors on torch_xla's devices are copied: loading the file would need such a device otherwise.
             on_host = HostCopy(self._memory, device_types={"xla"}).of(content)
             checkpoint_file.write(self.folder, step, on_host)
 
         self._write(step, rank, write, keep)
 
     def _write(self, step: int, rank: int, write: Callable[[], None], keep: int) -> None:
-        """Write and prune, perhaps in the thread: nothing else uses what this changes until it is finished."""
+        """Write and prune, perhaps in the thread: no other code uses what this changes until `finish`."""
         try:
             write()
             name = checkpoint_file.path_of(self.folder, step).name
@@ -150,10 +149,10 @@ class Writer:
 
 
 class Copy:
-    """A copy of a state, in the launcher's memory if that has room for it, else in this process's.
+    """A copy of a state, in the launcher's memory if it has room, else in this process's.
 
-    What lies on the host is copied once. What lies on devices goes into pinned memory, and into the launcher's when the
-    devices have finished that.
+    A state in host memory is copied once. One on devices is copied to pinned memory, and to the launcher's when the
+    devices have finished.
     """
 
     def __init__(self, content: Mapping[str, Any], memory: HostMemory, path: Path, step: int) -> None:
@@ -164,7 +163,7 @@ class Copy:
         self._content = {} if self._note else self._host.of(content)
 
     def write(self) -> None:
-        """Write the file; when this returns, it is durable. Raises OSError where the system does."""
+        """Write the file; when this returns, it is durable. Raises OSError."""
         self._host.wait()
         note = self._note or self._keep(self._content)
         if self._kept_in is None or note is None:
@@ -177,7 +176,7 @@ class Copy:
             return None
         try:
             return self._kept_in.keep(self._step, self._path, content)
-        except Exception as error:  # no memory after all, or what torch.save refuses, which the file meets again
+        except Exception as error:  # no memory, or an error of torch.save, which writing the file raises again
             if is_interrupt(error):
                 raise
             self._kept_in = None
@@ -185,10 +184,10 @@ class Copy:
 
 
 class FailedSaves:
-    """Counts the saves to `path` that the file system refused in a row: a full disk, a quota, a lost permission.
+    """Counts consecutive saves to `path` that the file system refused: a full disk, a quota, a lost permission.
 
-    Each is a line on stderr, or an error: the third in a row, or with `on_error` "stop" the first. What would fail in
-    every later save as well is an error of the caller, and does not come here.
+    Each is a line on stderr, or an error: the third in a row, or with `on_error` "stop" the first. Errors of the
+    program, which every later save would raise as well, are not counted here.
     """
 
     def __init__(self, path: Path, on_error: OnError) -> None:
@@ -199,8 +198,10 @@ class FailedSaves:
         self._in_a_row = 0
 
     def add(self, rank: int, what: str, error: OSError, newest: Callable[[], Path | None]) -> None:
-        """Count a save of `rank` that could not write `what`, and say so on stderr; raise CheckpointError if it is an
-        error. `newest` returns the newest whole file."""
+        """Count a save of `rank` that could not write `what`: print it on stderr, or raise CheckpointError.
+
+        `newest` returns the newest complete file.
+        """
         self._in_a_row += 1
         failure = CheckpointError(f"could not write {what} to {self._path}: {error}")
         failure.__cause__ = error
@@ -226,16 +227,16 @@ class FailedSaves:
 
     @property
     def is_last_lost(self) -> bool:
-        """Whether the last save has failed, and no caller has got that as an error."""
+        """Whether the last save has failed and that was not raised."""
         return self._path in _unwritten
 
     def take(self) -> CheckpointError | None:
-        """Return the failure of the last save, once, for a caller that relies on its file."""
+        """Return the failure of the last save, once, for a caller that needs its file."""
         return _unwritten.pop(self._path, None)
 
 
 def finish(timeout_s: float | None = None) -> Exception | None:
-    """Wait for the last save; return what it raised, once. Raises TimeoutError if it takes longer."""
+    """Wait for the last save; return its error, once. Raises TimeoutError if it takes longer."""
     global _thread, _failure
     if _thread is not None:
         _thread.join(timeout_s)
@@ -247,10 +248,10 @@ def finish(timeout_s: float | None = None) -> Exception | None:
 
 
 def _start(write: Callable[[], None]) -> None:
-    """Call `write` in the thread. `finish()` comes first."""
+    """Call `write` in the thread. Call `finish()` first."""
     global _thread
     assert _thread is None
-    # A daemon: the interpreter would wait for others without end, and before it calls what is registered at exit.
+    # A daemon: the interpreter would wait for other threads without limit, and before it calls exit handlers.
     run = partial(_run, write, prints=True)
     _thread = threading.Thread(target=run, name="checkpoint", daemon=True)
     try:
@@ -261,9 +262,9 @@ def _start(write: Callable[[], None]) -> None:
 
 
 def _run(write: Callable[[], None], *, prints: bool = False) -> None:
-    """Call `write` here and now, and keep what it raises for `finish`, but for what a signal's handler raises.
+    """Call `write`, and keep its error for `finish`; raise one of a signal handler at once.
 
-    `prints` says it on stderr as well: the call that raises it may be an hour away.
+    `prints`: print the error on stderr as well, since the call that raises it may be an hour away.
     """
     global _failure
     try:
@@ -277,11 +278,14 @@ def _run(write: Callable[[], None], *, prints: bool = False) -> None:
 
 
 def _at_exit() -> None:
-    error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)  # a session goes on after an error
+    error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)  # a session continues after it
     try:
         failure = finish(None if error is None else _LONGEST_WAIT_S) or next(iter(_unwritten.values()), None)
-    except (TimeoutError, KeyboardInterrupt) as cause:  # the thread may still run, and must not outlive the interpreter
-        print("ddp: this process ends before its last checkpoint is written; the one before is whole", file=sys.stderr)
+    except (TimeoutError, KeyboardInterrupt) as cause:  # the thread may still run, and must end before the interpreter
+        print(
+            "ddp: this process ends before its last checkpoint is written; the previous one is whole",
+            file=sys.stderr,
+        )
         end_process(error or cause)
     if failure is None:
         return
@@ -292,7 +296,7 @@ def _at_exit() -> None:
 
 
 def _forget() -> None:
-    """In a forked process: the thread and the failures are the parent's."""
+    """Leave the thread and the failures to the parent, in a forked process."""
     global _thread, _failure
     _thread = _failure = None
     _unwritten.clear()

@@ -203,7 +203,7 @@ def test_a_process_that_fails_does_not_wait_for_a_disk_without_end(
     program = f"from ddp.checkpoint import writer\nwriter._LONGEST_WAIT_S = 0.2\n{end}"
     done = run(program, GATE=str(tmp_path / "never"))
     assert done.returncode == code, done
-    assert "ends before its last checkpoint is written; the one before is whole" in done.stderr
+    assert "ends before its last checkpoint is written; the previous one is whole" in done.stderr
 
 
 def test_a_state_that_cannot_be_copied_is_printed_and_an_error_of_the_next_call(

@@ -139,7 +139,7 @@ def test_a_damaged_file_does_not_count_as_kept(tmp_path: Path) -> None:
     _save_steps(tmp_path, 1, 2, 3)
     _damage(tmp_path / "step-0000000003.pt")
     checkpoint = ddp.Checkpoint(tmp_path, keep=2, in_background=False)
-    with pytest.warns(UserWarning, match=r"passed over: .*step-0000000003.pt"):
+    with pytest.warns(UserWarning, match=r"skipped: .*step-0000000003.pt"):
         assert checkpoint.load().step == 2  # type: ignore[union-attr]
     checkpoint.save(4)
     assert sorted(listed(tmp_path)) == [f"step-000000000{n}.pt" for n in (2, 3, 4)]
@@ -287,7 +287,7 @@ def test_a_broken_file_is_passed_over_with_its_reason(
     path = tmp_path / "step-0000000007.pt"
     path.write_bytes(damage(whole))
     checkpoint = ddp.Checkpoint(tmp_path)
-    with pytest.warns(UserWarning, match=rf"passed over: {path}: .*{reason}"):
+    with pytest.warns(UserWarning, match=rf"skipped: {path}: .*{reason}"):
         restored = present(checkpoint.load())
     assert restored.step == 6
     with pytest.raises(ddp.errors.CheckpointError, match=rf"{path}: .*{reason}"):
@@ -359,7 +359,7 @@ def test_what_is_given_must_be_what_was_saved(tmp_path: Path) -> None:
 def test_another_model_is_named_and_not_changed(other: nn.Module, differences: str, tmp_path: Path) -> None:
     ddp.Checkpoint(tmp_path).save(1, model=nn.Linear(2, 1))
     before = {name: value.clone() for name, value in other.state_dict().items()}
-    with pytest.raises(ddp.errors.CheckpointError, match=f"another one: {differences}"):
+    with pytest.raises(ddp.errors.CheckpointError, match=f"is not the saved one: {differences}"):
         ddp.Checkpoint(tmp_path).load(model=other)
     assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
 
