@@ -286,7 +286,7 @@ def announce(reducer: Reducer, policy: ForwardPolicy, output: Any, *, is_trainin
 
 
 class TorchReducer:
-    """What Lightning and torch's tests call of a reducer of torch's."""
+    """The methods of torch's reducer that Lightning and torch's tests call."""
 
     def __init__(self, reducer: Reducer, policy: ForwardPolicy) -> None:
         self._reducer = reducer

@@ -163,7 +163,7 @@ class Strategy(ABC):
 
     @property
     def weighting(self) -> Weighting:
-        """How the replicas' means with weights of their own, such as label counts, become the mean over all.
+        """The way in which weighted means of the replicas, such as over labels, become the mean over all.
 
         "in_backward": the model's `backward` takes the weight of its loss; "by_exchange": the replicas add up the
         weights of a step; "own": there is no mean over all, because a step uses a replica's own gradients, or those

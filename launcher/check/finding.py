@@ -64,7 +64,7 @@ class Examined:
 
     @property
     def known(self) -> HostFacts:
-        """Its facts, which must be known."""
+        """The facts of the host, which must be known."""
         assert self.facts is not None
         return self.facts
 

@@ -1,4 +1,4 @@
-"""One attempt as the job sees it: its hosts and ranks, how far its workers have come, what failed. Pure."""
+"""The state of an attempt: its hosts and ranks, the progress of its workers, its failures. Pure."""
 
 from __future__ import annotations
 
@@ -113,17 +113,17 @@ class AttemptState:
 
     @property
     def steps(self) -> int:
-        """How many training steps a rank has made, by those of the host that is the furthest."""
+        """Number of training steps of a rank, on the host that has made the most."""
         per_host = zip(self.members, self.placement.per_host, strict=True)
         made = ((self._heartbeats[host].steps, count) for host, count in per_host if host in self._heartbeats)
         return max((steps // count for steps, count in made if count), default=0)
 
     @property
     def lost_steps(self) -> int | None:
-        """How many steps another attempt makes again: those since the newest checkpoint, as far as its workers ended.
+        """Number of steps that another attempt repeats: those since the newest checkpoint when the workers ended.
 
-        That is what the first rank knows that has saved one. None where no rank has counted steps, or where what they
-        save is not known.
+        As reported by the first rank that has saved one. None if no rank has counted steps, or if their saves are not
+        known.
         """
         ends = [each for _, each in sorted(self.ranks.exits().items())]
         if not any(each.steps for each in ends) or any(each.unsaved is None for each in ends):

@@ -1,9 +1,8 @@
-"""Faults on purpose (`--chaos`): when, whom they hit, and what each of them costs. Pure.
+"""Inject faults (`--chaos`): decide when and where, and measure what each of them costs. Pure.
 
-One fault is under way at a time, and until training goes on the time to the next ones stands still. It goes on when
-all ranks run again and have made a step, but those that have never counted one.
-What a fault ends costs no restart of --max-restarts. Lost are finished steps that have to be made again: none where the
-others live on, else those since the newest checkpoint.
+One fault is under way at a time; the time to the next one stops until training continues: until all ranks run again and
+have made a step, except those that have never counted one. A fault uses up no restart of --max-restarts. Lost steps are
+finished ones that must be made again: none if the other ranks go on, else those since the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from launcher.protocol.commands import KillWorker, LoseHost
 
 @dataclass
 class FaultCost:
-    """One fault. Times are seconds after the fault, None if it did not come to that; `at_s` after the run's begin."""
+    """The cost of a fault. Times are seconds after it, None if that did not happen; `at_s` is since the run's start."""
 
     action: str
     target: str  # "rank 3 on sim1", "host sim1"

@@ -1,4 +1,4 @@
-"""What the job takes and what it gives: events in, commands out. Data only."""
+"""The input and output of the job: events in, commands out. Data only."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class ReaderBlocked:
-    """What a host says is not read at the moment, since our output is behind: its silence means nothing."""
+    """A host's messages are not read at the moment, since our output is behind: its silence means nothing."""
 
     host: str
 
@@ -59,7 +59,7 @@ class Slept:
 
 @dataclass(frozen=True)
 class Discovered:
-    """The hosts that there are now, all of them, says the user's discovery script."""
+    """All hosts that the user's discovery script has printed last."""
 
     hosts: tuple[Host, ...]
 
@@ -85,14 +85,14 @@ class Tick:
 
 @dataclass(frozen=True)
 class StatusQuestion:
-    """How far the run is; `in_full`: with every host and rank. runs/session.py answers it, after the job."""
+    """Asks for the progress of the run; `in_full`: of every host and rank. runs/session.py answers, after the job."""
 
     in_full: bool = False
 
 
 @dataclass(frozen=True)
 class StacksQuestion:
-    """Where all ranks stand, or only `ranks`; `native`: with the frames of C and C++."""
+    """Asks where all ranks are, or only `ranks`; `native`: with the frames of C and C++."""
 
     ranks: tuple[int, ...] = ()
     native: bool = False
@@ -100,7 +100,7 @@ class StacksQuestion:
 
 @dataclass(frozen=True)
 class DebuggerQuestion:
-    """To be a debugger of a rank, pdb or debugpy: what the asker sends goes there, and back."""
+    """Asks for a debugger in a rank, pdb or debugpy; bytes of the asker then go there, and back."""
 
     rank: int
     debugger: str

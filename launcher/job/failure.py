@@ -1,7 +1,7 @@
-"""What went wrong by itself: which failure was first, which only followed from it, and the one wording of all. Pure.
+"""Failures: which was first, which only followed from it, and the text for each. Pure.
 
-The wording is for the report, what is said meanwhile, and JSON. The same loss reads differently in every rank: other
-addresses, ports, ranks, lines of a library's source. Those are taken out of a message before messages are compared.
+Report, messages and JSON use the same text. The same loss reads differently in every rank: other addresses, ports,
+ranks, lines of a library's source. These are removed from messages before they are compared.
 
 Order is by time on the controller's clock. But when a process dies, its peers see their connections close before its
 agent has seen its end, and clocks of different hosts agree to a few milliseconds only. So an error about a lost
@@ -205,7 +205,7 @@ def _started(failure: Failure) -> tuple[float, float]:
 
 
 def looks_like_consequence(failure: Failure) -> bool:
-    """Say whether a failure may be no more than what the loss of a peer looks like."""
+    """Return whether a failure may only be the consequence of a lost peer."""
     if failure.abort is not None:
         return not failure.abort.is_own
     if failure.kind is FailureKind.RAISED:
@@ -217,7 +217,7 @@ def looks_like_consequence(failure: Failure) -> bool:
 
 @dataclass(frozen=True)
 class SecondaryFailures:
-    """Those that failed alike. `how` follows their number: `failed in all_reduce: connection closed by peer`."""
+    """Failures of one kind. `how` follows their number: `failed in all_reduce: connection closed by peer`."""
 
     count: int
     how: str
@@ -226,7 +226,7 @@ class SecondaryFailures:
 
 
 def group_secondary_failures(failures: Sequence[Failure]) -> list[SecondaryFailures]:
-    """Put together what failed alike, the largest group first, equal ones in the order of time.
+    """Group failures of the same kind, the largest group first, equal ones in the order of time.
 
     A hundred ranks that lost one peer are one group.
     """

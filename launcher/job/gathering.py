@@ -1,4 +1,4 @@
-"""Which hosts can be used, and when an attempt can begin with them. Pure; owned by job.py.
+"""Gather hosts: decide which can be used, and when an attempt can start with them. Pure; owned by job.py.
 
 A run of fixed size waits until every host has answered, and begins only with all of them. An elastic one, and any
 attempt after the first, begins with the hosts it can have: once enough are ready, the others have a short time left.
@@ -186,7 +186,7 @@ class Gathering:
 
     @property
     def possible(self) -> int:
-        """How many hosts may still take part."""
+        """Number of hosts that may still take part."""
         return len(self._fleet) - len(self._fleet.dropped)
 
     def decide(self, now: float) -> Readiness:

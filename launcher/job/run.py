@@ -1,4 +1,4 @@
-"""What the job knows of a run, and nothing that acts: each part has one owner, who changes it. Pure."""
+"""The state of a run, without behaviour: each part has one owner, which changes it. Pure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Run:
 
     def __init__(self, spec: JobSpec, now: float, run_key: str) -> None:
         self.spec = spec
-        self.run_key = run_key  # for the workers' eyes only
+        self.run_key = run_key  # a secret of the workers
         self.began = now
         self.phase = Phase.GATHERING
         self.timers = timers = Timers()
@@ -66,7 +66,7 @@ class Run:
 
     @property
     def progress(self) -> str:
-        """What the run is waiting for, in a few words."""
+        """Short text on what the run is waiting for."""
         phase, fleet, attempt = self.phase, self.fleet, self.attempt
         out, ready = fleet.count(HostPhase.OUT), fleet.count(HostPhase.READY)
         if phase is Phase.GATHERING:

@@ -1,4 +1,4 @@
-"""What the hosts of an attempt report of its store and its workers, and what follows from it. Pure."""
+"""Handle the reports of an attempt's hosts on its store and its workers. Pure."""
 
 from __future__ import annotations
 

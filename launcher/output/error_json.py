@@ -1,4 +1,4 @@
-"""How a run ended, as JSON for programs; also written for a successful run. cli/main.py names the file.
+"""The end of a run as JSON for programs; also written for a successful run. cli/main.py names the file.
 
 One object. Every key is always present; it is null, an empty list or an empty string if it does not apply.
 

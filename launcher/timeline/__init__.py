@@ -1,1 +1,1 @@
-"""What the ranks of a run spend their time on: recorded by themselves, sent by agents, kept with the run."""
+"""The time use of a run's ranks: recorded by themselves, sent by agents, kept with the run."""

@@ -88,7 +88,7 @@ class Crowded:
 
 
 class _Stretch:
-    """How much time the others have lost since something became slow."""
+    """The time that the others have lost since something became slow."""
 
     def __init__(self) -> None:
         self.began: float | None = None

@@ -23,7 +23,7 @@ _DATA, _WAIT, _OTHER = (PHASES.index(name) for name in ("data", "wait", "other")
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank did in a window, in seconds. The other fields do not include `spans`."""
+    """Time use of a rank in a window, in seconds. The other fields do not include `spans`."""
 
     data: float
     compute: float  # forward, backward and optimizer

@@ -1,4 +1,4 @@
-"""What callers give to collectives of `shm`, made flat, and what they get: torch's Work, which may still run."""
+"""The operands and results of collectives of `shm`: flat tensors, and torch's Work, which may still run."""
 
 from __future__ import annotations
 

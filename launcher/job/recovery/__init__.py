@@ -1,1 +1,1 @@
-"""What becomes of a run when something fails: who is started again, who meets whom, what is taken for a hang. Pure."""
+"""Reactions of a run to failures: restarts, changes of its members, hangs. Pure."""

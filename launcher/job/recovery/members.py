@@ -1,4 +1,4 @@
-"""Which hosts make up an attempt that goes on: lost ones leave it, others take their places or join. Pure.
+"""Change the hosts of an attempt that goes on: lost ones leave it, others take their places or join. Pure.
 
 Only for resilient workers (restarts.py), and not with other roles or variables for other ecosystems: those cannot
 change in a process that runs. Each change is a generation, with a number of its own.

@@ -1,4 +1,4 @@
-"""Whether another attempt is worthwhile after one has failed, and when; and a process that fails alone. Pure.
+"""Decide whether and when another attempt follows a failed one; and restart single processes. Pure.
 
 Both use up the same restarts. Whether they come to anything is judged apart: the attempts among each other, and the
 processes of each rank.
