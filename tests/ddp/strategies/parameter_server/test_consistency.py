@@ -184,7 +184,8 @@ def test_a_server_in_a_new_life_takes_no_worker_for_further_than_it_is(mode: Mod
 
 
 def test_a_worker_that_was_silent_keeps_its_count_where_no_one_waits_for_it() -> None:
-    for mode, clock in (("async", 0), ("bounded", 3)):
+    cases: list[tuple[Mode, int]] = [("async", 0), ("bounded", 3)]
+    for mode, clock in cases:
         consistency = Consistency(mode, 2, staleness=9)
         for replica in (0, 1):
             consistency.join(replica, done=0, sync_step=0)
