@@ -32,6 +32,7 @@ SILENT = {
     "_foreach_div_": "tensors are divided one by one",
     "_flatten_dense_tensors": "tensors are put together one by one",
     "_device_types": "the limit of a stall is torch's default",
+    "_device": "the scale of a GradScaler in a replaced process is made on the CPU",
     "_timeout": "limits are torch's defaults",
     "_in_backward_optimizers": "a parameter without any looks the same",
     "_ddp_params_and_buffers_to_ignore": "a module without any looks the same",
