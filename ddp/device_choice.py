@@ -15,6 +15,7 @@ from ddp.comm.shm.backend import sharing
 from ddp.environment import Placement
 from ddp.errors import ArgumentError, LaunchEnvironmentError
 from ddp.generation.device_collectives import HANDLING, leaves_errors
+from ddp.monitoring.stall_text import ranks_text
 
 _DEVICE_BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
 _CHOOSERS = {
@@ -112,9 +113,9 @@ def difference(asked: Sequence[tuple[str | None, str, bool]]) -> str | None:
 
     `asked` has the ranks' requested backends, devices, and whether a failed collective is left to ddp.
     """
-    ranks: dict[str, list[str]] = {}
+    ranks: dict[str, list[int]] = {}
     for rank, (backend, device, _) in enumerate(asked):
-        ranks.setdefault(f"no backend and found {device}" if backend is None else f"{backend!r}", []).append(str(rank))
+        ranks.setdefault(f"no backend and found {device}" if backend is None else f"{backend!r}", []).append(rank)
     if len(ranks) == 1 or all(backend is not None for backend, *_ in asked):
         leaving = [rank for rank, (_, device, leaves) in enumerate(asked) if leaves]
         others = [rank for rank, (_, device, leaves) in enumerate(asked) if device == "cuda" and not leaves]
@@ -124,9 +125,7 @@ def difference(asked: Sequence[tuple[str | None, str, bool]]) -> str | None:
             f"{HANDLING} is 0 on rank {leaving[0]} and not on rank {others[0]}: set it to the same value on all "
             "hosts, since a failed collective would end some ranks only"
         )
-    found = "; ".join(
-        f"{what} (ranks {', '.join(those[:16])}{', ...' * (len(those) > 16)})" for what, those in ranks.items()
-    )
+    found = "; ".join(f"{what} ({ranks_text(those)})" for what, those in ranks.items())
     return (
         f"ranks would use different backends: they were given {found}. Give all the same backend (ddp.init, "
         "DTRAIN_BACKEND), and see that torch finds the same kind of device on all hosts "

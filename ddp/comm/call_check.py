@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ddp.comm.objects import control_group, device_of, gather_values, member_group
 from ddp.errors import ArgumentError
 from ddp.monitoring.stall_report import report_of
+from ddp.monitoring.stall_text import ranks_text
 from ddp.torch_internals import allgather_flat
 
 
@@ -94,7 +95,7 @@ def _calls_differ(calls: Sequence[str]) -> ArgumentError:
         texts.setdefault(text, []).append(rank_)
     usual = max(texts, key=lambda text: (len(texts[text]), -texts[text][0]))
     lines = [
-        f"rank {', '.join(map(str, ranks[:16]))}{', ...' if len(ranks) > 16 else ''} called {text}"
+        f"{ranks_text(ranks)} called {text}"
         for text, ranks in sorted(texts.items(), key=lambda item: (item[0] == usual, item[1]))
     ]
     return ArgumentError(

@@ -15,6 +15,7 @@ from typing import Any
 from ddp.comm.channel import Channel
 from ddp.data_parallel.buckets.bucket_plan import Member
 from ddp.errors import BackwardError, DdpError, DriftError, NonFiniteError
+from ddp.monitoring.stall_text import ranks_text
 
 _WHAT = "exchange of how the ranks differ"
 
@@ -129,7 +130,7 @@ class NonFinite:
         if not ranks:
             return
         report = self._channel.report
-        who = f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+        who = ranks_text(ranks)
         text = f"in step {report.step}, gradients of {who} were infinite or NaN"
         if os.environ.get(_VARIABLE) == "stop":
             raise NonFiniteError(

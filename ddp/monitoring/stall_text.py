@@ -131,13 +131,13 @@ def describe_stall(scene: Scene, heard: Heard) -> str:
     lines = [_headline(scene, gone, heard.trouble)]
     for finding in elsewhere[:_MOST_FINDINGS]:
         there = positions[finding]
-        lines += [f"  {_names(rank for rank, _ in there)}: {finding.text}{_durations(there)}{finding.tail}"]
+        lines += [f"  {ranks_text(rank for rank, _ in there)}: {finding.text}{_durations(there)}{finding.tail}"]
     if len(elsewhere) > _MOST_FINDINGS:
         rest = [rank for finding in elsewhere[_MOST_FINDINGS:] for rank, _ in positions[finding]]
-        lines.append(f"  {_names(rest)}: elsewhere")
+        lines.append(f"  {ranks_text(rest)}: elsewhere")
     if not heard.trouble:
         here = positions[_Finding(0, "")]
-        lines.append(f"  {_names(rank for rank, _ in here)}: in the {scene.what}{_durations(here)}")
+        lines.append(f"  {ranks_text(rank for rank, _ in here)}: in the {scene.what}{_durations(here)}")
     if scene.global_ranks != tuple(range(len(scene.global_ranks))):
         lines.append(f"  (ranks of a group; in the world they are {', '.join(map(str, scene.global_ranks[:64]))})")
     lines.append(_advice(scene, gone, heard.trouble))
@@ -201,7 +201,7 @@ def _headline(scene: Scene, gone: Sequence[int], trouble: str) -> str:
     if trouble:
         return f"{seen}, and it is not known where the others are: {trouble}"
     if gone:
-        return f"{_names(gone)} {'is' if len(gone) == 1 else 'are'} missing: {seen}"
+        return f"{ranks_text(gone)} {'is' if len(gone) == 1 else 'are'} missing: {seen}"
     return f"{seen}, and no rank is missing: all {size} are there"
 
 
@@ -251,7 +251,7 @@ def _durations(ranks: Sequence[tuple[int, float]]) -> str:
     return f" for {last} s" if first == last else f" for {first} to {last} s"
 
 
-def _names(ranks: Iterable[int]) -> str:
+def ranks_text(ranks: Iterable[int]) -> str:
     """Return `rank 3` or `ranks 0-2, 5`."""
     ordered = sorted(ranks)
     runs: list[list[int]] = []

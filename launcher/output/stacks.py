@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from launcher.hangs.positions import Group, groups, main_thread, odd_ranks, scripts_frames, state_in_words
 from launcher.machine.oom import memory_size
-from launcher.output.text import ranges
+from launcher.output.text import rank_names
 from launcher.protocol.reports import Evidence
 
 
@@ -16,7 +16,7 @@ def one_line(group: Group) -> str:
     With the call that led there: `train.py:17 in <module>, in torch.utils.cpp_extension.load, inside wait`.
     """
     many = len(group.ranks) != 1
-    who = f"{'ranks' if many else 'rank'} {ranges(group.ranks)}"
+    who = rank_names(group.ranks)
     if not group.where:
         return f"{who}: {group.note}"
     call = f", in {group.call}" if group.call else ""
@@ -77,5 +77,4 @@ def odd_one_out(evidence: Sequence[Evidence]) -> str:
     odd = odd_ranks(evidence)
     if not odd:
         return ""
-    who = f"{'rank' if len(odd) == 1 else 'ranks'} {ranges(odd)}"
-    return f"{len(evidence) - len(odd)} of {len(evidence)} ranks wait for others: look at {who} first"
+    return f"{len(evidence) - len(odd)} of {len(evidence)} ranks wait for others: look at {rank_names(odd)} first"

@@ -45,6 +45,11 @@ def ranges(numbers: Iterable[int]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
 
 
+def rank_names(numbers: Collection[int]) -> str:
+    """Format ranks: `rank 3`, `ranks 0-2,5`."""
+    return f"{'rank' if len(numbers) == 1 else 'ranks'} {ranges(numbers)}"
+
+
 def printable(line: str) -> str:
     """Return a line without control sequences, cut to LINE_CHARACTERS."""
     plain = "".join(c if c.isprintable() or c == "\t" else f"\\x{ord(c):02x}" for c in _ESCAPES.sub("", line))

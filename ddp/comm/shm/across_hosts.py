@@ -28,7 +28,8 @@ from torch.distributed import PrefixStore
 
 from ddp.comm.shm.collectives import Steps
 from ddp.comm.shm.combine import combine
-from ddp.comm.shm.rounds import Lost, ranks_text
+from ddp.comm.shm.rounds import Lost
+from ddp.monitoring.stall_text import ranks_text
 
 _SMALL_BYTES = 1 << 15  # smaller tensors are exchanged whole between hosts: one message instead of two
 _CHUNK_BYTES = 4 << 20  # of a whole tensor
@@ -103,8 +104,8 @@ class AcrossHosts:
         """Return an error with the ranks of this group."""
         said = str(error)
         if isinstance(error, Lost):
-            ranks = ", ".join(map(str, self._hosts[self._host]))
-            said = f"among ranks {ranks}, which share a host and are numbered from 0 there: {said}"
+            ranks = ranks_text(self._hosts[self._host])
+            said = f"among {ranks}, which share a host and are numbered from 0 there: {said}"
         return Lost(f"{what} failed on rank {self.rank}: {said}", rank=self.rank, what=what)
 
     def _position(self, rank: int) -> tuple[int, int]:

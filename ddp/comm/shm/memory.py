@@ -19,6 +19,7 @@ from ddp.comm.shared_memory import SharedSegment
 from ddp.comm.shm import waiting
 from ddp.comm.shm.agreement import agree
 from ddp.errors import ParameterServerError, RendezvousError
+from ddp.monitoring.stall_text import ranks_text
 
 # Offsets in a segment, in bytes. Each word that a rank writes and others read has its own cache line; DONE goes with
 # STATE, and is written only where a rank fails.
@@ -79,8 +80,9 @@ def open_all(store: Any, rank: int, size: int, timeout_s: float) -> tuple[list[P
     try:
         check_able(hosts, size)
         if len(hosts) > 1:
+            apart = " | ".join(map(ranks_text, hosts))
             raise RendezvousError(
-                f"the backend shm is for ranks that share memory, but these do not: {_names(hosts)} (on other hosts, "
+                f"the backend shm is for ranks that share memory, but these do not: {apart} (on other hosts, "
                 "other containers, or of other users); use gloo, or a group of shm for each host"
             )
     except RendezvousError:
@@ -94,8 +96,8 @@ def check_able(hosts: Sequence[Sequence[int]], size: int) -> None:
     unable = sorted({*range(size)}.difference(*hosts))
     if unable:
         raise RendezvousError(
-            f"the backend shm needs memory of every rank, but {_names([unable])} cannot make {_WHAT} (no memfd_create "
-            "or pidfd_open here, or a limit of ulimit -v or -f); use gloo"
+            f"the backend shm needs memory of every rank, but {ranks_text(unable)} cannot make {_WHAT} (no "
+            "memfd_create or pidfd_open here, or a limit of ulimit -v or -f); use gloo"
         )
 
 
@@ -109,10 +111,6 @@ def sharing(store: Any, rank: int, size: int, timeout_s: float) -> list[tuple[in
 def _close(pidfds: dict[int, int]) -> None:
     for pidfd in pidfds.values():
         os.close(pidfd)
-
-
-def _names(hosts: Sequence[Sequence[int]]) -> str:
-    return " | ".join(f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))}" for ranks in hosts)
 
 
 def _meet(

@@ -20,6 +20,7 @@ import torch
 from ddp.comm.shm.memory import DONE, HEAD_BYTES, HEADS, POSTED, STATE, TEXT, TEXT_BYTES, Peer
 from ddp.comm.shm.waiting import Fence, futex_wait, futex_wake, spin
 from ddp.errors import CollectiveError
+from ddp.monitoring.stall_text import ranks_text
 
 _OPEN, _FAILED, _CLOSED = 0, 1, 2
 _POSTED, _STATE, _DONE, _HEADS = POSTED // 8, STATE // 8, DONE // 8, HEADS // 8
@@ -247,7 +248,3 @@ class Rounds:
         for pidfd in self._pidfds:
             os.close(pidfd)
         self._pidfds = ()
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"

@@ -13,7 +13,7 @@ from launcher.decode import decode_value
 from launcher.errors import RunError
 from launcher.hangs.positions import rank_position
 from launcher.output.stacks import write_groups
-from launcher.output.text import ranges
+from launcher.output.text import rank_names
 from launcher.protocol.reports import Evidence
 from launcher.runs.control import ask
 from launcher.runs.registry import Entry, choose, entries
@@ -41,8 +41,7 @@ def show_stacks(word: str, ranks: Collection[int], *, native: bool, as_json: boo
     else:
         sys.stdout.write(write_groups(found.evidence, whole=bool(ranks)))
     for host, missing in found.missing.items():
-        who = f"{'rank' if len(missing) == 1 else 'ranks'} {ranges(missing)}"
-        say(f"{who} on {host} did not answer within {found.limit_s:g} s")
+        say(f"{rank_names(missing)} on {host} did not answer within {found.limit_s:g} s")
     return 1 if found.missing else 0
 
 
