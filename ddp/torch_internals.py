@@ -374,7 +374,7 @@ def device_types_of(group: dist.ProcessGroup) -> Sequence[torch.device]:
 
 
 @_unless_lacking
-def number_groups_again() -> None:
+def reset_group_numbers() -> None:
     """Give the next default group the name of the first one, as torch does when one is destroyed. 2.1.
 
     A group whose ranks failed to connect has used up a number. The name is part of the keys by which ranks find each

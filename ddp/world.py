@@ -53,8 +53,8 @@ from ddp.torch_internals import (
     device_recorder,
     device_types_of,
     is_by_gloo,
-    number_groups_again,
     open_groups,
+    reset_group_numbers,
 )
 
 _TIMEOUT, _NCCL_TIMEOUT = timedelta(minutes=30), timedelta(minutes=10)  # torch's, for the rendezvous
@@ -319,7 +319,7 @@ def rejoin(
     if not is_pending(dist.group.WORLD):
         member.on_devices.let_go(devices)
     _drop_group()
-    number_groups_again()  # a group that could not connect was not destroyed
+    reset_group_numbers()  # a group that could not connect was not destroyed
     member.on_devices.begin()
     member.generation, member.joining = -1, number
     try:
