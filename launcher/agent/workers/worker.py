@@ -37,6 +37,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import signal
 import struct
 import sys
@@ -59,6 +60,7 @@ _GENERATION = struct.Struct("<Q")
 _PIPE_BYTES = 1 << 16
 _STDERR = 2
 _STDERR_BYTES = 16 << 10  # stacks of C++ frames stand behind the message
+_UP = re.compile(rb"\x1b\[([0-9]*)[AF]")  # moves the cursor up
 
 
 def spawn(
@@ -210,8 +212,9 @@ class Worker:
         self.reported = False
         self.by_exec = ("", "")  # why it was not forked, and the import that prevents that if it was not tried
         self.output_bytes = 0  # read from it
-        self.output_lines = 0  # complete lines
         self._stderr = b""  # its last part
+        self._cursor = {1: 0, 2: 0}  # by stream, the line of its cursor: bars below each other move it down and up
+        self._reached = {1: 0, 2: 0}  # the lowest line so far
         self._begun: dict[int, str] = {}  # by stream, the kind of its unfinished line: a bar or a prompt
         self.ended = 0.0
         self._kill_at: float | None = None  # set once it has failed although its process still runs
@@ -254,12 +257,19 @@ class Worker:
     def wrote(self, stream: int, data: bytes) -> None:
         """Record output that was read from it."""
         self.output_bytes += len(data)
-        self.output_lines += data.count(b"\n")
         if stream == _STDERR:
             self._stderr = (self._stderr + data[-_STDERR_BYTES:])[-_STDERR_BYTES:]
+        ups = sum(int(lines or 1) for lines in _UP.findall(data)) if b"\x1b" in data else 0
+        self._cursor[stream] += data.count(b"\n") - ups
+        self._reached[stream] = max(self._reached[stream], self._cursor[stream])
         _, newline, rest = data.rpartition(b"\n")
         before = "" if newline else self._begun.get(stream, "")
         self._begun[stream] = "bar" if b"\r" in rest or before == "bar" else "prompt" if rest else before
+
+    @property
+    def output_lines(self) -> int:
+        """Number of lines of its output; redrawing bars below each other adds none."""
+        return sum(self._reached.values())
 
     def end_lines(self) -> None:
         """Record that its unfinished lines were answered with input."""

@@ -309,6 +309,20 @@ def test_steps_saves_and_output_are_progress(agent: AgentProcess) -> None:
     assert agent.end_attempt().saved == 2
 
 
+def test_bars_below_each_other_that_are_redrawn_are_no_sign_of_life(agent: AgentProcess) -> None:
+    agent.prepare()
+    agent.start(
+        "import os, struct, time\n"
+        "with open(os.environ['DTRAIN_PROGRESS_FILE'], 'r+b') as file:\n"
+        "    file.write(struct.pack('<6Q', *[0] * 5, 7))\n"  # steps counted without ddp
+        "while True:\n"
+        "    for text in b'\\n', b'\\rbar', b'\\x1b[A':\n"
+        "        os.write(2, text)\n        time.sleep(0.05)\n"
+    )
+    agent.expect_output(b"bar")
+    agent.expect(Heartbeat, lambda beat: beat.silent_s > 2)
+
+
 def test_a_progress_file_that_a_worker_spoils_harms_no_one(agent: AgentProcess) -> None:
     agent.prepare()
     agent.start("import os\nopen(os.environ['DTRAIN_PROGRESS_FILE'], 'w').close()\nprint('up', flush=True)")
