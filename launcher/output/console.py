@@ -156,6 +156,8 @@ class Console:
         line.text = rest
         if rest:
             self._changed.setdefault((rank, stream), line)
+        else:  # nothing is left to draw but a prefix
+            self._changed.pop((rank, stream), None)
 
     def _put_lines(self, rank: int, line: _Line, lines: bytes, *, is_bar: bool) -> None:
         """Show whole lines of a rank; those of a progress bar are never merged."""

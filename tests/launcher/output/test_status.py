@@ -74,6 +74,14 @@ def test_a_progress_bar_has_the_last_line_as_long_as_it_is_unfinished(screen: _S
     assert screen.refresh() == ERASED + b"[h:0] 100%\r\n" + b"dtrain: step 8"
 
 
+def test_a_line_written_in_pieces_leaves_the_status_below_it_and_no_prefix(screen: _Screen) -> None:
+    screen.console.show_status("step 7", gives_way=True)
+    assert screen.refresh() == STATUS
+    for piece in (b"a", b" ", b"line", b"\n"):  # print("a", "line") under python -u
+        screen.console.write(0, 1, piece)
+    assert screen.refresh() == ERASED + b"[h:0] a line\r\n" + STATUS
+
+
 def test_what_dtrain_does_itself_gives_way_to_nothing(screen: _Screen) -> None:
     screen.console.show_status("stopping")
     assert screen.refresh() == b"dtrain: stopping"
