@@ -4,7 +4,8 @@ A gloo collective that waits for a rank which is gone, or has given up, cannot b
 (torch 2.13). When its connections are closed, it raises, on this rank and on those at the other ends.
 
 Other threads of the process may connect elsewhere at the same time, so a new descriptor proves nothing. But each gloo
-device has one epoll instance, its loop, which watches its listener and all its connections.
+device has one epoll instance, its loop, which watches its listener and all its connections. Other event loops are
+recognized by what they have returned with an event.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-_WATCHED = re.compile(r"^tfd:\s*(\d+) .* ino:([0-9a-f]+)", re.MULTILINE)
+_WATCHED = re.compile(r"^tfd:\s*(\d+) .* data:\s*([0-9a-f]+) .* ino:([0-9a-f]+)", re.MULTILINE)
+_DESCRIPTOR = 0xFFFFFFFF  # the rest may be undefined where a descriptor is stored
 _cloning = threading.Lock()
 
 
@@ -116,14 +118,18 @@ def _loops() -> dict[int, int]:
 
 
 def _watched_by(descriptor: int) -> dict[int, int]:
-    """Return the inodes that an epoll descriptor watches, by descriptor; empty if it is not one."""
+    """Return the inodes that an epoll descriptor watches, by descriptor; empty if it is not one, or not gloo's.
+
+    gloo has a pointer returned with each event. The loops of Python and libuv have the descriptor returned.
+    """
     try:
         if os.readlink(f"/proc/self/fd/{descriptor}") != "anon_inode:[eventpoll]":
             return {}
         text = Path(f"/proc/self/fdinfo/{descriptor}").read_text()
     except OSError:  # already closed
         return {}
-    return {int(number): int(inode, 16) for number, inode in _WATCHED.findall(text)}
+    watched = [(int(number), int(data, 16), int(inode, 16)) for number, data, inode in _WATCHED.findall(text)]
+    return {number: inode for number, data, inode in watched if data & _DESCRIPTOR != number}
 
 
 def _leads_to(descriptor: int, port: int) -> bool:

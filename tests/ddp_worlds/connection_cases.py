@@ -14,13 +14,14 @@ from ddp.generation.connections import Connections
 
 
 def others_connections_stay() -> None:
-    """While the group connects, another thread connects as well, and waits for answers in an epoll of its own."""
+    """While the group connects, another thread starts a server, whose epoll watches its listener and connections."""
     with socket.create_server(("127.0.0.1", 0)) as listening, selectors.EpollSelector() as selector:
         others: list[socket.socket] = []
 
         def connect() -> None:
             others.append(socket.create_connection(listening.getsockname()))
             others.append(listening.accept()[0])
+            selector.register(listening, selectors.EVENT_READ)
             selector.register(others[1], selectors.EVENT_READ)
 
         connections = Connections()
