@@ -13,7 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 _AHEAD = 2  # commits: one may be under way when the promise is made
-_PAUSE_S = 0.01
+_PAUSE_S = 0.02
+_OUTCOME, _NO_COMMIT = "outcome", "none"  # the commit at which all stop, or "none"; the first to set it wins
 
 
 class Regroup(BaseException):
@@ -49,13 +50,15 @@ class JoinPoint:
             self._promised = commit() + _AHEAD
         store.set(f"promise/{rank}", str(self._promised))
         if store.add("promises", 1) == size:  # the last one compares them, so that others only poll one key
-            store.set("stops_at", str(max(int(store.get(f"promise/{each}")) for each in range(size))))
-        while not store.check(["stops_at"]):
-            if self._is_over() or store.check(["at_once"]):
+            store.compare_set(_OUTCOME, "", str(max(int(store.get(f"promise/{each}")) for each in range(size))))
+        while not store.check([_OUTCOME]):
+            if self._is_over():
                 return False
             time.sleep(_PAUSE_S)
+        if (outcome := store.get(_OUTCOME).decode()) == _NO_COMMIT:
+            return False
         with self._changed:
-            self._stops_at = int(store.get("stops_at"))
+            self._stops_at = int(outcome)
         return True
 
     def committed(self, number: int) -> None:
@@ -71,3 +74,8 @@ class JoinPoint:
     @property
     def is_agreed(self) -> bool:
         return self._stops_at is not None
+
+
+def stop_elsewhere(store: Any) -> None:
+    """Notify the ranks that agree at this store that this one stops before its promise: they must not wait for it."""
+    store.compare_set(_OUTCOME, "", _NO_COMMIT)

@@ -29,7 +29,7 @@ from ddp.monitoring import stall_report, timeline
 from ddp.monitoring.interrupts import is_interrupt
 from ddp.monitoring.progress import set_restart_policy
 from ddp.resilience.commits import Commits
-from ddp.resilience.join_point import JoinPoint, Regroup
+from ddp.resilience.join_point import JoinPoint, Regroup, stop_elsewhere
 from ddp.resilience.state import State
 from ddp.world import (
     break_connections,
@@ -228,7 +228,7 @@ class _Loop:
             return
         try:
             if news.when == "at_commit" and self._generation >= 0 and not (point and point.is_agreed):
-                own_store(number).set("at_once", "")  # the others must not wait for a promise of this rank
+                stop_elsewhere(own_store(number))
             joins = news.when == "at_commit" and commits.number is None
             if not rejoin(number, news.variables, lambda: self._is_over(number, joins=joins), commits.devices):
                 return

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from ddp.resilience.join_point import JoinPoint, Regroup
+from ddp.resilience.join_point import JoinPoint, Regroup, stop_elsewhere
 
 LIMIT_S = 30.0
 
@@ -29,7 +29,7 @@ def test_a_commit_does_not_wait_for_ranks_that_have_stopped_elsewhere() -> None:
     agreement.start()
     store.wait(["promise/0"])
     at_commit = waiting(point)
-    store.set("at_once", "")
+    stop_elsewhere(store)
     agreement.join(LIMIT_S)
     at_commit.join(LIMIT_S)
     assert agreed == [False]

@@ -63,6 +63,18 @@ def test_promises_are_exchanged_and_a_look_asks_for_one_key() -> None:
     assert {*store.keys} == {1}
 
 
+def test_a_look_for_the_promises_of_others_is_one_request() -> None:
+    store, looks = Asked(dist.HashStore()), 0
+
+    def is_over() -> bool:
+        nonlocal looks
+        looks += 1
+        return looks == 4
+
+    assert not JoinPoint(1, is_over).agree(store, 0, 2, lambda: 3)
+    assert len(store.keys) == looks
+
+
 def test_ranks_that_do_not_come_are_named() -> None:
     store = dist.HashStore()
     assert not meet(store, 2, 4, lambda: True, LIMIT_S)  # it has come, and heard of a newer generation
