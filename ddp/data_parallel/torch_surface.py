@@ -150,8 +150,7 @@ class TorchSurface(TorchDistributedDataParallel):
         """Do nothing, but raise DdpError after training has started, as torch's class does."""
         if not self.static_graph and self._reducer is not None and self._reducer.report.step > 0:
             raise DdpError(
-                f"_set_static_graph() after {self._reducer.report.step} steps: call it before the first one, or "
-                "leave it out, since it is not needed here"
+                "_set_static_graph() after the first step: call it before, or leave it out, since it is not needed here"
             )
         self.static_graph = True
 

@@ -196,5 +196,6 @@ def wait_for_discovery(command: str, least: int, limit_s: float) -> None:
     while len(hosts := discover(command)) < least:
         if time.monotonic() >= deadline:
             names = ", ".join(host.name for host in hosts) or "none"
-            raise UsageError(f"--hosts-script: {least} hosts are needed, {command} names {len(hosts)}: {names}")
+            needed = "1 host is" if least == 1 else f"{least} hosts are"
+            raise UsageError(f"--hosts-script: {needed} needed, {command} names {len(hosts)}: {names}")
         time.sleep(1.0)

@@ -268,7 +268,8 @@ class Gathering:
             if state.phase is not HostPhase.READY
         ]
         limit = f"{self._spec.start_timeout_s:g} s (--start-timeout-s)"
-        return f"{ready} of at least {least} hosts were ready for another attempt within {limit}: {some(missing)}"
+        were = "no host was" if least == 1 else f"{ready} of at least {least} hosts were"
+        return f"{were} ready for another attempt within {limit}: {some(missing)}"
 
 
 def misfits(spec: JobSpec, states: Sequence[HostState]) -> dict[str, str]:

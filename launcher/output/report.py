@@ -276,7 +276,8 @@ def _positions(outcome: Outcome, cause: Failure | None) -> list[str]:
     others = "where each rank is:" if cause is not None and is_hung else others
     lines = [others, *(f"  {printable(one_line(group))}" for group in found[:GROUPS])]
     if more := len(found[GROUPS:]):
-        lines.append(f"  and {sum(len(group.ranks) for group in found[GROUPS:])} ranks in {more} other places")
+        ranks = sum(len(group.ranks) for group in found[GROUPS:])
+        lines.append(f"  and {count(ranks, 'rank')} in {count(more, 'other place')}")
     if is_hung and (odd := odd_one_out(evidence)):
         lines.append(printable(odd))
     return lines

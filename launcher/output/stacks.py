@@ -77,4 +77,6 @@ def odd_one_out(evidence: Sequence[Evidence]) -> str:
     odd = odd_ranks(evidence)
     if not odd:
         return ""
-    return f"{len(evidence) - len(odd)} of {len(evidence)} ranks wait for others: look at {rank_names(odd)} first"
+    waiting = len(evidence) - len(odd)
+    wait = "waits" if waiting == 1 else "wait"
+    return f"{waiting} of {len(evidence)} ranks {wait} for others: look at {rank_names(odd)} first"

@@ -125,7 +125,8 @@ def place(
         raise PlacementError("\n".join(problems))
     layout = _Layout(offers, counts, [place % len(offers) for place in range(sum(r.count for r in roles.others))])
     if problems := [
-        f"{offer.name}: {count} workers are too many for {offer.room_limit}; there is room for {offer.room}"
+        f"{offer.name}: {_counted(count, 'worker', 'is', 'are')} too many for {offer.room_limit}; "
+        f"there is room for {offer.room}"
         for offer, count in zip(offers, layout.totals, strict=True)
         if offer.room is not None and count > offer.room
     ]:
@@ -260,15 +261,19 @@ def _misfit(
 ) -> str | None:
     if count == 0:
         wanted = (
-            f"a worker needs {gpus_per_proc} GPUs (--gpus-per-proc)" if gpus_per_proc else "one worker for each GPU"
+            f"a worker needs {_counted(gpus_per_proc, 'GPU')} (--gpus-per-proc)"
+            if gpus_per_proc
+            else "one worker for each GPU"
         )
         return f"{offer.name}: {wanted}, but it has {len(offer.gpus) or 'none'}"
     if offer.limit is not None and count > offer.limit:
-        return f"{offer.name}: {count} workers, but its entry in the host list has {offer.limit} slots"
+        slots = _counted(offer.limit, "slot")
+        return f"{offer.name}: {_counted(count, 'worker')}, but its entry in the host list has {slots}"
     if not _uses_gpus(offer, count, nproc, gpus_per_proc):
         needed = count * (gpus_per_proc or 0)
         if needed > len(offer.gpus) and not oversubscribe:
-            return f"{offer.name}: --gpus-per-proc {gpus_per_proc} needs {needed} GPUs, it has {len(offer.gpus)}"
+            gpus = _counted(needed, "GPU")
+            return f"{offer.name}: --gpus-per-proc {gpus_per_proc} needs {gpus}, it has {len(offer.gpus)}"
         return None
     if (gpus_per_proc or 1) > 1 and any(map(is_part, offer.gpus)):
         return (
@@ -278,7 +283,8 @@ def _misfit(
     needed = count * (gpus_per_proc or 1)
     if needed > len(offer.gpus) and not oversubscribe:
         return (
-            f"{offer.name}: {count} workers need {needed} GPUs, it has {len(offer.gpus)} "
+            f"{offer.name}: {_counted(count, 'worker', 'needs', 'need')} {_counted(needed, 'GPU')}, "
+            f"it has {len(offer.gpus)} "
             f"({', '.join(offer.gpus)}); use fewer with --nproc-per-node, or share them with --oversubscribe"
         )
     return None
@@ -332,3 +338,8 @@ def _worker(
         local_world_size=on_machine,
         bound=bound,
     )
+
+
+def _counted(number: int, noun: str, *verb: str) -> str:
+    """Format a count: `1 worker`, `2 workers`; `verb` is its singular and plural, which follows."""
+    return " ".join([f"{number} {noun}{'' if number == 1 else 's'}", *verb[number != 1 :][:1]])

@@ -146,7 +146,7 @@ class StepReport:
         count = _count(len(step.buckets), "bucket")
         sent = sum(time.bucket.nbytes for time in step.buckets)
         is_plain = self.compression == "none"
-        yield f"A step on {self.ranks} ranks ({self.backend}{'' if is_plain else f', {self.compression}'})"
+        yield f"A step on {_count(self.ranks, 'rank')} ({self.backend}{'' if is_plain else f', {self.compression}'})"
         yield _line("measured", self.measured_step_s, f"median of {_count(self.measured_steps, 'step')} of this rank")
         yield _line("by the model", step.total_s, "compute, delayed and exposed")
         parts = f"forward {_ms(record.forward_s)}, backward {_ms(record.backward_s)}, rest {_ms(record.other_s)}"

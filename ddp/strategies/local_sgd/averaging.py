@@ -164,7 +164,7 @@ class LocalSGD:
         """
         if self.has_diverged:
             warnings.warn(
-                f"LocalSGD is closed after {self._own_steps or 1} steps that this rank has made by itself: the "
+                f"LocalSGD is closed after {_steps(self._own_steps or 1)} that this rank has made by itself: the "
                 "replicas stay different; call sync() on every rank before close()",
                 stacklevel=2,
             )
@@ -252,7 +252,7 @@ class LocalSGD:
     def _refuse_if_diverged(self) -> None:
         if self.has_diverged:
             raise DdpError(
-                f"this rank has made {self._own_steps + self._round.is_complete} steps by itself since the replicas "
+                f"this rank has made {_steps(self._own_steps + self._round.is_complete)} by itself since the replicas "
                 "were averaged, so its state is not that of the others: call sync() of LocalSGD on every rank first"
             )
 
@@ -370,6 +370,10 @@ def _remove(*lists: list[RemovableHandle]) -> None:
         for handle in handles:
             handle.remove()
         handles.clear()
+
+
+def _steps(number: int) -> str:
+    return "1 step" if number == 1 else f"{number} steps"
 
 
 def _check_wrapped(model: Any, optimizer: Any) -> None:

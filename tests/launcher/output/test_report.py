@@ -328,6 +328,8 @@ def test_at_most_five_places_are_shown() -> None:
     shown = lines(outcome(failure(rank=9), evidence=many))
     at = shown.index("where the other ranks were:")
     assert shown[at + 6] == "and 4 ranks in 4 other places"
+    shown = lines(outcome(failure(rank=9), evidence=many[:6]))
+    assert "and 1 rank in 1 other place" in shown
 
 
 # ---- what is left ----

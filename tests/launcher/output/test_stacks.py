@@ -334,4 +334,5 @@ def test_one_that_someone_stopped_is_odd_wherever_it_is() -> None:
     waiting = [evidence(rank, IN_ALL_REDUCE, state="T" if rank == 2 else "S") for rank in range(4)]
     assert odd_ranks(waiting) == (2,)
     assert odd_one_out(waiting) == "3 of 4 ranks wait for others: look at rank 2 first"
+    assert odd_one_out(waiting[1:3]) == "1 of 2 ranks waits for others: look at rank 2 first"
     assert "look at rank 2 first" in write_out(waiting)

@@ -144,6 +144,8 @@ def test_hosts_may_be_unequal() -> None:
     [
         ([CPU_HOST], "gpu", ["a: one worker for each GPU, but it has none"]),
         ([replace(CPU_HOST, slots=2)], 3, ["a: 3 workers, but its entry in the host list has 2 slots"]),
+        ([replace(CPU_HOST, slots=1)], 2, ["a: 2 workers, but its entry in the host list has 1 slot"]),
+        ([replace(CPU_HOST, room=0, room_limit="its limit")], 1, ["a: 1 worker is too many for its limit; there is "]),
         (
             [GPU_HOST, replace(GPU_HOST, name="b", gpus=("0", "1", "2", "3", "4", "5")), replace(GPU_HOST, name="c")],
             5,
@@ -163,6 +165,7 @@ def test_what_does_not_fit(hosts: list[HostOffer], nproc: int | str, complaints:
     ("host", "nproc", "complaint"),
     [
         (GPU_HOST, 2, "a: 2 workers need 6 GPUs, it has 4"),
+        (replace(GPU_HOST, gpus=("0",)), 1, "a: 1 worker needs 3 GPUs, it has 1"),
         (CPU_HOST, 2, "a: --gpus-per-proc 3 needs 6 GPUs, it has 0"),
         (replace(GPU_HOST, gpus=("0", "1")), None, "a: a worker needs 3 GPUs (--gpus-per-proc), but it has 2"),
     ],
