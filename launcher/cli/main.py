@@ -76,6 +76,11 @@ def _main(args: list[str], *, as_torchrun: bool) -> int:
     except DtrainError as error:
         _complain(str(error))
         return error.exit_code
+    except RuntimeError as error:
+        if "start new thread" not in str(error):
+            raise
+        _complain("this machine has no thread left for dtrain itself; raise the limit of processes (ulimit -u)")
+        return 1
     return 0
 
 

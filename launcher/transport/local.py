@@ -76,7 +76,12 @@ class LocalStream:
         self._stdin = self._process.stdin
         self._stdout = self._process.stdout
         self._buffer = memoryview(mmap.mmap(-1, READ_BYTES))  # only pages that were read into use memory
-        self._words = StderrTail(self._process.stderr)
+        try:
+            self._words = StderrTail(self._process.stderr)
+        except RuntimeError:  # no thread left
+            self._process.kill()
+            self._process.wait()
+            raise
 
     def read(self) -> bytes:
         # Not read(): it allocates the maximum each time, which fragments glibc's heap.

@@ -98,6 +98,23 @@ os.execv(sys.executable, [sys.executable, "-m", "launcher", *sys.argv[1:]])
 """
 
 
+NO_THREAD = """\
+import sys, threading
+threading.stack_size(1 << 46)  # more than a process can map, so that no thread starts
+sys.argv = ["dtrain", "run", *sys.argv[1:]]
+from launcher.cli.main import main
+main()
+"""
+
+
+def test_a_machine_that_has_no_thread_left_is_an_error_that_names_the_limit(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    refused = run_program(sys.executable, "-c", NO_THREAD, "train.py", cwd=tmp_path)
+    assert (refused.returncode, refused.stderr) == (
+        1, "dtrain: this machine has no thread left for dtrain itself; raise the limit of processes (ulimit -u)\n",
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("command", ["run", "plan"])
 def test_more_workers_than_a_host_can_hold_are_refused_with_the_limit_named(tmp_path: Path, command: str) -> None:
     (tmp_path / "train.py").write_text("open('started', 'w')")
