@@ -13,6 +13,7 @@ import click
 from launcher import __version__
 from launcher.cli.config_file import Group
 from launcher.cli.options import Option, Options, takes_options
+from launcher.cli.pod import with_pod_variables
 from launcher.cli.request import check_here, read_request
 from launcher.errors import DtrainError, UsageError
 
@@ -153,6 +154,7 @@ def plan(options: Options, as_json: bool) -> None:
     """
     from launcher.cli.plan import show_plan
 
+    options = with_pod_variables(options, os.environ)
     click.echo(show_plan(read_request(options).spec, as_json=as_json))
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from launcher.cli.caller import Caller, Verbosity, error_file, write_all
 from launcher.cli.control import control
 from launcher.cli.options import Options, unknown_variables
+from launcher.cli.pod import with_pod_variables, write_termination_message
 from launcher.cli.request import Request, check_here, read_request
 from launcher.cli.run_end import run_at_end
 from launcher.errors import DtrainError, NodeZeroTakenError, UsageError
@@ -42,6 +43,15 @@ def run_job(options: Options, say: Callable[[str], None]) -> int:
 
 
 def _run_job(options: Options, say: Callable[[str], None]) -> int:
+    try:
+        options = with_pod_variables(options, os.environ)
+        return _run_here(options, say)
+    except DtrainError as error:
+        write_termination_message(str(error))
+        raise
+
+
+def _run_here(options: Options, say: Callable[[str], None]) -> int:
     if not options.detach or options.print_commands:
         return _run(options, say)
     from launcher.runs.detach import detached
@@ -91,8 +101,13 @@ def _run(options: Options, say: Callable[[str], None], detachment: Detachment | 
     from launcher.cli.run_node import join_run
     from launcher.transport.tcp.dial import JoinError
 
-    # Under srun all tasks share one terminal, where only node 0 prints messages.
-    notify = say if node_role.by_hand and not verbosity.quiet else lambda _: None
+    shows = node_role.by_hand and not verbosity.quiet  # under srun all tasks share node 0's terminal
+
+    def notify(text: str) -> None:
+        write_termination_message(text)
+        if shows:
+            say(text)
+
     try:
         return join_run(node_role, spec, notify)
     except JoinError as error:
@@ -113,5 +128,6 @@ def _control(
             if not spec.first_attempt:  # SLURM restarts a job only after its end, even if a lock is held
                 raise
         ended = control(request, options, limits, verbosity, caller)
+    write_termination_message(ended.line)
     run_at_end(ended, options, verbosity, caller)
     return ended.outcome.exit_code

@@ -40,6 +40,15 @@ class Ended:
     state: str
     folder: Path | None
 
+    @property
+    def line(self) -> str:
+        """The report's first line, with the message of an exception."""
+        from launcher.job.failure import FailureKind
+
+        first, *rest = self.report.splitlines() or [""]
+        raised = self.outcome.cause is not None and self.outcome.cause.kind is FailureKind.RAISED
+        return f"{first}: {rest[0].strip()}" if raised and rest else first
+
 
 @dataclass(frozen=True)
 class Ending:

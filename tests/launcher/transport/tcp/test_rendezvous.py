@@ -62,6 +62,20 @@ def test_a_token_that_others_may_know_is_an_error_with_what_mends_it(tmp_path: P
             find_token({}, path)
 
 
+def test_in_a_pod_the_group_may_read_what_root_owns(tmp_path: Path) -> None:
+    """A Secret's file belongs to root, and to the group of fsGroup where the pod has a user of its own."""
+    pod = {"KUBERNETES_SERVICE_HOST": "10.96.0.1"}
+    path = _token_file(tmp_path / "token", mode=0o440)
+    if os.geteuid() == 0:
+        assert find_token(pod, path) == SECRET.encode()
+    else:
+        with pytest.raises(UsageError, match="mode 0440"):
+            find_token(pod, path)
+    path.chmod(0o444)
+    with pytest.raises(UsageError, match=r"mode 0444.*defaultMode: 0440"):
+        find_token(pod, path)
+
+
 def test_a_token_that_can_be_guessed_or_is_none_is_an_error_that_makes_a_good_one(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"at least 16 characters, this one has 6; make one with: .*openssl rand"):
         find_token({"DTRAIN_TOKEN": "canary"})
