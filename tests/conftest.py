@@ -21,6 +21,7 @@ from testbed.left import Watch, describe
 from testbed.namespaces import find_part
 from testbed.network import NetworkHosts
 from testbed.once import folder_of_run
+from testbed.pods import Pods
 from testbed.processes import MARK, dtrain_server_if_started, everyone, keep_variables, kill, left_behind, run_dtrain
 from testbed.quick import is_heavy, is_quick
 from testbed.require import require
@@ -179,6 +180,12 @@ def network_hosts(_network_lab: NetworkHosts) -> NetworkHosts:
     """
     _network_lab.reset()
     return _network_lab
+
+
+@pytest.fixture
+def pods(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pods]:
+    """The network of stand-ins for pods."""
+    yield from _run_lab(request, Pods(tmp_path_factory.mktemp("pods")))
 
 
 @pytest.fixture(scope="session")

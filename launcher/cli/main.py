@@ -14,6 +14,7 @@ from launcher import __version__
 from launcher.cli.config_file import Group
 from launcher.cli.options import Option, Options, takes_options
 from launcher.cli.pod import with_pod_variables
+from launcher.cli.process_one import fork_if_process_one
 from launcher.cli.request import check_here, read_request
 from launcher.errors import DtrainError, UsageError
 
@@ -42,12 +43,14 @@ _ELSEWHERE = {
 
 def main() -> NoReturn:
     """Run the command line; entry point of the console script."""
+    fork_if_process_one()
     _open_standard_streams()
     _end(_main(sys.argv[1:], as_torchrun=False))
 
 
 def torchrun() -> NoReturn:
     """Run `dtrain run` as torchrun would; entry point of the console script `dtrain-torchrun`. See torchrun.py."""
+    fork_if_process_one()
     _open_standard_streams()
     _end(_main(["run", *sys.argv[1:]], as_torchrun=True))
 

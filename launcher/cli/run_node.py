@@ -21,6 +21,7 @@ from typing import Any
 
 from launcher.cli.node_role import NodeRole
 from launcher.cli.options import Options
+from launcher.cli.pod import in_pod
 from launcher.cli.request import listed_hosts, parse_command
 from launcher.errors import NodeZeroTakenError, UsageError
 from launcher.hosts.host import Host
@@ -136,6 +137,9 @@ def _resolved(address: str) -> str:
     """Resolve a name of this machine; never to a loopback address if the name is known to other hosts."""
     if address in ("0.0.0.0", "::"):
         raise UsageError(f"--master-addr {address} means all interfaces; name one address of this machine")
+    own = socket.gethostname()
+    if in_pod(os.environ) and address.partition(".")[0] == own.partition(".")[0]:
+        address = own  # the Service's record of us comes late, or still has the address of the pod that we replace
     try:
         found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:

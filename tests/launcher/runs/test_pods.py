@@ -1,0 +1,214 @@
+"""Runs in stand-ins for pods of Kubernetes, where each pod's command is `dtrain run`. Not tried on a cluster."""
+
+import contextlib
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from testbed.pods import NO_PASSWD, READ_ONLY, Pod, Pods
+from testbed.processes import wait_until
+
+from launcher.machine import oom
+
+TOKEN = {"DTRAIN_TOKEN": "one-token-of-all-pods-of-this-job"}
+MASTER = "job-0.job"
+DTRAIN = (sys.executable, "-m", "launcher", "run")
+# Goes on where the newest of its files ends.
+RESUMES = """
+import os, time
+from pathlib import Path
+rank, world = int(os.environ["RANK"]), os.environ["WORLD_SIZE"]
+saved = Path(f"saved-{rank}")
+step = int(saved.read_text()) if saved.exists() else 0
+print("begins at", step, "of", world, flush=True)
+while step < 400 and not Path("end").exists():
+    step += 1
+    saved.with_suffix(".new").write_text(str(step))
+    saved.with_suffix(".new").replace(saved)
+    time.sleep(0.05)
+print("done", world, flush=True)
+"""
+
+
+@contextlib.contextmanager
+def _indexed(
+    pods: Pods, index: int, *words: str, cwd: Path, nnodes: str = "2", special: str = "", group: Path | None = None,
+    **env: str,
+) -> Iterator[Pod]:  # fmt: skip
+    """Start a pod of an Indexed Job, which has the name of its index whenever it starts."""
+    command = [*DTRAIN, "--nnodes", nnodes, "--master-addr", MASTER, "--nproc-per-node", "1", *words]
+    variables = {**TOKEN, "JOB_COMPLETION_INDEX": str(index), **env}
+    with pods.pod(f"job-{index}", *command, cwd=cwd, env=variables, special=special, group=group) as pod:
+        yield pod
+
+
+def test_the_name_of_the_first_pod_may_come_late(pods: Pods, tmp_path: Path) -> None:
+    (tmp_path / "show.py").write_text("import os\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])")
+    with _indexed(pods, 0, "show.py", cwd=tmp_path) as first, _indexed(pods, 1, "show.py", cwd=tmp_path) as second:
+        time.sleep(5)  # as a Service takes some seconds: both must wait meanwhile
+        assert first.program.poll() is None
+        assert second.program.poll() is None
+        pods.publish(MASTER, first.address)
+        (code, out, err), (code1, _, err1) = first.end(), second.end()
+    assert (code, code1) == (0, 0), (err, err1)
+    assert sorted(re.findall("rank . of .", out)) == ["rank 0 of 2", "rank 1 of 2"]
+    last = "all 2 workers finished successfully after"
+    assert first.termination_message.startswith(last)
+    assert second.termination_message.startswith(last)
+
+
+def _up(pod: Pod, text: bytes) -> None:
+    while text not in (line := pod.program.stdout.readline()):
+        assert line, pod.end()
+
+
+def test_an_elastic_run_goes_on_with_a_pod_that_replaces_another(pods: Pods, tmp_path: Path) -> None:
+    (tmp_path / "work.py").write_text(RESUMES)
+    words = ["--heartbeat-timeout-s", "3", "--max-restarts", "3", "--grow", "work.py"]
+    with _indexed(pods, 0, *words, cwd=tmp_path, nnodes="1:2") as first:
+        pods.publish(MASTER, first.address)
+        with _indexed(pods, 1, *words, cwd=tmp_path, nnodes="1:2") as second:
+            _up(first, b"of 2")
+            _up(first, b"of 2")
+            second.init.kill()
+            _up(first, b"of 1")
+        with _indexed(pods, 1, *words, cwd=tmp_path, nnodes="1:2") as replaced:
+            assert replaced.address != second.address
+            _up(first, b"of 2")
+            (tmp_path / "end").touch()
+            (code, out, err), (code1, _, err1) = first.end(), replaced.end()
+    assert (code, code1) == (0, 0), (err, err1)
+    assert out.count("done 2") == 2, err
+
+
+def test_the_others_join_a_first_pod_that_replaces_another(pods: Pods, tmp_path: Path) -> None:
+    (tmp_path / "work.py").write_text(RESUMES)
+    words = ["--heartbeat-timeout-s", "3", "work.py"]
+    with _indexed(pods, 0, *words, cwd=tmp_path) as first:
+        pods.publish(MASTER, first.address)
+        with _indexed(pods, 1, *words, cwd=tmp_path) as second:
+            _up(first, b"begins")
+            _up(first, b"begins")
+            wait_until(lambda: (tmp_path / "saved-1").exists(), "a checkpoint")
+            first.init.kill()
+            first.program.wait(60)
+            with _indexed(pods, 0, *words, cwd=tmp_path) as replaced:
+                time.sleep(1)  # its name still means the old address
+                pods.publish(MASTER, replaced.address)
+                _up(replaced, b"begins")
+                (tmp_path / "end").touch()
+                (code, out, err), (code1, _, err1) = replaced.end(), second.end()
+    assert (code, code1) == (0, 0), (err, err1)
+    assert "joined job-0 as node rank 1 again" in err1
+    assert "begins at 0" not in out
+
+
+def test_between_the_signals_of_a_pods_end_a_checkpoint_is_saved(pods: Pods, tmp_path: Path) -> None:
+    """Kubernetes sends SIGTERM to process 1, and SIGKILL after terminationGracePeriodSeconds."""
+    (tmp_path / "train.py").write_text(
+        "import signal, sys, time\n"
+        "def save(*_):\n    time.sleep(2)\n    open('checkpoint', 'w').write('whole')\n    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, save)\nprint('up', flush=True)\ntime.sleep(60)"
+    )
+    with pods.pod("job", *DTRAIN, "--grace-s", "25", "train.py", cwd=tmp_path) as pod:
+        _up(pod, b"up")
+        pod.init.send_signal(signal.SIGTERM)
+        code, _, err = pod.end()
+    assert (code, (tmp_path / "checkpoint").read_text()) == (143, "whole"), err
+    assert pod.termination_message.startswith("stopped by SIGTERM after")
+
+
+def test_process_1_reaps_orphans_and_leaves_nothing(pods: Pods, tmp_path: Path) -> None:
+    """Those of its workers, and those that `kubectl exec` leaves, whose parent it becomes."""
+    (tmp_path / "orphans.py").write_text(
+        "import os, subprocess, time\n"
+        "subprocess.run(['sh', '-c', '(setsid sleep 60 &) ; (sleep 0.1 &)'])\nprint('up', flush=True)\n"
+        "while not os.path.exists('end'): time.sleep(0.05)"
+    )
+    with pods.pod("job", *DTRAIN, "orphans.py", cwd=tmp_path) as pod:
+        _up(pod, b"up")
+        script = "for i in 1 2 3 4 5; do (sleep 1 &) ; done"
+        exec_ = ["nsenter", f"--target={pod.init.pid}", "--pid", "--mount", "--", "sh", "-c", script]
+        assert psutil.Popen(exec_).wait(60) == 0
+        orphans = [child for child in pod.init.children() if child.name() == "sleep"]
+        assert len(orphans) == 5
+        wait_until(lambda: not any(map(psutil.Process.is_running, orphans)), "process 1 has reaped them", timeout=20)
+        (tmp_path / "end").touch()
+        code, _, err = pod.end()
+    assert code == 0, err
+    assert "removed" not in err
+    assert "0 processes left" in err
+
+
+def test_a_read_only_root_and_a_user_without_a_name_or_home(pods: Pods, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import os\nprint('HOME', os.environ['HOME'], flush=True)")
+    env = {**TOKEN, "HOME": "/", "JOB_COMPLETION_INDEX": "0"}
+    with pods.pod("job", *DTRAIN, "train.py", cwd=tmp_path, env=env, special=NO_PASSWD + READ_ONLY) as pod:
+        code, out, err = pod.end()
+    assert (code, "HOME /" in out) == (0, True), err
+    assert "Read-only file system" in err, "it says that no output is kept"
+    assert "finished successfully" in pod.termination_message
+
+
+def test_training_fits_into_the_shared_memory_of_a_pod(pods: Pods, tmp_path: Path) -> None:
+    """64 MB in /dev/shm: buckets of two ranks that need more than that take another way, or fit."""
+    (tmp_path / "train.py").write_text(
+        "import ddp, torch\nworld = ddp.init()\n"
+        "model = ddp.DistributedDataParallel(torch.nn.Linear(4096, 8192, bias=False))\n"
+        "for step in range(2):\n    model(torch.ones(1, 4096)).sum().backward()\n"
+        "print('trained', float(model.module.weight.grad[0, 0]), flush=True)"
+    )
+    with pods.pod("job", *DTRAIN, "--nproc-per-node", "2", "train.py", cwd=tmp_path) as pod:
+        code, out, err = pod.end()
+    assert code == 0, err
+    assert out.count("trained 2.0") == 2, out
+
+
+def test_an_oom_kill_under_the_limit_of_a_pod_is_named(pods: Pods, tmp_path: Path, memory_limit: Path) -> None:
+    (tmp_path / "eat.py").write_text("eaten = []\nwhile True: eaten.append(bytearray(1 << 20))")
+    with pods.pod("job", *DTRAIN, "eat.py", cwd=tmp_path, group=memory_limit) as pod:
+        code, _, err = pod.end()
+    assert code == 137, err
+    assert "killed by SIGKILL (the out-of-memory killer" in pod.termination_message, err
+
+
+def test_the_exit_code_is_that_of_the_first_failure_in_all_pods(pods: Pods, tmp_path: Path) -> None:
+    """For podFailurePolicy, which decides by it."""
+    (tmp_path / "fail.py").write_text(
+        "import os, sys, time\nif os.environ['RANK'] == '1': raise SystemExit(42)\ntime.sleep(60)"
+    )
+    with _indexed(pods, 0, "fail.py", cwd=tmp_path) as first, _indexed(pods, 1, "fail.py", cwd=tmp_path) as second:
+        pods.publish(MASTER, first.address)
+        ends = [first.end(), second.end()]
+    assert [code for code, _, _ in ends] == [42, 42], ends
+    assert all(re.match(r"rank 1 on node1 .* exited with code 42", p.termination_message) for p in (first, second))
+
+
+def test_what_contradicts_is_the_termination_message(pods: Pods, tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    with _indexed(pods, 0, "--node-rank", "1", "train.py", cwd=tmp_path) as pod:
+        code, _, err = pod.end()
+    assert code == 2, err
+    assert "--node-rank is 1, but JOB_COMPLETION_INDEX is 0 in this pod" in pod.termination_message
+
+
+@pytest.fixture
+def memory_limit() -> Iterator[Path]:
+    """A memory control group of 400 MB, of either version; skips where none can be made."""
+    own = oom._own_group()
+    if own is None:
+        pytest.skip("no memory cgroup can be seen here")
+    folder = Path(own.mount, "dtrain-test-pod")
+    try:
+        folder.mkdir()
+        (folder / ("memory.max" if own.counts_below else "memory.limit_in_bytes")).write_text(str(400 << 20))
+    except OSError as error:
+        pytest.skip(f"no memory cgroup can be made here: {error}")
+    yield folder
+    wait_until(lambda: not (folder / "cgroup.procs").read_text(), "the group is empty")
+    folder.rmdir()
