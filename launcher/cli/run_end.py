@@ -42,9 +42,11 @@ class Ended:
 
     @property
     def line(self) -> str:
-        """The report's first line, with the message of an exception."""
+        """The report's first line, with the message of an exception; all of an error, if no worker was started."""
         from launcher.job.failure import FailureKind
 
+        if self.outcome.error is not None:
+            return " ".join(str(self.outcome.error).split())
         first, *rest = self.report.splitlines() or [""]
         raised = self.outcome.cause is not None and self.outcome.cause.kind is FailureKind.RAISED
         return f"{first}: {rest[0].strip()}" if raised and rest else first

@@ -12,11 +12,13 @@ import psutil
 import pytest
 from testbed.pods import NO_PASSWD, READ_ONLY, Pod, Pods
 from testbed.processes import wait_until
+from testbed.training_seen import TrainingSeen
 
 from launcher.machine import oom
 
 TOKEN = {"DTRAIN_TOKEN": "one-token-of-all-pods-of-this-job"}
 MASTER = "job-0.job"
+ELASTIC = Path(__file__).parents[2] / "ddp_worlds" / "elastic_script.py"
 DTRAIN = (sys.executable, "-m", "launcher", "run")
 # Goes on where the newest of its files ends.
 RESUMES = """
@@ -86,6 +88,48 @@ def test_an_elastic_run_goes_on_with_a_pod_that_replaces_another(pods: Pods, tmp
     assert out.count("done 2") == 2, err
 
 
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_run_of_all_pods_waits_for_the_one_that_replaces_another(
+    pods: Pods, tmp_path: Path, how: signal.Signals
+) -> None:
+    """As the manifests have it: with --max-restarts, and not elastic."""
+    (tmp_path / "work.py").write_text(RESUMES)
+    words = ["--heartbeat-timeout-s", "3", "--max-restarts", "3", "work.py"]
+    with _indexed(pods, 0, *words, cwd=tmp_path) as first:
+        pods.publish(MASTER, first.address)
+        with _indexed(pods, 1, *words, cwd=tmp_path) as second:
+            _up(first, b"begins at 0")
+            _up(first, b"begins at 0")
+            wait_until(lambda: (tmp_path / "saved-1").exists(), "a checkpoint")
+            second.init.send_signal(how)
+            assert second.program.wait(60) == (143 if how is signal.SIGTERM else 1), "1: unshare's"
+        time.sleep(3)  # until the next pod is there
+        with _indexed(pods, 1, *words, cwd=tmp_path) as replaced:
+            _up(first, b"begins")
+            _up(first, b"begins")
+            (tmp_path / "end").touch()
+            (code, out, err), (code1, _, err1) = first.end(), replaced.end()
+    assert (code, code1) == (0, 0), (err, err1)
+    assert out.count("done 2") == 2, err
+
+
+def test_resilient_workers_go_on_with_a_pod_that_replaces_another(pods: Pods, tmp_path: Path) -> None:
+    words = ["--heartbeat-timeout-s", "3", str(ELASTIC), "2", "0.2"]
+    with _indexed(pods, 0, *words, cwd=tmp_path, nnodes="1:2") as first:
+        pods.publish(MASTER, first.address)
+        seen = TrainingSeen(first.program)
+        with _indexed(pods, 1, *words, cwd=tmp_path, nnodes="1:2") as second:
+            seen.wait(lambda: len(seen.sized(2)) > 10)
+            lost = time.monotonic()
+            second.init.kill()
+            seen.wait(lambda: len(seen.sized(1)) > 5)
+        with _indexed(pods, 1, *words, cwd=tmp_path, nnodes="1:2"):
+            seen.wait(lambda: len(seen.sized(2, after=lost + 3)) > 10)
+            stderr = seen.end_well()
+    assert "attempt 1" not in stderr, stderr
+    assert len({at.pid for at in seen.commits if at.host == "node0"}) == 1, "its process went on"
+
+
 def test_the_others_join_a_first_pod_that_replaces_another(pods: Pods, tmp_path: Path) -> None:
     (tmp_path / "work.py").write_text(RESUMES)
     words = ["--heartbeat-timeout-s", "3", "work.py"]
@@ -108,19 +152,25 @@ def test_the_others_join_a_first_pod_that_replaces_another(pods: Pods, tmp_path:
     assert "begins at 0" not in out
 
 
-def test_between_the_signals_of_a_pods_end_a_checkpoint_is_saved(pods: Pods, tmp_path: Path) -> None:
-    """Kubernetes sends SIGTERM to process 1, and SIGKILL after terminationGracePeriodSeconds."""
+def test_between_the_signals_of_the_end_of_all_pods_checkpoints_are_saved(pods: Pods, tmp_path: Path) -> None:
+    """Kubernetes sends SIGTERM to each process 1, and SIGKILL after terminationGracePeriodSeconds."""
     (tmp_path / "train.py").write_text(
-        "import signal, sys, time\n"
-        "def save(*_):\n    time.sleep(2)\n    open('checkpoint', 'w').write('whole')\n    sys.exit(0)\n"
+        "import os, signal, sys, time\n"
+        "def save(*_):\n    time.sleep(2)\n    open('checkpoint' + os.environ['RANK'], 'w').write('whole')\n"
+        "    sys.exit(0)\n"
         "signal.signal(signal.SIGTERM, save)\nprint('up', flush=True)\ntime.sleep(60)"
     )
-    with pods.pod("job", *DTRAIN, "--grace-s", "25", "train.py", cwd=tmp_path) as pod:
-        _up(pod, b"up")
-        pod.init.send_signal(signal.SIGTERM)
-        code, _, err = pod.end()
-    assert (code, (tmp_path / "checkpoint").read_text()) == (143, "whole"), err
-    assert pod.termination_message.startswith("stopped by SIGTERM after")
+    words = ["--grace-s", "25", "train.py"]
+    with _indexed(pods, 0, *words, cwd=tmp_path) as first, _indexed(pods, 1, *words, cwd=tmp_path) as second:
+        pods.publish(MASTER, first.address)
+        _up(first, b"up")
+        _up(first, b"up")
+        for pod in (first, second):
+            pod.init.send_signal(signal.SIGTERM)
+        (code, _, err), (code1, _, err1) = first.end(), second.end()
+    assert (code, code1) == (143, 143), (err, err1)
+    assert [(tmp_path / f"checkpoint{rank}").read_text() for rank in (0, 1)] == ["whole", "whole"], (err, err1)
+    assert first.termination_message.startswith("stopped by SIGTERM after")
 
 
 def test_process_1_reaps_orphans_and_leaves_nothing(pods: Pods, tmp_path: Path) -> None:
@@ -187,6 +237,22 @@ def test_the_exit_code_is_that_of_the_first_failure_in_all_pods(pods: Pods, tmp_
         ends = [first.end(), second.end()]
     assert [code for code, _, _ in ends] == [42, 42], ends
     assert all(re.match(r"rank 1 on node1 .* exited with code 42", p.termination_message) for p in (first, second))
+
+
+def test_a_pod_that_never_comes_is_in_the_termination_message(pods: Pods, tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    with _indexed(pods, 0, "--start-timeout-s", "1", "train.py", cwd=tmp_path) as pod:
+        code, _, err = pod.end()
+    assert code == 1, err
+    assert "node1: no node joined as node rank 1 at" in pod.termination_message
+
+
+def test_an_exception_is_the_termination_message(pods: Pods, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("raise ValueError('bad batch')")
+    with pods.pod("job", *DTRAIN, "train.py", cwd=tmp_path) as pod:
+        code, _, err = pod.end()
+    assert code == 1, err
+    assert re.fullmatch(r"rank 0 on job .* raised an exception .*: ValueError: bad batch", pod.termination_message)
 
 
 def test_what_contradicts_is_the_termination_message(pods: Pods, tmp_path: Path) -> None:
