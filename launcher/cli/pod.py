@@ -1,4 +1,4 @@
-"""What `dtrain run` takes from a pod of Kubernetes: options from its variables; the message of its end.
+"""Options from the variables of a pod of Kubernetes, and the message of its end.
 
 The variables are those of an Indexed Job, and those of Kubeflow's operators: PET_* of TrainJobs, MASTER_ADDR,
 MASTER_PORT, WORLD_SIZE and RANK of PyTorchJobs. They count only in a pod, since any shell may have them.
@@ -19,7 +19,7 @@ from launcher.placement.job_spec import parse_nnodes
 TERMINATION_LOG = "/dev/termination-log"  # the file that Kubernetes makes in each container, for this message
 _MESSAGE_BYTES = 4096  # of which Kubernetes keeps no more
 _SIGN = "KUBERNETES_SERVICE_HOST"  # in every pod
-_OF_WORKERS = ("LOCAL_RANK", "SLURM_JOB_ID")  # a launcher or SLURM has set the others for its own purpose
+_OF_OTHERS = ("LOCAL_RANK", "SLURM_JOB_ID")  # this is a worker of a launcher, or a job of SLURM
 _SOURCES = ("hosts", "hostfile", "hosts_script", "simulate", "standalone", "print_commands")
 _PYTORCHJOB = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
 _INDEX = "JOB_COMPLETION_INDEX"
@@ -44,7 +44,7 @@ def with_pod_variables(options: Options, env: Mapping[str, str]) -> Options:
     A flag or a DTRAIN_* variable gives an option. Raises UsageError if two variables contradict each other, or, for
     `dtrain run`, a variable and a flag. In `dtrain-torchrun` flags win, as in torchrun.
     """
-    if not in_pod(env) or any(name in env for name in _OF_WORKERS) or any(getattr(options, s) for s in _SOURCES):
+    if not in_pod(env) or any(name in env for name in _OF_OTHERS) or any(getattr(options, s) for s in _SOURCES):
         return options
     found = _found(env)
     origins = dict(options.origins)
@@ -56,8 +56,8 @@ def with_pod_variables(options: Options, env: Mapping[str, str]) -> Options:
         _check_flags(options, found, alone=nnodes is None)
     if nnodes is None or nnodes[1] == 1:  # each pod has a run of its own
         found = {name: value for name, value in found.items() if name in ("nnodes", "nproc_per_node")}
-    elif "master_addr" not in found and found.get("node_rank", (None,))[0] == 0 and env.get("HOSTNAME"):
-        found["master_addr"] = env["HOSTNAME"], "HOSTNAME"  # a PyTorchJob may give its first pod only `localhost`
+    elif "master_addr" not in found and env.get("RANK") == "0" and env.get("MASTER_ADDR") in _LOOPBACK:
+        found["master_addr"] = env.get("HOSTNAME"), "HOSTNAME"  # some PyTorchJobs give their first pod `localhost`
     filled = {name: value for name, value in found.items() if name not in given}
     origins |= {name: variable for name, (_, variable) in filled.items()}
     return replace(options, **{name: value for name, (value, _) in filled.items()}, origins=tuple(origins.items()))

@@ -12,6 +12,7 @@ import psutil
 import pytest
 from testbed.pods import NO_PASSWD, READ_ONLY, Pod, Pods
 from testbed.processes import wait_until
+from testbed.terminal import dtrain_on_terminal
 from testbed.training_seen import TrainingSeen
 
 from launcher.machine import oom
@@ -193,6 +194,21 @@ def test_process_1_reaps_orphans_and_leaves_nothing(pods: Pods, tmp_path: Path) 
     assert code == 0, err
     assert "removed" not in err
     assert "0 processes left" in err
+
+
+@pytest.mark.usefixtures("pods")  # where there are none, no container can be made either
+def test_ctrl_c_on_the_terminal_of_a_container_counts_once(tmp_path: Path) -> None:
+    """As for `kubectl run -it`: process 1 and its child both get SIGINT of the terminal, and the second one kills."""
+    (tmp_path / "train.py").write_text(
+        "import time\ntry:\n    print('up', flush=True)\n    time.sleep(60)\n"
+        "finally:\n    time.sleep(1)\n    print('saved')"
+    )
+    unshare = "import os, sys; os.execvp('unshare', ['unshare', '--pid', '--fork', '--mount-proc', *sys.argv[1:]])"
+    with dtrain_on_terminal(*DTRAIN, "train.py", cwd=tmp_path, program=("-c", unshare)) as terminal:
+        terminal.read_until("up")
+        terminal.type("\x03")
+        assert terminal.wait() == 130, terminal.shown
+    assert "saved" in terminal.shown
 
 
 def test_a_read_only_root_and_a_user_without_a_name_or_home(pods: Pods, tmp_path: Path) -> None:
