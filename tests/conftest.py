@@ -112,7 +112,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
     items.sort(key=lambda item: not item.nodeid.startswith(LONG))
     for item in items:
-        if not {"ssh_hosts", "network_hosts"}.isdisjoint(getattr(item, "fixturenames", ())):
+        if not {"ssh_hosts", "network_hosts", "pods"}.isdisjoint(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.sshd)
 
 

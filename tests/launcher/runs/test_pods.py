@@ -65,6 +65,22 @@ def test_the_name_of_the_first_pod_may_come_late(pods: Pods, tmp_path: Path) -> 
     assert second.termination_message.startswith(last)
 
 
+def test_pods_of_a_pytorchjob_whose_first_pod_is_its_own_localhost(pods: Pods, tmp_path: Path) -> None:
+    """As older operators have it; the other pods get the first one's name. By dtrain-torchrun."""
+    (tmp_path / "show.py").write_text("import os\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])")
+    torchrun = (sys.executable, "-c", "from launcher.cli.main import torchrun; torchrun()", "show.py")
+    names, masters = ("job-master-0", "job-worker-0"), ("localhost", "job-master-0")
+    with contextlib.ExitStack() as stack:
+        running = []
+        for rank, (name, master) in enumerate(zip(names, masters, strict=True)):
+            env = {**TOKEN, "MASTER_ADDR": master, "MASTER_PORT": "23456", "WORLD_SIZE": "2", "RANK": str(rank)}
+            running.append(stack.enter_context(pods.pod(name, *torchrun, cwd=tmp_path, env=env)))
+        pods.publish("job-master-0", running[0].address)
+        (code, out, err), (code1, _, err1) = (pod.end() for pod in running)
+    assert (code, code1) == (0, 0), (err, err1)
+    assert sorted(re.findall("rank . of .", out)) == ["rank 0 of 2", "rank 1 of 2"]
+
+
 def _up(pod: Pod, text: bytes) -> None:
     while text not in (line := pod.program.stdout.readline()):
         assert line, pod.end()
