@@ -162,12 +162,11 @@ class _Examination:
             clock = link.find_clock(until)
             question = vars(prepare(spec, link.host, lease_s=0.0, lost_agents=()))
             facts = decode_value(HostFacts, link.ask(time.monotonic() + FACTS_S, ask="facts", prepare=question))
-            return Examined(link.host, "", greeting, facts, clock, spec.ssh.config)
+            return Examined(link.host, "", greeting, facts, clock, spec.ssh)
 
         answers, reasons = self._ask(examine, self._links)
         self.examined = [
-            answers.get(name) or Examined(link.host, reasons[name], ssh_config=spec.ssh.config)
-            for name, link in self._links.items()
+            answers.get(name) or Examined(link.host, reasons[name], ssh=spec.ssh) for name, link in self._links.items()
         ]
         script = file_digest(spec.workdir / spec.command.target) if spec.command.kind is CommandKind.SCRIPT else None
         self.findings += host_findings(spec, self.examined, code_here=code_digest(), script_here=script)

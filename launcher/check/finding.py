@@ -6,15 +6,17 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import TypeVar
 
 from launcher.check.facts import Clock, HostFacts
 from launcher.hosts.host import Host, HostKind
+from launcher.placement.job_spec import SshOptions
 from launcher.placement.placement import HostOffer
 from launcher.protocol.reports import Hello
+from launcher.transport.ssh.client import login_command
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
@@ -56,7 +58,7 @@ class Examined:
     greeting: Hello | None = None
     facts: HostFacts | None = None
     clock: Clock | None = None
-    ssh_config: Path | None = None
+    ssh: SshOptions = field(default_factory=SshOptions)
 
     @property
     def name(self) -> str:
@@ -86,6 +88,8 @@ class Examined:
 
     def on_host(self, command: str) -> str:
         """Return the command to type here to run another one on the host."""
+        if self.host.kind is HostKind.SSH and self.ssh.command:
+            return f"{self._login} {shlex.quote(command)}"
         if self.host.kind is HostKind.SSH:
             return f"ssh {self._ssh_options('-p')}{self._ssh_name} {shlex.quote(command)}"
         if self.host.kind is HostKind.SRUN:
@@ -95,10 +99,16 @@ class Examined:
     def copy(self, file: Path) -> str:
         """Return the command that copies a file to the same path on the host; for this machine, one that lists it."""
         path = shlex.quote(str(file))
+        if self.host.kind is HostKind.SSH and self.ssh.command:
+            return f"{self._login} {shlex.quote(f'cat > {path}')} < {path}"
         return f"scp {self._ssh_options('-P')}{path} {self._ssh_name}:{path}" if self.host.remote else f"ls -l {path}"
 
+    @property
+    def _login(self) -> str:
+        return shlex.join(login_command(replace(self.host, name="{host}"), self.ssh))
+
     def _ssh_options(self, port_option: str) -> str:
-        config = "" if self.ssh_config is None else f"-F {shlex.quote(str(self.ssh_config))} "
+        config = "" if self.ssh.config is None else f"-F {shlex.quote(str(self.ssh.config))} "
         return config + (f"{port_option} {self.host.port} " if self.host.port else "")
 
     @property

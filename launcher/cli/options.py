@@ -114,6 +114,11 @@ class Options:
     ssh_config: str | None = _option(
         "Read this OpenSSH configuration, like ssh -F.  [default: ~/.ssh/config and /etc/ssh/ssh_config]", "FILE"
     )
+    ssh_command: str | None = _option(
+        "Log in by this client instead of dtrain's own: ssh itself, for Kerberos, two-factor logins or an open "
+        "ControlMaster; or a program that is used like it. The host is put for {host}, else at the end.",
+        "ssh|'CMD {host}'",
+    )
     accept_new_host_keys: bool = _flag("Accept and store the keys of hosts that are in no known_hosts file.")
     interface: str | None = _option(
         "On each host, use the first of these network interfaces that is up.", "NAME,...", cls=Listed

@@ -9,6 +9,7 @@ import difflib
 import itertools
 import os
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -214,6 +215,7 @@ def check_values(options: Options) -> None:
     if options.chaos is not None:
         parse_chaos(options.chaos)
     _output_filter(options)
+    _ssh(options)
     about_hosts = ("nnodes", "grow")
     values = {name: getattr(options, name) for name in _UNCHANGED if name not in about_hosts}
     values["run_id"] = options.run_id or new_run_id()
@@ -292,12 +294,14 @@ def _spec(
         hang=parse_hang(options.hang),
         chaos=None if options.chaos is None else parse_chaos(options.chaos),
         keep_warm_s=_keep_warm_s(options.keep_warm),
-        ssh=SshOptions(
-            config=Path(options.ssh_config).expanduser() if options.ssh_config else None,
-            accept_new=options.accept_new_host_keys,
-        ),
+        ssh=_ssh(options),
         **{name: getattr(options, name) for name in _UNCHANGED},
     )
+    if spec.ssh.command:
+        from launcher.transport.ssh.client import login_command
+
+        for host in hosts:
+            login_command(host, spec.ssh)  # raises UsageError for what it cannot be given
     return _in_slurm(spec, named=bool(options.run_id))
 
 
@@ -363,6 +367,30 @@ def workdir_of(named: str | None) -> Path:
     if os.path.isabs(shell) and os.path.isdir(shell) and os.path.samefile(shell, "."):
         return Path(shell)
     return current_folder()
+
+
+def _ssh(options: Options) -> SshOptions:
+    command = _split("--ssh-command", options.ssh_command)
+    if command and options.accept_new_host_keys:
+        raise UsageError(
+            "--accept-new-host-keys is for dtrain's own SSH; with --ssh-command, host keys are that command's: "
+            "--ssh-command 'ssh -o StrictHostKeyChecking=accept-new'"
+        )
+    config = Path(options.ssh_config).expanduser() if options.ssh_config else None
+    return SshOptions(config=config, accept_new=options.accept_new_host_keys, command=command)
+
+
+def _split(option: str, text: str | None) -> tuple[str, ...]:
+    """Split a command as a shell does; empty without one. Raises UsageError."""
+    if text is None:
+        return ()
+    try:
+        words = tuple(shlex.split(text))
+    except ValueError as error:
+        raise UsageError(f"{option} is {text!r}, which cannot be split as by a shell: {error}") from error
+    if not words:
+        raise UsageError(f"{option} is {text!r}; write a command, or leave it out")
+    return words
 
 
 def _keep_warm_s(text: str | None) -> float:

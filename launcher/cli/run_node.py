@@ -36,7 +36,7 @@ from launcher.transport.tcp.listener import Listener
 from launcher.transport.tcp.relay import join
 from launcher.transport.tcp.rendezvous import Endpoint, find_token, new_token, publish, read_endpoint
 
-_ABOUT_SSH = {"ssh_config", "accept_new_host_keys"}
+_ABOUT_SSH = {"ssh_config", "ssh_command", "accept_new_host_keys"}
 _ABOUT_HOSTS = {"hosts", "hostfile", "include", "exclude", "print_commands", "node_rank", "master_addr", "command"}
 _LEFT_OUT = _ABOUT_SSH | _ABOUT_HOSTS
 

@@ -87,6 +87,7 @@ class SshOptions:
 
     config: Path | None = None
     accept_new: bool = False
+    command: tuple[str, ...] = ()  # the site's own client; empty: paramiko
 
 
 @dataclass(frozen=True)

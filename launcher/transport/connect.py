@@ -12,7 +12,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 from zlib import crc32
@@ -21,8 +21,9 @@ from launcher.errors import StreamError
 from launcher.hosts.host import Host, HostKind
 from launcher.machine.packages import install_command
 from launcher.placement.job_spec import CommandKind, JobSpec
+from launcher.transport.client import Clients
 from launcher.transport.local import LocalStream
-from launcher.transport.stream import Stream
+from launcher.transport.stream import Stream, shell_line
 
 if TYPE_CHECKING:
     from launcher.transport.tcp.listener import Listener
@@ -49,6 +50,10 @@ class Connector:
         self._spec = spec
         self._listener = listener
         self._module = module
+        self._clients = Clients()
+        # A host on this machine may hold the store; the others must know its address.
+        own = any(not host.remote for host in spec.hosts)
+        self._needs_address = own and spec.master_addr is None and not spec.interfaces
         self._srun = None
         if any(host.kind is HostKind.SRUN for host in spec.hosts):
             from launcher.transport.srun import Srun
@@ -63,6 +68,8 @@ class Connector:
         command = [self._spec.python, "-m", self._module]
         if self._module == AGENT:
             command = agent_command(self._spec, host)
+        if host.kind is HostKind.SSH and self._spec.ssh.command:
+            return self._by_client(host, command, deadline)
         if host.kind is HostKind.SSH:
             from launcher.transport.ssh.stream import connect_ssh  # paramiko takes 0.2 s to import
 
@@ -72,8 +79,18 @@ class Connector:
             return self._srun.connect(host, command, deadline)
         return LocalStream(command)
 
+    def _by_client(self, host: Host, command: Sequence[str], deadline: float) -> Stream:
+        from launcher.transport.ssh.client import connect_by_client, our_address
+
+        ssh = self._spec.ssh
+        address = our_address(host, ssh) if self._needs_address else None
+        stream = connect_by_client(host, ssh, shell_line(command), deadline, first=b"", clients=self._clients)
+        stream.our_address = address
+        return stream
+
     def close(self) -> None:
         """End processes that still carry a stream, at the end of the run: none may outlive this process."""
+        self._clients.close()
         if self._srun is not None:
             self._srun.close()
 
@@ -102,7 +119,7 @@ def start_agents(spec: JobSpec) -> dict[str, Callable[[], Stream]]:
         if not host.remote:
             opened[host.name] = partial(_same, LocalStream(agent_command(spec, host)))
     by_ssh = [host for host in spec.hosts if host.kind is HostKind.SSH]
-    if 0 < len(by_ssh) <= _EARLY:
+    if 0 < len(by_ssh) <= _EARLY and not spec.ssh.command:  # a client would outlive us if we were killed now
         connector, deadline = Connector(spec), time.monotonic() + spec.start_timeout_s
         with contextlib.suppress(RuntimeError):  # no thread left: the controller reports it
             for host in by_ssh:

@@ -105,7 +105,10 @@ class LocalStream:
         try:
             status: int | None = self._process.wait(wait_s)
         except subprocess.TimeoutExpired:
-            self._process.kill()  # given up: an agent whose guard is killed shuts down cleanly by itself
+            self.kill()  # given up: an agent whose guard is killed shuts down cleanly by itself
             self._process.wait()
             status = None
         return status, self._words.wait(1.0)
+
+    def kill(self) -> None:
+        self._process.kill()

@@ -13,19 +13,18 @@ from __future__ import annotations
 
 import os
 import re
-import select
 import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from launcher.errors import HostError, UsageError
 from launcher.hosts.host import Host
 from launcher.hosts.ranges import expand
 from launcher.hosts.slurm_allocation import Allocation, Node, find_allocation, step_title
 from launcher.machine.gpus.vendors import VENDORS
-from launcher.transport.local import LocalStream
+from launcher.transport.client import Clients, ClientStream
 
 LOOK_FOR_S = 30.0  # for an answer of SLURM
 
@@ -57,15 +56,14 @@ class Srun:
     """Starts agents on the nodes of our allocation; owned by the transport (connect.py). Any thread may call it."""
 
     def __init__(self) -> None:
-        self._closed = threading.Event()
+        self._clients = Clients()
         self._lock = threading.Lock()
         self._known: tuple[Allocation | None, dict[str, tuple[str, ...]]] | None = None  # the job never changes
-        self._running: set[SrunStream] = set()
 
-    def connect(self, host: Host, command: Sequence[str], deadline: float) -> SrunStream:
+    def connect(self, host: Host, command: Sequence[str], deadline: float, first: bytes = b"") -> SrunStream:
         """Start the agent on a node in its own job step; block until it or srun writes something or ends.
 
-        Blocks until `deadline` (monotonic) at most. Raises HostError.
+        `first` is written to it at once. Blocks until `deadline` (monotonic) at most. Raises HostError.
         """
         if shutil.which("srun") is None:
             raise HostError(host.name, "there is no srun in PATH here; add SLURM's commands to PATH, or name --hosts")
@@ -77,27 +75,14 @@ class Srun:
         if allocation is None or node is None:
             raise HostError(host.name, "is not a node of this SLURM job; name it with --hosts to reach it by SSH")
         argv = srun_command(node, command, os.environ, granted=granted[node.name], deadline=deadline)
-        stream = SrunStream(argv, srun_environment(os.environ), finished=self._running.discard)
-        self._running.add(stream)
-        if self._closed.is_set():  # close() may not have seen it
-            stream.give_up()
-            raise HostError(host.name, "the run has ended")
-        if not stream.answers(deadline):
-            stderr = stream.give_up()
-            raise HostError(host.name, f"srun did not start an agent there in time{': ' + stderr if stderr else ''}")
-        return stream
+        env = srun_environment(os.environ)
+        return self._clients.open(
+            host.name, lambda finished: SrunStream(argv, env, finished=finished), deadline, first=first, what="srun"
+        )
 
     def close(self) -> None:
-        """Kill every srun that is not finished: of nodes that never answered, and of links that were given up.
-
-        For the end of the run. An srun whose node is gone would stay for minutes, even after this process.
-        """
-        self._closed.set()  # without the lock, which is held while SLURM is asked; later sruns end themselves
-        left = self._running.copy()
-        for stream in left:
-            stream.kill()  # all of them before waiting
-        for stream in left:
-            stream.finish(0.0)
+        """Kill every srun that is not finished, without the lock, which is held while SLURM is asked."""
+        self._clients.close()
 
     def _ask(self) -> tuple[Allocation | None, dict[str, tuple[str, ...]]]:
         """Return the allocation and the job's resources on each node; ask SLURM once. Raises UsageError."""
@@ -195,34 +180,11 @@ def _ask_granted(job: str) -> dict[str, tuple[str, ...]]:
         return {}
 
 
-class SrunStream(LocalStream):
-    """An srun and its pipes; when it is given up, its agent's input is closed."""
-
-    def __init__(
-        self, command: Sequence[str], env: Mapping[str, str], *, finished: Callable[[SrunStream], None]
-    ) -> None:
-        super().__init__(command, env)
-        self._finished = finished
-
-    def answers(self, deadline: float) -> bool:
-        """Wait until there is something to read, or the end; return whether it came before the deadline."""
-        poll = select.poll()  # select() is limited to descriptors below 1024
-        poll.register(self._stdout, select.POLLIN)
-        return bool(poll.poll(max(0.0, 1000 * (deadline - time.monotonic()))))
-
-    def kill(self) -> None:
-        self._process.kill()
-
-    def give_up(self) -> str:
-        """End it before anything was read from it; return its stderr."""
-        _, stderr = self.finish(0.0)
-        self._stdin.close()
-        self._stdout.close()
-        return stderr
+class SrunStream(ClientStream):
+    """An srun and its pipes."""
 
     def finish(self, wait_s: float) -> tuple[int | None, str]:
         status, words = super().finish(wait_s)
-        self._finished(self)
         if status is not None and status < 0:
             words += f"srun: the srun here was killed by signal {-status}\n"
         return status, explain(words)

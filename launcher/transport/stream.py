@@ -1,16 +1,17 @@
 """The interface between controller and agents: one byte stream per host, over any transport.
 
-`connect` (connect.py) opens one: a pair of pipes (local.py), an `srun` (srun.py), an SSH channel (ssh/stream.py), or
-the connection of a node started by hand (tcp/). One thread reads a stream, another writes and ends it, and any thread
-finishes it.
+`connect` (connect.py) opens one: a pair of pipes (local.py), those of an `srun` (srun.py) or of the site's own ssh
+(ssh/client.py), an SSH channel (ssh/stream.py), or the connection of a node started by hand (tcp/). One thread reads a
+stream, another writes and ends it, and any thread finishes it.
 """
 
 from __future__ import annotations
 
 import os
 import selectors
+import shlex
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, Protocol
 
@@ -41,6 +42,15 @@ class Stream(Protocol):
 
         Returns its exit status (None if it did not end in time) and its stderr. May be called again.
         """
+
+
+def shell_line(command: Sequence[str]) -> str:
+    """Return the line with which a shell on another host becomes the agent.
+
+    It has only constants and the interpreter's path; all else goes through the stream. With `;`, which means the same
+    in sh, csh and every fish; `cd /` does not fail.
+    """
+    return f"cd /; exec {shlex.join(command)}"
 
 
 @contextmanager

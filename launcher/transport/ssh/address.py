@@ -169,9 +169,9 @@ def _address(target: Target, options: SshOptions, answer: _Answer) -> Address:
 def _refuse(answer: _Answer) -> None:
     """Raise ValueError for options that would make the connection a different one than intended."""
     if answer.one("proxycommand") and answer.yes("proxyusefdpass"):
-        raise ValueError("its ssh configuration has ProxyUseFdpass, which dtrain does not support")
+        raise ValueError("its ssh configuration has ProxyUseFdpass, which needs --ssh-command ssh")
     if answer.word("pubkeyauthentication", "yes") in _NO:
-        raise ValueError("its ssh configuration has PubkeyAuthentication no, but dtrain supports only keys")
+        raise ValueError("its ssh configuration has PubkeyAuthentication no, which needs --ssh-command ssh")
 
 
 def _algorithms(answer: _Answer) -> dict[str, tuple[str, ...]]:

@@ -56,9 +56,9 @@ def look_up(target: Target, config: Path | None, timeout_s: float) -> dict[str, 
     if config is not None and not config.exists():
         raise UsageError(f"--ssh-config {config} does not exist")
     argv = [_client().path, "-T", "-G", *target.ssh_args(config), "--", target.destination]
-    status, out, words = _ask(argv, timeout_s)
+    status, out, words = ask(argv, timeout_s)
     if status == 0:
-        return _options(out)
+        return parse_options(out)
     hint = ""
     if "jumphost loop" in words:
         hint = "; write ProxyJump none in its block"
@@ -95,16 +95,17 @@ def _client() -> _Client:
 def _find() -> _Client:
     path = shutil.which("ssh")
     try:
-        if path is not None and "OpenSSH" in _ask([path, "-V"], _ASK_S)[2]:
-            status, out, _ = _ask([path, "-T", "-G", "-F", os.devnull, "--", "localhost"], _ASK_S)
-            return _Client(path, _options(out) if status == 0 else {})
+        if path is not None and "OpenSSH" in ask([path, "-V"], _ASK_S)[2]:
+            status, out, _ = ask([path, "-T", "-G", "-F", os.devnull, "--", "localhost"], _ASK_S)
+            return _Client(path, parse_options(out) if status == 0 else {})
     except OSError as error:  # TimeoutError is one
         raise UsageError(f"OpenSSH's client {path} does not run: {error}") from error
     found = "there is no ssh on this machine" if path is None else f"{path} is not OpenSSH's"
     raise UsageError(f"dtrain needs OpenSSH's client to reach hosts, but {found}; {_INSTALL}")
 
 
-def _ask(argv: list[str], timeout_s: float) -> tuple[int, str, str]:
+def ask(argv: list[str], timeout_s: float) -> tuple[int, str, str]:
+    """Run a program; return its exit status, output and stderr. Raises OSError, and TimeoutError after killing it."""
     # In its own session: Match exec must not prompt on the terminal, and is killed with its group.
     deadline = time.monotonic() + max(0.1, timeout_s)
     with (
@@ -125,7 +126,8 @@ def _ask(argv: list[str], timeout_s: float) -> tuple[int, str, str]:
     return process.returncode, out.decode("utf-8", "replace"), err.decode("utf-8", "replace")
 
 
-def _options(text: str) -> dict[str, list[str]]:
+def parse_options(text: str) -> dict[str, list[str]]:
+    """Parse the output of `ssh -G`."""
     options: dict[str, list[str]] = {}
     for line in text.splitlines():
         name, _, value = line.partition(" ")

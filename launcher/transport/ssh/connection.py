@@ -6,8 +6,6 @@ Connecting to busy servers (MaxStartups), or to those just starting, is retried;
 from __future__ import annotations
 
 import logging
-import random
-import re
 import threading
 import time
 from collections.abc import Hashable, Iterator
@@ -22,6 +20,7 @@ from launcher.transport.ssh.address import Address, resolve
 from launcher.transport.ssh.config import Target
 from launcher.transport.ssh.key_exchange import cut_at, exchange_keys, make_transport
 from launcher.transport.ssh.keys import authenticate
+from launcher.transport.ssh.pauses import after_drop_s, after_refusal_s
 from launcher.transport.ssh.reasons import why
 from launcher.transport.ssh.route import Dropped, NotSsh, Resolved, Route, Unreached, look_up, open_proxy, open_tcp
 from launcher.transport.ssh.trust import Trust
@@ -29,10 +28,6 @@ from launcher.transport.ssh.trust import Trust
 CLOSE_S = 1.0  # to close the connection through a jump host, which may hang
 MOST_HOPS = 8
 CONNECT_AT_ONCE = 32
-REFUSED_S = (0.3, 0.5, 0.9, 1.3)  # pauses after refused connections: a restarting server, or a wrong port
-DROPPED_S = (0.2, 3.0)  # the first pause after a dropped connection, and the longest
-_BUSY = re.compile(r"MaxStartups|Not allowed at this time|exchange_identification|closed by|reset by", re.IGNORECASE)
-_FINAL = re.compile(r"denied|verification failed|not resolve", re.IGNORECASE)
 
 logging.getLogger("paramiko").addHandler(logging.NullHandler())  # otherwise it prints tracebacks if there is no handler
 
@@ -99,15 +94,9 @@ def open_connection(
 
 def _pause_s(address: Address, error: Exception, tries: int) -> float | None:
     """Return how long to wait before the next attempt; None: do not retry."""
-    chance = random.uniform(0.5, 1.5)
-    if not isinstance(error, Dropped):
-        known = (address.hostname, address.port) in _met
-        return None if known or tries >= len(REFUSED_S) else REFUSED_S[tries] * chance
-    words = str(error)
-    if words and (_FINAL.search(words) or not _BUSY.search(words)):
-        return None
-    first, longest = DROPPED_S
-    return min(longest, first * 2.0 ** min(tries, 10)) * chance
+    if isinstance(error, Dropped):
+        return after_drop_s(str(error), tries)
+    return None if (address.hostname, address.port) in _met else after_refusal_s(tries)
 
 
 def _try(address: Address, options: SshOptions, deadline: float, trail: tuple[Target, ...]) -> SshConnection:

@@ -24,6 +24,7 @@ from paramiko.message import Message
 from launcher.errors import HostError
 from launcher.transport.ssh.address import Address
 from launcher.transport.ssh.identity import Identity, key_type, public_blob, read_identity
+from launcher.transport.ssh.reasons import BY_OWN_SSH
 
 _CERTIFICATE = "-cert-v01@openssh.com"
 _AGENT_S = 10.0  # for its list of keys; a signature may need a touch or a click, and waits for the deadline
@@ -50,7 +51,8 @@ def authenticate(transport: paramiko.Transport, address: Address, deadline: floa
                 return
             if "publickey" not in more:
                 wanted = f"accepts the key, but also wants {' or '.join(more)}, and dtrain cannot answer prompts"
-                raise HostError(address.host, f"{address.login} {wanted}; a key alone must suffice from here")
+                reason = f"{address.login} {wanted}; a key alone must suffice from here, or {BY_OWN_SSH}"
+                raise HostError(address.host, reason)
         allowed = _without_key(transport, address, deadline)
         if allowed is None:
             return
@@ -189,8 +191,8 @@ def _none_accepted(address: Address, identities: Sequence[Identity], *, shown: i
         return f"the key for {address.login} is locked by a passphrase{others}; unlock it once with: ssh-add {names}"
     agents = "ssh-agent" if agent else "no ssh-agent" if address.agent is None else "no keys in ssh-agent"
     if shown:
-        return f"{address.login} accepts none of our keys ({tried}, {agents}); try: {address.command}"
-    return f"there is no key to offer to {address.login} ({tried}, {agents}); try: {address.command}"
+        return f"{address.login} accepts none of our keys ({tried}, {agents}); {BY_OWN_SSH}; try: {address.command}"
+    return f"there is no key to offer to {address.login} ({tried}, {agents}); {BY_OWN_SSH}; try: {address.command}"
 
 
 def _state(identity: Identity) -> str:
@@ -214,5 +216,5 @@ def _closed(address: Address, shown: int) -> str:
 def _no_keys_wanted(address: Address, allowed: Sequence[str]) -> str:
     return (
         f"{address.login} accepts no keys, only {' or '.join(allowed)}, and dtrain cannot answer prompts; "
-        f"install a key there (ssh-copy-id), or ask its administrator to allow them"
+        f"install a key there (ssh-copy-id), or ask its administrator to allow them; {BY_OWN_SSH}"
     )

@@ -9,6 +9,7 @@ import paramiko
 from launcher.transport.ssh.address import Address
 from launcher.transport.ssh.route import Dropped, NotSsh
 
+BY_OWN_SSH = "if ssh itself logs in without a question: --ssh-command ssh"
 _FAMILY: dict[int, str] = {socket.AF_INET: "inet", socket.AF_INET6: "inet6"}
 
 

@@ -7,7 +7,6 @@ route.py), known hosts (trust.py, known_hosts.py), keys and agent (key_exchange.
 from __future__ import annotations
 
 import contextlib
-import shlex
 import sys
 import threading
 import time
@@ -20,7 +19,7 @@ from launcher.placement.job_spec import SshOptions
 from launcher.protocol.message import PREAMBLE
 from launcher.transport.ssh.address import resolve
 from launcher.transport.ssh.config import Target
-from launcher.transport.stream import broken_by
+from launcher.transport.stream import broken_by, shell_line
 
 if TYPE_CHECKING:
     from launcher.transport.ssh.connection import SshConnection
@@ -81,12 +80,10 @@ class SshStream:
         self._connection = connection
         self.our_address = connection.route.our_address
         self._channel = connection.transport.open_session(timeout=max(0.1, deadline - time.monotonic()))
-        # The remote command line has only constants and the interpreter's path; all else goes through the stream. With
-        # `;`, which means the same in sh, csh and every fish; `cd /` does not fail.
         self._words = bytearray()
         self._begun = bytearray()  # received before the agent's preamble
         self._has_agent = False
-        self._channel.exec_command(f"cd /; exec {shlex.join(command)}")
+        self._channel.exec_command(shell_line(command))
 
     def read(self) -> bytes:
         with self._broken_by():

@@ -130,7 +130,8 @@ class Trust:
             known = self._authorities[0]
             signed = f"; it has no certificate of the authority in {known.file}, line {known.line}"
         if self._address.not_asked:
-            signed += f"; {' and '.join(self._address.not_asked)} of its ssh configuration cannot be asked from here"
+            names = " and ".join(self._address.not_asked)
+            signed += f"; {names} of its ssh configuration can be asked only with --ssh-command ssh"
         asks = "-o StrictHostKeyChecking=ask " if self._address.never_asks else ""
         return (
             f"its host key {_fingerprint(key)} is not in {self._files}{signed}; if it is the right one, accept it once "
@@ -148,7 +149,7 @@ def _revoked_in(address: Address) -> set[bytes]:
     except OSError as error:  # ssh rejects all keys then, too
         raise HostError(address.host, f"{what} cannot be read: {error.strerror}") from error
     if data.startswith(b"SSHKRL\n\0"):
-        raise HostError(address.host, f"{what} is a binary KRL; dtrain reads only text")
+        raise HostError(address.host, f"{what} is a binary KRL, which needs --ssh-command ssh")
     revoked = set()
     for line in data.decode("utf-8", "replace").splitlines():
         words = line.split()

@@ -58,7 +58,16 @@ def _options(hosts: NetworkHosts, *more: str | Path) -> list[str | Path]:
 def test_a_host_that_is_gone_without_a_word_is_named_and_ends_its_own_workers(
     network_hosts: NetworkHosts, script: Path, fault: Fault
 ) -> None:
-    argv = _options(network_hosts, "--hosts", "far1,far2", script, "never")
+    _lose_far2(network_hosts, script, fault)
+
+
+@pytest.mark.parametrize("fault", ["drop", "power off"], indirect=True)
+def test_the_same_holds_through_openssh_s_own_client(network_hosts: NetworkHosts, script: Path, fault: Fault) -> None:
+    _lose_far2(network_hosts, script, fault, "--ssh-command", "ssh")
+
+
+def _lose_far2(network_hosts: NetworkHosts, script: Path, fault: Fault, *client: str) -> None:
+    argv = _options(network_hosts, *client, "--hosts", "far1,far2", script, "never")
     with started_dtrain(*argv, cwd=script.parent, outlived=fault is NetworkHosts.freeze) as process:
         AttemptsSeen(process).attempt(0, 2)
         fault(network_hosts, "far2")

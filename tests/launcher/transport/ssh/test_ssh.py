@@ -1,4 +1,7 @@
-"""Remote hosts over real sshd: configuration, trust, keys, and the errors for each way in which they fail."""
+"""Remote hosts over real sshd: configuration, trust, keys, and the errors for each way in which they fail.
+
+What does not depend on who logs in, dtrain or OpenSSH's own client (--ssh-command), is tried by both.
+"""
 
 import os
 import shlex
@@ -20,12 +23,20 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def on(hosts: SshHosts, names: str = "node1,node2", config: Path | None = None) -> list[str]:
-    return ["run", "--ssh-config", str(config or hosts.ssh_config), "--hosts", names]
+by_both = pytest.mark.parametrize("client", [(), ("--ssh-command", "ssh")], ids=["paramiko", "openssh"])
 
 
-def test_two_hosts_run_the_script_in_the_same_folder(ssh_hosts: SshHosts, script: Path) -> None:
-    result = run_dtrain(*on(ssh_hosts), "script.py", cwd=script.parent)
+def on(
+    hosts: SshHosts, names: str = "node1,node2", config: Path | None = None, client: tuple[str, ...] = ()
+) -> list[str]:
+    return ["run", "--ssh-config", str(config or hosts.ssh_config), *client, "--hosts", names]
+
+
+@by_both
+def test_two_hosts_run_the_script_in_the_same_folder(
+    ssh_hosts: SshHosts, script: Path, client: tuple[str, ...]
+) -> None:
+    result = run_dtrain(*on(ssh_hosts, client=client), "script.py", cwd=script.parent)
     assert result.returncode == 0, result.stderr
     assert sorted(result.stdout.splitlines()) == [
         f"[node1:0] ran on node1 in {script.parent}",
@@ -33,11 +44,12 @@ def test_two_hosts_run_the_script_in_the_same_folder(ssh_hosts: SshHosts, script
     ]
 
 
-def test_slots_and_this_machine_can_be_mixed(ssh_hosts: SshHosts, tmp_path: Path) -> None:
+@by_both
+def test_slots_and_this_machine_can_be_mixed(ssh_hosts: SshHosts, tmp_path: Path, client: tuple[str, ...]) -> None:
     script = tmp_path / "script.py"
     names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "WORLD_SIZE")
     script.write_text(f"import os\nprint(*(os.environ[n] for n in {names}))")
-    result = run_dtrain(*on(ssh_hosts, "localhost:1,node1:2"), script, cwd=tmp_path)
+    result = run_dtrain(*on(ssh_hosts, "localhost:1,node1:2", client=client), script, cwd=tmp_path)
     lines = sorted(line.partition("] ")[2] for line in result.stdout.splitlines())
     assert lines == ["0 0 1 0 2 3", "1 0 2 1 2 3", "2 1 2 1 2 3"], result.stderr
 
@@ -56,16 +68,20 @@ ALL_REDUCE = """\
     ("names", "address"),
     [("node2,node1", "127.0.0.3"), ("localhost,node1", "127.0.0."), ("node1,localhost", "127.0.0.2")],
 )
+@by_both
 def test_store_is_reached_on_the_first_hosts_address(
-    ssh_hosts: SshHosts, tmp_path: Path, names: str, address: str
+    ssh_hosts: SshHosts, tmp_path: Path, names: str, address: str, client: tuple[str, ...]
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(ALL_REDUCE))
-    result = run_dtrain(*on(ssh_hosts, names), script, cwd=tmp_path)
+    result = run_dtrain(*on(ssh_hosts, names, client=client), script, cwd=tmp_path)
     assert result.stdout.count("sum 3.0 at " + address) == 2, result.stderr
 
 
-def test_exported_variables_travel_and_stay_out_of_sight(ssh_hosts: SshHosts, tmp_path: Path) -> None:
+@by_both
+def test_exported_variables_travel_and_stay_out_of_sight(
+    ssh_hosts: SshHosts, tmp_path: Path, client: tuple[str, ...]
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import os, glob\n"
@@ -78,7 +94,7 @@ def test_exported_variables_travel_and_stay_out_of_sight(ssh_hosts: SshHosts, tm
     )
     env = {"SECRET": "canary-7", "MY_A": "1", "MY_B": "2", "NCCL_DEBUG": "WARN", "OTHER": "stays"}
     options = ["-x", "SECRET", "-x", "GIVEN=a=b c", "-x", "MY_*"]
-    result = run_dtrain(*on(ssh_hosts, "node1"), "-v", *options, script, env=env, cwd=tmp_path)
+    result = run_dtrain(*on(ssh_hosts, "node1", client=client), "-v", *options, script, env=env, cwd=tmp_path)
     assert result.stdout.splitlines() == [
         "[node1:0] ['canary-7', 'a=b c', '1', '2', 'WARN', None]",
         "[node1:0] hidden",
@@ -153,23 +169,30 @@ def test_every_unusable_host_is_named_in_one_message(ssh_hosts: SshHosts, script
     assert result.stdout == ""
 
 
-def test_missing_script_there_is_found_before_any_worker_starts(ssh_hosts: SshHosts, tmp_path: Path) -> None:
-    result = run_dtrain(*on(ssh_hosts), "nothing.py", cwd=tmp_path)
+@by_both
+def test_missing_script_there_is_found_before_any_worker_starts(
+    ssh_hosts: SshHosts, tmp_path: Path, client: tuple[str, ...]
+) -> None:
+    result = run_dtrain(*on(ssh_hosts, client=client), "nothing.py", cwd=tmp_path)
     assert result.returncode == 1
     assert result.stderr.count(f"the script {tmp_path}/nothing.py does not exist") == 1
 
 
-def test_missing_python_there_is_named(ssh_hosts: SshHosts, script: Path) -> None:
-    result = run_dtrain(*on(ssh_hosts), "--python", "/no/python", script, cwd=script.parent)
+@by_both
+def test_missing_python_there_is_named(ssh_hosts: SshHosts, script: Path, client: tuple[str, ...]) -> None:
+    result = run_dtrain(*on(ssh_hosts, client=client), "--python", "/no/python", script, cwd=script.parent)
     assert result.returncode == 1
     assert result.stderr.count("there is no Python at /no/python; name the one that has dtrain with --python") == 1
 
 
-def test_python_without_dtrain_there_is_named(ssh_hosts: SshHosts, script: Path, tmp_path: Path) -> None:
+@by_both
+def test_python_without_dtrain_there_is_named(
+    ssh_hosts: SshHosts, script: Path, tmp_path: Path, client: tuple[str, ...]
+) -> None:
     bare = tmp_path / "bare"
     bare.write_text(f'#!/bin/sh\nexec {shlex.quote(os.path.realpath(sys.executable))} -I -S "$@"\n')
     bare.chmod(0o755)
-    result = run_dtrain(*on(ssh_hosts, "node1"), "--python", bare, script, cwd=script.parent)
+    result = run_dtrain(*on(ssh_hosts, "node1", client=client), "--python", bare, script, cwd=script.parent)
     assert result.returncode == 1
     assert f"node1: {bare} there has no dtrain; install it: {bare} -m pip install " in result.stderr
 
@@ -196,22 +219,28 @@ def test_other_version_there_is_named(
     assert result.stdout == ""
 
 
-def test_noisy_login_shell_does_no_harm(ssh_hosts: SshHosts, script: Path, tmp_path: Path) -> None:
+@by_both
+def test_noisy_login_shell_does_no_harm(
+    ssh_hosts: SshHosts, script: Path, tmp_path: Path, client: tuple[str, ...]
+) -> None:
     noisy = tmp_path / "noisy_python"
     noisy.write_text(
         f'#!/bin/sh\necho "Welcome to the cluster"\necho motd >&2\nexec {shlex.quote(sys.executable)} "$@"\n'
     )
     noisy.chmod(0o755)
-    result = run_dtrain(*on(ssh_hosts, "node1"), "--python", noisy, script, cwd=script.parent)
+    result = run_dtrain(*on(ssh_hosts, "node1", client=client), "--python", noisy, script, cwd=script.parent)
     assert result.returncode == 0, result.stderr
     assert "ran on node1" in result.stdout
     assert "Welcome" not in result.stdout + result.stderr
 
 
-def test_host_that_dies_is_the_cause_and_the_others_are_stopped(ssh_hosts: SshHosts, tmp_path: Path) -> None:
+@by_both
+def test_host_that_dies_is_the_cause_and_the_others_are_stopped(
+    ssh_hosts: SshHosts, tmp_path: Path, client: tuple[str, ...]
+) -> None:
     script = tmp_path / "script.py"
     script.write_text("import time\nprint('up', flush=True)\ntime.sleep(600)")
-    argv = [sys.executable, "-m", "launcher", *on(ssh_hosts), str(script)]
+    argv = [sys.executable, "-m", "launcher", *on(ssh_hosts, client=client), str(script)]
     with started(*argv, cwd=tmp_path) as process:
         for _ in range(2):
             process.stdout.readline()

@@ -103,7 +103,9 @@ def test_names_of_known_hosts_are_those_of_ssh(ssh_hosts: SshHosts) -> None:
     unknown = write_config(
         ssh_hosts, 1, "KnownHostsCommand /bin/x", known_hosts=f"{address} {other_key}\n", identity=True
     )
-    assert "; KnownHostsCommand of its ssh configuration cannot be asked from here; if it" in refusal(unknown)
+    assert "; KnownHostsCommand of its ssh configuration can be asked only with --ssh-command ssh; if it" in refusal(
+        unknown
+    )
     alias = write_config(ssh_hosts, 1, "HostKeyAlias Login", known_hosts=f"login {key}\n", identity=True)
     reach(alias)
     revoked = f"[{address}]:{ssh_hosts.port} {key}\n@revoked * {key}\n"

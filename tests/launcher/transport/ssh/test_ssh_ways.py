@@ -22,6 +22,7 @@ from launcher.errors import HostError
 from launcher.hosts.host import Host, HostKind
 from launcher.placement.job_spec import SshOptions
 from launcher.transport.ssh import connection as ssh_connection
+from launcher.transport.ssh import pauses
 from launcher.transport.ssh.address import resolve
 from launcher.transport.ssh.config import Target
 from launcher.transport.ssh.route import look_up, open_tcp
@@ -217,7 +218,7 @@ def test_a_server_that_is_coming_up_is_awaited_for_a_moment(
     reason = refusal(ssh_hosts.ssh_config, "node4", within_s=100)
     assert "connection refused; is sshd running there? Try: ssh -F" in reason
     assert time.monotonic() - began < 50
-    monkeypatch.setattr(ssh_connection, "REFUSED_S", (0.3,) * 100)
+    monkeypatch.setattr(pauses, "REFUSED_S", (0.3,) * 100)
     starter = threading.Timer(0.6, ssh_hosts.start, [4])
     starter.start()
     try:
@@ -355,7 +356,10 @@ def test_ipv6_address_family_bind_address_and_port(ssh_hosts: SshHosts) -> None:
 # ---- shells and accounts ----
 
 
-def test_a_noisy_slow_shell_and_a_banner_do_no_harm(ssh_hosts: SshHosts, tmp_path: Path) -> None:
+@pytest.mark.parametrize("client", [(), ("--ssh-command", "ssh")], ids=["paramiko", "openssh"])
+def test_a_noisy_slow_shell_and_a_banner_do_no_harm(
+    ssh_hosts: SshHosts, tmp_path: Path, client: tuple[str, ...]
+) -> None:
     banner = tmp_path / "banner"
     banner.write_text("UNAUTHORISED ACCESS\nIS PROHIBITED\n" * 20)
     ssh_hosts.configure(1, f"Banner {banner}")
@@ -366,7 +370,8 @@ def test_a_noisy_slow_shell_and_a_banner_do_no_harm(ssh_hosts: SshHosts, tmp_pat
     try:
         script = tmp_path / "script.py"
         script.write_text("import os\nprint('ran in', os.getcwd())")
-        result = run_dtrain("run", "--ssh-config", ssh_hosts.ssh_config, "--hosts", "node1", script, cwd=tmp_path)
+        options = ["--ssh-config", str(ssh_hosts.ssh_config), *client]
+        result = run_dtrain("run", *options, "--hosts", "node1", script, cwd=tmp_path)
         assert result.stdout == f"[node1:0] ran in {tmp_path}\n", result.stderr
         assert "to std" not in result.stderr
         assert "PROHIBITED" not in result.stderr
