@@ -137,6 +137,15 @@ class Options:
     )
     workdir: str | None = _option("Working directory of the workers.  [default: the current one]", "DIR")
     python: str | None = _option("Python interpreter on the hosts.  [default: the current one]", "PATH")
+    setup: str | None = _option(
+        "Run this line once on each host before its workers, in bash if there is one, in the workers' folder. They get "
+        "the environment that it leaves, and --python is found by it. Its last command must succeed.",
+        "'source env.sh; module load cuda'",
+    )
+    agent_prefix: str | None = _option(
+        "Run everything of each host behind this command, after --setup: a container has all of it.",
+        "'apptainer exec --nv IMAGE'",
+    )
     start_method: str = _option(
         "Fork workers from a process that has imported their packages, if that is safe, or start each by exec. fork "
         "also says why if it is not safe.",

@@ -49,7 +49,7 @@ _UNCHANGED = (
 )  # fmt: skip
 _MADE = (
     "command", "hosts", "nproc", "workdir", "python", "export", "log_dir", "run_id", "hang", "chaos", "interfaces",
-    "roles", "env_for", "numa_binding", "keep_warm_s", "first_attempt", "ssh", "stdin_rank",
+    "roles", "env_for", "numa_binding", "keep_warm_s", "first_attempt", "ssh", "setup", "agent_prefix", "stdin_rank",
 )  # fmt: skip
 
 
@@ -216,6 +216,7 @@ def check_values(options: Options) -> None:
         parse_chaos(options.chaos)
     _output_filter(options)
     _ssh(options)
+    _split("--agent-prefix", options.agent_prefix)
     about_hosts = ("nnodes", "grow")
     values = {name: getattr(options, name) for name in _UNCHANGED if name not in about_hosts}
     values["run_id"] = options.run_id or new_run_id()
@@ -295,6 +296,8 @@ def _spec(
         chaos=None if options.chaos is None else parse_chaos(options.chaos),
         keep_warm_s=_keep_warm_s(options.keep_warm),
         ssh=_ssh(options),
+        setup=options.setup or "",
+        agent_prefix=_split("--agent-prefix", options.agent_prefix),
         **{name: getattr(options, name) for name in _UNCHANGED},
     )
     if spec.ssh.command:

@@ -30,6 +30,7 @@ from launcher.output.text import count
 from launcher.placement.job_spec import CommandKind, JobSpec
 from launcher.protocol.message import AGENT_WORKDIR
 from launcher.transport.connect import agent_command
+from launcher.transport.setup import first_bytes
 from launcher.transport.tcp.dial import JoinError
 from launcher.transport.tcp.greeting import Greeting
 from launcher.transport.tcp.listener import Listener
@@ -88,6 +89,7 @@ def join_run(node_role: NodeRole, spec: JobSpec, notify: Callable[[str], None]) 
             find,
             greeting=Greeting.ours(node_role.node_rank, _fingerprint(node_role, spec)),
             agent_command=agent_command(spec),
+            first=first_bytes(spec),
             deadline=time.monotonic() + spec.start_timeout_s,
             rejoin_s=spec.start_timeout_s,
             notify=notify,

@@ -19,6 +19,7 @@ from launcher.placement.roles import Roles
 DEFAULT_PORT = 29500  # as torchrun's; if it is in use, another one is chosen
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # as torchrun's
 MAX_WAIT_S = 30 * 86400.0  # waits of the operating system overflow far beyond it
+MAX_SETUP = 16 << 10  # characters: it must fit into a pipe
 _AT_MOST = f"at most {MAX_WAIT_S:g} (30 days)"
 
 # Variables that are sent to other hosts automatically: settings of libraries that training scripts use.
@@ -131,6 +132,8 @@ class JobSpec:
     first_attempt: int = 0  # number of earlier starts of the job
     requeue: bool = False  # after USR1, the run ends as soon as a checkpoint is saved
     ssh: SshOptions = SshOptions()
+    setup: str = ""  # a shell line that each host runs before its agent, which gets the environment that it leaves
+    agent_prefix: tuple[str, ...] = ()  # a command that runs the agent
     stdin_rank: int | None = None  # rank that reads this command's standard input
 
     @property
@@ -173,6 +176,7 @@ class JobSpec:
         if self.stall_timeout_s is not None and not 1 <= self.stall_timeout_s <= MAX_WAIT_S:
             raise UsageError(f"--stall-timeout-s is {self.stall_timeout_s:g}; it must be 1 second or more, {_AT_MOST}")
         self._check_keep_warm()
+        self._check_setup()
         self._check_chaos()
         if not 1 <= self.min_hosts <= self.max_hosts:
             raise UsageError(f"--nnodes is {self.min_hosts}:{self.max_hosts}; write MIN:MAX with 1 <= MIN <= MAX")
@@ -188,6 +192,12 @@ class JobSpec:
             raise UsageError(f"the job was started {self.first_attempt} times before; it must be 0 to 1000000")
         if self.master_port is not None and not 1 <= self.master_port <= 65535:
             raise UsageError(f"--master-port is {self.master_port}; a port is 1 to 65535")
+
+    def _check_setup(self) -> None:
+        if len(self.setup) > MAX_SETUP:
+            raise UsageError(f"--setup has {len(self.setup)} characters; put more than {MAX_SETUP} into a file there")
+        if self.setup and any(host.parts > 1 for host in self.hosts):
+            raise UsageError("--setup is not for hosts that are simulated; run its line here, before dtrain")
 
     def _check_chaos(self) -> None:
         for fault in () if self.chaos is None else self.chaos.faults:
@@ -205,6 +215,8 @@ class JobSpec:
             raise UsageError(
                 "--keep-warm keeps the process that workers are forked from; --start-method exec forks none"
             )
+        if self.setup or self.agent_prefix:
+            raise UsageError("--keep-warm is not for agents that --setup or --agent-prefix prepares; leave it out")
         if self.command.kind is CommandKind.PROGRAM:
             raise UsageError(
                 "--keep-warm keeps the process that Python workers are forked from; --no-python starts none"

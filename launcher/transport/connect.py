@@ -23,6 +23,7 @@ from launcher.machine.packages import install_command
 from launcher.placement.job_spec import CommandKind, JobSpec
 from launcher.transport.client import Clients
 from launcher.transport.local import LocalStream
+from launcher.transport.setup import first_bytes, host_command, why_setup_failed
 from launcher.transport.stream import Stream, shell_line
 
 if TYPE_CHECKING:
@@ -65,26 +66,26 @@ class Connector:
         if host.kind is HostKind.JOINED:
             assert self._listener is not None
             return self._listener.wait(host.name, deadline - LISTENER_S)
-        command = [self._spec.python, "-m", self._module]
-        if self._module == AGENT:
-            command = agent_command(self._spec, host)
+        is_agent = self._module == AGENT
+        command = agent_command(self._spec, host) if is_agent else host_command(self._spec, self._module)
+        first = first_bytes(self._spec)
         if host.kind is HostKind.SSH and self._spec.ssh.command:
-            return self._by_client(host, command, deadline)
+            return self._by_client(host, command, deadline, first)
         if host.kind is HostKind.SSH:
             from launcher.transport.ssh.stream import connect_ssh  # paramiko takes 0.2 s to import
 
-            return connect_ssh(host, self._spec.ssh, command, deadline)
+            return _begun(connect_ssh(host, self._spec.ssh, command, deadline), first)
         if host.kind is HostKind.SRUN:
             assert self._srun is not None
-            return self._srun.connect(host, command, deadline)
-        return LocalStream(command)
+            return self._srun.connect(host, command, deadline, first)
+        return _begun(LocalStream(command), first)
 
-    def _by_client(self, host: Host, command: Sequence[str], deadline: float) -> Stream:
+    def _by_client(self, host: Host, command: Sequence[str], deadline: float, first: bytes) -> Stream:
         from launcher.transport.ssh.client import connect_by_client, our_address
 
         ssh = self._spec.ssh
         address = our_address(host, ssh) if self._needs_address else None
-        stream = connect_by_client(host, ssh, shell_line(command), deadline, first=b"", clients=self._clients)
+        stream = connect_by_client(host, ssh, shell_line(command), deadline, first=first, clients=self._clients)
         stream.our_address = address
         return stream
 
@@ -106,7 +107,7 @@ def start_agents(spec: JobSpec) -> dict[str, Callable[[], Stream]]:
     if len(simulated) > 1:
         from launcher.transport.simulated import SimulatedAgents, SimulatedStream
 
-        agents = SimulatedAgents([*agent_command(spec), "--simulated", _script_word(spec)])
+        agents = SimulatedAgents(host_command(spec, AGENT, "--simulated", _script_word(spec)))
         streams: dict[str, Stream] = {}
         with contextlib.ExitStack() as unless_all:
             unless_all.callback(_give_up, streams.values())
@@ -117,7 +118,7 @@ def start_agents(spec: JobSpec) -> dict[str, Callable[[], Stream]]:
     opened: dict[str, Callable[[], Stream]] = {}
     for host in spec.hosts:
         if not host.remote:
-            opened[host.name] = partial(_same, LocalStream(agent_command(spec, host)))
+            opened[host.name] = partial(_same, _begun(LocalStream(agent_command(spec, host)), first_bytes(spec)))
     by_ssh = [host for host in spec.hosts if host.kind is HostKind.SSH]
     if 0 < len(by_ssh) <= _EARLY and not spec.ssh.command:  # a client would outlive us if we were killed now
         connector, deadline = Connector(spec), time.monotonic() + spec.start_timeout_s
@@ -129,6 +130,14 @@ def start_agents(spec: JobSpec) -> dict[str, Callable[[], Stream]]:
 
             import_paramiko()  # before the controller's imports, with which the threads would compete for it
     return opened
+
+
+def _begun(stream: Stream, first: bytes) -> Stream:
+    """Write the first bytes to a stream that was opened just now."""
+    if first:
+        with contextlib.suppress(StreamError):  # its reader reports why
+            stream.write(first)
+    return stream
 
 
 def _same(stream: Stream) -> Stream:
@@ -175,7 +184,7 @@ class _Opening:
 def agent_command(spec: JobSpec, host: Host | None = None) -> list[str]:
     """Return the command that starts an agent; with `host`, one that may use a process kept warm there."""
     key = "" if host is None else warm_key(spec, host)
-    return [spec.python, "-m", AGENT, *([key, _script_word(spec)] if key else [])]
+    return host_command(spec, AGENT, *([key, _script_word(spec)] if key else []))
 
 
 def _script_word(spec: JobSpec) -> str:
@@ -189,7 +198,8 @@ def _script_word(spec: JobSpec) -> str:
 
 def warm_key(spec: JobSpec, host: Host) -> str:
     """Return the key of a process kept warm for this script; empty if none can be."""
-    if spec.start_method == "exec" or spec.command.kind is CommandKind.PROGRAM or host.remote:
+    is_bare = not (spec.setup or spec.agent_prefix)
+    if spec.start_method == "exec" or spec.command.kind is CommandKind.PROGRAM or host.remote or not is_bare:
         return ""
     words = (host.name, spec.command.kind.value, str(spec.workdir), spec.command.target)
     return f"{host.part}-{crc32(os.fsencode(chr(0).join(words))):08x}"
@@ -197,7 +207,9 @@ def warm_key(spec: JobSpec, host: Host) -> str:
 
 def why_not_started(python: str, status: int | None, words: str, noise: bytes) -> str:
     """Return why a stream ended before a greeting, from the result of `finish`, and what came instead."""
-    if status in (126, 127):
+    if why := why_setup_failed(words):
+        return why
+    if status in (126, 127) and (not words or os.path.basename(python) in words):
         return f"there is no Python at {python}; name the one that has dtrain with --python"
     if "No module named launcher.check" in words:
         return f"{python} there has an older dtrain, without `dtrain check`"
@@ -211,6 +223,8 @@ def why_not_started(python: str, status: int | None, words: str, noise: bytes) -
         line.strip() for line in [*noise.decode("utf-8", "replace").splitlines(), *words.splitlines()] if line.strip()
     ]
     reason = f"the agent did not start (status {status}): {(said or ['it said nothing'])[-1]}"
-    if status is not None and "Traceback" not in words:
+    if status in (126, 127):
+        reason += "; is what --agent-prefix names installed there?"
+    elif status is not None and "Traceback" not in words:
         reason += "; does its shell end first, or a start-up file of it such as .bashrc?"
     return reason

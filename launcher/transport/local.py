@@ -52,7 +52,7 @@ def start_process(
             bufsize=0,
         )
     except OSError as error:
-        fix = "name the Python that has dtrain with --python"
+        fix = "name the Python that has dtrain with --python, or with --agent-prefix a program that is installed"
         if error.errno in (errno.EMFILE, errno.ENFILE):
             fix = "raise the limit of open files (ulimit -n), or name fewer hosts"
         elif error.errno in (errno.EAGAIN, errno.ENOMEM):

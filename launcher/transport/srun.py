@@ -25,6 +25,7 @@ from launcher.hosts.ranges import expand
 from launcher.hosts.slurm_allocation import Allocation, Node, find_allocation, step_title
 from launcher.machine.gpus.vendors import VENDORS
 from launcher.transport.client import Clients, ClientStream
+from launcher.transport.setup import why_setup_failed
 
 LOOK_FOR_S = 30.0  # for an answer of SLURM
 
@@ -191,8 +192,13 @@ class SrunStream(ClientStream):
 
 
 def explain(words: str) -> str:
-    """Return in one line why srun ended, from the stderr of srun, slurmstepd and the agent."""
+    """Return in one line why srun ended, from the stderr of srun, slurmstepd and the agent.
+
+    If --setup failed, the result is all that it wrote.
+    """
     lines = [line for line in map(str.strip, words.splitlines()) if line and not _NOISE.search(line)]
+    if why_setup_failed(words):
+        return "\n".join(lines)
     for pattern, meaning in _MEANINGS:
         for line in lines:
             if _PREFIX.match(line) and re.search(pattern, line):

@@ -44,6 +44,7 @@ def join(
     *,
     greeting: Greeting,
     agent_command: Sequence[str],
+    first: bytes = b"",
     deadline: float,
     rejoin_s: float,
     notify: Callable[[str], None],
@@ -51,9 +52,9 @@ def join(
 ) -> int:
     """Take part in the run of node 0 to its end and return the exit code, 128+n if signal n ended us.
 
-    `find` is the endpoint of node 0, or returns it before each attempt. `deadline` (monotonic) is for the first time;
-    after a break, node 0 is dialled again for `rejoin_s`. `notify` gets lines for the terminal. Blocks; must be called
-    from the main thread, for the signals. Raises JoinError.
+    `first` is what an agent reads before node 0's frames. `find` is the endpoint of node 0, or returns it before each
+    attempt. `deadline` (monotonic) is for the first time; after a break, node 0 is dialled again for `rejoin_s`.
+    `notify` gets lines for the terminal. Blocks; call from the main thread only, for the signals. Raises JoinError.
     """
     environment = {name: value for name, value in env.items() if name != _SECRET}
     broke = ""
@@ -71,7 +72,7 @@ def join(
                 return _ended(joined, notify)
             host, again = joined.welcome.host, " again" if broke else ""
             notify(f"joined {host} as node rank {joined.welcome.node_rank}{again}; its terminal shows the run")
-            end = Relay(joined.connection, agent_command, env=environment, signals=signals).run()
+            end = Relay(joined.connection, agent_command, first=first, env=environment, signals=signals).run()
             if signals.stops:
                 return 128 + signals.stops[0]
             if isinstance(end, RunEnd):
@@ -157,13 +158,15 @@ class Relay:
     """Serves one connection to node 0, with one agent after another, until the connection ends."""
 
     def __init__(
-        self, connection: Connection, command: Sequence[str], *, env: Mapping[str, str], signals: Signals
-    ) -> None:
+        self, connection: Connection, command: Sequence[str], *, env: Mapping[str, str], signals: Signals,
+        first: bytes = b"",
+    ) -> None:  # fmt: skip
         self._connection = connection
         theirs, ours = connection.sock.getpeername(), connection.sock.getsockname()
         # As set by sshd: the agent's store listens on the address at which node 0 reaches this node.
         self._env = {**env, "SSH_CONNECTION": f"{theirs[0]} {theirs[1]} {ours[0]} {ours[1]}"}
         self._command = command
+        self._first = first
         self._signals = signals
         self._events = signals.events = queue.SimpleQueue()  # drop those of an earlier connection
         self._agent: _Agent | None = None  # the last one
@@ -275,6 +278,7 @@ class Relay:
             return
         try:
             self._agent = _Agent(self._command, self._env)
+            self._agent.pass_on(self._first, whole=True)
         except HostError as error:
             self._report(Ended(127, error.reason))
             raise JoinError(error.reason) from error
