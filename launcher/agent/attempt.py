@@ -273,10 +273,11 @@ class Attempt:
     def _start(self, message: StartWorker, *, restart_policy: int) -> bool:
         """Start a worker and report it; return whether it runs."""
         files = Files(self._folder, self.number, message.rank, self._lives.get(message.rank, 0))
-        argv = message.argv
+        argv = own = message.argv
         if message.through:
             more = [f"{self._folder}/{FUNCTION}", str(files.returned)] if message.through == "function" else []
-            argv = [sys.executable, "-u", str(BOOTSTRAP), message.through, *argv, *more]
+            own = [sys.executable, "-u", str(BOOTSTRAP), message.through, *argv, *more]
+        argv = [*message.prefix, *own]
         self.rendezvous.release_ports()
         is_first = message.rank not in self._lives
         try:
@@ -297,6 +298,7 @@ class Attempt:
             run_tag=self._run_tag,
             cores=cores,
             restart_policy=restart_policy,
+            own_argv=own,
         )
         try:
             if self._memory is None:
@@ -305,11 +307,12 @@ class Attempt:
                 self._memory = OomWatch()
             if message.rank not in self._states:
                 path = f"{self._folder}/{self.number}-{message.rank}.state"
-                self._states[message.rank] = MemoryFile("state", path)
+                self._states[message.rank] = MemoryFile("state", path, in_memory=not message.prefix)
             if self._generation:
                 files.write_generation(self._generation, self._when, self._composed(message.rank))
             env["DTRAIN_STATE_FILE"] = self._states[message.rank].path
-            env["DTRAIN_TIMELINE_FILE"] = self.step_times.open(message.rank, time.monotonic())
+            now = time.monotonic()
+            env["DTRAIN_TIMELINE_FILE"] = self.step_times.open(message.rank, now, in_memory=not message.prefix)
             stdin = self.input.open(message.rank)
             try:
                 worker = make(stdin=stdin, start=spawn if by_exec else self._fork_server.fork)
@@ -403,8 +406,8 @@ class Attempt:
             if worker.pid in wait_statuses:
                 worker.ended_with(wait_statuses[worker.pid])
                 if worker.status == -signal.SIGKILL and not worker.provoked and self._memory is not None:
-                    worker.killer = self._memory.killed(worker.pid)
-                self._kept_copy.worker_ended(worker.pid)  # before a replacement starts
+                    worker.killer = self._memory.killed(worker.own_pid)
+                self._kept_copy.worker_ended(worker.own_pid)  # before a replacement starts
         self.report()
 
     def report(self) -> None:

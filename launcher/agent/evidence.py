@@ -60,6 +60,7 @@ class Subject:
     silent_s: float = 0.0
     phase: int = 0
     steps: int = 0
+    child: int = 0  # behind a launch prefix, the pid of the agent's own child
 
 
 class EvidenceRound:
@@ -82,7 +83,14 @@ class EvidenceRound:
             return
         now = time.monotonic()
         subjects = [
-            Subject(attempt.number, worker.rank, worker.pid, worker.files.stack, *attempt.signs.of(worker, now))
+            Subject(
+                attempt.number,
+                worker.rank,
+                worker.own_pid,
+                worker.files.stack,
+                *attempt.signs.of(worker, now),
+                child=worker.pid,
+            )
             for worker in running
             if worker.rank in order.ranks or not order.ranks
         ]
@@ -274,7 +282,7 @@ class _Look:
             self.is_spied_natively = native
 
     def reaped(self, pid: int) -> None:
-        if pid == self._subject.pid:
+        if pid == (self._subject.child or self._subject.pid):
             self._is_gone = True
             if self.asked:
                 self.asked = False

@@ -36,6 +36,8 @@ def find_facts(message: Prepare, *, problems: list[str], left: list[str]) -> Fac
         problems.append(f"the script {workdir / message.script} does not exist; copy it there, or see --workdir")
     if message.program is not None and workdir.is_dir():
         problems += _program_problems(message.program, workdir)
+    if message.behind and workdir.is_dir():
+        problems += [f"{each}; see --launch-prefix" for each in _program_problems(message.behind, workdir)]
     if message.through == "function" and importlib.machinery.PathFinder.find_spec("cloudpickle") is None:
         problems.append(
             f"cloudpickle, which functions are sent with, is not installed: {sys.executable} -m pip install cloudpickle"

@@ -47,9 +47,9 @@ class HostUseWatch:
             memory_limit_bytes=limit,
             resident_bytes={str(worker.rank): _resident_bytes(worker.pid) for worker in workers},
             gpus={str(rank): busy[name] for rank, name in gpus.items() if name in busy},
-            pids={str(worker.rank): worker.pid for worker in workers},
+            pids={str(worker.rank): worker.own_pid for worker in workers},
             waited_s={
-                str(worker.rank): seconds for worker in workers if (seconds := _waited_s(worker.pid)) is not None
+                str(worker.rank): seconds for worker in workers if (seconds := _waited_s(worker.own_pid)) is not None
             },
         )
 

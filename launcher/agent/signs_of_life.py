@@ -65,7 +65,10 @@ class SignsOfLife:
             signs = self._signs[worker.number] = before.get(worker.number) or _Signs(now)
             signs.since = now if worker.rank == reader else signs.since + rested_s
             self._read(worker, signs, now)
-            was_stopped, signs.is_stopped = signs.is_stopped, counts and signs.is_watched and _is_stopped(worker.pid)
+            was_stopped, signs.is_stopped = (
+                signs.is_stopped,
+                counts and signs.is_watched and _is_stopped(worker.own_pid),
+            )
             if was_stopped and signs.is_stopped:
                 self.stopped.append(worker.rank)
         watched = [signs for signs in self._signs.values() if signs.is_watched]

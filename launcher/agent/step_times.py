@@ -33,10 +33,10 @@ _LARGEST_STEP = 2**53
 class _Ring:
     """Records of one worker, from `began` on. It numbers its steps from 1; its rank made `before` steps before that."""
 
-    def __init__(self, rank: int, path: str, began: float, before: int) -> None:
+    def __init__(self, rank: int, path: str, began: float, before: int, *, in_memory: bool) -> None:
         """Raises OSError."""
         self.rank = rank
-        self.file = MemoryFile("timeline", path, _HEADER.size + RECORDS * _RECORD.size)
+        self.file = MemoryFile("timeline", path, _HEADER.size + RECORDS * _RECORD.size, in_memory=in_memory)
         self.steps = before  # made by the rank, as far as collected
         self._before = before
         self._began = began
@@ -146,12 +146,13 @@ class StepTimesReader:
         self._at_most = max(1, at_most)
         self._rings: dict[int, _Ring] = {}  # by rank
 
-    def open(self, rank: int, now: float) -> str:
+    def open(self, rank: int, now: float, *, in_memory: bool = True) -> str:
         """Return the file for a worker that is about to start; empty if it cannot be made."""
+        path = f"{self._folder}/{self._attempt}-{rank}.timeline"
         before = ring.steps if (ring := self._rings.get(rank)) is not None else 0
         self._close(rank)
         try:
-            self._rings[rank] = _Ring(rank, f"{self._folder}/{self._attempt}-{rank}.timeline", now, before)
+            self._rings[rank] = _Ring(rank, path, now, before, in_memory=in_memory)
         except OSError:  # no memory or no descriptor: the worker runs without it
             return ""
         return self._rings[rank].file.path

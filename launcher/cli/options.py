@@ -142,6 +142,11 @@ class Options:
         "the environment that it leaves, and --python is found by it. Its last command must succeed.",
         "'source env.sh; module load cuda'",
     )
+    launch_prefix: str | None = _option(
+        "Run each worker behind this command, with its rank for {rank}, and so {local_rank} and {host}. Workers are "
+        "then started by exec.",
+        "'numactl -N {local_rank}'",
+    )
     agent_prefix: str | None = _option(
         "Run everything of each host behind this command, after --setup: a container has all of it.",
         "'apptainer exec --nv IMAGE'",

@@ -49,7 +49,8 @@ _UNCHANGED = (
 )  # fmt: skip
 _MADE = (
     "command", "hosts", "nproc", "workdir", "python", "export", "log_dir", "run_id", "hang", "chaos", "interfaces",
-    "roles", "env_for", "numa_binding", "keep_warm_s", "first_attempt", "ssh", "setup", "agent_prefix", "stdin_rank",
+    "roles", "env_for", "numa_binding", "keep_warm_s", "first_attempt", "ssh", "setup", "agent_prefix",
+    "launch_prefix", "stdin_rank",
 )  # fmt: skip
 
 
@@ -217,6 +218,7 @@ def check_values(options: Options) -> None:
     _output_filter(options)
     _ssh(options)
     _split("--agent-prefix", options.agent_prefix)
+    _split("--launch-prefix", options.launch_prefix)
     about_hosts = ("nnodes", "grow")
     values = {name: getattr(options, name) for name in _UNCHANGED if name not in about_hosts}
     values["run_id"] = options.run_id or new_run_id()
@@ -298,6 +300,7 @@ def _spec(
         ssh=_ssh(options),
         setup=options.setup or "",
         agent_prefix=_split("--agent-prefix", options.agent_prefix),
+        launch_prefix=_split("--launch-prefix", options.launch_prefix),
         **{name: getattr(options, name) for name in _UNCHANGED},
     )
     if spec.ssh.command:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from launcher.placement.environment import (
     worker_environment,
 )
 from launcher.placement.job_spec import DEFAULT_PORT, CommandKind, JobSpec, WorkerCommand
-from launcher.placement.placement import HostOffer, Placement, place
+from launcher.placement.placement import HostOffer, Placement, WorkerPlace, place
 from launcher.protocol.commands import OpenStore, Prepare, ReservePorts, SharePrefixes, StartWorker
 from launcher.protocol.message import COMPOSED, HEARTBEAT_S, PROTOCOL, STEP_TIMES
 from launcher.protocol.reports import Hello, PortsReserved, StoreOpened
@@ -70,6 +71,7 @@ def prepare(
         reports_steps=spec.chaos is not None,
         names=_names(spec),
         keep_warm_s=spec.keep_warm_s,
+        behind=spec.launch_prefix[0] if spec.launch_prefix else "",
     )
 
 
@@ -177,8 +179,16 @@ def start_workers(
             local_world_size=worker.local_world_size,
             wait_s=wait_s,
             input_channel=-1 - store.attempt if worker.rank == spec.stdin_rank else 0,
+            prefix=_launch_prefix(spec, worker),
         )
         yield Send(worker.host, start)
+
+
+def _launch_prefix(spec: JobSpec, worker: WorkerPlace) -> list[str]:
+    """Return the launch prefix of a worker; other braces are the user's."""
+    values = {"{rank}": str(worker.rank), "{local_rank}": str(worker.local_rank), "{host}": worker.host}
+    names = re.compile("|".join(map(re.escape, values)))
+    return [names.sub(lambda name: values[name[0]], word) for word in spec.launch_prefix]
 
 
 def composed_workers(

@@ -211,6 +211,14 @@ def _descends(process: Process, above: set[int], processes: dict[int, Process]) 
     return False
 
 
+def arguments(pid: int) -> list[str]:
+    """Return the command line of a process; empty if it has ended."""
+    try:
+        return _read(f"/proc/{pid}/cmdline").decode("utf-8", "surrogateescape").split("\0")[:-1]
+    except OSError:
+        return []
+
+
 def descendants(pid: int) -> list[int]:
     """Return the pids of a process's children and all their descendants; empty if the kernel does not list them."""
     found: list[int] = []

@@ -134,6 +134,7 @@ class JobSpec:
     ssh: SshOptions = SshOptions()
     setup: str = ""  # a shell line that each host runs before its agent, which gets the environment that it leaves
     agent_prefix: tuple[str, ...] = ()  # a command that runs the agent
+    launch_prefix: tuple[str, ...] = ()  # a command that runs each worker, with {rank}, {local_rank} and {host}
     stdin_rank: int | None = None  # rank that reads this command's standard input
 
     @property
@@ -215,6 +216,8 @@ class JobSpec:
             raise UsageError(
                 "--keep-warm keeps the process that workers are forked from; --start-method exec forks none"
             )
+        if self.launch_prefix:
+            raise UsageError("--keep-warm keeps the process that workers are forked from; --launch-prefix forks none")
         if self.setup or self.agent_prefix:
             raise UsageError("--keep-warm is not for agents that --setup or --agent-prefix prepares; leave it out")
         if self.command.kind is CommandKind.PROGRAM:

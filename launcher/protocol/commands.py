@@ -34,6 +34,7 @@ class Prepare(Command):
     step_times: int = STEP_TIMES  # most records of a worker in a Timings
     names: list[str] = field(default_factory=list)  # known names of variables in a StartWorker
     keep_warm_s: float = 0.0  # how long the process that workers are forked from stays after the run; 0: it is ended
+    behind: str = ""  # program of the launch prefix: must be found in PATH; no worker is forked
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ class StartWorker(Command):
     generation: int = 0  # composition of the attempt that it is started for; 0: the first
     restart_policy: int = 0  # as in Exited, until it reports its own
     input_channel: int = 0  # its standard input is a pipe, for ChannelData; 0: it is empty
+    prefix: list[str] = field(default_factory=list)  # the launch prefix, before its command
 
 
 @dataclass(frozen=True)

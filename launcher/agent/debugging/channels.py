@@ -158,12 +158,12 @@ class _Channel:
             if self._watched:
                 self._selector.unregister(connection)
             connection.close()
-            if not self.is_gone and self.worker.status is None and catches(self.worker.pid, DEBUGGER_SIGNAL):
-                os.kill(self.worker.pid, DEBUGGER_SIGNAL)
+            if not self.is_gone and self.worker.status is None and catches(self.worker.own_pid, DEBUGGER_SIGNAL):
+                os.kill(self.worker.own_pid, DEBUGGER_SIGNAL)
 
     def _ask(self) -> None:
         """Ask the worker to connect, once it can."""
-        pid, rank = self.worker.pid, self.worker.rank
+        pid, rank = self.worker.own_pid, self.worker.rank
         if self._is_prepared and catches(pid, DEBUGGER_SIGNAL):
             self.wants_signal = False
             os.kill(pid, DEBUGGER_SIGNAL)
@@ -198,7 +198,7 @@ class _Channel:
             connection, _ = self._listening.accept()
         except OSError:  # it has disconnected already
             return
-        if peer(connection) != (self.worker.pid, os.geteuid()):
+        if peer(connection) != (self.worker.own_pid, os.geteuid()):
             connection.close()
             return
         self._selector.unregister(self._listening)
@@ -235,7 +235,7 @@ class _Channel:
         self._watched = 0
         self._connection.close()
         self._connection = None
-        if not _is_exiting(self.worker.pid):
+        if not _is_exiting(self.worker.own_pid):
             self.closed_because = ""
 
     def _send(self) -> None:

@@ -13,9 +13,11 @@ class MemoryFile:
     `size_bytes` allocated from the beginning, a process that maps it cannot fail because of a full disk.
     """
 
-    def __init__(self, name: str, path: str, size_bytes: int = 0) -> None:
-        """Raises OSError."""
+    def __init__(self, name: str, path: str, size_bytes: int = 0, *, in_memory: bool = True) -> None:
+        """Raises OSError. A worker in a pid namespace of its own finds no memory file: `in_memory` is False then."""
         try:
+            if not in_memory:
+                raise PermissionError
             self.descriptor = os.memfd_create(f"dtrain-{name}", os.MFD_CLOEXEC)
             self.path = f"/proc/{os.getpid()}/fd/{self.descriptor}"
         except OSError:  # forbidden, for example by sysctl vm.memfd_noexec: put it with the other files

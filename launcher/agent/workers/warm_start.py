@@ -169,9 +169,10 @@ class ForkServer:
 
     def prepare(self, message: Prepare, workers: int) -> None:
         """Start the process for this number of workers, if they can be forked from one at all."""
-        if message.start_method == "exec" or not message.through:
+        if message.start_method == "exec" or not message.through or message.behind:
             self.kill()
-            self.why_not = "--start-method is exec" if message.through else "there is no fork server"
+            reason = "--launch-prefix is set" if message.behind else "--start-method is exec"
+            self.why_not = reason if message.through else "there is no fork server"
             return
         target = message.target
         if message.through == "script":

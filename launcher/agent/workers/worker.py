@@ -61,6 +61,7 @@ _PIPE_BYTES = 1 << 16
 _STDERR = 2
 _STDERR_BYTES = 16 << 10  # stacks of C++ frames stand behind the message
 _UP = re.compile(rb"\x1b\[([0-9]*)[AF]")  # moves the cursor up
+_INTERPRETER_ARGS = 2  # that the kernel puts before a script's: of its first line
 
 
 def spawn(
@@ -195,8 +196,11 @@ class Worker:
         restart_policy: int = 0,
         stdin: int | None = None,
         start: Callable[..., int] = spawn,
+        own_argv: Sequence[str] = (),
     ) -> None:
         """`restart_policy` is that of the worker it replaces, until it reports its own.
+
+        `argv` ends with `own_argv`; what comes before is a launch prefix.
 
         `stdin` is a descriptor that it reads from; None: no input.
 
@@ -205,6 +209,8 @@ class Worker:
         self.rank = rank
         self.files = files
         self.number = run_tag.number_worker()
+        self._argv, self._own_argv = (argv, own_argv) if len(own_argv) < len(argv) else ((), ())
+        self._own: processes.Process | None = None  # behind a launch prefix, once it is found
         self.takes_over = env.get("DTRAIN_GENERATION", "0") != "0"  # others wait for it
         self.provoked = False  # the agent has signalled it
         self.killer = ""
@@ -253,6 +259,14 @@ class Worker:
         finally:
             for descriptor in write_ends:
                 os.close(descriptor)
+
+    @property
+    def own_pid(self) -> int:
+        """The pid of the command's own process, which a launch prefix may run as a child; `pid` if it is not found."""
+        if self._own is None and self._own_argv and self.status is None:
+            self._own = _find_behind(self.pid, self._argv, self._own_argv)
+        own = self._own
+        return self.pid if own is None or (self.status is None and not processes.lives(own)) else own.pid
 
     def wrote(self, stream: int, data: bytes) -> None:
         """Record output that was read from it."""
@@ -331,6 +345,8 @@ class Worker:
 
     def ended_with(self, wait_status: int) -> None:
         self.status = os.waitstatus_to_exitcode(wait_status)
+        if self.own_pid != self.pid and 128 < self.status <= 128 + signal.NSIG:  # the prefix reports it as shells do
+            self.status = 128 - self.status
         self.ended = time.monotonic()
 
     def signal(self, signum: int, *, stop: bool) -> None:
@@ -340,9 +356,12 @@ class Worker:
                 self._stopped = True  # report its own failure
             else:
                 self.provoked |= stop
-            os.kill(self.pid, signum)
-            if stop and signum != signal.SIGKILL and (process := processes.find(self.pid)) and process.state in "Tt":
-                os.kill(self.pid, signal.SIGCONT)  # a stopped process could not handle the signal
+            own_pid = self.own_pid
+            os.kill(own_pid, signum)
+            if own_pid != self.pid and signum == signal.SIGKILL:
+                os.kill(self.pid, signum)
+            if stop and signum != signal.SIGKILL and (process := processes.find(own_pid)) and process.state in "Tt":
+                os.kill(own_pid, signal.SIGCONT)  # a stopped process could not handle the signal
 
     @property
     def has_failed(self) -> bool:
@@ -351,6 +370,7 @@ class Worker:
 
     def look(self, attempt: int, *, grace_s: float) -> Failing | None:
         """Report once that it has failed although its process still runs; kill that process `grace_s` later."""
+        _ = self.own_pid  # looked for early: a launch prefix's exit code is understood by it
         if self.provoked or (facts := _read_json(self.files.facts)) is None:
             return None
         now = time.monotonic()
@@ -416,6 +436,22 @@ class Worker:
             os.close(descriptor)
         self.pipes = {}
         self._opened.close()
+
+
+def _find_behind(pid: int, argv: Sequence[str], own_argv: Sequence[str]) -> processes.Process | None:
+    """Find the process with the arguments `own_argv`: this one, or a descendant. All `argv` are those of the prefix."""
+    for candidate in (pid, *processes.descendants(pid)):
+        args = processes.arguments(candidate)
+        has_only_own = len(args) <= len(own_argv) + _INTERPRETER_ARGS and not _ends_with(args, argv)
+        if has_only_own and _ends_with(args, own_argv):
+            return processes.find(candidate)
+    return None
+
+
+def _ends_with(args: Sequence[str], argv: Sequence[str]) -> bool:
+    """Return whether arguments end with those of a command, which may be named by its path."""
+    first, *rest = args[-len(argv) :] or [""]
+    return rest == [*argv[1:]] and os.path.basename(first) == os.path.basename(argv[0])
 
 
 def _failed_at(facts: Mapping[str, str] | None, ended: float) -> float:

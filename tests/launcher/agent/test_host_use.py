@@ -17,8 +17,8 @@ def test_the_memory_of_a_worker_is_that_of_its_children_too() -> None:
     with subprocess.Popen([sys.executable, "-c", HOLDS], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"up\n"
-        worker: Any = SimpleNamespace(rank=3, pid=process.pid)
-        gone: Any = SimpleNamespace(rank=4, pid=2**22 + 1)
+        worker: Any = SimpleNamespace(rank=3, pid=process.pid, own_pid=process.pid)
+        gone: Any = SimpleNamespace(rank=4, pid=2**22 + 1, own_pid=2**22 + 1)
         watch = HostUseWatch(2)
         use = watch.look([worker, gone], {}, 100.0)
         assert use is not None

@@ -23,7 +23,7 @@ class FakeWorker:
 
     def __init__(self, rank: int, pid: int = 0) -> None:
         self.rank = self.number = rank
-        self.pid = pid or os.getpid()
+        self.own_pid = pid or os.getpid()
         self.progress = (0, 0)
         self.phase = 0
         self.began = 1000.0
