@@ -38,6 +38,7 @@ INTERNAL_VARIABLES = frozenset(f"DTRAIN_{name}" for name in (
 # Never sent: variables of this host or of this process.
 _STAYING = INTERNAL_VARIABLES | {
     "CUDA_VISIBLE_DEVICES", "PYTHONHOME", "PYTHONSTARTUP", "TF_CONFIG", "DTRAIN_TOKEN_FILE", "DTRAIN_TOKEN",
+    "DTRAIN_SETUP",
     "PJRT_LOCAL_PROCESS_RANK", "PJRT_LOCAL_PROCESS_COUNT",
 }  # fmt: skip
 _SECRET = {"DTRAIN_TOKEN", "DTRAIN_RUN_KEY"}  # the first is not for workers, the second differs in every run

@@ -15,17 +15,19 @@ from launcher.placement.job_spec import JobSpec
 _FAILED = "dtrain: --setup ended with status"
 _LINES = 4  # of its output in an error
 _CHOOSE = 'exec "$(command -v bash || command -v sh)" -c "$1"'
-# Not in a function, where `declare` would make local variables, nor in an AND-OR list, where `set -e` has no effect.
-_PROGRAM = f"""\
-IFS= read -r dtrain_setup
-trap 'echo "{_FAILED} $?" >&2' EXIT
-eval "$(printf %b "$dtrain_setup")" </dev/null >&2
-dtrain_setup=$?
-[ "$dtrain_setup" = 0 ] || exit "$dtrain_setup"
-trap - EXIT
-unset dtrain_setup
-cd /
-exec """
+# Not in a function, where `declare` would make local variables, nor in an AND-OR list, where `set -e` has no effect. In
+# one line, since csh, which may be the login shell, allows no more in quotes.
+_PROGRAM = "; ".join((
+    "IFS= read -r dtrain_setup",
+    f"trap 'echo \"{_FAILED} $?\" >&2' EXIT",
+    'eval "$(printf %b "$dtrain_setup")" </dev/null >&2',
+    "dtrain_setup=$?",
+    '[ "$dtrain_setup" = 0 ] || exit "$dtrain_setup"',
+    "trap - EXIT",
+    "unset dtrain_setup",
+    "cd /",
+    "exec ",
+))  # fmt: skip
 
 
 def host_command(spec: JobSpec, *args: str) -> list[str]:

@@ -20,6 +20,7 @@ from testbed.sshd import SshHosts
 from launcher.hosts.host import Host, HostKind
 from launcher.placement.job_spec import CommandKind, JobSpec, WorkerCommand
 from launcher.transport.setup import first_bytes, host_command
+from launcher.transport.stream import shell_line
 
 MODULES = Path("/usr/share/modules/init/bash")
 CONTAINER = "bwrap --dev-bind / / --unshare-pid --proc /proc"
@@ -96,11 +97,14 @@ def test_its_text_is_in_no_command_line(ssh_hosts: SshHosts, tmp_path: Path) -> 
         "for path in glob.glob('/proc/[0-9]*/cmdline'):\n"
         "    try: seen += open(path, 'rb').read()\n"
         "    except OSError: continue\n"
-        "print(os.environ['KEY'], 'leaked' if b'canary' + b'-8' in seen else 'hidden')"
+        "stays = os.environ['DTRAIN_HOST'] != 'node1' or 'DTRAIN_SETUP' not in os.environ\n"
+        "print(os.environ['KEY'], stays, 'leaked' if b'canary' + b'-8' in seen else 'hidden')"
     )
     hosts = ["--hosts", "localhost,node1", "--ssh-config", str(ssh_hosts.ssh_config)]
     result = run_dtrain("run", *hosts, script, env={"DTRAIN_SETUP": "export KEY=canary-8"}, cwd=tmp_path)
-    assert sorted(line.partition("] ")[2] for line in result.stdout.splitlines()) == ["canary-8 hidden"] * 2, result
+    assert sorted(line.partition("] ")[2] for line in result.stdout.splitlines()) == ["canary-8 True hidden"] * 2, (
+        result
+    )
 
 
 def test_sh_runs_it_where_there_is_no_bash(tmp_path: Path) -> None:
@@ -116,6 +120,7 @@ def test_sh_runs_it_where_there_is_no_bash(tmp_path: Path) -> None:
         command, input=first_bytes(spec) + b"rest", env={"PATH": str(tmp_path)}, capture_output=True, check=True
     )
     assert b"SHOWN=a\\nb\n" in done.stdout, done
+    assert "\n" not in shell_line(command)  # which csh would not take
 
 
 def present_sh() -> str:
