@@ -159,14 +159,16 @@ class _Channel:
                 self._selector.unregister(connection)
             connection.close()
             if not self.is_gone and self.worker.status is None and catches(self.worker.own_pid, DEBUGGER_SIGNAL):
-                os.kill(self.worker.own_pid, DEBUGGER_SIGNAL)
+                with contextlib.suppress(ProcessLookupError):  # behind a launch prefix it may be gone
+                    os.kill(self.worker.own_pid, DEBUGGER_SIGNAL)
 
     def _ask(self) -> None:
         """Ask the worker to connect, once it can."""
         pid, rank = self.worker.own_pid, self.worker.rank
         if self._is_prepared and catches(pid, DEBUGGER_SIGNAL):
             self.wants_signal = False
-            os.kill(pid, DEBUGGER_SIGNAL)
+            with contextlib.suppress(ProcessLookupError):  # behind a launch prefix it may be gone
+                os.kill(pid, DEBUGGER_SIGNAL)
         elif not self._is_prepared:
             self.wants_signal = False
             self.closed_because = self._execute_there(pid)

@@ -357,11 +357,12 @@ class Worker:
             else:
                 self.provoked |= stop
             own_pid = self.own_pid
-            os.kill(own_pid, signum)
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # behind a prefix: gone, or another user's
+                os.kill(own_pid, signum)
+                if stop and signum != signal.SIGKILL and (process := processes.find(own_pid)) and process.state in "Tt":
+                    os.kill(own_pid, signal.SIGCONT)  # a stopped process could not handle the signal
             if own_pid != self.pid and signum == signal.SIGKILL:
                 os.kill(self.pid, signum)
-            if stop and signum != signal.SIGKILL and (process := processes.find(own_pid)) and process.state in "Tt":
-                os.kill(own_pid, signal.SIGCONT)  # a stopped process could not handle the signal
 
     @property
     def has_failed(self) -> bool:

@@ -16,7 +16,7 @@ from testbed.processes import MARK, run_dtrain, started_dtrain, wait_until
 from testbed.require import require
 from testbed.sshd import SshHosts
 
-from launcher.agent.workers.worker import _find_behind
+from launcher.agent.workers.worker import Worker, _find_behind
 from launcher.hosts.host import Host, HostKind
 from launcher.job.orders import start_workers
 from launcher.placement.job_spec import CommandKind, JobSpec, WorkerCommand
@@ -190,6 +190,22 @@ def marked_by(process: psutil.Process, mark: str) -> bool:
         return process.environ().get(MARK, "").startswith(mark) and process.cmdline()[0] == sys.executable
     except psutil.Error:
         return False
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+def test_a_process_that_its_prefix_has_reaped_is_signalled_without_harm(
+    monkeypatch: pytest.MonkeyPatch, signum: signal.Signals
+) -> None:
+    with subprocess.Popen(["sleep", "600"]) as prefix, subprocess.Popen(["true"]) as own:
+        own.wait()
+        worker = Worker.__new__(Worker)
+        worker.status, worker.provoked, worker.pid = None, False, prefix.pid
+        monkeypatch.setattr(Worker, "own_pid", property(lambda _: own.pid))
+        worker.signal(signum, stop=False)
+        if signum != signal.SIGKILL:
+            assert prefix.poll() is None
+            prefix.kill()
+        assert prefix.wait(20) == -signal.SIGKILL
 
 
 def test_the_process_behind_a_prefix_is_found_by_its_arguments(tmp_path: Path) -> None:
