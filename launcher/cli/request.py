@@ -48,7 +48,7 @@ _UNCHANGED = (
 )  # fmt: skip
 _MADE = (
     "command", "hosts", "nproc", "workdir", "python", "export", "log_dir", "run_id", "hang", "chaos", "interfaces",
-    "roles", "env_for", "numa_binding", "keep_warm_s", "first_attempt", "ssh", "stdin_rank",
+    "roles", "env_for", "numa_binding", "keep_warm_s", "first_attempt", "ssh", "stdin_rank", "sync", "names_workdir",
 )  # fmt: skip
 
 
@@ -292,6 +292,8 @@ def _spec(
         hang=parse_hang(options.hang),
         chaos=None if options.chaos is None else parse_chaos(options.chaos),
         keep_warm_s=_keep_warm_s(options.keep_warm),
+        sync=_sync(options.sync),
+        names_workdir=options.workdir is not None,
         ssh=SshOptions(
             config=Path(options.ssh_config).expanduser() if options.ssh_config else None,
             accept_new=options.accept_new_host_keys,
@@ -363,6 +365,10 @@ def workdir_of(named: str | None) -> Path:
     if os.path.isabs(shell) and os.path.isdir(shell) and os.path.samefile(shell, "."):
         return Path(shell)
     return current_folder()
+
+
+def _sync(text: str | None) -> tuple[str, ...]:
+    return ("code", "env") if text == "both" else (text,) if text else ()
 
 
 def _keep_warm_s(text: str | None) -> float:

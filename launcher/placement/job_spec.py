@@ -29,7 +29,7 @@ _TRAVELLING = (
 )  # fmt: skip
 # Variables that dtrain sets for its own processes, workers and --on-end commands. Users do not set them.
 INTERNAL_VARIABLES = frozenset(f"DTRAIN_{name}" for name in (
-    "AGENT", "AGENT_SLOTS", "AGENT_MACHINE", "AGENT_WORKDIR", "FILE_LIMIT",
+    "AGENT", "AGENT_SLOTS", "AGENT_MACHINE", "AGENT_WORKDIR", "AGENT_TREE", "FILE_LIMIT",
     "DEFAULTS", "HOST", "ELASTIC", "LOST_AFTER_S", "PROGRESS_FILE", "ROLES", "RUN_KEY", "GENERATION", "GENERATION_PIPE",
     "GENERATION_FILE", "STATE_FILE", "COPY_FILE", "COPY_NOTE", "TIMELINE_FILE", "DEBUGGER_FILE",
     "RUN", "STATE", "EXIT_CODE", "CAUSE", "FOLDER", "IN_ON_END",
@@ -131,6 +131,8 @@ class JobSpec:
     requeue: bool = False  # after USR1, the run ends as soon as a checkpoint is saved
     ssh: SshOptions = SshOptions()
     stdin_rank: int | None = None  # rank that reads this command's standard input
+    sync: tuple[str, ...] = ()  # what is sent to the hosts: code, env
+    names_workdir: bool = False  # the user chose the working directory, which the hosts may have
 
     @property
     def min_hosts(self) -> int:
@@ -172,6 +174,8 @@ class JobSpec:
         if self.stall_timeout_s is not None and not 1 <= self.stall_timeout_s <= MAX_WAIT_S:
             raise UsageError(f"--stall-timeout-s is {self.stall_timeout_s:g}; it must be 1 second or more, {_AT_MOST}")
         self._check_keep_warm()
+        if self.sync and any(host.kind is HostKind.JOINED for host in self.hosts):
+            raise UsageError("--sync sends files to hosts that dtrain starts on; nodes started by hand use their own")
         self._check_chaos()
         if not 1 <= self.min_hosts <= self.max_hosts:
             raise UsageError(f"--nnodes is {self.min_hosts}:{self.max_hosts}; write MIN:MAX with 1 <= MIN <= MAX")

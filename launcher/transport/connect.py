@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -19,7 +18,6 @@ from zlib import crc32
 
 from launcher.errors import StreamError
 from launcher.hosts.host import Host, HostKind
-from launcher.machine.packages import install_command
 from launcher.placement.job_spec import CommandKind, JobSpec
 from launcher.transport.local import LocalStream
 from launcher.transport.stream import Stream
@@ -63,6 +61,15 @@ class Connector:
         command = [self._spec.python, "-m", self._module]
         if self._module == AGENT:
             command = agent_command(self._spec, host)
+        if not self._spec.sync or not host.remote:
+            return self._open(host, command, deadline)
+        from launcher.transport.synced import outgoing_of, receiver_command  # only for runs that send files
+
+        stream = self._open(host, receiver_command(self._spec), deadline)
+        return outgoing_of(self._spec).begin(host, stream, self._spec, command[1:])
+
+    def _open(self, host: Host, command: list[str], deadline: float) -> Stream:
+        """Start a command on a host, or here. Raises HostError."""
         if host.kind is HostKind.SSH:
             from launcher.transport.ssh.stream import connect_ssh  # paramiko takes 0.2 s to import
 
@@ -127,9 +134,6 @@ def _give_up(streams: Collection[Stream]) -> None:
         stream.finish(_GIVE_UP_S)
 
 
-_PYTHONHOME = re.compile(r"PYTHONHOME = '([^']+)'")  # in Python's message
-
-
 class _Opening:
     """A stream that is opened in another thread."""
 
@@ -176,24 +180,3 @@ def warm_key(spec: JobSpec, host: Host) -> str:
         return ""
     words = (host.name, spec.command.kind.value, str(spec.workdir), spec.command.target)
     return f"{host.part}-{crc32(os.fsencode(chr(0).join(words))):08x}"
-
-
-def why_not_started(python: str, status: int | None, words: str, noise: bytes) -> str:
-    """Return why a stream ended before a greeting, from the result of `finish`, and what came instead."""
-    if status in (126, 127):
-        return f"there is no Python at {python}; name the one that has dtrain with --python"
-    if "No module named launcher.check" in words:
-        return f"{python} there has an older dtrain, without `dtrain check`"
-    if (home := _PYTHONHOME.search(words)) is not None or "No module named 'encodings'" in words:
-        named = f" to {home[1]}" if home is not None else ""
-        return f"{python} there cannot find its own library: PYTHONHOME may be set{named} there; unset it"
-    if "No module named" in words:
-        fix = install_command(python)
-        return f"{python} there has no dtrain; " + (f"install it: {fix}" if fix else "install the same version as here")
-    said = [
-        line.strip() for line in [*noise.decode("utf-8", "replace").splitlines(), *words.splitlines()] if line.strip()
-    ]
-    reason = f"the agent did not start (status {status}): {(said or ['it said nothing'])[-1]}"
-    if status is not None and "Traceback" not in words:
-        reason += "; does its shell end first, or a start-up file of it such as .bashrc?"
-    return reason

@@ -1,0 +1,30 @@
+"""Says why no agent, or examiner, has greeted on a stream."""
+
+from __future__ import annotations
+
+import re
+
+from launcher.machine.packages import install_command
+
+_PYTHONHOME = re.compile(r"PYTHONHOME = '([^']+)'")  # in Python's message
+
+
+def why_not_started(python: str, status: int | None, words: str, noise: bytes) -> str:
+    """Return why a stream ended before a greeting, from the result of `finish`, and what came instead."""
+    if status in (126, 127):
+        return f"there is no Python at {python}; name the one that has dtrain with --python"
+    if "No module named launcher.check" in words:
+        return f"{python} there has an older dtrain, without `dtrain check`"
+    if (home := _PYTHONHOME.search(words)) is not None or "No module named 'encodings'" in words:
+        named = f" to {home[1]}" if home is not None else ""
+        return f"{python} there cannot find its own library: PYTHONHOME may be set{named} there; unset it"
+    if "No module named" in words:
+        fix = install_command(python)
+        return f"{python} there has no dtrain; " + (f"install it: {fix}" if fix else "install the same version as here")
+    said = [
+        line.strip() for line in [*noise.decode("utf-8", "replace").splitlines(), *words.splitlines()] if line.strip()
+    ]
+    reason = f"the agent did not start (status {status}): {(said or ['it said nothing'])[-1]}"
+    if status is not None and "Traceback" not in words:
+        reason += "; does its shell end first, or a start-up file of it such as .bashrc?"
+    return reason

@@ -1,0 +1,78 @@
+"""Runs whose code, and whose packages, are sent to real SSH hosts that have neither."""
+
+import textwrap
+import uuid
+from pathlib import Path
+
+import pytest
+from testbed.processes import Result, run_dtrain
+from testbed.sshd import BareHosts
+
+
+@pytest.fixture
+def project(bare_hosts: BareHosts) -> Path:
+    """A folder that the hosts do not have."""
+    folder = bare_hosts.here / uuid.uuid4().hex[:8]
+    folder.mkdir()
+    write(folder, "train.py", "import helper\nprint(helper.text())\n")
+    write(folder, "helper.py", "def text():\n    return 'first'\n")
+    return folder
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+def run(hosts: BareHosts, folder: Path, *args: str, names: str = "node1,node2", sync: str = "code") -> Result:
+    options = ["--sync", sync, "--hosts", names, "--ssh-config", str(hosts.ssh_config)]
+    return run_dtrain("run", *options, *(args or ("train.py",)), cwd=folder)
+
+
+def shown(result: Result) -> list[str]:
+    assert result.returncode == 0, result.stderr
+    return sorted(result.stdout.splitlines())
+
+
+def test_code_is_sent_to_hosts_that_have_nothing(bare_hosts: BareHosts, project: Path) -> None:
+    assert shown(run(bare_hosts, project)) == ["[node1:0] first", "[node2:1] first"]
+
+
+def test_a_changed_line_runs_and_what_a_script_has_written_is_not_seen_by_the_next(
+    bare_hosts: BareHosts, project: Path
+) -> None:
+    write(project, "train.py", "import helper, os\nprint(helper.text(), *sorted(os.listdir()))\n")
+    before = shown(run(bare_hosts, project, names="node1"))
+    assert before == ["[node1:0] first helper.py train.py"]
+    write(project, "helper.py", "def text():\n    open('left', 'w')\n    return 'second'\n")
+    assert shown(run(bare_hosts, project, names="node1")) == ["[node1:0] second helper.py left train.py"]
+    write(project, "helper.py", "def text():\n    return 'third'\n")
+    (project / "more.py").touch()
+    again = shown(run(bare_hosts, project, names="node1"))
+    assert again == ["[node1:0] third helper.py more.py train.py"]
+
+
+def test_worker_s_paths_lie_in_the_tree_and_its_traceback_has_the_user_s_own(
+    bare_hosts: BareHosts, project: Path
+) -> None:
+    write(
+        project,
+        "package/train.py",
+        """\
+        import os, sys
+        paths = __file__, sys.path[0], sys.argv[1]
+        print(*(os.path.relpath(path, os.environ["HOME"]).split("/")[0] for path in paths))
+        print(os.getcwd().endswith(sys.argv[2]))
+        import helper
+        """,
+    )
+    write(project, "package/helper.py", "def fail():\n    raise ValueError('bad batch')\nfail()\n")
+    config = write(project, "package/config.yaml", "lr: 1")
+    result = run(bare_hosts, project, "package/train.py", str(config), str(project), names="node1")
+    assert result.returncode == 1
+    assert result.stdout.splitlines() == ["[node1:0] .cache .cache .cache", "[node1:0] True"]
+    assert f'File "{project}/package/helper.py", line 2, in fail' in result.stderr
+    assert f"at {project}/package/helper.py:2 in fail" in result.stderr
+    assert ".cache" not in result.stderr
