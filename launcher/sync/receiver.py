@@ -9,22 +9,22 @@ message is 4 bytes of length and JSON, compressed by zlib if it comes from the c
     the contents of those, one after the other        -> verifies each by its hash, and stores it
                                                       <- `ready`, and becomes the agent by exec
 
-All lies in one folder of the user's cache, which only the user can enter:
+All lies in one folder of the user's cache, which only the user can enter, in trees with lists of what is in them:
 
-    objects/      files by content. A temporary name until their hash is verified.
-    code/RUN/     the code of a run: `tree`, and `record.json`. Copies, since a script may change them.
-    env/HASH/     an environment: hard links to objects, for all runs that have the same one
+    code/KEY/RUN+OWNER/    the code of a run, from the folder KEY: `tree`, and `record.json`. A script may change it.
+    env/HASH/, HASH.json   an environment, for all runs that have the same one. Files that it shares with another are
+                           hard links.
 
-A later run takes over the code of one that has ended, and replaces what differs; not if the script has left files in
-it. What is not used for DAYS, or over STORE_BYTES, is removed at the start of a run, once a day.
+A name that begins with a dot is a tree that is not complete; the next run goes on with it if its owner is gone. A
+later run takes over the code of one that has ended, and replaces what differs; if the script has left files in it, or
+changed some, it stays as it is, and the rest is copied. What is not used for DAYS, or over STORE_BYTES, is removed at
+the start of a run, once a day.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import shutil
 import stat
 import struct
 import sys
@@ -33,7 +33,7 @@ import zlib
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from typing import Any
 
 BEGIN = b"\n\x01dtrain-sync-1\n"
@@ -45,12 +45,24 @@ SPARE_BYTES = 64 << 20  # of a disk that is left free
 _LENGTH = struct.Struct(">I")
 _DAY_S = 86400.0
 _PIECE_BYTES = 1 << 20
-_TRIES = 3
+_LOOKED_AT = 4  # trees of earlier runs
 _CACHED = "__pycache__"
 
 
 class SyncError(Exception):
     """The files cannot be taken. The text is for the user, and names the next step."""
+
+
+def sha256(data: bytes = b"") -> Any:
+    import hashlib  # slow to import, and where nothing has changed it is not needed
+
+    return hashlib.sha256(data)
+
+
+def remove_tree(path: str) -> None:
+    import shutil  # the same
+
+    shutil.rmtree(path, ignore_errors=True)
 
 
 # --- the stream
@@ -87,7 +99,7 @@ def send(descriptor: int, **message: Any) -> None:
 
 # --- files
 
-# A file: path, size, mode (executable or not), time of its last change in ns, hash; as JSON, a list.
+# A file is a list, as in JSON: its path, size, mode, time of its last change in ns, hash.
 
 
 def check_path(path: str) -> str:
@@ -99,204 +111,245 @@ def check_path(path: str) -> str:
 
 def check_link(path: str, target: str) -> str:
     """Return the target of a symbolic link if it is relative and stays below the root. Raises SyncError."""
-    there = os.path.join(os.path.dirname(path), target)
-    depth = 0
-    for part in there.split("/"):
-        depth += (part == "..") * -1 + (part not in ("", ".", ".."))
+    depth = len(path.split("/")) - 2
+    for part in target.split("/"):
+        depth += -1 if part == ".." else part not in ("", ".")
         if depth < 0 or target.startswith("/"):
             raise SyncError(f"the link {path!r} leads out of the tree, to {target!r}")
     return target
 
 
-class Store:
-    """The files that this host has, by content. `root` is the folder of everything."""
+def open_store() -> str:
+    """Return the folder of everything, which is private to the user. Raises SyncError."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    root = os.path.join(os.path.realpath(cache), "dtrain")
+    for folder in (root, os.path.join(root, "code"), os.path.join(root, "env")):
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+    found = os.lstat(root)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise SyncError(f"{root} there is not private to its user; type there: rm -r {root}")
+    return root
 
-    def __init__(self, root: str) -> None:
-        self.root = root
-        self._objects = os.path.join(root, "objects")
-        for folder in (root, self._objects, os.path.join(root, "code"), os.path.join(root, "env")):
-            os.makedirs(folder, mode=0o700, exist_ok=True)
-        found = os.lstat(root)
-        if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
-            raise SyncError(f"{root} there is not private to its user: remove it, or type chmod 700 {root}")
-        self._made = 0
 
-    def temporary(self, folder: str) -> str:
-        self._made += 1
-        return os.path.join(self.root, folder, f".{os.getpid()}-{time.time_ns()}-{self._made}")
+class Writer:
+    """Writes files of a tree: each appears under its name, with its time, only once its hash is verified."""
 
-    def place(self, file: Sequence[Any], *, linked: bool) -> str:
-        """Return where a file is stored. One for links also has the time and mode of the file itself."""
-        _, _, mode, changed_ns, digest = file
-        if len(digest) != 64 or digest.strip("0123456789abcdef"):
-            raise SyncError(f"{digest!r} is not a hash")
-        name = f"{digest}-{changed_ns}-{mode}" if linked else digest
-        return os.path.join(self._objects, digest[:2], name)
+    def __init__(self, tree: str, *, read_only: bool) -> None:
+        self._tree = tree
+        self._mask = 0o555 if read_only else 0o755
+        self._folders: set[str] = set()
 
-    def has(self, file: Sequence[Any], *, linked: bool) -> bool:
-        """Return whether a file is stored, and looks as it was stored; what does not is removed."""
-        place = self.place(file, linked=linked)
+    def receive(self, files: Sequence[Sequence[Any]], read: Callable[[], bytes]) -> None:
+        """Write files whose contents follow one another in the blocks that `read` returns. Raises SyncError."""
+        wrong, data = "", memoryview(b"")
+
+        def pieces(left: int) -> Iterator[memoryview]:
+            nonlocal data
+            while left:
+                data = data or memoryview(read())
+                yield (piece := data[:left])
+                left, data = left - len(piece), data[len(piece) :]
+
+        for file in files:
+            if not self.write(file, pieces(file[1])):
+                wrong = wrong or file[0]
+        if wrong:
+            raise SyncError(f"{wrong} changed while it was sent; start the run again")
+
+    def copy(self, file: Sequence[Any], source: str) -> bool:
+        """Copy a file of another tree; return False if that is not possible, or its content is not what it was."""
         try:
-            found = os.lstat(place)
+            with open(source, "rb", 0) as opened:
+                return self.write(file, iter(lambda: opened.read(_PIECE_BYTES), b""))
         except OSError:
             return False
-        if _is_as(found, file, linked=linked):
-            return True
-        os.unlink(place)
-        return False
 
-    def receive(self, files: Sequence[Sequence[Any]], read: Callable[[], bytes], *, linked: bool) -> None:
-        """Store files whose contents follow one another in blocks. Raises SyncError for one that is another."""
-        wrong, data = [], memoryview(b"")
-        for file in files:
-            place, left, digest = self.place(file, linked=linked), file[1], hashlib.sha256()
-            os.makedirs(os.path.dirname(place), mode=0o700, exist_ok=True)
-            temporary = self.temporary("objects")
-            try:
-                with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb", 0) as out:
-                    while left:
-                        data = data or memoryview(read())
-                        piece = data[:left]
-                        digest.update(piece)
-                        while piece:
-                            piece = piece[out.write(piece) :]
-                        taken = min(left, len(data))
-                        left, data = left - taken, data[taken:]
-                if digest.hexdigest() != file[4]:
-                    wrong.append(file[0])
-                    continue
-                if linked:
-                    os.chmod(temporary, file[2] & 0o555)
-                    os.utime(temporary, ns=(file[3], file[3]))
-                os.replace(temporary, place)
-            finally:
-                if os.path.lexists(temporary):
-                    os.unlink(temporary)
-        if wrong:
-            raise SyncError(f"{wrong[0]} changed while it was sent; start the run again")
+    def write(self, file: Sequence[Any], pieces: Iterator[bytes | memoryview]) -> bool:
+        """Write a file; return False, and remove it, if its content does not have the hash."""
+        path, digest = self.prepare(file), sha256()
+        temporary = f"{path}.{os.getpid()}~" if os.path.lexists(path) else path
+        written: bool = False
+        try:
+            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, file[2] & self._mask), "wb", 0) as out:
+                for piece in pieces:
+                    digest.update(piece)
+                    while piece:
+                        piece = piece[out.write(piece) :]
+                written = digest.hexdigest() == file[4]
+                if written:
+                    os.utime(out.fileno(), ns=(file[3], file[3]))
+            if written and temporary != path:
+                os.replace(temporary, path)
+        finally:
+            if not written:
+                os.unlink(temporary)
+        return written
 
-    def copy(self, file: Sequence[Any], path: str) -> bool:
-        """Copy a file from the store; return False if its content is not what its name says, and remove it."""
-        place, digest = self.place(file, linked=False), hashlib.sha256()
-        created = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, file[2] | 0o600)
-        with open(created, "wb", 0) as out, open(place, "rb", 0) as source:
-            for data in iter(lambda: source.read(_PIECE_BYTES), b""):
-                digest.update(data)
-                out.write(data)
-        if digest.hexdigest() != file[4]:
-            os.unlink(place)
-            os.unlink(path)
+    def link(self, file: Sequence[Any], source: str) -> bool:
+        """Make a file a hard link to that of another tree, if it is as it was written; return whether it is."""
+        path = self.prepare(file)
+        try:
+            if not is_as(os.lstat(source), file):
+                return False
+            os.link(source, path)
+        except OSError:
             return False
-        os.utime(path, ns=(file[3], file[3]))
         return True
 
-    def link(self, file: Sequence[Any], path: str) -> None:
-        """Put a link to a stored file at a path, in place of what is there."""
-        temporary = self.temporary("objects")
-        os.link(self.place(file, linked=True), temporary)
-        os.replace(temporary, path)
+    def prepare(self, file: Sequence[Any]) -> str:
+        """Return the path of a file in the tree, whose folder is there."""
+        path = self._tree + check_path(file[0])
+        folder = os.path.dirname(path)
+        if folder not in self._folders:
+            os.makedirs(folder, mode=0o700, exist_ok=True)
+            self._folders.add(folder)
+        return path
 
 
-def _is_as(found: os.stat_result, file: Sequence[Any], *, linked: bool) -> bool:
-    is_same = stat.S_ISREG(found.st_mode) and found.st_size == file[1]
-    return is_same and (not linked or found.st_mtime_ns == file[3])
+def is_as(found: os.stat_result, file: Sequence[Any]) -> bool:
+    """Return whether a file looks as `Writer` has left it."""
+    is_as_announced: bool = found.st_size == file[1] and found.st_mtime_ns == file[3]
+    return is_as_announced and stat.S_ISREG(found.st_mode)
+
+
+def walk(folder: str, *, compiled: bool) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield all below a folder that is no folder; with `compiled`, what Python has compiled as well."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if not entry.is_dir(follow_symlinks=False):
+                yield entry.path, entry.stat(follow_symlinks=False)
+            elif compiled or entry.name != _CACHED:
+                yield from walk(entry.path, compiled=compiled)
 
 
 # --- trees
 
 
 class Code:
-    """The code of one run: a tree of copies, which one process owns. Its folder's name identifies that process."""
+    """The code of one run: a tree of its own, which this process owns until it ends, also once it is the agent."""
 
-    def __init__(self, store: Store, run: str, key: str) -> None:
-        self._store = store
-        self._key = key  # the folder here that it is from
-        self._above = os.path.join(store.root, "code")
-        name = "+".join((run, *_this_host(), str(os.getpid()), _began(os.getpid())))
-        self.folder = os.path.join(self._above, name)
-        self.tree = os.path.join(self.folder, "tree")
-        self._has: dict[str, Any] = {}  # what the tree has, as in record.json
+    def __init__(self, root: str, run: str, key: str) -> None:
+        if key.strip("0123456789abcdef"):
+            raise SyncError(f"{key!r} is not a hash")
+        self._above = os.path.join(root, "code", key)
+        os.makedirs(self._above, mode=0o700, exist_ok=True)
+        self._name = "+".join((run, *this_process()))
+        self._folder = os.path.join(self._above, "." + self._name)
+        self._has: dict[str, Any] = {}  # by path: the rest of the file as a list, or the target of a link; and its mark
+        self._others: list[tuple[str, dict[str, Any]]] = []  # trees of other runs, with what they had
+        self._recorded = False
+        self.tree = os.path.join(self._folder, "tree")
 
-    def take_over(self) -> None:
-        """Take the newest tree of an ended run of the same code that is as it was made; else make an empty folder."""
-        for name in _newest_first(self._above):
+    @property
+    def folder(self) -> str:
+        return self._folder
+
+    def take_over(self, files: Sequence[Sequence[Any]]) -> None:
+        """Begin with the tree of an ended run that is as it was made, or an incomplete one; else with an empty one."""
+        with os.scandir(self._above) as entries:
+            names = [name for _, name in sorted(((e.stat().st_mtime, e.name) for e in entries), reverse=True)]
+        for name in names[:_LOOKED_AT]:
             earlier = os.path.join(self._above, name)
             try:
-                with open(os.path.join(earlier, "record.json"), encoding="utf-8") as file:
-                    record = json.load(file)
-                if record["key"] != self._key or is_used(name) or not _is_unchanged(earlier, record["has"]):
-                    continue
-                os.rename(earlier, self.folder)  # of several that try, one succeeds
-            except (OSError, ValueError, LookupError, TypeError):
+                has = None
+                if not name.startswith("."):
+                    with open(os.path.join(earlier, "record.json"), encoding="utf-8") as file:
+                        has = json.load(file)
+                if not is_used(name) and (has is None or _is_unchanged(earlier, has)):
+                    os.rename(earlier, self._folder)  # of several that try, one succeeds
+                    self._has = self._valid(files) if has is None else has
+                    self._recorded = has is not None
+                    return
+                if has is not None:
+                    self._others.append((os.path.join(earlier, "tree"), has))
+            except (OSError, ValueError, TypeError, AttributeError):
                 continue
-            self._has = record["has"]
-            os.unlink(os.path.join(self.folder, "record.json"))
-            return
         os.makedirs(self.tree, mode=0o700)
 
-    def lacks(self, file: Sequence[Any]) -> bool:
-        """Return whether the tree lacks a file in this state."""
-        return bool(self._has.get(file[0], (None, None))[0] != list(file[1:]))
+    def _valid(self, files: Sequence[Sequence[Any]]) -> dict[str, Any]:
+        """Remove all from an incomplete tree that is not as it should become, and return the rest."""
+        os.makedirs(self.tree, mode=0o700, exist_ok=True)
+        wanted = {file[0]: file for file in files}
+        valid = {}
+        for path, found in walk(self.tree, compiled=True):
+            file = wanted.get(path[len(self.tree) :])
+            if file is None or not is_as(found, file):
+                os.unlink(path)
+            else:
+                valid[file[0]] = (file[1:], _mark(found))
+        return valid
 
-    def build(
-        self, files: Sequence[Sequence[Any]], links: Sequence[Sequence[str]], folders: Sequence[str]
-    ) -> list[int]:
-        """Make the tree equal to what is named, from the store. Return the numbers of files whose copy there is bad."""
-        wanted = {*(path for path, *_ in files), *(path for path, _ in links)}
-        self._remove({path for path in self._has if path not in wanted})
-        for folder in sorted({os.path.dirname(path) for path in wanted} | {*folders}):
-            os.makedirs(self.tree + folder, mode=0o700, exist_ok=True)
-        bad = []
+    def lacks(self, files: Sequence[Sequence[Any]]) -> list[int]:
+        """Return the numbers of the files that the tree lacks in this state; copy those that other trees have."""
+        lacking = []
         for number, file in enumerate(files):
-            if self.lacks(file):
-                path = self.tree + file[0]
-                self._remove({file[0]})
-                if self._store.copy(file, path):
-                    self._has[file[0]] = (list(file[1:]), _mark(os.lstat(path)))
-                else:
-                    bad.append(number)
+            if self._is_there(file):
+                continue
+            self._remove({file[0]})
+            for tree, has in self._others:
+                if has.get(file[0], (None, None))[0] == file[1:] and self._copy(file, tree, has[file[0]][1]):
+                    break
+            else:
+                lacking.append(number)
+        return lacking
+
+    def _is_there(self, file: Sequence[Any]) -> bool:
+        return bool(self._has.get(file[0], (None, None))[0] == file[1:])
+
+    def _copy(self, file: Sequence[Any], tree: str, mark: list[int]) -> bool:
+        try:
+            is_same = _mark(os.lstat(tree + file[0])) == mark
+        except OSError:
+            return False
+        return is_same and Writer(self.tree, read_only=False).copy(file, tree + file[0])
+
+    def complete(self, files: Sequence[Sequence[Any]], links: Sequence[Sequence[str]], folders: Sequence[str]) -> None:
+        """Make the tree equal to what is named, whose files are all there, and record it for a later run."""
+        self._remove(self._has.keys() - {file[0] for file in files} - {path for path, _ in links})
+        for file in files:
+            if not self._is_there(file):
+                self._has[file[0]] = (file[1:], _mark(os.lstat(self.tree + file[0])))
+                self._recorded = False
         for path, target in links:
             if self._has.get(path, (None, None))[0] != target:
                 self._remove({path})
+                os.makedirs(os.path.dirname(self.tree + check_path(path)), mode=0o700, exist_ok=True)
                 os.symlink(check_link(path, target), self.tree + path)
                 self._has[path] = (target, _mark(os.lstat(self.tree + path)))
-        return bad
+                self._recorded = False
+        for folder in folders:
+            os.makedirs(self.tree + check_path(folder), mode=0o700, exist_ok=True)
+        if not self._recorded:
+            with open(os.path.join(self._folder, "record.json"), "w", encoding="utf-8") as record:
+                record.write(json.dumps(self._has))  # dump() takes four times as long
+        folder = os.path.join(self._above, self._name)
+        os.rename(self._folder, folder)
+        self._folder, self.tree = folder, os.path.join(folder, "tree")
+        os.utime(folder)
 
-    def record(self) -> None:
-        """Write what the tree has, for a later run that takes it over."""
-        with open(os.path.join(self.folder, "record.json"), "w", encoding="utf-8") as file:
-            json.dump({"key": self._key, "has": self._has}, file)
-
-    def _remove(self, paths: set[str]) -> None:
+    def _remove(self, paths: Iterable[str]) -> None:
         """Remove files with what Python has compiled from them, and the folders that have none left."""
         for path in paths:
             if self._has.pop(path, None) is None:
                 continue
-            os.unlink(self.tree + path)
+            self._recorded = False
+            if os.path.lexists(self.tree + path):
+                os.unlink(self.tree + path)
             folder, name = os.path.split(self.tree + path)
             cached = os.path.join(folder, _CACHED)
             for compiled in os.listdir(cached) if os.path.isdir(cached) else ():
                 if compiled.startswith(name.rpartition(".")[0] + "."):
                     os.unlink(os.path.join(cached, compiled))
             while folder != self.tree and not {*os.listdir(folder)} - {_CACHED}:
-                shutil.rmtree(folder)
+                remove_tree(folder)
                 folder = os.path.dirname(folder)
 
 
 def _is_unchanged(folder: str, has: dict[str, Any]) -> bool:
     """Return whether a tree has the recorded files as they were, and nothing else but compiled files of Python."""
     tree = os.path.join(folder, "tree")
-    found = {path[len(tree) :]: _mark(entry) for path, entry in _walk(tree)}
-    return found == {path: mark for path, (_, mark) in has.items()}
-
-
-def _walk(folder: str) -> Iterator[tuple[str, os.stat_result]]:
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if not entry.is_dir(follow_symlinks=False):
-                yield entry.path, entry.stat(follow_symlinks=False)
-            elif entry.name != _CACHED:
-                yield from _walk(entry.path)
+    found = {path[len(tree) :]: _mark(entry) for path, entry in walk(tree, compiled=False)}
+    return found == {path: mark for path, (_, mark) in has.items() if f"/{_CACHED}/" not in path}
 
 
 def _mark(found: os.stat_result) -> list[int]:
@@ -304,90 +357,98 @@ def _mark(found: os.stat_result) -> list[int]:
 
 
 class Environment:
-    """An environment that runs share: hard links to the store, below a folder that is named by the hash of its list."""
+    """An environment that runs share. Its folder is named by the hash of the list of its files."""
 
-    def __init__(self, store: Store, digest: str) -> None:
-        self._store = store
-        self._folder = os.path.join(store.root, "env", digest)
+    def __init__(self, root: str, digest: str) -> None:
+        if digest.strip("0123456789abcdef"):
+            raise SyncError(f"{digest!r} is not a hash")
+        self._above = os.path.join(root, "env")
         self._digest = digest
-        self.tree = os.path.join(self._folder, "tree")
+        self.tree = os.path.join(self._above, digest)
+        self._partial = os.path.join(self._above, "+".join(("." + digest, *this_process())))
         self.files: Sequence[Sequence[Any]] = ()
 
     def is_known(self) -> bool:
         """Return whether the list of its files is here, and note its use."""
         try:
-            with open(self._folder + ".json", "rb") as file:
+            with open(self.tree + ".json", "rb") as file:
                 data = file.read()
-            os.utime(self._folder + ".json")
+            os.utime(self.tree + ".json")
         except OSError:
             return False
-        if hashlib.sha256(data).hexdigest() != self._digest:
-            return False
-        self.files = json.loads(data)
-        return True
+        return self._take(data)
 
     def learn(self, data: bytes) -> None:
         """Keep the list of its files."""
-        if hashlib.sha256(data).hexdigest() != self._digest:
-            raise SyncError("the list of the environment's files was damaged on the way; start the run again")
-        self.files = json.loads(data)
-        for file in self.files:
-            check_path(file[0])
-        temporary = self._store.temporary("env")
-        with open(temporary, "wb") as out:
-            out.write(data)
-        os.replace(temporary, self._folder + ".json")
+        if not self._take(data):
+            raise SyncError("the list of the environment's files is not what was announced; start the run again")
+        with open(self._partial + ".json", "wb") as file:
+            file.write(data)
+        os.replace(self._partial + ".json", self.tree + ".json")
 
-    def lacking(self) -> list[int]:
-        """Return the numbers of the files that the tree lacks, or that were changed there."""
-        if not os.path.isdir(self.tree):
-            return [*range(len(self.files))]
-        found = {path[len(self.tree) :]: entry for path, entry in _walk_all(self.tree)}
-        return [
-            number
-            for number, file in enumerate(self.files)
-            if file[0] not in found or not _is_as(found[file[0]], file, linked=True)
-        ]
+    def _take(self, data: bytes) -> bool:
+        is_right: bool = sha256(data).hexdigest() == self._digest
+        self.files = json.loads(data) if is_right else ()
+        return is_right
 
-    def build(self, lacking: Sequence[int]) -> None:
-        """Link what the tree lacks; a new tree is made aside, so that no other run sees half of it."""
-        is_new = not os.path.isdir(self.tree)
-        tree = self._store.temporary("env") if is_new else self.tree
-        made = set()
-        for number in lacking:
-            file = self.files[number]
-            folder = os.path.dirname(tree + file[0])
-            if folder not in made:
-                os.makedirs(folder, mode=0o700, exist_ok=True)
-                made.add(folder)
-            if is_new:
-                os.link(self._store.place(file, linked=True), tree + file[0])
-            else:
-                self._store.link(file, tree + file[0])
-        if is_new:
-            os.makedirs(self._folder, mode=0o700, exist_ok=True)
-            try:
-                os.rename(tree, self.tree)
-            except OSError:  # another run was faster
-                shutil.rmtree(tree)
+    def build(self, fetch: Callable[[Sequence[int], Sequence[Sequence[Any]], Writer], None]) -> None:
+        """Make the tree complete, or mend it: a new one is made aside, so that no other run sees half of it."""
+        if os.path.isdir(self.tree):
+            if lacking := self._lacking(self.tree):
+                fetch(lacking, self.files, Writer(self.tree, read_only=True))
+            return
+        for name in os.listdir(self._above):
+            if name.startswith(f".{self._digest}+") and not name.endswith(".json") and not is_used(name):
+                try:
+                    os.rename(os.path.join(self._above, name), self._partial)
+                    break
+                except OSError:  # another run was faster
+                    continue
+        os.makedirs(self._partial, mode=0o700, exist_ok=True)
+        writer = Writer(self._partial, read_only=True)
+        others = self._others()
+        lacking = self._lacking(self._partial, remove=True)
+        fetch([n for n in lacking if not self._link(self.files[n], others, writer)], self.files, writer)
+        try:
+            os.rename(self._partial, self.tree)
+        except OSError:  # another run was faster
+            remove_tree(self._partial)
 
+    def _lacking(self, tree: str, *, remove: bool = False) -> list[int]:
+        """Return the numbers of files that a tree lacks, or that were changed there; with `remove`, remove those."""
+        found = {path[len(tree) :]: entry for path, entry in walk(tree, compiled=True)}
+        lacking = [n for n, file in enumerate(self.files) if file[0] not in found or not is_as(found[file[0]], file)]
+        for number in lacking if remove else ():
+            if self.files[number][0] in found:
+                os.unlink(tree + self.files[number][0])
+        return lacking
 
-def _walk_all(folder: str) -> Iterator[tuple[str, os.stat_result]]:
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                yield from _walk_all(entry.path)
-            else:
-                yield entry.path, entry.stat(follow_symlinks=False)
+    def _others(self) -> dict[tuple[Any, ...], str]:
+        """Return where the files of other environments are, by what they are."""
+        found: dict[tuple[Any, ...], str] = {}
+        for name in os.listdir(self._above):
+            tree = os.path.join(self._above, name[: -len(".json")])
+            if name.endswith(".json") and not name.startswith(".") and os.path.isdir(tree):
+                try:
+                    with open(os.path.join(self._above, name), "rb") as file:
+                        found.update((tuple(other[1:]), tree + other[0]) for other in json.load(file))
+                except (OSError, ValueError):
+                    continue
+        return found
+
+    def _link(self, file: Sequence[Any], others: dict[tuple[Any, ...], str], writer: Writer) -> bool:
+        source = others.get(tuple(file[1:]))
+        return source is not None and writer.link(file, source)
 
 
 # --- which trees are used
 
 
-def _this_host() -> tuple[str, str]:
-    """Return this host's name and what identifies its boot: hosts may share the folder."""
+def this_process() -> tuple[str, str, str, str]:
+    """Return what identifies this process among those of all hosts: they may share the folder."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        return os.uname().nodename.replace("+", "-").replace("/", "-"), file.read()[:8]
+        boot = file.read()[:8]
+    return os.uname().nodename.replace("+", "-").replace("/", "-"), boot, str(os.getpid()), _began(os.getpid())
 
 
 def _began(pid: int) -> str:
@@ -400,16 +461,10 @@ def _began(pid: int) -> str:
 
 
 def is_used(name: str) -> bool:
-    """Return whether the owner of a code folder of that name may live: also if it is another host's."""
-    _, _, owner = name.partition("+")
-    host, boot, pid, began = owner.split("+") if owner.count("+") == 3 else ("", "", "", "")
-    here = _this_host()
-    return host != here[0] or (boot == here[1] and pid.isdigit() and _began(int(pid)) == began)
-
-
-def _newest_first(folder: str) -> list[str]:
-    with os.scandir(folder) as entries:
-        return [name for _, name in sorted(((entry.stat().st_mtime, entry.name) for entry in entries), reverse=True)]
+    """Return whether the owner of a tree with that name may live: also if it is another host's."""
+    _, host, boot, pid, began = name.split("+") if name.count("+") == 4 else ("", "", "", "", "")
+    here = this_process()
+    return bool(host) and (host != here[0] or (boot == here[1] and pid.isdigit() and _began(int(pid)) == began))
 
 
 def tidy(root: str, now: float) -> None:
@@ -422,39 +477,33 @@ def tidy(root: str, now: float) -> None:
         pass
     with open(stamp, "w", encoding="ascii"):
         os.utime(stamp, (now, now))
-    for removed in removable(root, now):
-        if os.path.isdir(removed):
-            shutil.rmtree(removed, ignore_errors=True)
-        elif os.path.exists(removed):
-            os.unlink(removed)
+    for path in removable(kept(root), now):
+        if os.path.isdir(path):
+            remove_tree(path)
+            if os.path.exists(path + ".json"):
+                os.unlink(path + ".json")
 
 
-def removable(root: str, now: float) -> list[str]:
-    """Return what `tidy` removes. An object in use by an environment goes with it."""
-    found: list[tuple[float, int, str]] = []  # when it was last used, bytes, path
-    code, env, objects = (os.path.join(root, name) for name in ("code", "env", "objects"))
-    for name in os.listdir(code):
-        folder = os.path.join(code, name)
-        if not is_used(name) or (not name.startswith(".") and os.stat(folder).st_mtime < now - 10 * DAYS * _DAY_S):
-            found.append((os.stat(folder).st_mtime, sum(entry.st_size for _, entry in _walk_all(folder)), folder))
-    for name in os.listdir(env):
-        path = os.path.join(env, name)
-        if name.startswith("."):
-            found.append((os.stat(path).st_mtime, 0, path))
-        elif name.endswith(".json"):
-            used = os.stat(path).st_mtime
-            size = (
-                sum(entry.st_size for _, entry in _walk_all(path[: -len(".json")])) if os.path.isdir(path[:-5]) else 0
-            )
-            found += [(used, size, path[: -len(".json")]), (used, 0, path)]
-    for path, entry in _walk_all(objects):
-        if entry.st_nlink == 1:
-            found.append((entry.st_atime, entry.st_size, path))
-    total = sum(size for _, size, _ in found)
+def kept(root: str) -> list[tuple[float, int, str]]:
+    """Return the trees that no process owns: when each was last used, its size, its path."""
+    code, env = os.path.join(root, "code"), os.path.join(root, "env")
+    paths = [os.path.join(code, key, name) for key in os.listdir(code) for name in os.listdir(os.path.join(code, key))]
+    paths += [os.path.join(env, name) for name in os.listdir(env) if not name.endswith(".json")]
+    found = []
+    for path in paths:
+        if not is_used(os.path.basename(path)):
+            used = path + ".json" if os.path.exists(path + ".json") else path
+            size = sum(entry.st_size for _, entry in walk(path, compiled=True))
+            found.append((os.stat(used).st_mtime, size, path))
+    return found
+
+
+def removable(trees: Sequence[tuple[float, int, str]], now: float) -> list[str]:
+    """Return the trees to remove: those unused for DAYS, and the oldest of the others while all exceed STORE_BYTES."""
+    total = sum(size for _, size, _ in trees)
     removed = []
-    for used, size, path in sorted(found):
-        days = 1 if os.path.basename(path).startswith(".") else DAYS
-        if used < now - days * _DAY_S or total > STORE_BYTES:
+    for used, size, path in sorted(trees):
+        if used < now - DAYS * _DAY_S or total > STORE_BYTES:
             removed.append(path)
             total -= size
     return removed
@@ -467,56 +516,35 @@ def serve(offer: dict[str, Any], *, descriptors: tuple[int, int] = (0, 1)) -> tu
     """Take what the run needs; return the command of the agent and the variables that it gets in addition."""
     stdin, stdout = descriptors
     _check_python(offer)
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    store = Store(os.path.join(os.path.realpath(cache), "dtrain"))
-    tidy(store.root, time.time())
-    files, links, folders = offer["files"], offer["links"], offer["folders"]
-    for path in (*(file[0] for file in files), *(path for path, _ in links), *folders):
-        check_path(path)
-    code = Code(store, offer["run"], offer["key"])
-    code.take_over()
+    root = open_store()
+    tidy(root, time.time())
 
-    def fetch(numbers: Sequence[int], of: Sequence[Sequence[Any]], part: str) -> None:
-        linked = part == "environment"
-        missing = [number for number in numbers if not store.has(of[number], linked=linked)]
-        if missing:
-            _check_space(store.root, sum(of[number][1] for number in missing))
-            send(stdout, need=missing, part=part)
-            store.receive([of[number] for number in missing], lambda: read_block(stdin), linked=linked)
+    def fetch(numbers: Sequence[int], files: Sequence[Sequence[Any]], writer: Writer) -> None:
+        if numbers:
+            _check_space(root, sum(files[number][1] for number in numbers))
+            send(stdout, need=numbers, part="code" if files is offer["files"] else "environment")
+            writer.receive([files[number] for number in numbers], lambda: read_block(stdin))
 
     environment = None
     if offer["environment"]:
-        environment = Environment(store, offer["environment"])
+        environment = Environment(root, offer["environment"])
         if not environment.is_known():
             send(stdout, need=None, part="environment")
             environment.learn(read_block(stdin))
-        if lacking := environment.lacking():
-            fetch(lacking, environment.files, "environment")
-            environment.build(lacking)
-    lacking = [number for number, file in enumerate(files) if code.lacks(file)]
-    for _ in range(_TRIES):
-        fetch(lacking, files, "code")
-        lacking = code.build(files, links, folders)
-        if not lacking:
-            break
-    else:
-        raise SyncError(f"{store.root} there gives back other bytes than were written; is its disk sound?")
-    code.record()
-    command = [sys.executable]
-    if environment is not None:
-        command = [_make_venv(code, environment, offer["site"], offer["dtrain"])]
-    trees = [code.tree, *([environment.tree] if environment is not None else [])]
-    send(stdout, ready=trees)
-    return [*command, *offer["command"]], _variables(offer, code, environment)
-
-
-def _variables(offer: dict[str, Any], code: Code, environment: Environment | None) -> dict[str, str]:
+        environment.build(fetch)
+    code = Code(root, offer["run"], offer["key"])
+    code.take_over(offer["files"])
+    fetch(code.lacks(offer["files"]), offer["files"], Writer(code.tree, read_only=False))
+    code.complete(offer["files"], offer["links"], offer["folders"])
     variables = {"DTRAIN_AGENT_TREE": code.tree}
     if environment is None:
-        variables["PYTHONPATH"] = os.pathsep.join(
-            filter(None, (code.tree + offer["dtrain"], os.environ.get("PYTHONPATH", "")))
-        )
-    return variables
+        python, trees = sys.executable, [code.tree]
+        paths = (code.tree + offer["dtrain"], os.environ.get("PYTHONPATH", ""))
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    else:
+        python, trees = _make_venv(code, environment, offer["site"], offer["dtrain"]), [code.tree, environment.tree]
+    send(stdout, ready=trees)
+    return [python, *offer["command"]], variables
 
 
 def _make_venv(code: Code, environment: Environment, site: Sequence[str], dtrain: str) -> str:
@@ -524,7 +552,7 @@ def _make_venv(code: Code, environment: Environment, site: Sequence[str], dtrain
     base = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
     venv = os.path.join(code.folder, "venv")
     packages = os.path.join(venv, "lib", f"python{_minor(sys.version_info)}", "site-packages")
-    shutil.rmtree(venv, ignore_errors=True)
+    remove_tree(venv)
     os.makedirs(packages)
     os.makedirs(os.path.join(venv, "bin"))
     with open(os.path.join(venv, "pyvenv.cfg"), "w", encoding="utf-8") as file:

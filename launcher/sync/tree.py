@@ -14,9 +14,9 @@ import os
 import re
 import stat
 import subprocess
+import sys
 import threading
 from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from launcher.errors import UsageError
@@ -29,6 +29,8 @@ ASK_S = 60.0  # for git
 _LARGEST = 5
 _NAMED = 3
 _NEVER = {".git", ".hg", ".svn", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", "node_modules"}
+# Packages of the launcher that no agent imports; test_tree.py compares.
+_ONLY_HERE = {"cli", "controller", "functions", "hangs", "output", "placement", "runs", "sync", "transport"}
 _SECRET = re.compile(
     r"\.env(?:\.(?!example$|sample$|template$|dist$).*)?|id_(?:rsa|dsa|ecdsa|ed25519)|.*\.(?:pem|key|p12|pfx|keystore|token)"
     r"|\.(?:netrc|pypirc|npmrc|git-credentials|pgpass)|.*(?:credentials?|service[-_]account|secrets?)\.(?:json|ya?ml|toml)"
@@ -72,10 +74,13 @@ def root_of(command: WorkerCommand, workdir: Path) -> str:
     return next((path for path in above if os.path.lexists(os.path.join(path, ".git"))), folder)
 
 
-def find_code(roots: Sequence[str], *, cache: Path, left_out: Collection[str] = (), named: str = "") -> Code:
+def find_code(
+    roots: Sequence[str], packages: Sequence[str], *, cache: Path, left_out: Collection[str] = (), named: str = ""
+) -> Code:
     """Return the files below `roots`; the first is that of the script, `named`, which is always among them.
 
-    `left_out` are folders that are not sent. Raises UsageError for too many bytes, or a file that cannot be read.
+    `packages` are folders of Python packages, sent with what Python has compiled; `left_out` are folders that are not
+    sent. Raises UsageError for too many bytes, or a file that cannot be read.
     """
     paths: dict[str, os.stat_result] = {}
     links: dict[str, str] = {}
@@ -98,14 +103,17 @@ def find_code(roots: Sequence[str], *, cache: Path, left_out: Collection[str] = 
                 links[path] = target
             elif not stat.S_ISDIR(found.st_mode):
                 strange.append(name)
+    for package in packages:
+        paths.update(_modules(package))
     if named and os.path.isfile(named):
         paths.setdefault(named, os.stat(named))
-    _check_size(roots[0], paths)
+    root = roots[0] if roots else packages[0]
+    _check_size(root, paths)
     notes = [f"not sent, for they look like secrets: {_some(secrets)}; write !NAME in {IGNORE_FILE} to send one"]
     notes += [f"not sent: {_some(strange)}: links that lead out of the folder, or no plain files"]
     kept = tuple(note for note, about in zip(notes, (secrets, strange), strict=True) if about)
-    files = hashed(paths, cache / f"{hashlib.sha256(os.fsencode(roots[0])).hexdigest()[:16]}.json")
-    return Code(roots[0], files, tuple(links.items()), kept)
+    files = hashed(paths, cache / f"{hashlib.sha256(os.fsencode(root)).hexdigest()[:16]}.json")
+    return Code(root, files, tuple(links.items()), kept)
 
 
 @dataclass(frozen=True)
@@ -186,6 +194,18 @@ def _walked(root: str, folder: str, ignored: Ignored, left_out: Collection[str])
                 yield from _walked(root, entry.path, ignored, left_out)
 
 
+def _modules(folder: str) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield the modules below a folder, and what this Python has compiled from them."""
+    compiled = f".{sys.implementation.cache_tag}.pyc"
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                if entry.name not in _ONLY_HERE:
+                    yield from _modules(entry.path)
+            elif entry.name.endswith((".py", compiled)):
+                yield entry.path, entry.stat()
+
+
 def _is_sent(root: str, name: str, left_out: Collection[str]) -> bool:
     """Return whether a folder is sent: none of caches, logs of runs, and virtual environments."""
     path = os.path.join(root, name)
@@ -245,6 +265,8 @@ def hashed(paths: dict[str, os.stat_result], remembered: Path) -> tuple[File, ..
     marks = {path: [f.st_size, f.st_mtime_ns, f.st_ctime_ns, f.st_ino] for path, f in paths.items()}
     changed = [path for path, mark in marks.items() if known.get(path, (None,))[0] != mark]
     if changed:
+        from concurrent.futures import ThreadPoolExecutor  # slow to import, and most runs do without
+
         with ThreadPoolExecutor(2) as threads:  # hashing releases the interpreter's lock
             digests = dict(zip(changed, threads.map(_digest, changed), strict=True))
         known = {path: (mark, digests.get(path) or known[path][1]) for path, mark in marks.items()}

@@ -48,6 +48,10 @@ class Connector:
         self._listener = listener
         self._module = module
         self._srun = None
+        if spec.sync:
+            from launcher.transport.synced import outgoing_of
+
+            outgoing_of(spec)  # it takes as long as connecting
         if any(host.kind is HostKind.SRUN for host in spec.hosts):
             from launcher.transport.srun import Srun
 

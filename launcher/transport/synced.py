@@ -7,7 +7,10 @@ found once, and what several hosts lack is read and compressed once.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
+import itertools
 import json
 import os
 import struct
@@ -17,7 +20,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from launcher.errors import DtrainError, HostError, ProtocolError, StreamError
 from launcher.frozen import dataclass
@@ -25,15 +28,17 @@ from launcher.hosts.host import Host
 from launcher.placement.job_spec import CommandKind, JobSpec
 from launcher.protocol.message import MAX_NOISE_BYTES
 from launcher.sync import receiver
-from launcher.sync.environment import Environment, find_environment
 from launcher.sync.tree import Code, File, find_code, root_of
 from launcher.transport.not_started import why_not_started
 from launcher.transport.stream import Stream
 
+if TYPE_CHECKING:
+    from launcher.sync.environment import Environment
+
 STALL_S = 60.0  # without a byte in either direction
 BLOCK_BYTES = 1 << 20
 SHARED_BYTES = 64 << 20  # of blocks that are kept for the other hosts
-PAYS = 0.9  # a block is compressed if its first part becomes smaller than this
+_FADES = 0.7  # how much the pace of earlier blocks counts
 _PROBE_BYTES = 1 << 14
 _MESSAGE_BYTES = 1 << 26
 _NOTICE_S = 0.2
@@ -41,7 +46,7 @@ _LENGTH = struct.Struct(">I")
 _FOUND_FOR = 4  # runs of one process
 
 # Runs the first of the given interpreters that exists. By sh, since a login shell may be any.
-_START = """c=$1; shift; for p; do command -v "$p" >/dev/null 2>&1 && exec "$p" -c "$c"; done; exit 127"""
+_START = """c=$1; shift; for p; do command -v "$p" >/dev/null 2>&1 && exec "$p" -IS -c "$c"; done; exit 127"""
 # Reads the receiver from standard input, no byte further. One line without quotes that csh or fish would change.
 _BOOT = (
     "import os,sys;os.write(1,bytes({begin}));b=bytearray();"
@@ -76,8 +81,10 @@ def _outgoing(run_id: str) -> Outgoing:
 
 
 def outgoing_of(spec: JobSpec) -> Outgoing:
-    """Return what a run sends: the same for all connectors of the run."""
-    return _outgoing(spec.run_id)
+    """Return what a run sends: the same for all connectors of the run. Its files are found in the background."""
+    outgoing = _outgoing(spec.run_id)
+    outgoing.start(spec)
+    return outgoing
 
 
 @dataclass(frozen=True)
@@ -95,6 +102,17 @@ class Outgoing:
         self._found: _Found | DtrainError | None = None
         self._blocks: dict[tuple[str, tuple[int, ...]], _Blocks] = {}
         self._progress = Progress()
+        self._starts = threading.Lock()  # never released
+
+    def start(self, spec: JobSpec) -> None:
+        """Find the files in the background, once."""
+
+        def find() -> None:
+            with contextlib.suppress(DtrainError):  # for who waits for the files
+                self._find(spec)
+
+        if self._starts.acquire(blocking=False):
+            threading.Thread(target=find, name="find code", daemon=True).start()
 
     @property
     def progress(self) -> Progress:
@@ -139,9 +157,9 @@ class Outgoing:
         with self._lock:
             blocks = self._blocks.setdefault((part, tuple(numbers)), _Blocks([files[n] for n in numbers]))
         self._progress.starts(exchange.host.name, blocks.size)
-        for size, block in blocks.all():
-            exchange.write(block)
-            self._progress.sent(exchange.host.name, size)
+        for block in blocks.all():
+            exchange.write_block(block)
+            self._progress.sent(exchange.host.name, len(block.data))
         self._progress.ends(exchange.host.name)
 
     def _offer(self, spec: JobSpec, command: Sequence[str]) -> bytes:
@@ -150,7 +168,7 @@ class Outgoing:
         folders = [str(spec.workdir)] if _is_moved(spec, code) else []
         offer = {
             "run": spec.run_id,
-            "key": code.root,
+            "key": hashlib.sha256(os.fsencode(code.root)).hexdigest()[:16],
             "python": list(sys.version_info[:2]),
             "files": [file.as_list() for file in code.files],
             "links": code.links,
@@ -182,16 +200,19 @@ def _find(spec: JobSpec) -> _Found:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "dtrain" / "hashes"
     dtrain = Path(__file__).absolute().parents[2]
     packages = [str(dtrain / name) for name in ("launcher", "ddp")]
-    environment = find_environment(cache) if "env" in spec.sync else None
+    environment = None
+    if "env" in spec.sync:
+        from launcher.sync.environment import find_environment
+
+        environment = find_environment(cache)
     script = ""
-    if spec.command.kind is CommandKind.SCRIPT and not spec.command.is_standard_input:
+    if "code" in spec.sync and spec.command.kind is CommandKind.SCRIPT and not spec.command.is_standard_input:
         script = os.path.normpath(os.path.join(spec.workdir, spec.command.target))
     root = root_of(spec.command, spec.workdir)
-    roots = [] if environment is None else [path for path in environment.editable if path != root]
-    if "code" not in spec.sync:
-        root, script = packages[0], ""
-    roots = [*dict.fromkeys([root, *roots, *packages])]
-    code = find_code(roots, cache=cache, left_out={str(spec.log_dir.absolute())}, named=script)
+    roots = [root] if "code" in spec.sync else []
+    if environment is not None:
+        roots += [path for path in environment.editable if path not in (root, str(dtrain))]
+    code = find_code(roots, packages, cache=cache, left_out={str(spec.log_dir.absolute())}, named=script)
     return _Found(code, environment, str(dtrain))
 
 
@@ -214,44 +235,55 @@ def _message(data: bytes) -> bytes:
     return _LENGTH.pack(len(data) | receiver.COMPRESSED) + data
 
 
+class _Block:
+    """A part of the contents of files; compressed when a host first wants it so."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self._packed: bytes | None = None
+        self._lock = threading.Lock()
+
+    def packed(self) -> bytes:
+        with self._lock:
+            if self._packed is None:
+                self._packed = zlib.compress(self.data, 1)
+            return self._packed
+
+
 class _Blocks:
-    """The contents of files, one after the other, in blocks; kept while they are few."""
+    """The contents of files, one after the other, in blocks; kept for other hosts while they are few."""
 
     def __init__(self, files: Sequence[File]) -> None:
         self.size = sum(file.size for file in files)
         self._files = files
-        self._kept: list[tuple[int, bytes]] = []
+        self._kept: list[_Block] = []
         self._source = self._make() if self.size <= SHARED_BYTES else None
         self._lock = threading.Lock()
 
-    def all(self) -> Iterator[tuple[int, bytes]]:
-        """Yield the blocks as they are sent, each with the size of what is in it."""
+    def all(self) -> Iterator[_Block]:
         if self._source is None:
             yield from self._make()
             return
-        at = 0
-        while True:
+        for at in itertools.count():
             with self._lock:
                 if at == len(self._kept):
                     if (block := next(self._source, None)) is None:
                         return
                     self._kept.append(block)
                 block = self._kept[at]
-            at += 1
             yield block
 
-    def _make(self) -> Iterator[tuple[int, bytes]]:
+    def _make(self) -> Iterator[_Block]:
         pieces: list[bytes] = []
         size = 0
-        for file in self._files:
-            for piece in _read(file):
-                pieces.append(piece)
-                size += len(piece)
-                if size >= BLOCK_BYTES:
-                    yield size, _block(b"".join(pieces))
-                    pieces, size = [], 0
+        for piece in itertools.chain.from_iterable(map(_read, self._files)):
+            pieces.append(piece)
+            size += len(piece)
+            if size >= BLOCK_BYTES:
+                yield _Block(b"".join(pieces))
+                pieces, size = [], 0
         if pieces:
-            yield size, _block(b"".join(pieces))
+            yield _Block(b"".join(pieces))
 
 
 def _read(file: File) -> Iterator[bytes]:
@@ -270,11 +302,26 @@ def _read(file: File) -> Iterator[bytes]:
         yield data
 
 
-def _block(data: bytes) -> bytes:
-    if len(zlib.compress(data[:_PROBE_BYTES], 1)) < PAYS * min(len(data), _PROBE_BYTES):
-        packed = zlib.compress(data, 1)
-        return _LENGTH.pack(len(packed) | receiver.COMPRESSED) + packed
-    return _LENGTH.pack(len(data)) + data
+class _Pace:
+    """Decides for each block whether to compress it: if that takes less time than sending the bytes that it saves."""
+
+    def __init__(self) -> None:
+        self._written_bytes, self._written_s = 1.0, 0.0  # newest first: older ones count less and less
+        self._compress_s = 0.0  # for a byte; 0: not known
+
+    def frame(self, block: _Block) -> bytes:
+        """Return a block as it is sent."""
+        began = time.monotonic()
+        gain = 1 - len(zlib.compress(block.data[:_PROBE_BYTES], 1)) / min(len(block.data), _PROBE_BYTES)
+        self._compress_s = self._compress_s or (time.monotonic() - began) / min(len(block.data), _PROBE_BYTES)
+        if gain * self._written_s / self._written_bytes > self._compress_s:
+            data = block.packed()
+            return _LENGTH.pack(len(data) | receiver.COMPRESSED) + data
+        return _LENGTH.pack(len(block.data)) + block.data
+
+    def wrote(self, size: int, took_s: float) -> None:
+        self._written_bytes = _FADES * self._written_bytes + size
+        self._written_s = _FADES * self._written_s + took_s
 
 
 class _Exchange:
@@ -287,6 +334,7 @@ class _Exchange:
         self._stream = stream
         self._spec = spec
         self._begun = False
+        self._pace = _Pace()
         self._moved_at = time.monotonic()
 
     def watch(self) -> None:
@@ -306,6 +354,12 @@ class _Exchange:
         except StreamError:
             while True:  # the receiver may have said why
                 self.read_message()
+
+    def write_block(self, block: _Block) -> None:
+        frame = self._pace.frame(block)
+        began = time.monotonic()
+        self.write(frame)
+        self._pace.wrote(len(frame), time.monotonic() - began)
 
     def read_message(self) -> dict[str, Any]:
         """Return the next message. Raises HostError if it is an error, or there is none."""
