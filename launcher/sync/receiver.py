@@ -12,7 +12,7 @@ message is 4 bytes of length and JSON, compressed by zlib if it comes from the c
 All lies in one folder of the user's cache, which only the user can enter, in trees with lists of what is in them:
 
     code/KEY/RUN+OWNER/    the code of a run, from the folder KEY: `tree`, and `record.json`. A script may change it.
-    env/HASH/, HASH.json   an environment, for all runs that have the same one. Files that it shares with another are
+    env/HASH/, HASH.list   an environment, for all runs that have the same one. Files that it shares with another are
                            hard links.
 
 A name that begins with a dot is a tree that is not complete; the next run goes on with it if its owner is gone. A
@@ -100,6 +100,17 @@ def send(descriptor: int, **message: Any) -> None:
 # --- files
 
 # A file is a list, as in JSON: its path, size, mode, time of its last change in ns, hash.
+
+
+def pack(files: Iterable[Sequence[Any]]) -> bytes:
+    """Return a list of many files; it takes less time to read than JSON."""
+    return "\0".join(str(field) for file in files for field in file).encode("utf-8", "surrogateescape")
+
+
+def unpack(data: bytes) -> list[list[Any]]:
+    fields = data.decode("utf-8", "surrogateescape").split("\0") if data else []
+    paths, sizes, modes, times, digests = (fields[at::5] for at in range(5))
+    return [[*file] for file in zip(paths, map(int, sizes), map(int, modes), map(int, times), digests, strict=True)]
 
 
 def check_path(path: str) -> str:
@@ -367,38 +378,50 @@ class Environment:
         self.tree = os.path.join(self._above, digest)
         self._partial = os.path.join(self._above, "+".join(("." + digest, *this_process())))
         self.files: Sequence[Sequence[Any]] = ()
+        self._list = b""
 
     def is_known(self) -> bool:
         """Return whether the list of its files is here, and note its use."""
         try:
-            with open(self.tree + ".json", "rb") as file:
-                data = file.read()
-            os.utime(self.tree + ".json")
+            with open(self.tree + ".list", "rb") as file:
+                self._list = file.read()
+            os.utime(self.tree + ".list")
         except OSError:
             return False
-        return self._take(data)
+        return bool(sha256(self._list).hexdigest() == self._digest)
 
     def learn(self, data: bytes) -> None:
         """Keep the list of its files."""
-        if not self._take(data):
+        if sha256(data).hexdigest() != self._digest:
             raise SyncError("the list of the environment's files is not what was announced; start the run again")
-        with open(self._partial + ".json", "wb") as file:
+        self._list = data
+        with open(self._partial + ".list", "wb") as file:
             file.write(data)
-        os.replace(self._partial + ".json", self.tree + ".json")
+        os.replace(self._partial + ".list", self.tree + ".list")
 
-    def _take(self, data: bytes) -> bool:
-        is_right: bool = sha256(data).hexdigest() == self._digest
-        self.files = json.loads(data) if is_right else ()
-        return is_right
+    def is_complete(self) -> bool:
+        """Return whether the tree has all files, as they were written."""
+        fields = self._list.decode("utf-8", "surrogateescape").split("\0")
+        lstat, tree = os.lstat, self.tree
+        try:
+            for path, size, changed_ns in zip(fields[::5], fields[1::5], fields[3::5], strict=True):
+                found = lstat(tree + path)
+                if found.st_size != int(size) or found.st_mtime_ns != int(changed_ns):
+                    return False
+        except OSError:
+            return False
+        return True
 
     def build(self, fetch: Callable[[Sequence[int], Sequence[Sequence[Any]], Writer], None]) -> None:
         """Make the tree complete, or mend it: a new one is made aside, so that no other run sees half of it."""
+        if self.is_complete():
+            return
+        self.files = unpack(self._list)
         if os.path.isdir(self.tree):
-            if lacking := self._lacking(self.tree):
-                fetch(lacking, self.files, Writer(self.tree, read_only=True))
+            fetch(self._lacking(self.tree), self.files, Writer(self.tree, read_only=True))
             return
         for name in os.listdir(self._above):
-            if name.startswith(f".{self._digest}+") and not name.endswith(".json") and not is_used(name):
+            if name.startswith(f".{self._digest}+") and not name.endswith(".list") and not is_used(name):
                 try:
                     os.rename(os.path.join(self._above, name), self._partial)
                     break
@@ -416,7 +439,7 @@ class Environment:
 
     def _lacking(self, tree: str, *, remove: bool = False) -> list[int]:
         """Return the numbers of files that a tree lacks, or that were changed there; with `remove`, remove those."""
-        found = {path[len(tree) :]: entry for path, entry in walk(tree, compiled=True)}
+        found = {path[len(tree) :]: entry for path, entry in walk(tree, compiled=False)}
         lacking = [n for n, file in enumerate(self.files) if file[0] not in found or not is_as(found[file[0]], file)]
         for number in lacking if remove else ():
             if self.files[number][0] in found:
@@ -427,11 +450,11 @@ class Environment:
         """Return where the files of other environments are, by what they are."""
         found: dict[tuple[Any, ...], str] = {}
         for name in os.listdir(self._above):
-            tree = os.path.join(self._above, name[: -len(".json")])
-            if name.endswith(".json") and not name.startswith(".") and os.path.isdir(tree):
+            tree = os.path.join(self._above, name[: -len(".list")])
+            if name.endswith(".list") and not name.startswith(".") and os.path.isdir(tree):
                 try:
                     with open(os.path.join(self._above, name), "rb") as file:
-                        found.update((tuple(other[1:]), tree + other[0]) for other in json.load(file))
+                        found.update((tuple(other[1:]), tree + other[0]) for other in unpack(file.read()))
                 except (OSError, ValueError):
                     continue
         return found
@@ -480,19 +503,19 @@ def tidy(root: str, now: float) -> None:
     for path in removable(kept(root), now):
         if os.path.isdir(path):
             remove_tree(path)
-            if os.path.exists(path + ".json"):
-                os.unlink(path + ".json")
+            if os.path.exists(path + ".list"):
+                os.unlink(path + ".list")
 
 
 def kept(root: str) -> list[tuple[float, int, str]]:
     """Return the trees that no process owns: when each was last used, its size, its path."""
     code, env = os.path.join(root, "code"), os.path.join(root, "env")
     paths = [os.path.join(code, key, name) for key in os.listdir(code) for name in os.listdir(os.path.join(code, key))]
-    paths += [os.path.join(env, name) for name in os.listdir(env) if not name.endswith(".json")]
+    paths += [os.path.join(env, name) for name in os.listdir(env) if not name.endswith(".list")]
     found = []
     for path in paths:
         if not is_used(os.path.basename(path)):
-            used = path + ".json" if os.path.exists(path + ".json") else path
+            used = path + ".list" if os.path.exists(path + ".list") else path
             size = sum(entry.st_size for _, entry in walk(path, compiled=True))
             found.append((os.stat(used).st_mtime, size, path))
     return found

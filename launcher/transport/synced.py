@@ -146,10 +146,10 @@ class Outgoing:
         found = self._find(spec)
         part, numbers = message.get("part"), message.get("need")
         if part == "environment" and found.environment is not None:
-            files = found.environment.files
             if numbers is None:
                 exchange.write(_message(found.environment.listing))
                 return
+            files = found.environment.files
         else:
             part, files = "code", found.code.files
         if not isinstance(numbers, list) or not all(isinstance(n, int) and 0 <= n < len(files) for n in numbers):

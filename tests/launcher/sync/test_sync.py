@@ -76,3 +76,25 @@ def test_worker_s_paths_lie_in_the_tree_and_its_traceback_has_the_user_s_own(
     assert f'File "{project}/package/helper.py", line 2, in fail' in result.stderr
     assert f"at {project}/package/helper.py:2 in fail" in result.stderr
     assert ".cache" not in result.stderr
+
+
+def test_packages_of_this_python_are_sent(bare_hosts: BareHosts, project: Path) -> None:
+    write(
+        project,
+        "train.py",
+        "import psutil, click, ddp\nprint(psutil.__file__.count('.cache'), ddp.__file__.count('.cache'))",
+    )
+    result = run(bare_hosts, project, names="node1", sync="both")
+    assert shown(result) == ["[node1:0] 1 1"]
+
+
+def test_files_that_look_like_secrets_stay_here_unless_they_are_named(bare_hosts: BareHosts, project: Path) -> None:
+    write(project, "train.py", "import os\nprint(*sorted(os.listdir()))\n")
+    for name in (".env", "server.key", "named.pem"):
+        write(project, name, "hidden")
+    write(project, ".dtrainignore", "data/\n*.bin\n!named.pem\n")
+    write(project, "data/large.txt", "")
+    write(project, "model.bin", "")
+    result = run(bare_hosts, project, names="node1")
+    assert shown(result) == ["[node1:0] .dtrainignore helper.py named.pem train.py"]
+    assert "not sent, for they look like secrets: .env, server.key; write !NAME in .dtrainignore" in result.stderr
