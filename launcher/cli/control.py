@@ -127,6 +127,10 @@ def control(request: Request, options: Options, limits: Limits, verbosity: Verbo
         finally:
             output.close()
         kept = folder if logs.usable else None
+        if spec.fetch and kept is not None:
+            from launcher.transport.fetching import fetch_files
+
+            fetch_files(spec, kept, say=verbosity.inform, given_up=lambda: len(early) > known)
         ending = Ending(request, verbosity, caller, outcome, kept, controller.evidence_file, *session.spent(outcome))
         text = ending.report(output)
         state = session.end(outcome, controller.evidence_file, ending.kept_report(output))

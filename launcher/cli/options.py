@@ -166,6 +166,12 @@ class Options:
         cls=_Optional,
     )
 
+    fetch: tuple[str, ...] = _several(
+        "At the end, also after a failure, bring files that match this pattern from the workers' folder on each remote "
+        "host to the run's folder, under fetched/HOST. May be repeated.",
+        "PATTERN",
+    )
+
     # GPUs and processors
     gpus_per_proc: int | None = _option("Give each worker K GPUs and make only these visible to it.", "K")
     oversubscribe: bool = _flag("Allow more workers than GPUs.")

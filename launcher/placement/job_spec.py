@@ -132,6 +132,7 @@ class JobSpec:
     ssh: SshOptions = SshOptions()
     stdin_rank: int | None = None  # rank that reads this command's standard input
     sync: tuple[str, ...] = ()  # what is sent to the hosts: code, env
+    fetch: tuple[str, ...] = ()  # patterns of files that are brought back from remote hosts at the end
     names_workdir: bool = False  # the user chose the working directory, which the hosts may have
 
     @property

@@ -570,6 +570,38 @@ def serve(offer: dict[str, Any], *, descriptors: tuple[int, int] = (0, 1)) -> tu
     return [python, *offer["command"]], variables
 
 
+def fetch(order: dict[str, Any]) -> None:
+    """Send the files that match patterns: for each its path and size, and its content."""
+    tree, folder = order["tree"], order["folder"]
+    if tree and os.path.isdir(tree + folder):
+        folder = tree + folder
+    import glob
+
+    for pattern in order["fetch"]:
+        matching = [os.path.join(folder, name) for name in glob.glob(pattern, root_dir=folder, recursive=True)]
+        for path in sorted(matching):
+            for name in sorted(each for each, _ in walk(path, compiled=True)) if os.path.isdir(path) else [path]:
+                _send_file(name, os.path.relpath(name, folder) if name.startswith(folder + "/") else name)
+    send(1, done=True)
+
+
+def _send_file(path: str, name: str) -> None:
+    try:
+        with open(path, "rb", 0) as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                return
+            left = found.st_size
+            send(1, file=name, size=left)
+            while left:
+                data = file.read(min(left, _PIECE_BYTES)) or bytes(min(left, _PIECE_BYTES))  # it became shorter
+                left -= len(data)
+                while data:
+                    data = data[os.write(1, data) :]
+    except OSError as error:
+        send(1, skipped=name, why=error.strerror)
+
+
 def _make_venv(code: Code, environment: Environment, site: Sequence[str], dtrain: str) -> str:
     """Make a virtual environment whose packages are those that were sent; return its Python."""
     base = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
@@ -627,7 +659,11 @@ def _check_space(root: str, size: int) -> None:
 
 def main() -> None:
     try:
-        command, variables = serve(json.loads(read_block(0)))
+        order = json.loads(read_block(0))
+        if "fetch" in order:
+            fetch(order)
+            return
+        command, variables = serve(order)
     except EOFError as error:
         sys.exit(f"dtrain receiver: {error}")
     except SyncError as error:

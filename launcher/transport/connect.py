@@ -67,10 +67,15 @@ class Connector:
             command = agent_command(self._spec, host)
         if not self._spec.sync or not host.remote:
             return self._open(host, command, deadline)
-        from launcher.transport.synced import outgoing_of, receiver_command  # only for runs that send files
+        from launcher.transport.synced import outgoing_of
 
-        stream = self._open(host, receiver_command(self._spec), deadline)
-        return outgoing_of(self._spec).begin(host, stream, self._spec, command[1:])
+        return outgoing_of(self._spec).begin(host, self.open_receiver(host, deadline), self._spec, command[1:])
+
+    def open_receiver(self, host: Host, deadline: float) -> Stream:
+        """Open a stream to the program that takes files on a remote host, or sends them. Raises HostError."""
+        from launcher.transport.synced import receiver_command  # only for runs that send files, or fetch some
+
+        return self._open(host, receiver_command(self._spec), deadline)
 
     def _open(self, host: Host, command: list[str], deadline: float) -> Stream:
         """Start a command on a host, or here. Raises HostError."""

@@ -56,14 +56,14 @@ _BOOT = (
 
 
 @functools.lru_cache(_FOUND_FOR)
-def _receiver() -> bytes:
+def receiver_program() -> bytes:
     assert receiver.__file__ is not None
     return Path(receiver.__file__).read_bytes()
 
 
 def receiver_command(spec: JobSpec) -> list[str]:
     """Return the command that starts the receiver on a host, by the first Python that is there."""
-    boot = _BOOT.format(begin=list(receiver.BEGIN), size=len(_receiver()))
+    boot = _BOOT.format(begin=list(receiver.BEGIN), size=len(receiver_program()))
     return ["sh", "-c", _START, "sh", boot, *pythons(spec)]
 
 
@@ -102,6 +102,7 @@ class Outgoing:
         self._found: _Found | DtrainError | None = None
         self._blocks: dict[tuple[str, tuple[int, ...]], _Blocks] = {}
         self._progress = Progress()
+        self.trees: dict[str, str] = {}  # of the code, by host
         self._starts = threading.Lock()  # never released
 
     def start(self, spec: JobSpec) -> None:
@@ -123,15 +124,17 @@ class Outgoing:
 
         Blocks while bytes flow, at most STALL_S more. Raises HostError.
         """
-        exchange = _Exchange(host, stream, spec)
+        exchange = Exchange(host, stream, spec)
         watch = threading.Thread(target=exchange.watch, name=f"sync {host.name}", daemon=True)
         watch.start()
         try:
-            exchange.write(_receiver())
+            exchange.write(receiver_program())
             exchange.write(self._offer(spec, command))
             while "ready" not in (message := exchange.read_message()):
                 self._answer(message, exchange, spec)
-            return SyncedStream(stream, exchange.rest, tuple(map(str, message["ready"])))
+            trees = tuple(map(str, message["ready"]))
+            self.trees[host.name] = trees[0]
+            return SyncedStream(stream, exchange.rest, trees)
         except HostError:
             stream.finish(0.0)
             raise
@@ -141,13 +144,13 @@ class Outgoing:
         finally:
             exchange.over.set()
 
-    def _answer(self, message: dict[str, Any], exchange: _Exchange, spec: JobSpec) -> None:
+    def _answer(self, message: dict[str, Any], exchange: Exchange, spec: JobSpec) -> None:
         """Send what the receiver asks for: the list of the environment's files, or files."""
         found = self._find(spec)
         part, numbers = message.get("part"), message.get("need")
         if part == "environment" and found.environment is not None:
             if numbers is None:
-                exchange.write(_message(found.environment.listing))
+                exchange.write(message_block(found.environment.listing))
                 return
             files = found.environment.files
         else:
@@ -180,7 +183,7 @@ class Outgoing:
             "libc": environment.libc if environment is not None else (),
             "platform": _platform() if environment is not None else "",
         }
-        return _message(json.dumps(offer).encode())
+        return message_block(json.dumps(offer).encode())
 
     def _find(self, spec: JobSpec) -> _Found:
         """Find the files, once. Raises UsageError."""
@@ -228,7 +231,7 @@ def _platform() -> str:
     return sysconfig.get_platform()
 
 
-def _message(data: bytes) -> bytes:
+def message_block(data: bytes) -> bytes:
     data = zlib.compress(data, 1)
     if len(data) > _MESSAGE_BYTES:
         raise ProtocolError(f"--sync: a list of files has {len(data)} bytes, which is over the limit")
@@ -324,7 +327,7 @@ class _Pace:
         self._written_s = _FADES * self._written_s + took_s
 
 
-class _Exchange:
+class Exchange:
     """The messages with the receiver on one host, before the agent begins."""
 
     def __init__(self, host: Host, stream: Stream, spec: JobSpec) -> None:
@@ -382,6 +385,15 @@ class _Exchange:
         if not isinstance(message, dict) or "error" in message:
             raise HostError(self.host.name, str(message.get("error") if isinstance(message, dict) else message))
         return message
+
+    def read_exactly(self, size: int) -> Iterator[bytes]:
+        """Yield the next bytes, as they come."""
+        while size:
+            if not self.rest:
+                self._read_more()
+            data, self.rest = self.rest[:size], self.rest[size:]
+            size -= len(data)
+            yield data
 
     def _end(self) -> int:
         length = int(_LENGTH.unpack_from(self.rest)[0])

@@ -88,6 +88,32 @@ def test_packages_of_this_python_are_sent(bare_hosts: BareHosts, project: Path) 
     assert shown(result) == ["[node1:0] 1 1"]
 
 
+def test_files_are_fetched_from_each_host_after_a_failure_too(bare_hosts: BareHosts, project: Path) -> None:
+    write(
+        project,
+        "train.py",
+        """\
+        import os, sys
+        os.mkdir("out")
+        for name in ("model.pt", "log.txt"):
+            with open("out/" + name, "w") as file:
+                file.write(os.environ["RANK"] * 3_000_000)
+        sys.exit(3)
+        """,
+    )
+    result = run(bare_hosts, project, "--fetch", "out/*.pt", "--run-id", "job", "train.py")
+    assert result.returncode == 3
+    assert "--fetch: 2 files (6.0 MB) of 2 hosts are in runs/job/fetched" in result.stderr
+    fetched = {str(path.relative_to(project)): path.read_text() for path in project.glob("runs/job/fetched/**/*.*")}
+    assert fetched == {f"runs/job/fetched/node{i + 1}/out/model.pt": str(i) * 3_000_000 for i in range(2)}
+
+
+def test_what_cannot_be_fetched_is_said(bare_hosts: BareHosts, project: Path) -> None:
+    result = run(bare_hosts, project, "--fetch", "out/*.pt", "train.py", names="node1")
+    assert shown(result) == ["[node1:0] first"]
+    assert "--fetch: node1: no file matches out/*.pt there" in result.stderr
+
+
 def test_files_that_look_like_secrets_stay_here_unless_they_are_named(bare_hosts: BareHosts, project: Path) -> None:
     write(project, "train.py", "import os\nprint(*sorted(os.listdir()))\n")
     for name in (".env", "server.key", "named.pem"):
