@@ -12,7 +12,7 @@ _PYTHONHOME = re.compile(r"PYTHONHOME = '([^']+)'")  # in Python's message
 def why_not_started(python: str, status: int | None, words: str, noise: bytes) -> str:
     """Return why a stream ended before a greeting, from the result of `finish`, and what came instead."""
     if status in (126, 127):
-        return f"there is no Python at {python}; name the one that has dtrain with --python"
+        return f"there is no Python at {python}; name the one that has dtrain with --python, or see --sync"
     if "No module named launcher.check" in words:
         return f"{python} there has an older dtrain, without `dtrain check`"
     if (home := _PYTHONHOME.search(words)) is not None or "No module named 'encodings'" in words:
@@ -20,7 +20,9 @@ def why_not_started(python: str, status: int | None, words: str, noise: bytes) -
         return f"{python} there cannot find its own library: PYTHONHOME may be set{named} there; unset it"
     if "No module named" in words:
         fix = install_command(python)
-        return f"{python} there has no dtrain; " + (f"install it: {fix}" if fix else "install the same version as here")
+        return f"{python} there has no dtrain; send it with --sync, or " + (
+            f"install it: {fix}" if fix else "install this version"
+        )
     said = [
         line.strip() for line in [*noise.decode("utf-8", "replace").splitlines(), *words.splitlines()] if line.strip()
     ]

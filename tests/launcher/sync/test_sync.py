@@ -124,3 +124,44 @@ def test_files_that_look_like_secrets_stay_here_unless_they_are_named(bare_hosts
     result = run(bare_hosts, project, names="node1")
     assert shown(result) == ["[node1:0] .dtrainignore helper.py named.pem train.py"]
     assert "not sent, for they look like secrets: .env, server.key; write !NAME in .dtrainignore" in result.stderr
+
+
+def test_a_run_that_is_detached_and_one_that_is_started_again_send_their_code(
+    bare_hosts: BareHosts, project: Path
+) -> None:
+    options = ["--sync", "code", "--hosts", "node1", "--ssh-config", str(bare_hosts.ssh_config), "--run-id", "job"]
+    detached = run_dtrain("run", "--detach", *options, "train.py", cwd=project, outlived=True)
+    assert detached.stdout.strip() == "job", detached.stderr
+    assert "[node1:0] first" in run_dtrain("attach", "job", cwd=project).stdout
+    write(project, "helper.py", "def text():\n    return 'second'\n")
+    assert shown(run_dtrain("rerun", "job", cwd=project, outlived=True)) == ["job"]
+    assert "[node1:0] second" in run_dtrain("attach", "job", cwd=project).stdout
+
+
+def test_a_restart_on_a_spare_host_sends_it_the_code(bare_hosts: BareHosts, project: Path) -> None:
+    write(
+        project,
+        "train.py",
+        """\
+        import helper, os, signal
+        print(helper.text(), flush=True)
+        if os.environ["DTRAIN_TEST_HOST"] == "node1":
+            os.kill(os.getppid(), signal.SIGKILL)  # the agent, and so the host
+            signal.pause()
+        """,
+    )
+    result = run(bare_hosts, project, "--nnodes", "1", "--max-restarts", "2", "train.py")
+    assert shown(result) == ["[node1:0] first", "[node2:0] first"]
+
+
+def test_a_host_without_the_script_is_an_error_that_names_the_option(bare_hosts: BareHosts, project: Path) -> None:
+    options = ["--hosts", "node1", "--ssh-config", str(bare_hosts.ssh_config)]
+    result = run_dtrain("run", *options, "train.py", cwd=project)
+    assert "there is no Python at" in result.stderr
+    assert "or see --sync" in result.stderr
+
+
+def test_a_host_without_python_is_named(bare_hosts: BareHosts, project: Path) -> None:
+    result = run(bare_hosts, project, "--python", "/opt/none/bin/python", "train.py", names="node1")
+    assert result.returncode == 1
+    assert "there is no Python there (/opt/none/bin/python); install Python 3." in result.stderr
