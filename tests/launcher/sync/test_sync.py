@@ -1,11 +1,14 @@
 """Runs whose code, and whose packages, are sent to real SSH hosts that have neither."""
 
+import os
+import subprocess
 import textwrap
 import uuid
 from pathlib import Path
 
+import psutil
 import pytest
-from testbed.processes import Result, run_dtrain
+from testbed.processes import Result, marked, run_dtrain, started_dtrain, wait_until
 from testbed.sshd import BareHosts
 
 
@@ -165,3 +168,68 @@ def test_a_host_without_python_is_named(bare_hosts: BareHosts, project: Path) ->
     result = run(bare_hosts, project, "--python", "/opt/none/bin/python", "train.py", names="node1")
     assert result.returncode == 1
     assert "there is no Python there (/opt/none/bin/python); install Python 3." in result.stderr
+
+
+def test_a_repository_s_module_and_names_of_any_bytes(bare_hosts: BareHosts, project: Path) -> None:
+    subprocess.run(["git", "init", "-q", str(project)], check=True)
+    odd = ["with space", "new\nline", os.fsdecode(b"no-\xff-utf8")]
+    for name in odd:
+        write(project, f"data/{name}", "")
+    write(
+        project,
+        "package/train.py",
+        "import helper, os\nprint(helper.text(), sorted(map(os.fsencode, os.listdir('data'))))",
+    )
+    result = run(bare_hosts, project, "-m", "package.train")
+    assert shown(result) == [f"[node{i + 1}:{i}] first {sorted(map(os.fsencode, odd))}" for i in range(2)]
+
+
+def test_a_script_is_run_from_another_folder(bare_hosts: BareHosts, project: Path) -> None:
+    write(project, "package/train.py", "import os\nprint(os.getcwd().endswith('/elsewhere'))")
+    (project / "elsewhere").mkdir()
+    result = run(bare_hosts, project / "elsewhere", "../package/train.py", names="node1")
+    assert shown(result) == ["[node1:0] True"]
+
+
+def test_a_working_directory_that_the_hosts_have_is_used(bare_hosts: BareHosts, project: Path, tmp_path: Path) -> None:
+    write(project, "train.py", "import os\nprint(os.getcwd())")
+    options = ["--workdir", str(tmp_path), str(project / "train.py")]
+    assert shown(run(bare_hosts, project, *options, names="node1")) == [f"[node1:0] {tmp_path}"]
+
+
+LARGE_BYTES = 200 << 20
+
+
+def receivers(hosts: BareHosts) -> list[psutil.Process]:
+    return [process for process in marked({hosts.mark}) if any("dtrain-receiver" in arg for arg in process.cmdline())]
+
+
+def arriving(hosts: BareHosts) -> bool:
+    return any(path.stat().st_size for path in hosts.cache(1).rglob("large.bin"))
+
+
+def test_a_controller_that_is_killed_while_it_sends_leaves_nothing_that_runs(
+    bare_hosts: BareHosts, project: Path
+) -> None:
+    write(project, "large.bin", "").write_bytes(os.urandom(LARGE_BYTES))
+    write(project, "train.py", "import os\nprint(os.path.getsize('large.bin'))")
+    options = ["--sync", "code", "--hosts", "node1", "--ssh-config", str(bare_hosts.ssh_config), "train.py"]
+    with started_dtrain("run", *options, cwd=project, outlived=True) as process:
+        wait_until(lambda: arriving(bare_hosts), "a part of the file is there")
+        process.kill()
+    wait_until(lambda: not receivers(bare_hosts), "the receiver has ended")
+    assert shown(run(bare_hosts, project, names="node1")) == [f"[node1:0] {LARGE_BYTES}"]
+
+
+def test_a_receiver_that_is_killed_is_an_error_and_the_next_run_goes_on(bare_hosts: BareHosts, project: Path) -> None:
+    write(project, "large.bin", "").write_bytes(os.urandom(LARGE_BYTES))
+    options = ["--sync", "code", "--hosts", "node1", "--ssh-config", str(bare_hosts.ssh_config), "train.py"]
+    with started_dtrain("run", *options, cwd=project) as process:
+        wait_until(lambda: arriving(bare_hosts), "a part of the file is there")
+        for receiver in receivers(bare_hosts):
+            receiver.kill()
+        _, stderr = process.communicate(timeout=60)
+        assert process.returncode == 1
+    assert b"while files were sent" in stderr
+    assert b"start the run again: it goes on" in stderr
+    assert shown(run(bare_hosts, project, names="node1")) == ["[node1:0] first"]
