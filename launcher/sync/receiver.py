@@ -91,7 +91,7 @@ def read_block(descriptor: int) -> bytes:
 
 
 def send(descriptor: int, **message: Any) -> None:
-    data = json.dumps(message).encode()
+    data = json.dumps(message).encode() + b"\n"  # srun passes on whole lines
     data = _LENGTH.pack(len(data)) + data
     while data:
         data = data[os.write(descriptor, data) :]

@@ -301,7 +301,8 @@ def _remembered(file: Path) -> dict[str, tuple[list[int], str]]:
 def _remember(file: Path, known: dict[str, tuple[list[int], str]]) -> None:
     temporary = file.with_name(f".{file.name}-{os.getpid()}-{threading.get_ident()}")
     try:
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # it may be a host's store, too
+        file.parent.mkdir(mode=0o700, exist_ok=True)
         temporary.write_text(json.dumps(known))
         os.replace(temporary, file)
     except OSError:  # no room: the files are read again
