@@ -1,14 +1,19 @@
 """Runs whose code, and whose packages, are sent to real SSH hosts that have neither."""
 
+import contextlib
+import importlib.metadata
 import os
+import shutil
 import subprocess
+import sys
 import textwrap
 import uuid
 from pathlib import Path
 
 import psutil
 import pytest
-from testbed.processes import Result, marked, run_dtrain, started_dtrain, wait_until
+from testbed.imports import ROOT
+from testbed.processes import Result, marked, run_dtrain, run_program, started_dtrain, wait_until
 from testbed.sshd import BareHosts
 
 
@@ -81,14 +86,55 @@ def test_worker_s_paths_lie_in_the_tree_and_its_traceback_has_the_user_s_own(
     assert ".cache" not in result.stderr
 
 
-def test_packages_of_this_python_are_sent(bare_hosts: BareHosts, project: Path) -> None:
+@pytest.fixture(scope="session")
+def small_python(_bare_lab: BareHosts) -> Path:
+    """A Python that has only what dtrain imports, and a package in editable mode; the hosts lack all of it."""
+    venv = _bare_lab.here / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    (packages,) = venv.glob("lib/python3.*/site-packages")
+    needed = ("click", "psutil", "rich", "paramiko", "cryptography", "bcrypt", "PyNaCl", "cffi", "pycparser")
+    for name in needed:
+        for file in importlib.metadata.files(name) or ():
+            if ".." not in file.parts and not file.name.endswith(".pyc"):
+                (packages / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(file.locate(), packages / file)
+    write(_bare_lab.here, "editable/src/mine/__init__.py", "VALUE = 1\n")
+    (packages / "__editable__.mine.pth").write_text(f"{_bare_lab.here}/editable/src\n{ROOT}\n")
+    return venv / "bin/python"
+
+
+def test_packages_of_this_python_are_sent_and_those_in_editable_mode_as_they_are_now(
+    bare_hosts: BareHosts, project: Path, small_python: Path
+) -> None:
     write(
         project,
         "train.py",
-        "import psutil, click, ddp\nprint(psutil.__file__.count('.cache'), ddp.__file__.count('.cache'))",
+        """\
+        import click, cryptography.hazmat.bindings._rust, mine, psutil, sys
+        print(mine.VALUE, *("/.cache/dtrain/" in name for name in (click.__file__, mine.__file__, sys.executable)))
+        """,
     )
-    result = run(bare_hosts, project, names="node1", sync="both")
-    assert shown(result) == ["[node1:0] 1 1"]
+    options = ["--sync", "--hosts", "node1,node2", "--ssh-config", str(bare_hosts.ssh_config), "train.py"]
+    first = run_program(small_python, "-m", "launcher", "run", *options, cwd=project)
+    assert shown(first) == ["[node1:0] 1 True True True", "[node2:1] 1 True True True"]
+    write(bare_hosts.here, "editable/src/mine/__init__.py", "VALUE = 2\n")
+    again = run_program(small_python, "-m", "launcher", "run", *options, cwd=project)
+    assert shown(again) == ["[node1:0] 2 True True True", "[node2:1] 2 True True True"]
+
+
+def test_all_packages_of_this_python_are_sent_and_train(bare_hosts: BareHosts, project: Path) -> None:
+    write(
+        project,
+        "train.py",
+        """\
+        import ddp, torch
+        world = ddp.init()
+        model = ddp.DistributedDataParallel(torch.nn.Linear(2, 1))
+        model(torch.ones(1, 2) * world.rank).sum().backward()
+        print(model.module.weight.grad.tolist(), "/.cache/dtrain/env/" in torch.__file__)
+        """,
+    )
+    assert shown(run(bare_hosts, project, sync="both")) == [f"[node{i + 1}:{i}] [[0.5, 0.5]] True" for i in range(2)]
 
 
 def test_files_are_fetched_from_each_host_after_a_failure_too(bare_hosts: BareHosts, project: Path) -> None:
@@ -201,7 +247,12 @@ LARGE_BYTES = 200 << 20
 
 
 def receivers(hosts: BareHosts) -> list[psutil.Process]:
-    return [process for process in marked({hosts.mark}) if any("dtrain-receiver" in arg for arg in process.cmdline())]
+    found = []
+    for process in marked({hosts.mark}):
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            if any("dtrain-receiver" in arg for arg in process.cmdline()):
+                found.append(process)
+    return found
 
 
 def arriving(hosts: BareHosts) -> bool:
