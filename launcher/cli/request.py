@@ -151,7 +151,8 @@ def check_here(spec: JobSpec) -> None:
             f"the script is {spec.command.target}, but rank 0 does not read the standard input of this command; "
             "save the script to a file, or leave --stdin, --detach out"
         )
-    check_script(spec.command, spec.workdir, is_seen=not all(host.remote for host in spec.hosts))
+    is_sent = "code" in spec.sync and spec.workdir.is_dir()
+    check_script(spec.command, spec.workdir, is_seen=is_sent or not all(host.remote for host in spec.hosts))
 
 
 def check_script(command: WorkerCommand, workdir: Path, *, is_seen: bool) -> None:

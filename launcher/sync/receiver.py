@@ -266,10 +266,11 @@ class Code:
                 if not name.startswith("."):
                     with open(os.path.join(earlier, "record.json"), encoding="utf-8") as file:
                         has = json.load(file)
-                if not is_used(name) and (has is None or _is_unchanged(earlier, has)):
+                is_ours = name.startswith(run_of(self._name))  # whose agent was lost: the script's files stay
+                if not is_used(name) and (has is None or is_ours or _is_unchanged(earlier, has)):
                     os.rename(earlier, self._folder)  # of several that try, one succeeds
-                    self._has = self._valid(files) if has is None else has
-                    self._recorded = has is not None
+                    self._has = self._valid(files) if has is None else _unchanged(self.tree, has)
+                    self._recorded = has is not None and len(self._has) == len(has)
                     return
                 if has is not None:
                     self._others.append((os.path.join(earlier, "tree"), has))
@@ -361,6 +362,12 @@ def _is_unchanged(folder: str, has: dict[str, Any]) -> bool:
     tree = os.path.join(folder, "tree")
     found = {path[len(tree) :]: _mark(entry) for path, entry in walk(tree, compiled=False)}
     return found == {path: mark for path, (_, mark) in has.items() if f"/{_CACHED}/" not in path}
+
+
+def _unchanged(tree: str, has: dict[str, Any]) -> dict[str, Any]:
+    """Return what a tree has of the recorded files, as they were."""
+    there = {path: os.lstat(tree + path) for path in has if os.path.lexists(tree + path)}
+    return {path: has[path] for path, found in there.items() if _mark(found) == has[path][1]}
 
 
 def _mark(found: os.stat_result) -> list[int]:
@@ -472,6 +479,11 @@ def this_process() -> tuple[str, str, str, str]:
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         boot = file.read()[:8]
     return os.uname().nodename.replace("+", "-").replace("/", "-"), boot, str(os.getpid()), _began(os.getpid())
+
+
+def run_of(name: str) -> str:
+    """Return the beginning of a tree's name that says which run it is of."""
+    return name[: name.index("+") + 1]
 
 
 def _began(pid: int) -> str:

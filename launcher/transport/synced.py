@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import itertools
 import json
 import os
 import struct
@@ -18,30 +17,27 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.errors import DtrainError, HostError, ProtocolError, StreamError
+from launcher.errors import DtrainError, HostError, ProtocolError, StreamError, UsageError
 from launcher.frozen import dataclass
 from launcher.hosts.host import Host
 from launcher.placement.job_spec import CommandKind, JobSpec
 from launcher.protocol.message import MAX_NOISE_BYTES
 from launcher.sync import receiver
-from launcher.sync.tree import Code, File, find_code, root_of
+from launcher.sync.contents import BLOCK_BYTES, Block, Blocks, Pace
+from launcher.sync.tree import Code, find_code, root_of
 from launcher.transport.not_started import why_not_started
 from launcher.transport.stream import Stream
+from launcher.transport.sync_progress import Progress
 
 if TYPE_CHECKING:
     from launcher.sync.environment import Environment
 
 STALL_S = 60.0  # without a byte in either direction
-BLOCK_BYTES = 1 << 20
-SHARED_BYTES = 64 << 20  # of blocks that are kept for the other hosts
-_FADES = 0.7  # how much the pace of earlier blocks counts
-_PROBE_BYTES = 1 << 14
 _MESSAGE_BYTES = 1 << 26
-_NOTICE_S = 0.2
 _LENGTH = struct.Struct(">I")
 _FOUND_FOR = 4  # runs of one process
 
@@ -100,7 +96,7 @@ class Outgoing:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._found: _Found | DtrainError | None = None
-        self._blocks: dict[tuple[str, tuple[int, ...]], _Blocks] = {}
+        self._blocks: dict[tuple[str, tuple[int, ...]], Blocks] = {}
         self._progress = Progress()
         self.trees: dict[str, str] = {}  # of the code, by host
         self._starts = threading.Lock()  # never released
@@ -158,7 +154,7 @@ class Outgoing:
         if not isinstance(numbers, list) or not all(isinstance(n, int) and 0 <= n < len(files) for n in numbers):
             raise ProtocolError(f"the receiver asks for {str(numbers)[:80]}")
         with self._lock:
-            blocks = self._blocks.setdefault((part, tuple(numbers)), _Blocks([files[n] for n in numbers]))
+            blocks = self._blocks.setdefault((part, tuple(numbers)), Blocks([files[n] for n in numbers]))
         self._progress.starts(exchange.host.name, blocks.size)
         for block in blocks.all():
             exchange.write_block(block)
@@ -194,6 +190,8 @@ class Outgoing:
                     self._progress.notes(self._found.code.notes)
                 except DtrainError as error:
                     self._found = error
+                except OSError as error:  # a folder that does not exist, or went away
+                    self._found = UsageError(f"--sync: {error.filename} cannot be read: {error.strerror}")
             if isinstance(self._found, DtrainError):
                 raise self._found
             return self._found
@@ -238,95 +236,6 @@ def message_block(data: bytes) -> bytes:
     return _LENGTH.pack(len(data) | receiver.COMPRESSED) + data
 
 
-class _Block:
-    """A part of the contents of files; compressed when a host first wants it so."""
-
-    def __init__(self, data: bytes) -> None:
-        self.data = data
-        self._packed: bytes | None = None
-        self._lock = threading.Lock()
-
-    def packed(self) -> bytes:
-        with self._lock:
-            if self._packed is None:
-                self._packed = zlib.compress(self.data, 1)
-            return self._packed
-
-
-class _Blocks:
-    """The contents of files, one after the other, in blocks; kept for other hosts while they are few."""
-
-    def __init__(self, files: Sequence[File]) -> None:
-        self.size = sum(file.size for file in files)
-        self._files = files
-        self._kept: list[_Block] = []
-        self._source = self._make() if self.size <= SHARED_BYTES else None
-        self._lock = threading.Lock()
-
-    def all(self) -> Iterator[_Block]:
-        if self._source is None:
-            yield from self._make()
-            return
-        for at in itertools.count():
-            with self._lock:
-                if at == len(self._kept):
-                    if (block := next(self._source, None)) is None:
-                        return
-                    self._kept.append(block)
-                block = self._kept[at]
-            yield block
-
-    def _make(self) -> Iterator[_Block]:
-        pieces: list[bytes] = []
-        size = 0
-        for piece in itertools.chain.from_iterable(map(_read, self._files)):
-            pieces.append(piece)
-            size += len(piece)
-            if size >= BLOCK_BYTES:
-                yield _Block(b"".join(pieces))
-                pieces, size = [], 0
-        if pieces:
-            yield _Block(b"".join(pieces))
-
-
-def _read(file: File) -> Iterator[bytes]:
-    """Yield a file's content, in the announced size: the receiver notices if it has changed."""
-    left = file.size
-    try:
-        with open(file.path, "rb", 0) as source:
-            while left and (data := source.read(min(left, BLOCK_BYTES))):
-                left -= len(data)
-                yield data
-    except OSError:  # it was removed
-        pass
-    while left:
-        data = bytes(min(left, BLOCK_BYTES))
-        left -= len(data)
-        yield data
-
-
-class _Pace:
-    """Decides for each block whether to compress it: if that takes less time than sending the bytes that it saves."""
-
-    def __init__(self) -> None:
-        self._written_bytes, self._written_s = 1.0, 0.0  # newest first: older ones count less and less
-        self._compress_s = 0.0  # for a byte; 0: not known
-
-    def frame(self, block: _Block) -> bytes:
-        """Return a block as it is sent."""
-        began = time.monotonic()
-        gain = 1 - len(zlib.compress(block.data[:_PROBE_BYTES], 1)) / min(len(block.data), _PROBE_BYTES)
-        self._compress_s = self._compress_s or (time.monotonic() - began) / min(len(block.data), _PROBE_BYTES)
-        if gain * self._written_s / self._written_bytes > self._compress_s:
-            data = block.packed()
-            return _LENGTH.pack(len(data) | receiver.COMPRESSED) + data
-        return _LENGTH.pack(len(block.data)) + block.data
-
-    def wrote(self, size: int, took_s: float) -> None:
-        self._written_bytes = _FADES * self._written_bytes + size
-        self._written_s = _FADES * self._written_s + took_s
-
-
 class Exchange:
     """The messages with the receiver on one host, before the agent begins."""
 
@@ -337,7 +246,7 @@ class Exchange:
         self._stream = stream
         self._spec = spec
         self._begun = False
-        self._pace = _Pace()
+        self._pace = Pace()
         self._moved_at = time.monotonic()
 
     def watch(self) -> None:
@@ -358,7 +267,7 @@ class Exchange:
             while True:  # the receiver may have said why
                 self.read_message()
 
-    def write_block(self, block: _Block) -> None:
+    def write_block(self, block: Block) -> None:
         frame = self._pace.frame(block)
         began = time.monotonic()
         self.write(frame)
@@ -422,60 +331,6 @@ class Exchange:
             how = "the connection closed" if status is None else f"the receiver ended with status {status}"
             return f"{how} while files were sent{': ' + said[-1] if said else ''}; start the run again: it goes on"
         return why_not_started(self._spec.python, status, words, self.rest)
-
-
-class Progress:
-    """How far the sending to all hosts is, as one line; and notes for the user."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._sizes: dict[str, int] = {}
-        self._sent: dict[str, int] = {}
-        self._notes: list[str] = []
-        self._say: Callable[[str], None] | None = None
-        self._show: Callable[[str], None] = lambda _: None
-        self._wait: Callable[[float], None] = lambda _: None
-        self._shown_at = self._waited_at = 0.0
-
-    def tell(self, *, say: Callable[[str], None], show: Callable[[str], None], wait: Callable[[float], None]) -> None:
-        """Call `say` with notes, `show` with the status, and `wait` with each time that was spent on sending."""
-        with self._lock:
-            self._say, self._show, self._wait = say, show, wait
-        self.notes(())
-
-    def notes(self, notes: Sequence[str]) -> None:
-        with self._lock:
-            self._notes += notes
-            said, self._notes = (self._notes, []) if self._say is not None else ([], self._notes)
-        for note in said:
-            assert self._say is not None
-            self._say(note)
-
-    def starts(self, host: str, size: int) -> None:
-        with self._lock:
-            if not self._sizes:
-                self._shown_at = self._waited_at = time.monotonic()
-            self._sizes[host] = self._sizes.get(host, 0) + size
-            self._sent.setdefault(host, 0)
-
-    def sent(self, host: str, size: int) -> None:
-        with self._lock:
-            self._sent[host] += size
-            now = time.monotonic()
-            if now - self._shown_at < _NOTICE_S:
-                return
-            self._shown_at = now
-            spent_s, self._waited_at = now - self._waited_at, now
-            done, total = sum(self._sent.values()), sum(self._sizes.values())
-            hosts = f"{len(self._sizes)} hosts" if len(self._sizes) > 1 else next(iter(self._sizes))
-            text = f"sending code to {hosts}: {done >> 20} of {total >> 20} MB"
-        self._wait(spent_s)
-        self._show(text)
-
-    def ends(self, host: str) -> None:
-        with self._lock:
-            self._sizes.pop(host, None)
-            self._sent.pop(host, None)
 
 
 class SyncedStream:

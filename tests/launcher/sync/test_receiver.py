@@ -121,6 +121,16 @@ def test_a_tree_in_which_a_script_has_written_stays_and_its_files_are_copied() -
     assert content_of(tree) == {"a.py": b"a", "b.py": b"B", "model.pt": b"weights"}
 
 
+def test_a_later_agent_of_the_same_run_finds_what_the_script_has_written() -> None:
+    contents = {"a.py": b"a", "b.py": b"b"}
+    tree, _ = sent(contents)
+    (tree / "checkpoint.pt").write_bytes(b"weights")
+    (tree / "b.py").write_bytes(b"B")
+    again, asked = sent(contents)
+    assert content_of(again) == {**contents, "checkpoint.pt": b"weights"}
+    assert asked == [["b.py"]]
+
+
 def test_code_of_a_run_that_lives_is_not_taken() -> None:
     contents = {"a.py": b"a"}
     with Host(contents) as host:
