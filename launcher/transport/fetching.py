@@ -13,10 +13,11 @@ from pathlib import Path
 from launcher.errors import DtrainError, HostError
 from launcher.frozen import dataclass
 from launcher.hosts.host import Host
+from launcher.output.text import count
 from launcher.placement.job_spec import JobSpec
 from launcher.sync.receiver import SyncError, check_path
 from launcher.transport.connect import Connector
-from launcher.transport.synced import Exchange, message_block, outgoing_of, receiver_program
+from launcher.transport.synced import Exchange, give_up, message_block, outgoing_of, receiver_program
 
 FOLDER = "fetched"  # in the run's
 CONNECT_S = 30.0
@@ -64,7 +65,8 @@ def fetch_files(spec: JobSpec, folder: Path, *, say: Callable[[str], None], give
     files, size = sum(one.files for one in found), sum(one.size for one in found)
     if files:
         from_hosts = sum(one.files > 0 for one in found)
-        say(f"--fetch: {files} files ({size / 1e6:.1f} MB) of {from_hosts} hosts are in {folder / FOLDER}")
+        came = f"{count(files, 'file')} ({size / 1e6:.1f} MB) of {count(from_hosts, 'host')}"
+        say(f"--fetch: {came} {'is' if files == 1 else 'are'} in {folder / FOLDER}")
     for one in sorted(found, key=lambda one: one.host):
         if one.problem:
             say(f"--fetch: {one.host}: {one.problem}")
@@ -102,7 +104,7 @@ def _fetch(connector: Connector, spec: JobSpec, host: Host, folder: Path, given_
         problem = error.reason if isinstance(error, HostError) else str(error)
     finally:
         exchange.over.set()
-        stream.finish(0.0)
+        give_up(stream)
     return Fetched(host.name, files, size, problem)
 
 

@@ -53,7 +53,7 @@ class Progress:
             spent_s, self._waited_at = now - self._waited_at, now
             done, total = sum(self._sent.values()), sum(self._sizes.values())
             hosts = f"{len(self._sizes)} hosts" if len(self._sizes) > 1 else next(iter(self._sizes))
-            text = f"sending code to {hosts}: {done >> 20} of {total >> 20} MB"
+            text = f"sending files to {hosts}: {done >> 20} of {total >> 20} MB"
         self._wait(spent_s)
         self._show(text)
 

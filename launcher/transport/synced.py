@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from launcher.sync.environment import Environment
 
 STALL_S = 60.0  # without a byte in either direction
+END_S = 2.0  # for a receiver
 _MESSAGE_BYTES = 1 << 26
 _LENGTH = struct.Struct(">I")
 _FOUND_FOR = 4  # runs of one process
@@ -131,12 +132,9 @@ class Outgoing:
             trees = tuple(map(str, message["ready"]))
             self.trees[host.name] = trees[0]
             return SyncedStream(stream, exchange.rest, trees)
-        except HostError:
-            stream.finish(0.0)
-            raise
         except DtrainError as error:
-            stream.finish(0.0)
-            raise HostError(host.name, str(error)) from error
+            give_up(stream)
+            raise error if isinstance(error, HostError) else HostError(host.name, str(error)) from error
         finally:
             exchange.over.set()
 
@@ -331,6 +329,13 @@ class Exchange:
             how = "the connection closed" if status is None else f"the receiver ended with status {status}"
             return f"{how} while files were sent{': ' + said[-1] if said else ''}; start the run again: it goes on"
         return why_not_started(self._spec.python, status, words, self.rest)
+
+
+def give_up(stream: Stream) -> None:
+    """End a stream to a receiver. It ends by itself then; an srun that was killed would keep its step for long."""
+    with contextlib.suppress(StreamError):
+        stream.end()
+    stream.finish(END_S)
 
 
 class SyncedStream:

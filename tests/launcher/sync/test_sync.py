@@ -137,20 +137,25 @@ def test_all_packages_of_this_python_are_sent_and_train(bare_hosts: BareHosts, p
     assert shown(run(bare_hosts, project, sync="both")) == [f"[node{i + 1}:{i}] [[0.5, 0.5]] True" for i in range(2)]
 
 
-def test_files_are_fetched_from_each_host_after_a_failure_too(bare_hosts: BareHosts, project: Path) -> None:
+def test_files_are_fetched_from_each_host_after_a_failure_too(
+    bare_hosts: BareHosts, project: Path, tmp_path: Path
+) -> None:
     write(
         project,
         "train.py",
         """\
-        import os, sys
+        import os, sys, time
         os.mkdir("out")
         for name in ("model.pt", "log.txt"):
             with open("out/" + name, "w") as file:
                 file.write(os.environ["RANK"] * 3_000_000)
+        open(sys.argv[1] + "/" + os.environ["RANK"], "w").close()
+        while len(os.listdir(sys.argv[1])) < 2:
+            time.sleep(0.01)
         sys.exit(3)
         """,
     )
-    result = run(bare_hosts, project, "--fetch", "out/*.pt", "--run-id", "job", "train.py")
+    result = run(bare_hosts, project, "--fetch", "out/*.pt", "--run-id", "job", "train.py", str(tmp_path))
     assert result.returncode == 3
     assert "--fetch: 2 files (6.0 MB) of 2 hosts are in runs/job/fetched" in result.stderr
     fetched = {str(path.relative_to(project)): path.read_text() for path in project.glob("runs/job/fetched/**/*.*")}
