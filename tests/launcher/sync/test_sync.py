@@ -205,7 +205,8 @@ def test_a_restart_on_a_spare_host_sends_it_the_code(bare_hosts: BareHosts, proj
         """,
     )
     result = run(bare_hosts, project, "--nnodes", "1", "--max-restarts", "2", "train.py")
-    assert shown(result) == ["[node1:0] first", "[node2:0] first"]
+    assert shown(result)[-1] == "[node2:0] first"  # what the lost host wrote may be lost with it
+    assert "host node1 was lost" in result.stderr
 
 
 def test_a_host_without_the_script_is_an_error_that_names_the_option(bare_hosts: BareHosts, project: Path) -> None:
