@@ -4,6 +4,7 @@ import contextlib
 import importlib.metadata
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -265,15 +266,17 @@ def arriving(hosts: BareHosts) -> bool:
     return any(path.stat().st_size for path in hosts.cache(1).rglob("large.bin"))
 
 
-def test_a_controller_that_is_killed_while_it_sends_leaves_nothing_that_runs(
-    bare_hosts: BareHosts, project: Path
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT])
+def test_a_controller_that_is_stopped_while_it_sends_leaves_nothing_that_runs(
+    signum: int, bare_hosts: BareHosts, project: Path
 ) -> None:
     write(project, "large.bin", "").write_bytes(os.urandom(LARGE_BYTES))
     write(project, "train.py", "import os\nprint(os.path.getsize('large.bin'))")
     options = ["--sync", "code", "--hosts", "node1", "--ssh-config", str(bare_hosts.ssh_config), "train.py"]
     with started_dtrain("run", *options, cwd=project, outlived=True) as process:
         wait_until(lambda: arriving(bare_hosts), "a part of the file is there")
-        process.kill()
+        process.send_signal(signum)
+        process.wait(30)
     wait_until(lambda: not receivers(bare_hosts), "the receiver has ended")
     assert shown(run(bare_hosts, project, names="node1")) == [f"[node1:0] {LARGE_BYTES}"]
 
