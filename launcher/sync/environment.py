@@ -37,6 +37,7 @@ class Environment:
     site: tuple[str, ...]
     editable: tuple[str, ...]
     libc: tuple[int, ...]
+    unrecorded: tuple[str, ...]  # packages that are not sent: nothing says which files they have
     listing: bytes
     digest: str
 
@@ -53,6 +54,7 @@ class _Installed:
     site: tuple[str, ...]
     editable: tuple[str, ...]
     libc: tuple[int, ...]
+    unrecorded: tuple[str, ...]
     paths: tuple[str, ...]
 
 
@@ -70,22 +72,24 @@ def find_environment(cache: Path) -> Environment:
         with contextlib.suppress(OSError):
             data = listing.read_bytes()
             if (digest := hashlib.sha256(data).hexdigest()) == known[2]:
-                return Environment(installed.site, installed.editable, installed.libc, data, digest)
+                return Environment(
+                    installed.site, installed.editable, installed.libc, installed.unrecorded, data, digest
+                )
     data = pack(file.as_list() for file in hashed(found, cache / "environment.hashes"))
     digest = hashlib.sha256(data).hexdigest()
     with contextlib.suppress(OSError):  # no room: all is found again
         listing.write_bytes(data)
         text = json.dumps([vars(installed), mark, digest])
         (cache / "environment.json").write_text(text)
-    return Environment(installed.site, installed.editable, installed.libc, data, digest)
+    return Environment(installed.site, installed.editable, installed.libc, installed.unrecorded, data, digest)
 
 
 def _known(file: Path) -> tuple[_Installed, str, str] | None:
     """Return what was found last time: the packages, what their files looked like, and the hash of the list."""
     try:
         found, mark, digest = json.loads(file.read_bytes())
-        site, editable, libc, paths = (tuple(found[name]) for name in ("site", "editable", "libc", "paths"))
-        return _Installed(found["key"], site, editable, libc, paths), mark, digest
+        names = ("site", "editable", "libc", "unrecorded", "paths")
+        return _Installed(found["key"], *(tuple(found[name]) for name in names)), mark, digest
     except (OSError, ValueError, TypeError, LookupError):
         return None
 
@@ -126,13 +130,14 @@ def _mark_of(found: dict[str, os.stat_result]) -> str:
 
 def _installed(key: str) -> _Installed:
     """Return the packages, by reading their metadata."""
-    site, editable, paths = [], [], []
+    site, editable, paths, unrecorded = [], [], [], []
     libc: tuple[int, ...] = (2, 17)
     for folder in _search_path():
         site.append(folder)
         if not _has_packages(folder):
             editable.append(folder)
             continue
+        unrecorded += _unrecorded(folder)
         for path in _packaged(folder):
             paths.append(path)
             if path.endswith(".dist-info/WHEEL"):
@@ -141,7 +146,7 @@ def _installed(key: str) -> _Installed:
             site.append(os.path.dirname(source))
             editable.append(source)
     site, editable = [*dict.fromkeys(site)], [*dict.fromkeys(editable)]
-    return _Installed(key, tuple(site), tuple(editable), libc, tuple(dict.fromkeys(paths)))
+    return _Installed(key, tuple(site), tuple(editable), libc, tuple(unrecorded), tuple(dict.fromkeys(paths)))
 
 
 def _search_path() -> Iterator[str]:
@@ -170,6 +175,15 @@ def _packaged(folder: str) -> Iterator[str]:
         for each in names:
             if not (each.startswith(("/", "../", "__editable__")) or each.endswith(".pyc")):
                 yield os.path.join(folder, each)
+
+
+def _unrecorded(folder: str) -> list[str]:
+    """Return the packages in a folder whose files are not recorded: those of a system's package manager."""
+    return [
+        name.partition("-")[0].removesuffix(".egg-info")
+        for name in sorted(os.listdir(folder))
+        if name.endswith((".dist-info", ".egg-info")) and not os.path.exists(os.path.join(folder, name, "RECORD"))
+    ]
 
 
 def _mapped(folder: str) -> Iterator[str]:

@@ -109,8 +109,8 @@ def find_code(
         paths.setdefault(named, os.stat(named))
     root = roots[0] if roots else packages[0]
     _check_size(root, paths)
-    notes = [f"not sent, for they look like secrets: {_some(secrets)}; write !NAME in {IGNORE_FILE} to send one"]
-    notes += [f"not sent: {_some(strange)}: links that lead out of the folder, or no plain files"]
+    notes = [f"not sent, for they look like secrets: {some(secrets)}; write !NAME in {IGNORE_FILE} to send one"]
+    notes += [f"not sent: {some(strange)}: links that lead out of the folder, or no plain files"]
     kept = tuple(note for note, about in zip(notes, (secrets, strange), strict=True) if about)
     files = hashed(paths, cache / f"{hashlib.sha256(os.fsencode(root)).hexdigest()[:16]}.json")
     return Code(root, files, tuple(links.items()), kept)
@@ -251,7 +251,7 @@ def _check_size(root: str, paths: dict[str, os.stat_result]) -> None:
     )
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(ascii(name)[1:-1] for name in names[:_NAMED]) + more
 

@@ -28,7 +28,7 @@ from launcher.placement.job_spec import CommandKind, JobSpec
 from launcher.protocol.message import MAX_NOISE_BYTES
 from launcher.sync import receiver
 from launcher.sync.contents import BLOCK_BYTES, Block, Blocks, Pace
-from launcher.sync.tree import Code, find_code, root_of
+from launcher.sync.tree import Code, find_code, root_of, some
 from launcher.transport.not_started import why_not_started
 from launcher.transport.stream import Stream
 from launcher.transport.sync_progress import Progress
@@ -185,7 +185,7 @@ class Outgoing:
             if self._found is None:
                 try:
                     self._found = _find(spec)
-                    self._progress.notes(self._found.code.notes)
+                    self._progress.notes(_notes(self._found))
                 except DtrainError as error:
                     self._found = error
                 except OSError as error:  # a folder that does not exist, or went away
@@ -213,6 +213,13 @@ def _find(spec: JobSpec) -> _Found:
         roots += [path for path in environment.editable if path not in (root, str(dtrain))]
     code = find_code(roots, packages, cache=cache, left_out={str(spec.log_dir.absolute())}, named=script)
     return _Found(code, environment, str(dtrain))
+
+
+def _notes(found: _Found) -> list[str]:
+    """Return what the user should know of what is not sent."""
+    unsent = found.environment.unrecorded if found.environment is not None else ()
+    text = f"not sent, since no RECORD says which files they have: {some(unsent)}; install them with pip, here or there"
+    return [*found.code.notes, *([text] if unsent else [])]
 
 
 def _is_moved(spec: JobSpec, code: Code) -> bool:

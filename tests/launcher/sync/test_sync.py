@@ -101,6 +101,7 @@ def small_python(_bare_lab: BareHosts) -> Path:
                 shutil.copy2(file.locate(), packages / file)
     write(_bare_lab.here, "editable/src/mine/__init__.py", "VALUE = 1\n")
     (packages / "__editable__.mine.pth").write_text(f"{_bare_lab.here}/editable/src\n{ROOT}\n")
+    (packages / "of_debian-1.0.egg-info").touch()
     return venv / "bin/python"
 
 
@@ -118,6 +119,7 @@ def test_packages_of_this_python_are_sent_and_those_in_editable_mode_as_they_are
     options = ["--sync", "--hosts", "node1,node2", "--ssh-config", str(bare_hosts.ssh_config), "train.py"]
     first = run_program(small_python, "-m", "launcher", "run", *options, cwd=project)
     assert shown(first) == ["[node1:0] 1 True True True", "[node2:1] 1 True True True"]
+    assert "not sent, since no RECORD says which files they have: of_debian; install them with pip" in first.stderr
     write(bare_hosts.here, "editable/src/mine/__init__.py", "VALUE = 2\n")
     again = run_program(small_python, "-m", "launcher", "run", *options, cwd=project)
     assert shown(again) == ["[node1:0] 2 True True True", "[node2:1] 2 True True True"]
