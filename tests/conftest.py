@@ -28,7 +28,7 @@ from testbed.require import require
 from testbed.seeds import Seeds
 from testbed.slow import Share, are_named, select
 from testbed.slurm import Node, SlurmCluster
-from testbed.sshd import SshHosts, find_sshd
+from testbed.sshd import BareHosts, SshHosts, find_sshd
 from testbed.warm import WarmProcess
 
 from launcher.runs.registry import entries
@@ -112,7 +112,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
     items.sort(key=lambda item: not item.nodeid.startswith(LONG))
     for item in items:
-        if not {"ssh_hosts", "network_hosts", "pods"}.isdisjoint(getattr(item, "fixturenames", ())):
+        if not {"ssh_hosts", "bare_hosts", "network_hosts", "pods"}.isdisjoint(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.sshd)
 
 
@@ -165,6 +165,18 @@ def ssh_hosts(_ssh_lab: SshHosts) -> SshHosts:
     """Four running SSH hosts, node1 ... node4, with their first keys whatever the last test did to them."""
     _ssh_lab.reset()
     return _ssh_lab
+
+
+@pytest.fixture(scope="session")
+def _bare_lab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[BareHosts]:
+    yield from _run_lab(request, BareHosts(tmp_path_factory.mktemp("bare")))
+
+
+@pytest.fixture
+def bare_hosts(_bare_lab: BareHosts) -> BareHosts:
+    """Two SSH hosts, node1 and node2, that have a Python and nothing else: no project, no dtrain, no packages."""
+    _bare_lab.reset()
+    return _bare_lab
 
 
 @pytest.fixture(scope="session")

@@ -40,8 +40,8 @@ ONE_STRATEGY = "import ddp; ddp.strategy('all_reduce')"
 # Top down: each imports only what stands behind it. Packages inside of a package have lines of their own.
 ORDERS = {
     "launcher": [
-        "__main__", "functions", "cli", "check", "runs", "controller", "transport", "agent", "output", "timeline",
-        "job", "placement", "hangs", "hosts", "machine", "protocol", "decode", "frozen", "errors",
+        "__main__", "functions", "cli", "check", "runs", "controller", "transport", "sync", "agent", "output",
+        "timeline", "job", "placement", "hangs", "hosts", "machine", "protocol", "decode", "frozen", "errors",
     ],
     "ddp": [
         "training", "callbacks", "strategies.parameter_server",

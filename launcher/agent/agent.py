@@ -27,6 +27,7 @@ from launcher.agent.evidence import EvidenceRound
 from launcher.agent.host_facts import find_facts, likely_workers
 from launcher.agent.kept_copy import KeptCopy
 from launcher.agent.rendezvous import StoreProcess
+from launcher.agent.sent_files import moved_orders, moved_start
 from launcher.agent.stream_writer import StreamWriter
 from launcher.agent.workers.warm_start import ForkServer, Warmth
 from launcher.errors import ProtocolError
@@ -54,7 +55,7 @@ from launcher.protocol.commands import (
     Suspend,
 )
 from launcher.protocol.frames import Decoder
-from launcher.protocol.message import AGENT_WORKDIR, HEARTBEAT_S, PREAMBLE, PROTOCOL, Message
+from launcher.protocol.message import AGENT_TREE, AGENT_WORKDIR, HEARTBEAT_S, PREAMBLE, PROTOCOL, Message
 from launcher.protocol.reports import Bye, Hello, Swept
 from launcher.protocol.two_way import ChannelData, ChannelTaken, Heartbeat
 
@@ -91,6 +92,7 @@ class Agent:
         self._rest = Rest()
         self._attempt_end: AttemptEnd | None = None  # ...to here
         self._ending_attempt: int | None = None  # answered with Swept once it has ended
+        self._tree = ""  # where files that were sent lie
         self._reason: str | None = None  # set once the agent will exit: why; empty after a Stop
         self._left: list[str] = []
         self._done = False
@@ -246,7 +248,9 @@ class Agent:
                 self._prepare(message)
             case Function():
                 self._keep_function(message)
-            case OpenStore() | ReservePorts() | SharePrefixes() | StartWorker():
+            case StartWorker():
+                self._begin(moved_start(message, self._tree))
+            case OpenStore() | ReservePorts() | SharePrefixes():
                 self._begin(message)
             case RestartWorker() if attempt is not None and self._attempt_end is None:
                 attempt.restart(message)
@@ -295,7 +299,9 @@ class Agent:
         raise AssertionError("unreachable")
 
     def _prepare(self, message: Prepare) -> None:
-        self._prepared = message = replace(message, workdir=os.environ.pop(AGENT_WORKDIR, message.workdir))
+        message = replace(message, workdir=os.environ.pop(AGENT_WORKDIR, message.workdir))
+        self._tree = os.environ.pop(AGENT_TREE, "")
+        self._prepared = message = moved_orders(message, self._tree, os.environ)
         self._lease.begin(message.lease_s, time.monotonic())
         self._next_heartbeat = time.monotonic()
         os.environ.update(message.export)

@@ -33,7 +33,9 @@ def find_facts(message: Prepare, *, problems: list[str], left: list[str]) -> Fac
     if not workdir.is_dir():
         problems.append(f"the working directory {workdir} does not exist; name one with --workdir")
     elif message.script is not None and not (workdir / message.script).exists():
-        problems.append(f"the script {workdir / message.script} does not exist; copy it there, or see --workdir")
+        problems.append(
+            f"the script {workdir / message.script} does not exist; send it with --sync code, or see --workdir"
+        )
     if message.program is not None and workdir.is_dir():
         problems += _program_problems(message.program, workdir)
     if message.behind and workdir.is_dir():

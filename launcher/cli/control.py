@@ -10,8 +10,9 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from launcher.cli.caller import Caller, Verbosity
 from launcher.cli.options import Options
@@ -20,6 +21,10 @@ from launcher.cli.run_end import Ended, Ending, requeue
 from launcher.frozen import replace
 from launcher.runs.housekeeping import Limits
 from launcher.transport.connect import start_agents
+
+if TYPE_CHECKING:
+    from launcher.job.events import Event
+    from launcher.placement.job_spec import JobSpec
 
 _SWITCH_S = 0.0005  # threads that connect wait this long at each step while this one imports
 
@@ -66,6 +71,7 @@ def control(request: Request, options: Options, limits: Limits, verbosity: Verbo
         output = OutputThread(console, logs, output_filter=request.output_filter)
         output.start()
         recording = Recording(folder, spec.run_id, say=output.say, failed=output.cannot_write)
+        say: Callable[[str], None] = (lambda _: None) if verbosity.quiet else output.say
         session = Session(
             spec,
             output,
@@ -78,7 +84,7 @@ def control(request: Request, options: Options, limits: Limits, verbosity: Verbo
             limits=limits,
             detachment=caller.detachment,
             timeline=recording.timeline,
-            say=(lambda _: None) if verbosity.quiet else output.say,
+            say=say,
         )
 
         def show_progress(text: str) -> None:
@@ -108,6 +114,8 @@ def control(request: Request, options: Options, limits: Limits, verbosity: Verbo
                     take=caller.take,
                 )
                 session.control.start(controller.put)
+                if spec.sync:
+                    _follow_sending(spec, controller.put, say, show_progress if shows_progress else None)
                 known = len(early)
                 outcome = controller.run(early)
                 if listener is not None:
@@ -119,12 +127,26 @@ def control(request: Request, options: Options, limits: Limits, verbosity: Verbo
         finally:
             output.close()
         kept = folder if logs.usable else None
+        if spec.fetch and kept is not None:
+            from launcher.transport.fetching import fetch_files
+
+            fetch_files(spec, kept, say=verbosity.inform, given_up=lambda: len(early) > known)
         ending = Ending(request, verbosity, caller, outcome, kept, controller.evidence_file, *session.spent(outcome))
         text = ending.report(output)
         state = session.end(outcome, controller.evidence_file, ending.kept_report(output))
         if outcome.preempted:
             outcome = replace(outcome, exit_code=requeue(outcome, verbosity))
     return Ended(outcome, text, (*controller.caught, *early[known:]), state, kept)
+
+
+def _follow_sending(
+    spec: JobSpec, put: Callable[[Event], None], say: Callable[[str], None], show: Callable[[str], None] | None
+) -> None:
+    """Show how far the sending of files is, and have the job wait for it."""
+    from launcher.job.events import Sending
+    from launcher.transport.synced import outgoing_of
+
+    outgoing_of(spec).progress.tell(say=say, show=show or (lambda _: None), wait=lambda seconds: put(Sending(seconds)))
 
 
 def _has_no_input() -> bool:

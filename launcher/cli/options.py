@@ -55,6 +55,13 @@ class Listed(Option):
     """An option whose value is a comma-separated list; in the config file it may be a list."""
 
 
+class _Optional(Option):
+    """An option whose value may be left out before another option; it is `flag_value` then."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, is_flag=False, **more)
+
+
 class _Several(Option):
     """An option that may be repeated; its variable is split as by a shell, so that quoted values may have spaces."""
 
@@ -167,6 +174,21 @@ class Options:
         "Rank that reads the standard input of this command; the others read an empty one. Input is read ahead: use "
         "none in a shell loop that reads its own input.  [default: 0]",
         "RANK|none",
+    )
+
+    sync: str | None = _option(
+        "Send the hosts what they lack: code, the git repository or folder of SCRIPT; env, the packages of this "
+        "Python; or both. A host needs sshd, and a Python of the same minor version.",
+        "code|env|both",
+        type=click.Choice(["code", "env", "both"]),
+        flag_value="both",
+        cls=_Optional,
+    )
+
+    fetch: tuple[str, ...] = _several(
+        "At the end, also after a failure, bring files that match this pattern from the workers' folder on each remote "
+        "host to the run's folder, under fetched/HOST. May be repeated.",
+        "PATTERN",
     )
 
     # GPUs and processors

@@ -45,12 +45,12 @@ _SOURCES = ("hosts", "hostfile", "hosts_script", "simulate")
 _UNCHANGED = (
     "nnodes", "gpus_per_proc", "oversubscribe", "start_timeout_s", "grace_s", "max_restarts", "grow",
     "heartbeat_timeout_s", "stall_timeout_s", "on_nonfinite", "master_addr", "master_port", "pass_local_rank",
-    "virtual_local_rank", "last_call_s", "signals", "start_method", "hosts_script", "requeue",
+    "virtual_local_rank", "last_call_s", "signals", "start_method", "hosts_script", "requeue", "fetch",
 )  # fmt: skip
 _MADE = (
     "command", "hosts", "nproc", "workdir", "python", "export", "log_dir", "run_id", "hang", "chaos", "interfaces",
     "roles", "env_for", "numa_binding", "keep_warm_s", "first_attempt", "ssh", "setup", "agent_prefix",
-    "launch_prefix", "stdin_rank",
+    "launch_prefix", "stdin_rank", "sync", "names_workdir",
 )  # fmt: skip
 
 
@@ -153,7 +153,8 @@ def check_here(spec: JobSpec) -> None:
             f"the script is {spec.command.target}, but rank 0 does not read the standard input of this command; "
             "save the script to a file, or leave --stdin, --detach out"
         )
-    check_script(spec.command, spec.workdir, is_seen=not all(host.remote for host in spec.hosts))
+    is_sent = "code" in spec.sync and spec.workdir.is_dir()
+    check_script(spec.command, spec.workdir, is_seen=is_sent or not all(host.remote for host in spec.hosts))
 
 
 def check_script(command: WorkerCommand, workdir: Path, *, is_seen: bool) -> None:
@@ -301,6 +302,8 @@ def _spec(
         setup=options.setup or "",
         agent_prefix=_split("--agent-prefix", options.agent_prefix),
         launch_prefix=_split("--launch-prefix", options.launch_prefix),
+        sync=_sync(options.sync),
+        names_workdir=options.workdir is not None,
         **{name: getattr(options, name) for name in _UNCHANGED},
     )
     if spec.ssh.command:
@@ -397,6 +400,10 @@ def _split(option: str, text: str | None) -> tuple[str, ...]:
     if not words:
         raise UsageError(f"{option} is {text!r}; write a command, or leave it out")
     return words
+
+
+def _sync(text: str | None) -> tuple[str, ...]:
+    return ("code", "env") if text == "both" else (text,) if text else ()
 
 
 def _keep_warm_s(text: str | None) -> float:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from launcher.controller.paths_here import with_paths_here
 from launcher.errors import DtrainError, HostError
 from launcher.hosts.host import Host
 from launcher.job.events import AgentMessage, Connected, Event, Lost
@@ -23,7 +24,7 @@ from launcher.protocol.message import PREAMBLE
 from launcher.protocol.message import Command as AgentCommand
 from launcher.protocol.reports import Asks, Bye, Output
 from launcher.protocol.two_way import Heartbeat
-from launcher.transport.connect import why_not_started
+from launcher.transport.not_started import why_not_started
 from launcher.transport.stream import Stream
 
 LET_GO_S = 10.0  # for an agent to end after its stream
@@ -150,11 +151,13 @@ class Link:
 
     def _pump(self, stream: Stream) -> str:
         """Read until the end; return why it ended."""
-        decoder = Decoder()
+        decoder, trees = Decoder(), getattr(stream, "trees", ())
         greeted = said_bye = False
         while data := stream.read():
             for message in decoder.feed(data):
                 greeted = True
+                if trees:
+                    message = with_paths_here(message, trees)
                 said_bye = said_bye or isinstance(message, Bye)
                 if isinstance(message, Output):
                     if self._closed or self._output is None:  # given up: its ranks may run on another host by now

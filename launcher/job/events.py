@@ -58,6 +58,13 @@ class Slept:
 
 
 @dataclass(frozen=True)
+class Sending:
+    """Files were sent to hosts for so long (--sync): the first start may take that much longer."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Discovered:
     """All hosts that the user's discovery script has printed last."""
 
@@ -129,7 +136,7 @@ class AskerLeft:
 
 
 Event: TypeAlias = (
-    Connected | AgentMessage | Lost | ReaderBlocked | Discovered | Slept | Signalled | Tick
+    Connected | AgentMessage | Lost | ReaderBlocked | Sending | Discovered | Slept | Signalled | Tick
     | InputRead | Asked | AskerSent | AskerLeft
 )  # fmt: skip
 

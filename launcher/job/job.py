@@ -25,6 +25,7 @@ from launcher.job.events import (
     Lost,
     ReaderBlocked,
     Send,
+    Sending,
     Signalled,
     Slept,
     StacksQuestion,
@@ -118,6 +119,8 @@ class Job:
                 self.fleet.hear(self.fleet.states[event.host], None, now)
                 if self.attempt is not None:
                     self.attempt.made_progress(now)
+            case Sending() if self.attempt is None:
+                self._timers.slept(event.seconds)
             case Slept():
                 self.fleet.slept(event.seconds)
                 self._timers.slept(event.seconds)

@@ -30,7 +30,7 @@ _TRAVELLING = (
 )  # fmt: skip
 # Variables that dtrain sets for its own processes, workers and --on-end commands. Users do not set them.
 INTERNAL_VARIABLES = frozenset(f"DTRAIN_{name}" for name in (
-    "AGENT", "AGENT_SLOTS", "AGENT_MACHINE", "AGENT_WORKDIR", "FILE_LIMIT",
+    "AGENT", "AGENT_SLOTS", "AGENT_MACHINE", "AGENT_WORKDIR", "AGENT_TREE", "FILE_LIMIT",
     "DEFAULTS", "HOST", "ELASTIC", "LOST_AFTER_S", "PROGRESS_FILE", "ROLES", "RUN_KEY", "GENERATION", "GENERATION_PIPE",
     "GENERATION_FILE", "STATE_FILE", "COPY_FILE", "COPY_NOTE", "TIMELINE_FILE", "DEBUGGER_FILE",
     "RUN", "STATE", "EXIT_CODE", "CAUSE", "FOLDER", "IN_ON_END",
@@ -137,6 +137,9 @@ class JobSpec:
     agent_prefix: tuple[str, ...] = ()  # a command that runs the agent
     launch_prefix: tuple[str, ...] = ()  # a command that runs each worker, with {rank}, {local_rank} and {host}
     stdin_rank: int | None = None  # rank that reads this command's standard input
+    sync: tuple[str, ...] = ()  # what is sent to the hosts: code, env
+    fetch: tuple[str, ...] = ()  # patterns of files that are brought back from remote hosts at the end
+    names_workdir: bool = False  # the user chose the working directory, which the hosts may have
 
     @property
     def min_hosts(self) -> int:
@@ -179,6 +182,8 @@ class JobSpec:
             raise UsageError(f"--stall-timeout-s is {self.stall_timeout_s:g}; it must be 1 second or more, {_AT_MOST}")
         self._check_keep_warm()
         self._check_setup()
+        if self.sync and any(host.kind is HostKind.JOINED for host in self.hosts):
+            raise UsageError("--sync sends files to hosts that dtrain starts on; nodes started by hand use their own")
         self._check_chaos()
         if not 1 <= self.min_hosts <= self.max_hosts:
             raise UsageError(f"--nnodes is {self.min_hosts}:{self.max_hosts}; write MIN:MAX with 1 <= MIN <= MAX")
@@ -198,6 +203,8 @@ class JobSpec:
     def _check_setup(self) -> None:
         if len(self.setup) > MAX_SETUP:
             raise UsageError(f"--setup has {len(self.setup)} characters; put more than {MAX_SETUP} into a file there")
+        if self.sync and (self.setup or self.agent_prefix):
+            raise UsageError("--sync does not go with --setup or --agent-prefix yet; leave one of them out")
         if self.setup and any(host.parts > 1 for host in self.hosts):
             raise UsageError("--setup is not for hosts that are simulated; run its line here, before dtrain")
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -19,11 +18,10 @@ from zlib import crc32
 
 from launcher.errors import StreamError
 from launcher.hosts.host import Host, HostKind
-from launcher.machine.packages import install_command
 from launcher.placement.job_spec import CommandKind, JobSpec
 from launcher.transport.client import Clients
 from launcher.transport.local import LocalStream
-from launcher.transport.setup import first_bytes, host_command, why_setup_failed
+from launcher.transport.setup import first_bytes, host_command
 from launcher.transport.stream import Stream, shell_line
 
 if TYPE_CHECKING:
@@ -56,6 +54,10 @@ class Connector:
         own = any(not host.remote for host in spec.hosts)
         self._needs_address = own and spec.master_addr is None and not spec.interfaces
         self._srun = None
+        if spec.sync:
+            from launcher.transport.synced import outgoing_of
+
+            outgoing_of(spec)  # it takes as long as connecting
         if any(host.kind is HostKind.SRUN for host in spec.hosts):
             from launcher.transport.srun import Srun
 
@@ -68,7 +70,20 @@ class Connector:
             return self._listener.wait(host.name, deadline - LISTENER_S)
         is_agent = self._module == AGENT
         command = agent_command(self._spec, host) if is_agent else host_command(self._spec, self._module)
-        first = first_bytes(self._spec)
+        if not self._spec.sync or not host.remote:
+            return self._open(host, command, deadline, first_bytes(self._spec))
+        from launcher.transport.synced import outgoing_of
+
+        return outgoing_of(self._spec).begin(host, self.open_receiver(host, deadline), self._spec, command[1:])
+
+    def open_receiver(self, host: Host, deadline: float) -> Stream:
+        """Open a stream to the program that takes files on a remote host, or sends them. Raises HostError."""
+        from launcher.transport.synced import receiver_command  # only for runs that send files, or fetch some
+
+        return self._open(host, receiver_command(self._spec), deadline, b"")
+
+    def _open(self, host: Host, command: list[str], deadline: float, first: bytes) -> Stream:
+        """Start a command on a host, or here, which reads `first` from its input. Raises HostError."""
         if host.kind is HostKind.SSH and self._spec.ssh.command:
             return self._by_client(host, command, deadline, first)
         if host.kind is HostKind.SSH:
@@ -153,9 +168,6 @@ def _give_up(streams: Collection[Stream]) -> None:
         stream.finish(_GIVE_UP_S)
 
 
-_PYTHONHOME = re.compile(r"PYTHONHOME = '([^']+)'")  # in Python's message
-
-
 class _Opening:
     """A stream that is opened in another thread."""
 
@@ -203,28 +215,3 @@ def warm_key(spec: JobSpec, host: Host) -> str:
         return ""
     words = (host.name, spec.command.kind.value, str(spec.workdir), spec.command.target)
     return f"{host.part}-{crc32(os.fsencode(chr(0).join(words))):08x}"
-
-
-def why_not_started(python: str, status: int | None, words: str, noise: bytes) -> str:
-    """Return why a stream ended before a greeting, from the result of `finish`, and what came instead."""
-    if why := why_setup_failed(words):
-        return why
-    if status in (126, 127) and (not words or os.path.basename(python) in words):
-        return f"there is no Python at {python}; name the one that has dtrain with --python"
-    if "No module named launcher.check" in words:
-        return f"{python} there has an older dtrain, without `dtrain check`"
-    if (home := _PYTHONHOME.search(words)) is not None or "No module named 'encodings'" in words:
-        named = f" to {home[1]}" if home is not None else ""
-        return f"{python} there cannot find its own library: PYTHONHOME may be set{named} there; unset it"
-    if "No module named" in words:
-        fix = install_command(python)
-        return f"{python} there has no dtrain; " + (f"install it: {fix}" if fix else "install the same version as here")
-    said = [
-        line.strip() for line in [*noise.decode("utf-8", "replace").splitlines(), *words.splitlines()] if line.strip()
-    ]
-    reason = f"the agent did not start (status {status}): {(said or ['it said nothing'])[-1]}"
-    if status in (126, 127):
-        reason += "; is what --agent-prefix names installed there?"
-    elif status is not None and "Traceback" not in words:
-        reason += "; does its shell end first, or a start-up file of it such as .bashrc?"
-    return reason

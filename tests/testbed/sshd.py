@@ -10,12 +10,13 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import psutil
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
@@ -29,8 +30,10 @@ from cryptography.hazmat.primitives.serialization import (
     PublicFormat,
 )
 
+from testbed.imports import ROOT
 from testbed.lab import Lab, clear_temp
 from testbed.left import own_group
+from testbed.namespaces import PARTS, path_of, run_part
 from testbed.processes import MARK, kill, marked, wait_until
 
 PrivateKey: TypeAlias = Ed25519PrivateKey | EllipticCurvePrivateKey
@@ -72,6 +75,15 @@ Host {name}
 """
 
 
+# Covers folders, and becomes what follows `--`. Their parents stay: only the folders themselves are empty.
+HIDE = """\
+set -e
+while [ "$1" != -- ]; do mount -t tmpfs -o mode=755 tmpfs "$1"; shift; done
+shift
+exec "$@"
+"""
+
+
 def find_sshd() -> str | None:
     """The path of sshd (absolute, as sshd itself demands), or None; /usr/sbin is not on every user's PATH."""
     return shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
@@ -81,10 +93,13 @@ class SshHosts(Lab):
     """Hosts node1 ... nodeN, numbered from 1. They run inside the `with` block, and nothing of them after it.
 
     Sessions get an empty HOME of their own (so that no slow .bashrc is read), the mark by which what they
-    leave behind is found, their host's name in DTRAIN_TEST_HOST, and `env`.
+    leave behind is found, their host's name in DTRAIN_TEST_HOST, and `env`. The folders of `hidden` are empty there:
+    each host then has a mount namespace of its own, which needs root.
     """
 
-    def __init__(self, folder: Path, *, count: int = 4, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, count: int = 4, env: Mapping[str, str] | None = None, hidden: Sequence[Path] = ()
+    ) -> None:
         sshd = find_sshd()
         if sshd is None:
             raise FileNotFoundError("no sshd on this machine: apt-get install openssh-server")
@@ -94,6 +109,7 @@ class SshHosts(Lab):
         self.port = 0
         self._sshd = sshd
         self._env = dict(env or {})
+        self._hidden = hidden
         self._keys = {i: Ed25519PrivateKey.generate() for i in self._numbers()}
         self._changed: set[int] = set()
         self._configured: set[int] = set()
@@ -299,6 +315,9 @@ class SshHosts(Lab):
             return
         folder = self._host_folder(i)
         argv = [self._sshd, "-D", "-e", "-f", str(folder / "sshd_config")]
+        if self._hidden:
+            hide = [path_of("unshare"), "--mount", "--propagation", "private", "--", "sh", "-c", HIDE, "hide"]
+            argv = [*hide, *map(str, self._hidden), "--", *argv]
         with (folder / "sshd.log").open("wb") as log:
             self._listeners[i] = subprocess.Popen(
                 argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
@@ -317,6 +336,38 @@ class SshHosts(Lab):
         found = marked({self.mark}, **{HOST: self.names[i - 1]})
         kill(found)
         return len(found)
+
+
+class BareHosts(SshHosts):
+    """Hosts that have a Python and nothing else: the project, its packages, and `here`, where tests have their own."""
+
+    parts: ClassVar[Mapping[str, str]] = {"unshare": PARTS["unshare"]}
+
+    def __init__(self, folder: Path, *, count: int = 2) -> None:
+        self.here = folder / "here"
+        self.here.mkdir(parents=True)
+        packages = [Path(path) for path in sys.path if Path(path).name == "site-packages" and Path(path).is_dir()]
+        super().__init__(folder, count=count, hidden=(self.here, *packages, Path(sys.prefix), ROOT))
+
+    @staticmethod
+    def why_not() -> str | None:
+        if os.geteuid() != 0:
+            return "only root can give each host a mount namespace"
+        try:
+            run_part("unshare", "--mount", "sh", "-c", "mount -t tmpfs tmpfs /mnt")
+        except ChildProcessError as error:
+            return str(error)
+        return None
+
+    def cache(self, i: int) -> Path:
+        """Where host i keeps what it was sent."""
+        return self.home(i) / ".cache" / "dtrain"
+
+    def reset(self) -> None:
+        for i in self._numbers():
+            shutil.rmtree(self.home(i), ignore_errors=True)
+            self.home(i).mkdir(parents=True)
+        super().reset()
 
 
 def _free_port(addresses: Collection[str]) -> int:

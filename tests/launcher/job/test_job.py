@@ -24,6 +24,7 @@ from launcher.job.events import (
     ReaderBlocked,
     SaveEvidence,
     Send,
+    Sending,
     Signalled,
     Slept,
     SuspendSelf,
@@ -1338,6 +1339,17 @@ def test_a_suspended_run_goes_on_where_it_was() -> None:
     assert drive.event(Signalled(signal.SIGCONT)) == [], "it was not suspended"
     drive.end_well()
     assert drive.outcome.exit_code == 0
+
+
+def test_the_start_waits_as_long_as_files_are_sent() -> None:
+    drive = Drive("a", "b", start_timeout_s=20.0)
+    drive.join("a")
+    for _ in range(100):
+        drive.event(Sending(1.0), after_s=1.0)
+        drive.say("a", Heartbeat(drive.time("a")))
+    drive.join("b")
+    drive.run()
+    assert drive.phase() is Phase.RUNNING
 
 
 def test_a_stop_while_hosts_still_connect_waits_for_none_of_them() -> None:

@@ -320,3 +320,16 @@ def test_a_job_that_a_step_submits_is_no_step(folder: Folder) -> None:
     title = present(re.search(r"slurmstepd: \[(.*?)\]", text))
     assert title[1] == f"{job}.batch"
     assert find_step(env, title[1]) is None
+
+
+def test_code_is_sent_to_the_nodes_and_files_are_fetched(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder.path.parent / "cache"))
+    text = (
+        "import os\nprint('I', __file__.count('/cache/dtrain/code/'))\nopen('out.pt', 'w').write(os.environ['RANK'])\n"
+    )
+    job = folder.submit(text, "-N2", run="--sync code --fetch *.pt --run-id job")
+    assert folder.ended(job) == "0:0"
+    assert folder.said(r"I (.*)") == ["1", "1"]
+    fetched = sorted((folder.path / "runs/job/fetched").glob("*/out.pt"))
+    assert [path.read_text() for path in fetched] == ["0", "1"]
+    assert [path.parent.name for path in fetched] == ["node1", "node2"]

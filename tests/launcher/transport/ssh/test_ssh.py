@@ -194,7 +194,10 @@ def test_python_without_dtrain_there_is_named(
     bare.chmod(0o755)
     result = run_dtrain(*on(ssh_hosts, "node1", client=client), "--python", bare, script, cwd=script.parent)
     assert result.returncode == 1
-    assert f"node1: {bare} there has no dtrain; install it: {bare} -m pip install " in result.stderr
+    assert (
+        f"node1: {bare} there has no dtrain; send it with --sync, or install it: {bare} -m pip install "
+        in result.stderr
+    )
 
 
 @pytest.mark.parametrize(

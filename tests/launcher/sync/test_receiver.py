@@ -1,0 +1,316 @@
+"""The receiver on a host: which files it takes, where, and what is left after a fault."""
+
+import hashlib
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from testbed.processes import wait_until
+
+from launcher.sync import receiver
+
+HERE = "/home/me/project"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "dtrain"
+
+
+def file(name: str, content: bytes, *, changed_ns: int = 10**18, mode: int = 0o644) -> list[Any]:
+    return [f"{HERE}/{name}", len(content), mode, changed_ns, hashlib.sha256(content).hexdigest()]
+
+
+def offer(files: list[list[Any]], **more: Any) -> dict[str, Any]:
+    given = {
+        "run": "run1", "key": "ab12", "python": [*sys.version_info[:2]], "files": files, "links": [], "folders": [],
+        "dtrain": HERE, "command": ["-c", "pass"], "environment": "", "site": [], "libc": [2, 17], "platform": "",
+    }  # fmt: skip
+    return {**given, **more}
+
+
+class Host:
+    """A receiver as a process, and the messages with it."""
+
+    def __init__(self, contents: dict[str, bytes], **options: Any) -> None:
+        self._contents = contents
+        self._process = subprocess.Popen(
+            [sys.executable, receiver.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, **options
+        )
+        self.asked: list[list[str]] = []  # paths, by request
+
+    def __enter__(self) -> "Host":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def kill(self) -> None:
+        with self._process as process:
+            process.send_signal(signal.SIGKILL)
+
+    def write(self, data: bytes) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(data)
+        self._process.stdin.flush()
+
+    def read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        (length,) = struct.unpack(">I", self._process.stdout.read(4))
+        message: dict[str, Any] = json.loads(self._process.stdout.read(length))
+        return message
+
+    def offered(self, offered: dict[str, Any]) -> dict[str, Any]:
+        """Serve it until it is ready, or says why not."""
+        self.write(block(json.dumps(offered).encode()))
+        while "need" in (message := self.read()):
+            wanted = [offered["files"][number] for number in message["need"]]
+            self.asked.append([each[0].removeprefix(HERE + "/") for each in wanted])
+            self.write(block(b"".join(self._contents[name] for name in self.asked[-1])))
+        return message
+
+
+def block(data: bytes) -> bytes:
+    packed = zlib.compress(data)
+    return struct.pack(">I", len(packed) | receiver.COMPRESSED) + packed
+
+
+def sent(contents: dict[str, bytes], files: list[list[Any]] | None = None, **more: Any) -> tuple[Path, list[list[str]]]:
+    """Send files to a new receiver; return its tree, and what it has asked for."""
+    files = [file(name, content) for name, content in contents.items()] if files is None else files
+    with Host(contents) as host:
+        message = host.offered(offer(files, **more))
+        assert "ready" in message, message
+        tree = Path(message["ready"][0] + HERE)
+    return tree, host.asked
+
+
+def content_of(tree: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(tree)): path.read_bytes() for path in tree.rglob("*") if path.is_file()}
+
+
+def test_only_what_has_changed_is_asked_for_again() -> None:
+    contents = {"a.py": b"a", "package/b.py": b"b", "gone.py": b""}
+    tree, asked = sent(contents)
+    assert content_of(tree) == contents
+    assert asked == [[*contents]]
+    contents = {"a.py": b"a", "package/b.py": b"other"}
+    again, asked = sent(contents, run="run2")
+    assert content_of(again) == contents
+    assert asked == [["package/b.py"]]
+    assert not tree.exists()  # the run that had it has ended
+
+
+def test_a_tree_in_which_a_script_has_written_stays_and_its_files_are_copied() -> None:
+    contents = {"a.py": b"a", "b.py": b"b"}
+    tree, _ = sent(contents)
+    (tree / "model.pt").write_bytes(b"weights")
+    (tree / "b.py").write_bytes(b"B")
+    again, asked = sent(contents, run="run2")
+    assert content_of(again) == contents
+    assert asked == [["b.py"]]
+    assert content_of(tree) == {"a.py": b"a", "b.py": b"B", "model.pt": b"weights"}
+
+
+def test_a_later_agent_of_the_same_run_finds_what_the_script_has_written() -> None:
+    contents = {"a.py": b"a", "b.py": b"b"}
+    tree, _ = sent(contents)
+    (tree / "checkpoint.pt").write_bytes(b"weights")
+    (tree / "b.py").write_bytes(b"B")
+    again, asked = sent(contents)
+    assert content_of(again) == {**contents, "checkpoint.pt": b"weights"}
+    assert asked == [["b.py"]]
+
+
+def test_code_of_a_run_that_lives_is_not_taken() -> None:
+    contents = {"a.py": b"a"}
+    with Host(contents) as host:
+        lives = offer([file("a.py", b"a")], command=["-c", "import time; time.sleep(60)"])
+        tree = Path(host.offered(lives)["ready"][0] + HERE)
+        again, asked = sent(contents, run="run2")
+        assert content_of(tree) == content_of(again) == contents
+        assert asked == []  # it was copied
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "removed"])
+def test_what_somebody_has_damaged_is_sent_again(damage: str) -> None:
+    contents = {"a.py": b"aaaa", "b.py": b"b"}
+    tree, _ = sent(contents)
+    path = tree / "a.py"
+    if damage == "removed":
+        path.unlink()
+    else:
+        path.write_bytes(b"aa" if damage == "cut" else b"AAAA")
+    again, asked = sent(contents, run="run2")
+    assert content_of(again) == contents
+    assert asked == [["a.py"]]
+
+
+def test_an_unfinished_transfer_goes_on() -> None:
+    contents = {f"{number}.py": b"%d" % number for number in range(10)}
+    with Host(contents) as host:
+        host.write(block(json.dumps(offer([file(name, content) for name, content in contents.items()])).encode()))
+        assert len(host.read()["need"]) == 10
+        host.write(block(b"012345"))
+        folder = Path(os.environ["XDG_CACHE_HOME"], "dtrain", "code", "ab12")
+        wait_until(lambda: any(path.stat().st_size for path in folder.rglob("5.py")), "six files are there")
+    assert [path.name.startswith(".") for path in folder.iterdir()] == [True]
+    tree, asked = sent(contents)
+    assert content_of(tree) == contents
+    assert asked in ([["6.py", "7.py", "8.py", "9.py"]], [["5.py", "6.py", "7.py", "8.py", "9.py"]])
+
+
+def test_a_file_that_changes_while_it_is_sent_is_an_error_and_not_kept(cache: Path) -> None:
+    with Host({"a.py": b"b"}) as host:
+        message = host.offered(offer([file("a.py", b"a")]))
+    assert message == {"error": f"{HERE}/a.py changed while it was sent; start the run again"}
+    assert not [*cache.rglob("a.py")]
+
+
+@pytest.mark.parametrize("path", ["/a/../b", "a", "/a//b", "/a/./b", "/", "/a\0b"])
+def test_no_path_leaves_the_tree(path: str, cache: Path) -> None:
+    with Host({}) as host:
+        message = host.offered(offer([], folders=[path]))
+    assert message == {"error": f"the path {path!r} is not a plain absolute path"}
+
+
+@pytest.mark.parametrize("target", ["/etc/passwd", "../../../../etc", "a/../../../../../etc"])
+def test_no_link_leaves_the_tree(target: str) -> None:
+    with Host({}) as host:
+        message = host.offered(offer([], links=[[f"{HERE}/link", target]]))
+    assert "leads out of the tree" in message["error"]
+
+
+def test_links_and_modes_arrive() -> None:
+    files = [file("package/run.sh", b"#!", mode=0o755)]
+    tree, _ = sent({"package/run.sh": b"#!"}, files, links=[[f"{HERE}/link", "package/run.sh"]])
+    assert os.access(tree / "package/run.sh", os.X_OK)
+    assert os.readlink(tree / "link") == "package/run.sh"
+
+
+def test_names_may_have_any_bytes() -> None:
+    names = ["with space.py", "with\nnewline", os.fsdecode(b"no-\xff-utf8")]
+    tree, _ = sent({name: name.encode("utf-8", "surrogateescape") for name in names})
+    assert sorted(content_of(tree)) == sorted(names)
+
+
+def test_another_python_is_named() -> None:
+    with Host({}) as host:
+        message = host.offered(offer([], python=[3, 99]))
+    assert "here it is 3.99; install Python 3.99 there, or name one with --python" in message["error"]
+
+
+def test_a_full_disk_is_named() -> None:
+    with Host({}) as host:
+        huge = [f"{HERE}/huge", 1 << 60, 0o644, 0, "0" * 64]
+        message = host.offered(offer([huge]))
+    assert "MB free, and 1099511627776 MB are to come; free some, or set XDG_CACHE_HOME there" in message["error"]
+
+
+def test_a_store_that_others_can_read_is_refused(cache: Path) -> None:
+    cache.mkdir(parents=True)
+    cache.chmod(0o755)
+    with Host({}) as host:
+        message = host.offered(offer([]))
+    assert message == {"error": f"{cache} there is not private to its user; type there: rm -r {cache}"}
+
+
+# Environments
+
+
+def environment(contents: dict[str, bytes]) -> tuple[bytes, str]:
+    data = receiver.pack(file(name, content) for name, content in contents.items())
+    return data, hashlib.sha256(data).hexdigest()
+
+
+class Served:
+    """What a receiver in this process asks for an environment, and gets."""
+
+    def __init__(self, contents: dict[str, bytes]) -> None:
+        self._contents = contents
+        self.asked: list[str] = []
+
+    def __call__(self, numbers: Any, files: Any, writer: receiver.Writer) -> None:
+        names = [files[number][0].removeprefix(HERE + "/") for number in numbers]
+        self.asked += names
+        blocks: Iterator[bytes] = iter([b"".join(self._contents[name] for name in names)])
+        writer.receive([files[number] for number in numbers], lambda: next(blocks))
+
+
+def build(contents: dict[str, bytes]) -> tuple[Path, list[str]]:
+    data, digest = environment(contents)
+    made = receiver.Environment(receiver.open_store(), digest)
+    if not made.is_known():
+        made.learn(data)
+    served = Served(contents)
+    made.build(served)
+    return Path(made.tree + HERE), served.asked
+
+
+def test_environments_share_what_they_have_in_common() -> None:
+    first, asked = build({"a.py": b"a", "b.py": b"b"})
+    assert asked == ["a.py", "b.py"]
+    assert build({"a.py": b"a", "b.py": b"b"}) == (first, [])
+    second, asked = build({"a.py": b"a", "b.py": b"new"})
+    assert asked == ["b.py"]
+    assert second != first
+    assert (second / "a.py").samefile(first / "a.py")
+    assert not (first / "a.py").stat().st_mode & 0o222
+
+
+def test_a_damaged_environment_is_mended() -> None:
+    contents = {"a.py": b"aaaa", "b.py": b"b"}
+    tree, _ = build(contents)
+    (tree / "a.py").chmod(0o600)
+    (tree / "a.py").write_bytes(b"AAAA")
+    assert build(contents) == (tree, ["a.py"])
+    assert content_of(tree) == contents
+
+
+def test_two_runs_at_once_make_one_environment() -> None:
+    contents = {f"{number}.py": b"x" * number for number in range(300)}
+    data, digest = environment(contents)
+    receiver.Environment(receiver.open_store(), digest).learn(data)
+    children = [os.fork() for _ in range(3)]
+    if 0 in children:  # a process each: their names differ
+        build(contents)
+        os._exit(0)
+    assert [os.waitpid(pid, 0)[1] for pid in children] == [0, 0, 0]
+    tree, asked = build(contents)
+    assert asked == []
+    assert content_of(tree) == contents
+    above = Path(str(tree).removesuffix(HERE)).parent
+    assert sorted(os.listdir(above)) == [digest, f"{digest}.list"]
+
+
+# What stays
+
+
+def test_what_was_not_used_for_long_goes_and_then_the_oldest_over_the_limit() -> None:
+    day_s, gb = 86400.0, 1 << 30
+    now = 1000 * day_s
+    old, large, newest = (now - 31 * day_s, 1, "old"), (now - 2 * day_s, 15 * gb, "large"), (now, 10 * gb, "newest")
+    assert receiver.removable([newest, large, old], now) == ["old", "large"]
+    assert receiver.removable([newest, old], now) == ["old"]
+    assert receiver.removable([(now + 400 * day_s, 1, "of another clock")], now) == []
+
+
+def test_code_of_an_ended_run_is_removed_after_30_days_and_that_of_a_run_that_lives_is_not(cache: Path) -> None:
+    tree, _ = sent({"a.py": b"a"})
+    with Host({"a.py": b"a"}) as host:
+        lives = offer([file("a.py", b"a")], key="cd34", command=["-c", "import time; time.sleep(60)"])
+        living = Path(host.offered(lives)["ready"][0])
+        later = os.stat(cache).st_mtime + 31 * 86400
+        (cache / "tidied").unlink()
+        receiver.tidy(str(cache), later)
+        assert living.exists()
+        assert not tree.exists()

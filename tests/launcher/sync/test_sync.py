@@ -1,0 +1,305 @@
+"""Runs whose code, and whose packages, are sent to real SSH hosts that have neither."""
+
+import contextlib
+import importlib.metadata
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import uuid
+from pathlib import Path
+
+import psutil
+import pytest
+from testbed.imports import ROOT
+from testbed.processes import Result, marked, run_dtrain, run_program, started_dtrain, wait_until
+from testbed.sshd import BareHosts
+
+
+@pytest.fixture
+def project(bare_hosts: BareHosts) -> Path:
+    """A folder that the hosts do not have."""
+    folder = bare_hosts.here / uuid.uuid4().hex[:8]
+    folder.mkdir()
+    write(folder, "train.py", "import helper\nprint(helper.text())\n")
+    write(folder, "helper.py", "def text():\n    return 'first'\n")
+    return folder
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+def run(hosts: BareHosts, folder: Path, *args: str, names: str = "node1,node2", sync: str = "code") -> Result:
+    options = ["--sync", sync, "--hosts", names, "--ssh-config", str(hosts.ssh_config)]
+    return run_dtrain("run", *options, *(args or ("train.py",)), cwd=folder)
+
+
+def shown(result: Result) -> list[str]:
+    assert result.returncode == 0, result.stderr
+    return sorted(result.stdout.splitlines())
+
+
+@pytest.mark.parametrize("client", [[], ["--ssh-command", "ssh"]], ids=["paramiko", "openssh"])
+def test_code_is_sent_to_hosts_that_have_nothing(bare_hosts: BareHosts, project: Path, client: list[str]) -> None:
+    assert shown(run(bare_hosts, project, *client, "train.py")) == ["[node1:0] first", "[node2:1] first"]
+
+
+@pytest.mark.parametrize("option", ["--setup", "--agent-prefix"])
+def test_what_prepares_the_agent_does_not_go_with_it(tmp_path: Path, option: str) -> None:
+    refused = run_dtrain("run", "--sync", "--hosts", "a", option, "true", "train.py", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "--sync does not go with --setup or --agent-prefix" in refused.stderr
+
+
+def test_a_changed_line_runs_and_what_a_script_has_written_is_not_seen_by_the_next(
+    bare_hosts: BareHosts, project: Path
+) -> None:
+    write(project, "train.py", "import helper, os\nprint(helper.text(), *sorted(os.listdir()))\n")
+    before = shown(run(bare_hosts, project, names="node1"))
+    assert before == ["[node1:0] first helper.py train.py"]
+    write(project, "helper.py", "def text():\n    open('left', 'w')\n    return 'second'\n")
+    assert shown(run(bare_hosts, project, names="node1")) == ["[node1:0] second helper.py left train.py"]
+    write(project, "helper.py", "def text():\n    return 'third'\n")
+    (project / "more.py").touch()
+    again = shown(run(bare_hosts, project, names="node1"))
+    assert again == ["[node1:0] third helper.py more.py train.py"]
+
+
+def test_worker_s_paths_lie_in_the_tree_and_its_traceback_has_the_user_s_own(
+    bare_hosts: BareHosts, project: Path
+) -> None:
+    write(
+        project,
+        "package/train.py",
+        """\
+        import os, sys
+        paths = __file__, sys.path[0], sys.argv[1]
+        print(*(os.path.relpath(path, os.environ["HOME"]).split("/")[0] for path in paths))
+        print(os.getcwd().endswith(sys.argv[2]))
+        import helper
+        """,
+    )
+    write(project, "package/helper.py", "def fail():\n    raise ValueError('bad batch')\nfail()\n")
+    config = write(project, "package/config.yaml", "lr: 1")
+    result = run(bare_hosts, project, "package/train.py", str(config), str(project), names="node1")
+    assert result.returncode == 1
+    assert result.stdout.splitlines() == ["[node1:0] .cache .cache .cache", "[node1:0] True"]
+    assert f'File "{project}/package/helper.py", line 2, in fail' in result.stderr
+    assert f"at {project}/package/helper.py:2 in fail" in result.stderr
+    assert ".cache" not in result.stderr
+
+
+@pytest.fixture(scope="session")
+def small_python(_bare_lab: BareHosts) -> Path:
+    """A Python that has only what dtrain imports, and a package in editable mode; the hosts lack all of it."""
+    venv = _bare_lab.here / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    (packages,) = venv.glob("lib/python3.*/site-packages")
+    needed = ("click", "psutil", "rich", "paramiko", "cryptography", "bcrypt", "PyNaCl", "cffi", "pycparser")
+    for name in needed:
+        for file in importlib.metadata.files(name) or ():
+            if ".." not in file.parts and not file.name.endswith(".pyc"):
+                (packages / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(file.locate(), packages / file)
+    write(_bare_lab.here, "editable/src/mine/__init__.py", "VALUE = 1\n")
+    (packages / "__editable__.mine.pth").write_text(f"{_bare_lab.here}/editable/src\n{ROOT}\n")
+    (packages / "of_debian-1.0.egg-info").touch()
+    return venv / "bin/python"
+
+
+def test_packages_of_this_python_are_sent_and_those_in_editable_mode_as_they_are_now(
+    bare_hosts: BareHosts, project: Path, small_python: Path
+) -> None:
+    write(
+        project,
+        "train.py",
+        """\
+        import click, cryptography.hazmat.bindings._rust, mine, psutil, sys
+        print(mine.VALUE, *("/.cache/dtrain/" in name for name in (click.__file__, mine.__file__, sys.executable)))
+        """,
+    )
+    options = ["--sync", "--hosts", "node1,node2", "--ssh-config", str(bare_hosts.ssh_config), "train.py"]
+    first = run_program(small_python, "-m", "launcher", "run", *options, cwd=project)
+    assert shown(first) == ["[node1:0] 1 True True True", "[node2:1] 1 True True True"]
+    assert "not sent, since no RECORD says which files they have: of_debian; install them with pip" in first.stderr
+    write(bare_hosts.here, "editable/src/mine/__init__.py", "VALUE = 2\n")
+    again = run_program(small_python, "-m", "launcher", "run", *options, cwd=project)
+    assert shown(again) == ["[node1:0] 2 True True True", "[node2:1] 2 True True True"]
+
+
+def test_all_packages_of_this_python_are_sent_and_train(bare_hosts: BareHosts, project: Path) -> None:
+    write(
+        project,
+        "train.py",
+        """\
+        import ddp, torch
+        world = ddp.init()
+        model = ddp.DistributedDataParallel(torch.nn.Linear(2, 1))
+        model(torch.ones(1, 2) * world.rank).sum().backward()
+        print(model.module.weight.grad.tolist(), "/.cache/dtrain/env/" in torch.__file__)
+        """,
+    )
+    assert shown(run(bare_hosts, project, sync="both")) == [f"[node{i + 1}:{i}] [[0.5, 0.5]] True" for i in range(2)]
+
+
+def test_files_are_fetched_from_each_host_after_a_failure_too(
+    bare_hosts: BareHosts, project: Path, tmp_path: Path
+) -> None:
+    write(
+        project,
+        "train.py",
+        """\
+        import os, sys, time
+        os.mkdir("out")
+        for name in ("model.pt", "log.txt"):
+            with open("out/" + name, "w") as file:
+                file.write(os.environ["RANK"] * 3_000_000)
+        open(sys.argv[1] + "/" + os.environ["RANK"], "w").close()
+        while len(os.listdir(sys.argv[1])) < 2:
+            time.sleep(0.01)
+        sys.exit(3)
+        """,
+    )
+    result = run(bare_hosts, project, "--fetch", "out/*.pt", "--run-id", "job", "train.py", str(tmp_path))
+    assert result.returncode == 3
+    assert "--fetch: 2 files (6.0 MB) of 2 hosts are in runs/job/fetched" in result.stderr
+    fetched = {str(path.relative_to(project)): path.read_text() for path in project.glob("runs/job/fetched/**/*.*")}
+    assert fetched == {f"runs/job/fetched/node{i + 1}/out/model.pt": str(i) * 3_000_000 for i in range(2)}
+
+
+def test_what_cannot_be_fetched_is_said(bare_hosts: BareHosts, project: Path) -> None:
+    result = run(bare_hosts, project, "--fetch", "out/*.pt", "train.py", names="node1")
+    assert shown(result) == ["[node1:0] first"]
+    assert "--fetch: node1: no file matches out/*.pt there" in result.stderr
+
+
+def test_files_that_look_like_secrets_stay_here_unless_they_are_named(bare_hosts: BareHosts, project: Path) -> None:
+    write(project, "train.py", "import os\nprint(*sorted(os.listdir()))\n")
+    for name in (".env", "server.key", "named.pem"):
+        write(project, name, "hidden")
+    write(project, ".dtrainignore", "data/\n*.bin\n!named.pem\n")
+    write(project, "data/large.txt", "")
+    write(project, "model.bin", "")
+    result = run(bare_hosts, project, names="node1")
+    assert shown(result) == ["[node1:0] .dtrainignore helper.py named.pem train.py"]
+    assert "not sent, for they look like secrets: .env, server.key; write !NAME in .dtrainignore" in result.stderr
+
+
+def test_a_run_that_is_detached_and_one_that_is_started_again_send_their_code(
+    bare_hosts: BareHosts, project: Path
+) -> None:
+    options = ["--sync", "code", "--hosts", "node1", "--ssh-config", str(bare_hosts.ssh_config), "--run-id", "job"]
+    detached = run_dtrain("run", "--detach", *options, "train.py", cwd=project, outlived=True)
+    assert detached.stdout.strip() == "job", detached.stderr
+    assert "[node1:0] first" in run_dtrain("attach", "job", cwd=project).stdout
+    write(project, "helper.py", "def text():\n    return 'second'\n")
+    assert shown(run_dtrain("rerun", "job", cwd=project, outlived=True)) == ["job"]
+    assert "[node1:0] second" in run_dtrain("attach", "job", cwd=project).stdout
+
+
+def test_a_restart_on_a_spare_host_sends_it_the_code(bare_hosts: BareHosts, project: Path) -> None:
+    write(
+        project,
+        "train.py",
+        """\
+        import helper, os, signal
+        print(helper.text(), flush=True)
+        if os.environ["DTRAIN_TEST_HOST"] == "node1":
+            os.kill(os.getppid(), signal.SIGKILL)  # the agent, and so the host
+            signal.pause()
+        """,
+    )
+    result = run(bare_hosts, project, "--nnodes", "1", "--max-restarts", "2", "train.py")
+    assert shown(result)[-1] == "[node2:0] first"  # what the lost host wrote may be lost with it
+    assert "host node1 was lost" in result.stderr
+
+
+def test_a_host_without_the_script_is_an_error_that_names_the_option(bare_hosts: BareHosts, project: Path) -> None:
+    options = ["--hosts", "node1", "--ssh-config", str(bare_hosts.ssh_config)]
+    result = run_dtrain("run", *options, "train.py", cwd=project)
+    assert "there is no Python at" in result.stderr
+    assert "or see --sync" in result.stderr
+
+
+def test_a_host_without_python_is_named(bare_hosts: BareHosts, project: Path) -> None:
+    result = run(bare_hosts, project, "--python", "/opt/none/bin/python", "train.py", names="node1")
+    assert result.returncode == 1
+    assert "there is no Python there (/opt/none/bin/python); install Python 3." in result.stderr
+
+
+def test_a_repository_s_module_and_names_of_any_bytes(bare_hosts: BareHosts, project: Path) -> None:
+    subprocess.run(["git", "init", "-q", str(project)], check=True)
+    odd = ["with space", "new\nline", os.fsdecode(b"no-\xff-utf8")]
+    for name in odd:
+        write(project, f"data/{name}", "")
+    write(
+        project,
+        "package/train.py",
+        "import helper, os\nprint(helper.text(), sorted(map(os.fsencode, os.listdir('data'))))",
+    )
+    result = run(bare_hosts, project, "-m", "package.train")
+    assert shown(result) == [f"[node{i + 1}:{i}] first {sorted(map(os.fsencode, odd))}" for i in range(2)]
+
+
+def test_a_script_is_run_from_another_folder(bare_hosts: BareHosts, project: Path) -> None:
+    write(project, "package/train.py", "import os\nprint(os.getcwd().endswith('/elsewhere'))")
+    (project / "elsewhere").mkdir()
+    result = run(bare_hosts, project / "elsewhere", "../package/train.py", names="node1")
+    assert shown(result) == ["[node1:0] True"]
+
+
+def test_a_working_directory_that_the_hosts_have_is_used(bare_hosts: BareHosts, project: Path, tmp_path: Path) -> None:
+    write(project, "train.py", "import os\nprint(os.getcwd())")
+    options = ["--workdir", str(tmp_path), str(project / "train.py")]
+    assert shown(run(bare_hosts, project, *options, names="node1")) == [f"[node1:0] {tmp_path}"]
+
+
+LARGE_BYTES = 200 << 20
+
+
+def receivers(hosts: BareHosts) -> list[psutil.Process]:
+    found = []
+    for process in marked({hosts.mark}):
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            if any("dtrain-receiver" in arg for arg in process.cmdline()):
+                found.append(process)
+    return found
+
+
+def arriving(hosts: BareHosts) -> bool:
+    return any(path.stat().st_size for path in hosts.cache(1).rglob("large.bin"))
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT])
+def test_a_controller_that_is_stopped_while_it_sends_leaves_nothing_that_runs(
+    signum: int, bare_hosts: BareHosts, project: Path
+) -> None:
+    write(project, "large.bin", "").write_bytes(os.urandom(LARGE_BYTES))
+    write(project, "train.py", "import os\nprint(os.path.getsize('large.bin'))")
+    options = ["--sync", "code", "--hosts", "node1", "--ssh-config", str(bare_hosts.ssh_config), "train.py"]
+    with started_dtrain("run", *options, cwd=project, outlived=True) as process:
+        wait_until(lambda: arriving(bare_hosts), "a part of the file is there")
+        process.send_signal(signum)
+        process.wait(30)
+    wait_until(lambda: not receivers(bare_hosts), "the receiver has ended")
+    assert shown(run(bare_hosts, project, names="node1")) == [f"[node1:0] {LARGE_BYTES}"]
+
+
+def test_a_receiver_that_is_killed_is_an_error_and_the_next_run_goes_on(bare_hosts: BareHosts, project: Path) -> None:
+    write(project, "large.bin", "").write_bytes(os.urandom(LARGE_BYTES))
+    options = ["--sync", "code", "--hosts", "node1", "--ssh-config", str(bare_hosts.ssh_config), "train.py"]
+    with started_dtrain("run", *options, cwd=project) as process:
+        wait_until(lambda: arriving(bare_hosts), "a part of the file is there")
+        for receiver in receivers(bare_hosts):
+            receiver.kill()
+        _, stderr = process.communicate(timeout=60)
+        assert process.returncode == 1
+    assert b"while files were sent" in stderr
+    assert b"start the run again: it goes on" in stderr
+    assert shown(run(bare_hosts, project, names="node1")) == ["[node1:0] first"]
