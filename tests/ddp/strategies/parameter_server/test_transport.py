@@ -538,6 +538,7 @@ def test_a_client_never_waits_for_a_server_that_is_away() -> None:
 def test_a_forgotten_client_gets_a_new_session_by_itself() -> None:
     with Echo() as echo, client_of(echo.address) as client:
         first = session_of(client)
+        wait_until(lambda: first in echo.server.peers, "the server has the first packet of the session")
         echo.do(lambda server: server.forget(first))
         wait_until(lambda: not echo.server.peers, "it is forgotten")
         assert echoed(client, 1).kind == "echo"
