@@ -138,7 +138,7 @@ def _failure(
         after.append(outcome.no_restart_reason)
     after += _scan(outcome)
     after += _no_input(outcome, cause)
-    after += _hint(cause)
+    after += _hint(outcome, cause)
     stream, lines = _last_lines(cause, tail)
     after += _next_step(cause, stream, folder, evidence_file)
     room = max(MESSAGE_LINES, min(TAIL_LINES, SCREEN_LINES - len(before) - len(after)))
@@ -187,8 +187,10 @@ def _no_input(outcome: Outcome, cause: Failure) -> list[str]:
     ]
 
 
-def _hint(cause: Failure) -> list[str]:
+def _hint(outcome: Outcome, cause: Failure) -> list[str]:
     """Suggest what to do about a cause whose message does not."""
+    if cause.error_type == "ModuleNotFoundError" and outcome.hosts > 1:
+        return [f"if it is only missing on {cause.host}: --sync env sends your packages, --sync code your own modules"]
     if "out-of-memory killer" in cause.killer:
         return ["to need less memory: fewer workers on each host (--nproc-per-node), or a smaller batch"]
     if cause.kind is not FailureKind.RAISED or not _NO_CUDA.search(cause.message):

@@ -81,6 +81,13 @@ def test_an_exit_code_is_shown_with_the_line_that_gave_it() -> None:
     assert "it called sys.exit at /home/me/train.py:7 in main, inside error" in lines(outcome(parser))
 
 
+def test_a_package_that_one_host_lacks_can_be_sent_there() -> None:
+    cause = failure(error_type="ModuleNotFoundError", message="No module named 'helper'")
+    said = "if it is only missing on sim1: --sync env sends your packages, --sync code your own modules"
+    assert said in lines(dataclasses.replace(outcome(cause), hosts=2))
+    assert said not in lines(dataclasses.replace(outcome(cause), hosts=1))
+
+
 @pytest.mark.parametrize(
     "message",
     [
