@@ -6,6 +6,7 @@ import os
 import shlex
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -165,24 +166,29 @@ def sleeps() -> list[psutil.Process]:
     return found
 
 
-def test_an_open_controlmaster_lets_in_who_has_no_key(ssh_hosts: SshHosts, script: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A folder with a short path: sockets have at most 108 characters, and ssh adds 17 to theirs."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def test_an_open_controlmaster_lets_in_who_has_no_key(ssh_hosts: SshHosts, script: Path, short_folder: Path) -> None:
     wrong = ssh_hosts.config("client_master", identity=ssh_hosts.wrong_identity)
     hosts: list[str | Path] = ["--ssh-config", wrong, "--hosts", "node1,node2"]
     refused = run_dtrain("run", *hosts, script, cwd=script.parent)
     assert refused.returncode == 1
     assert "; if ssh itself logs in without a question: --ssh-command ssh; try: ssh -F" in refused.stderr
-    folder = tmp_path / "s"
-    folder.mkdir()
     masters = [
         subprocess.Popen(
-            ["ssh", "-F", str(ssh_hosts.ssh_config), "-M", "-N", "-S", f"{folder}/{name}", name],
+            ["ssh", "-F", str(ssh_hosts.ssh_config), "-M", "-N", "-S", f"{short_folder}/{name}", name],
             stdin=subprocess.DEVNULL,
         )
         for name in ("node1", "node2")
     ]
     try:
-        wait_until(lambda: len(list(folder.iterdir())) == 2, "both are open")
-        result = run_dtrain("run", "--ssh-command", f"ssh -S {folder}/%n", *hosts, script, cwd=script.parent)
+        wait_until(lambda: len(list(short_folder.iterdir())) == 2, "both are open")
+        result = run_dtrain("run", "--ssh-command", f"ssh -S {short_folder}/%n", *hosts, script, cwd=script.parent)
     finally:
         for master in masters:
             master.terminate()
