@@ -60,7 +60,7 @@ def test_what_prepares_the_agent_does_not_go_with_it(tmp_path: Path, option: str
 def test_a_changed_line_runs_and_what_a_script_has_written_is_not_seen_by_the_next(
     bare_hosts: BareHosts, project: Path
 ) -> None:
-    write(project, "train.py", "import helper, os\nprint(helper.text(), *sorted(os.listdir()))\n")
+    write(project, "train.py", "import helper, os\nprint(helper.text(), *sorted({*os.listdir()} - {'__pycache__'}))\n")
     before = shown(run(bare_hosts, project, names="node1"))
     assert before == ["[node1:0] first helper.py train.py"]
     write(project, "helper.py", "def text():\n    open('left', 'w')\n    return 'second'\n")
