@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from launcher.frozen import dataclass
-from launcher.sync.receiver import pack, unpack
+from launcher.sync.receiver import PACKAGES, pack, unpack
 from launcher.sync.tree import File, hashed
 
 _MANYLINUX = re.compile(r"^Tag: .*-manylinux(?:_(\d+)_(\d+)|2014|2010|1)_", re.MULTILINE)
@@ -158,7 +158,7 @@ def _search_path() -> Iterator[str]:
 
 
 def _has_packages(folder: str) -> bool:
-    return os.path.basename(folder) in ("site-packages", "dist-packages")
+    return os.path.basename(folder) in PACKAGES
 
 
 def _packaged(folder: str) -> Iterator[str]:

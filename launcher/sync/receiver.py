@@ -47,6 +47,7 @@ _DAY_S = 86400.0
 _PIECE_BYTES = 1 << 20
 _LOOKED_AT = 4  # trees of earlier runs
 _CACHED = "__pycache__"
+PACKAGES = ("site-packages", "dist-packages")  # names of folders with packages
 
 
 class SyncError(Exception):
@@ -625,9 +626,9 @@ def _make_venv(code: Code, environment: Environment, site: Sequence[str], dtrain
     with open(os.path.join(venv, "pyvenv.cfg"), "w", encoding="utf-8") as file:
         file.write(f"home = {os.path.dirname(base)}\ninclude-system-site-packages = false\n")
     lines = []
-    for path in (dtrain, *site):
-        shared = environment.tree + path
-        lines.append(f"import site; site.addsitedir({shared!r})" if os.path.isdir(shared) else code.tree + path)
+    for path in (dtrain, *site):  # by name: a folder of code may have an environment in it, so that both trees have it
+        is_shared = os.path.basename(path) in PACKAGES
+        lines.append(f"import site; site.addsitedir({environment.tree + path!r})" if is_shared else code.tree + path)
     with open(os.path.join(packages, "dtrain.pth"), "w", encoding="utf-8", errors="surrogateescape") as file:
         file.write("".join(f"{line}\n" for line in dict.fromkeys(lines)))
     python = os.path.join(venv, "bin", "python")

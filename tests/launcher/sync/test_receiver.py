@@ -10,6 +10,7 @@ import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -314,3 +315,22 @@ def test_code_of_an_ended_run_is_removed_after_30_days_and_that_of_a_run_that_li
         receiver.tidy(str(cache), later)
         assert living.exists()
         assert not tree.exists()
+
+
+def test_an_environment_inside_of_the_project_is_kept_apart_from_its_code(tmp_path: Path) -> None:
+    """As with the usual `.venv`: both trees have the project's folder."""
+    site = f"{HERE}/.venv/lib/python3/site-packages"
+    code, shared = tmp_path / "code" / "tree", tmp_path / "env"
+    for path, content in (
+        (f"{code}{HERE}/mine.py", "import theirs"),
+        (f"{shared}{site}/theirs.py", "where = __file__"),
+        (f"{shared}{site}/a.pth", "import sys; sys.seen = True"),
+    ):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(content)
+    sent: Any = SimpleNamespace(folder=str(code.parent), tree=str(code))
+    environment: Any = SimpleNamespace(tree=str(shared))
+    python = receiver._make_venv(sent, environment, [HERE, site], HERE)
+    program = "import sys, mine; print(mine.theirs.where, mine.__file__, sys.seen)"
+    found = subprocess.run([python, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    assert found == [f"{shared}{site}/theirs.py", f"{code}{HERE}/mine.py", "True"]
