@@ -10,7 +10,6 @@ connection is taken for a consequence if something that is none follows within S
 
 from __future__ import annotations
 
-import math
 import re
 import signal
 from collections.abc import Sequence
@@ -190,8 +189,7 @@ def first_cause(failures: Sequence[Failure]) -> Failure | None:
         return None
     first = min(failures, key=lambda failure: failure.at)
     roots = [f for f in failures if f.at <= first.at + SLACK_S and not looks_like_consequence(f)]
-    # If all waited in a collective until its timeout, the rank that had started the fewest kept the others waiting.
-    cause = min(roots, key=lambda failure: failure.at, default=min(failures, key=_started, default=first))
+    cause = min(roots, key=lambda failure: failure.at, default=_behind(failures) or first)
     others = {failure.rank: failure for failure in failures if failure.rank is not None}
     while named := [others[rank] for rank in cause.failed_ranks or () if rank in others]:
         others.pop(-1 if cause.rank is None else cause.rank, None)  # so that two which name each other come to an end
@@ -199,9 +197,13 @@ def first_cause(failures: Sequence[Failure]) -> Failure | None:
     return cause
 
 
-def _started(failure: Failure) -> tuple[float, float]:
-    started = failure.abort.started if failure.abort is not None else None
-    return math.inf if started is None else started, failure.at
+def _behind(failures: Sequence[Failure]) -> Failure | None:
+    """Return the rank that kept the others waiting, having started the fewest collectives, if all were in a timeout."""
+    started = [(each.abort.started, each) for each in failures if each.abort is not None]
+    counted = [(number, each) for number, each in started if number is not None]
+    if len(counted) < len(failures):
+        return None
+    return min(counted, key=lambda pair: (pair[0], pair[1].at))[1]
 
 
 def looks_like_consequence(failure: Failure) -> bool:

@@ -150,6 +150,11 @@ def test_where_all_wait_until_a_timeout_the_rank_that_is_behind_is_the_cause() -
     assert first_cause(waiting) is waiting[0]
 
 
+def test_a_timeout_long_after_a_lost_connection_is_not_the_cause() -> None:
+    lost = failed(1, in_watchdog(NCCL + REMOTE + "Broken pipe"), 1.0)
+    assert first_cause([failed(0, watchdog(0, 1580, 1582), 601.0), lost]) is lost
+
+
 def test_an_error_of_torch_is_a_consequence_only_if_its_text_leaves_that_open() -> None:
     for text, own in ((NCCL + REMOTE + "Broken pipe", False), (NCCL + "Cuda failure 2 'out of memory'", True)):
         error = {"type": "DistBackendError", "message": text, "where": "t.py:3", "inside": "all_reduce"}
