@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import struct
 import threading
 import time
 import zlib
@@ -16,7 +15,11 @@ BLOCK_BYTES = 1 << 20
 SHARED_BYTES = 64 << 20  # of blocks that are kept for the other hosts
 _FADES = 0.7  # how much the pace of earlier blocks counts
 _PROBE_BYTES = 1 << 14
-_LENGTH = struct.Struct(">I")
+
+
+def compressed_block(data: bytes) -> bytes:
+    """Return a block as it is sent, from its compressed bytes."""
+    return receiver.LENGTH.pack(len(data) | receiver.COMPRESSED) + data
 
 
 class Block:
@@ -99,9 +102,8 @@ class Pace:
         gain = 1 - len(zlib.compress(block.data[:_PROBE_BYTES], 1)) / min(len(block.data), _PROBE_BYTES)
         self._compress_s = self._compress_s or (time.monotonic() - began) / min(len(block.data), _PROBE_BYTES)
         if gain * self._written_s / self._written_bytes > self._compress_s:
-            data = block.packed()
-            return _LENGTH.pack(len(data) | receiver.COMPRESSED) + data
-        return _LENGTH.pack(len(block.data)) + block.data
+            return compressed_block(block.packed())
+        return receiver.LENGTH.pack(len(block.data)) + block.data
 
     def wrote(self, size: int, took_s: float) -> None:
         self._written_bytes = _FADES * self._written_bytes + size

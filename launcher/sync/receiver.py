@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 BEGIN = b"\n\x01dtrain-sync-1\n"
 MAX_BLOCK_BYTES = 1 << 26
 COMPRESSED = 1 << 31  # bit of a block's length
+LENGTH = struct.Struct(">I")  # before each block and message
 DAYS = 30
 STORE_BYTES = 20 << 30
 SPARE_BYTES = 64 << 20  # of a disk that is left free
-_LENGTH = struct.Struct(">I")
 _DAY_S = 86400.0
 _PIECE_BYTES = 1 << 20
 _LOOKED_AT = 4  # trees of earlier runs
@@ -83,7 +83,7 @@ def read_exactly(descriptor: int, count: int) -> bytes:
 
 def read_block(descriptor: int) -> bytes:
     """Read a block: its length, with a bit that says whether it is compressed, and its bytes."""
-    (length,) = _LENGTH.unpack(read_exactly(descriptor, _LENGTH.size))
+    (length,) = LENGTH.unpack(read_exactly(descriptor, LENGTH.size))
     size = length & ~COMPRESSED
     if size > MAX_BLOCK_BYTES:
         raise SyncError(f"a block of {size} bytes is over the limit")
@@ -93,7 +93,7 @@ def read_block(descriptor: int) -> bytes:
 
 def send(descriptor: int, **message: Any) -> None:
     data = json.dumps(message).encode() + b"\n"  # srun passes on whole lines
-    data = _LENGTH.pack(len(data)) + data
+    data = LENGTH.pack(len(data)) + data
     while data:
         data = data[os.write(descriptor, data) :]
 

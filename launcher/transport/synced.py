@@ -12,7 +12,6 @@ import functools
 import hashlib
 import json
 import os
-import struct
 import sys
 import threading
 import time
@@ -27,7 +26,7 @@ from launcher.hosts.host import Host
 from launcher.placement.job_spec import CommandKind, JobSpec
 from launcher.protocol.message import MAX_NOISE_BYTES
 from launcher.sync import receiver
-from launcher.sync.contents import BLOCK_BYTES, Block, Blocks, Pace
+from launcher.sync.contents import BLOCK_BYTES, Block, Blocks, Pace, compressed_block
 from launcher.sync.tree import Code, find_code, root_of, some
 from launcher.transport.not_started import why_not_started
 from launcher.transport.stream import Stream
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
 STALL_S = 60.0  # without a byte in either direction
 END_S = 2.0  # for a receiver
 _MESSAGE_BYTES = 1 << 26
-_LENGTH = struct.Struct(">I")
 _FOUND_FOR = 4  # runs of one process
 
 # Runs the first of the given interpreters that exists. By sh, since a login shell may be any.
@@ -238,7 +236,7 @@ def message_block(data: bytes) -> bytes:
     data = zlib.compress(data, 1)
     if len(data) > _MESSAGE_BYTES:
         raise ProtocolError(f"--sync: a list of files has {len(data)} bytes, which is over the limit")
-    return _LENGTH.pack(len(data) | receiver.COMPRESSED) + data
+    return compressed_block(data)
 
 
 class Exchange:
@@ -288,11 +286,11 @@ class Exchange:
                 raise HostError(self.host.name, "over 1 MiB of other text precedes the receiver's greeting")
             else:
                 self._read_more()
-        while len(self.rest) < _LENGTH.size or len(self.rest) < self._end():
+        while len(self.rest) < receiver.LENGTH.size or len(self.rest) < self._end():
             self._read_more()
         end = self._end()
         try:
-            message = json.loads(self.rest[_LENGTH.size : end])
+            message = json.loads(self.rest[receiver.LENGTH.size : end])
         except ValueError as error:
             raise HostError(self.host.name, f"the receiver's message is no JSON: {error}") from error
         self.rest = self.rest[end:]
@@ -310,10 +308,10 @@ class Exchange:
             yield data
 
     def _end(self) -> int:
-        length = int(_LENGTH.unpack_from(self.rest)[0])
+        length = int(receiver.LENGTH.unpack_from(self.rest)[0])
         if length > _MESSAGE_BYTES:
             raise HostError(self.host.name, f"the receiver's message of {length} bytes is over the limit")
-        return _LENGTH.size + length
+        return receiver.LENGTH.size + length
 
     def _read_more(self) -> None:
         try:
