@@ -251,7 +251,7 @@ def ps(show_all: bool, as_json: bool) -> None:
 
 
 @cli.command(short_help="Show the ranks of a run, refreshed each second.")
-@_RUN
+@_LAST_RUN
 @_JSON
 def top(run_id: str, as_json: bool) -> None:
     """Show hosts and ranks of RUN: step, step time, own work and waits, memory, GPU, restarts, faults; stragglers.
@@ -273,12 +273,12 @@ def history(as_json: bool) -> None:
 
 
 @cli.command(short_help="Show the output of a run's workers.")
-@_RUN
+@_LAST_RUN
 @click.option("--follow", "-f", is_flag=True, help="Keep showing output until the run ends.")
 @click.option("--rank", metavar="R,R", help="Only the output of these ranks.")
 @click.option("--since", metavar="5m|90s|1h", help="Only output newer than this.")
 def logs(run_id: str, follow: bool, rank: str | None, since: str | None) -> None:
-    """Show the output of RUN: an id, a prefix of one, or `last`."""
+    """Show the output of RUN: an id, a prefix of one, or `last`, the default."""
     from launcher.cli.runs.follow import show_logs
     from launcher.output.filter import parse_ranks
     from launcher.placement.job_spec import parse_duration
@@ -301,7 +301,7 @@ def report(run_id: str) -> None:
 
 
 @cli.command(short_help="Write how a run spent its time, for Perfetto.")
-@_RUN
+@_LAST_RUN
 @click.option("--output", "-o", metavar="FILE", help="Write to FILE, not to RUN.trace.json here; - is stdout.")
 def trace(run_id: str, output: str | None) -> None:
     """Write the phases of RUN, on all hosts and ranks, as JSON for https://ui.perfetto.dev and Chrome.
@@ -314,7 +314,7 @@ def trace(run_id: str, output: str | None) -> None:
 
 
 @cli.command(short_help="Draw the step time of each rank.")
-@_RUN
+@_LAST_RUN
 @click.option(
     "--output", "-o", metavar="FILE", help="Write to FILE, not to RUN.png here; its suffix selects the format."
 )
@@ -326,7 +326,7 @@ def plot(run_id: str, output: str | None) -> None:
 
 
 @cli.command(short_help="Show a run as if it were in the foreground.")
-@_RUN
+@_LAST_RUN
 def attach(run_id: str) -> None:
     """Show RUN until it ends, then its report; exit with its exit code. Ctrl-C asks: stop it, or leave it (0).
 
@@ -348,7 +348,7 @@ def stop(run_id: str, kill: bool) -> None:
 
 
 @cli.command(short_help="Wait until a run ends; show its report, exit with its exit code.")
-@_RUN
+@_LAST_RUN
 def wait(run_id: str) -> None:
     """Wait until RUN ends, show its report on stderr, and exit with its exit code; 1 for a lost run."""
     from launcher.cli.runs.steer import wait_for_run
@@ -357,7 +357,7 @@ def wait(run_id: str) -> None:
 
 
 @cli.command(short_help="Show where the ranks of a run are.")
-@_RUN
+@_LAST_RUN
 @click.option("--rank", metavar="R,R", help="Only these ranks, with all their threads.")
 @click.option("--native", is_flag=True, help="Include C and C++ frames, by py-spy, which stops each rank meanwhile.")
 @_JSON

@@ -85,7 +85,7 @@ def test_a_detached_run_goes_on_and_gives_its_exit_code(folder: Path) -> None:
     assert ps() == []
     (run,) = ps("--all")
     assert (run["state"], run["exit_code"], run["hosts"], run["workers"]) == ("failed", 7, 1, 2)
-    assert dtrain("wait", "last").returncode == 7
+    assert dtrain("wait").returncode == 7
     lines = dtrain("logs", run_id).stdout.splitlines()
     host = socket.gethostname()
     assert {f"[{host}:{rank}] rank {rank} up" for rank in (0, 1)} < set(lines)
@@ -272,7 +272,7 @@ def test_attach_and_leave_then_come_back_and_stop(folder: Path, way: str) -> Non
         if way == "detached":
             assert run.wait() == 0
         wait_until(lambda: [each["state"] for each in ps()] == ["running"], "it runs")
-        with dtrain_on_terminal("attach", "last", cwd=folder) as terminal:
+        with dtrain_on_terminal("attach", cwd=folder) as terminal:
             terminal.read_until("continues without this terminal")
             terminal.type("\x03")
             terminal.read_until("stop the run, or leave it running? [stop/leave]")

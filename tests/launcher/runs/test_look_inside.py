@@ -97,7 +97,7 @@ def check_parts(found: dict[str, Any]) -> dict[str, float]:
 
 
 def _top() -> dict[str, Any]:
-    result = run_dtrain("top", "last", "--json")
+    result = run_dtrain("top", "--json")
     assert result.returncode == 0, result
     found: dict[str, Any] = json.loads(result.stdout)
     return found

@@ -72,7 +72,7 @@ def dtrain(trained: Path, *words: str) -> Result:
 
 
 def test_the_trace_of_a_run_has_all_phases_of_each_rank_in_order_on_one_axis(trained: Path) -> None:
-    result = dtrain(trained, "trace", "last", "-o", "out.json")
+    result = dtrain(trained, "trace", "-o", "out.json")
     assert (result.returncode, result.stdout) == (0, ""), result
     events: list[Event] = json.loads((trained / "out.json").read_text())["traceEvents"]
     processes = {e["args"]["name"]: e["pid"] for e in events if e["name"] == "process_name"}
@@ -144,7 +144,7 @@ def test_the_plot_is_a_picture_with_the_restart(trained: Path) -> None:
 def test_without_matplotlib_the_plot_says_what_to_install(trained: Path) -> None:
     code = "import sys; sys.modules['matplotlib'] = None; import launcher.cli.main as m; m.main()"
     result = run_program(
-        sys.executable, "-c", code, "plot", "last", cwd=trained, env={"XDG_STATE_HOME": str(trained / "state")}
+        sys.executable, "-c", code, "plot", cwd=trained, env={"XDG_STATE_HOME": str(trained / "state")}
     )
     assert result.returncode != 0
     assert "pip install matplotlib" in result.stderr, result
