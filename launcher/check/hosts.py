@@ -12,6 +12,7 @@ from launcher.check.facts import Gpu, HostFacts
 from launcher.check.finding import Examined, Finding, Severity, fix_in, grouped, most_common
 from launcher.errors import PlacementError
 from launcher.hosts.folding import fold
+from launcher.hosts.host import HostKind
 from launcher.job.orders import mismatch
 from launcher.machine.gpus.vendors import vendor_named
 from launcher.machine.packages import install_command
@@ -29,6 +30,11 @@ GPU_BYTES = 1 << 30  # more than a driver, a display or an idle context uses
 GPU_PERCENT = 10
 _PRINTED = 3
 _ERROR, _WARNING, _NOTE = Severity
+_SENT_TO = (HostKind.SSH, HostKind.SRUN)
+_SENT = {  # by part of --sync, the findings that it would mend
+    "code": ("no-workdir", "no-script", "script"),
+    "env": ("no-dtrain", "versions", "dtrain-code", "torch-missing", "torch"),
+}
 
 
 def host_findings(
@@ -38,14 +44,32 @@ def host_findings(
 
     `code_here` and `script_here` are the digests of dtrain and of the script on this machine.
     """
+    found = [*_findings(spec, examined, code_here, script_here)]
+    yield from found
+    yield from _what_sync_sends([one.name for one in examined if one.host.kind in _SENT_TO], found)
+
+
+def _what_sync_sends(names: Sequence[str], found: Sequence[Finding]) -> Iterator[Finding]:
+    """Yield which --sync would send hosts what the findings say they lack."""
+    for part, kinds in _SENT.items():
+        lacking = {name for finding in found if finding.kind in kinds for name in finding.hosts}
+        if hosts := tuple(name for name in names if name in lacking):
+            what = "your code" if part == "code" else "this Python's packages"
+            yield Finding(_NOTE, f"sync-{part}", hosts, f"dtrain run --sync {part} sends {what} to hosts that lack it")
+
+
+def _findings(
+    spec: JobSpec, examined: Sequence[Examined], code_here: str, script_here: str | None
+) -> Iterator[Finding]:
     there = []
     for one in examined:
         if one.facts is None:
-            message, fix = fix_in(one.problem)
+            (message, fix), kind = fix_in(one.problem), "unusable"
             if any(words in one.problem for words in ("has no dtrain", "has dtrain", "older dtrain")):
                 command = install_command(spec.python)
                 fix = one.on_host(command) if command else ""
-            yield one.finding(_ERROR, "unusable", message, fix=fix or one.on_host("true"))
+                kind = "no-dtrain"
+            yield one.finding(_ERROR, kind, message, fix=fix or one.on_host("true"))
             continue
         there.append(one)
         yield from _versions(spec, one, code_here)
@@ -76,12 +100,12 @@ def _versions(spec: JobSpec, one: Examined, code_here: str) -> Iterator[Finding]
 def _can_start(spec: JobSpec, one: Examined) -> Iterator[Finding]:
     """Yield what the host reported as missing, and whether the workers fit there."""
     for problem in one.known.offered.problems:
-        message, fix = fix_in(problem)
+        (message, fix), kind = fix_in(problem), "cannot-start"
         if "the working directory" in problem:
-            fix = one.on_host(f"mkdir -p {shlex.quote(str(spec.workdir))}")
+            fix, kind = one.on_host(f"mkdir -p {shlex.quote(str(spec.workdir))}"), "no-workdir"
         elif "the script" in problem:
-            fix = one.copy(_script(spec))
-        yield one.finding(_ERROR, "cannot-start", message, fix=fix)
+            fix, kind = one.copy(_script(spec)), "no-script"
+        yield one.finding(_ERROR, kind, message, fix=fix)
     try:
         place_job(spec, [one.offer])
     except PlacementError as error:

@@ -173,13 +173,13 @@ def test_a_missing_script_a_missing_python_and_a_taken_port_are_found(tmp_path: 
         port = taken.getsockname()[1]
         argv = [*simulated, "--no-allreduce", "--json", "--master-port", str(port), "gone.py"]
         found = Found(run_dtrain("check", *argv, cwd=tmp_path))
-    assert (found.result.returncode, found.errors) == (1, {"cannot-start", "store-port"})
-    assert found.of("cannot-start")[0]["hosts"] == ["sim0", "sim1"]
-    assert f"{tmp_path / 'gone.py'} does not exist" in found.of("cannot-start")[0]["message"]
+    assert (found.result.returncode, found.errors) == (1, {"no-script", "store-port"})
+    assert found.of("no-script")[0]["hosts"] == ["sim0", "sim1"]
+    assert f"{tmp_path / 'gone.py'} does not exist" in found.of("no-script")[0]["message"]
     assert found.of("store-port")[0]["fixes"] == [f"ss -ltnp 'sport = :{port}'"]
     found = check(tmp_path, *simulated, "--python", "/nowhere/python")
-    assert (found.result.returncode, found.errors) == (1, {"unusable"})
-    assert "--python" in found.of("unusable")[0]["message"]
+    assert (found.result.returncode, found.errors) == (1, {"no-dtrain"})
+    assert "--python" in found.of("no-dtrain")[0]["message"]
 
 
 def test_ways_that_are_closed_are_named_by_direction_and_port(network_hosts: NetworkHosts, tmp_path: Path) -> None:
@@ -353,7 +353,7 @@ def test_what_differs_from_most_hosts_is_named_with_its_value_and_how_to_make_it
     said = _said(_examined("a"), _examined("b"), odd)
     assert {kind: finding.severity.value for kind, finding in said.items()} == {
         "torch": "error", "nccl": "error", "script": "error", "dtrain-code": "warning", "clock": "warning",
-        "python-patch": "note",
+        "python-patch": "note", "sync-code": "note", "sync-env": "note",
     }  # fmt: skip
     assert {finding.hosts for finding in said.values()} == {("c",)}
     assert said["torch"].message == "torch: 2.12.1+cu126, but 2.13.0+cu126 on a, b"
@@ -362,6 +362,7 @@ def test_what_differs_from_most_hosts_is_named_with_its_value_and_how_to_make_it
     ]
     assert said["script"].fixes == [f"scp {Path.cwd() / 'train.py'} c:{Path.cwd() / 'train.py'}"]
     assert said["clock"].message == "its clock is 90.0 s ahead of ours"
+    assert said["sync-code"].message == "dtrain run --sync code sends your code to hosts that lack it"
 
 
 def test_a_patch_of_torch_or_another_build_is_a_warning() -> None:
