@@ -665,8 +665,8 @@ def _check_space(root: str, size: int) -> None:
     free = found.f_bavail * found.f_frsize
     if free < size + SPARE_BYTES:
         raise SyncError(
-            f"{root} there has {free >> 20} MB free, and {size >> 20} MB are to come; free some, or set XDG_CACHE_HOME "
-            "there to a folder on another disk"
+            f"{root} there has {free >> 20} MB free; {size >> 20} MB are to come, and {SPARE_BYTES >> 20} MB must stay "
+            "free. Free some, or set XDG_CACHE_HOME there to a folder on another disk"
         )
 
 

@@ -248,7 +248,7 @@ class Exchange:
         self.over = threading.Event()
         self._stream = stream
         self._spec = spec
-        self._begun = False
+        self._begun = self._stalled = False
         self._pace = Pace()
         self._moved_at = time.monotonic()
 
@@ -256,6 +256,7 @@ class Exchange:
         """Give the stream up once no byte has moved for STALL_S, which ends a blocked call."""
         while not self.over.wait(1.0):
             if time.monotonic() - self._moved_at > STALL_S:
+                self._stalled = True
                 self._stream.finish(0.0)
                 return
 
@@ -332,6 +333,8 @@ class Exchange:
         if self._begun:
             said = [line.strip() for line in words.splitlines() if line.strip()]
             how = "the connection closed" if status is None else f"the receiver ended with status {status}"
+            if self._stalled:
+                how = f"no byte arrived for {STALL_S:g} s"
             return f"{how} while files were sent{': ' + said[-1] if said else ''}; start the run again: it goes on"
         return why_not_started(self._spec.python, status, words, self.rest)
 

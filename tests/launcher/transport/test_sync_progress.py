@@ -1,7 +1,16 @@
 """What is shown and said while files are sent."""
 
+import os
+import threading
+from pathlib import Path
+
 import pytest
 
+from launcher.errors import HostError, StreamError
+from launcher.hosts.host import Host, HostKind
+from launcher.placement.job_spec import CommandKind, JobSpec, WorkerCommand
+from launcher.sync.receiver import BEGIN
+from launcher.transport import synced
 from launcher.transport.sync_progress import Progress
 
 
@@ -40,3 +49,39 @@ def test_notes_wait_until_they_can_be_said() -> None:
     progress.tell(say=said.append, show=said.append, wait=lambda _: None)
     progress.notes(["second"])
     assert said == ["first", "second"]
+
+
+class Silent:
+    """A stream to a receiver that has begun, and never says more: its network is cut."""
+
+    our_address: str | None = None
+
+    def __init__(self) -> None:
+        self._here, self._there = os.pipe()
+        os.write(self._there, BEGIN)
+        self._is_finished = threading.Event()
+
+    def read(self) -> bytes:
+        return os.read(self._here, 4096)
+
+    def write(self, data: bytes) -> None:
+        self._is_finished.wait()
+        raise StreamError("given up")
+
+    def end(self) -> None:
+        pass
+
+    def finish(self, wait_s: float) -> tuple[int | None, str]:
+        if not self._is_finished.is_set():
+            self._is_finished.set()
+            os.close(self._there)
+        return None, ""
+
+
+def test_a_cut_network_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(synced, "STALL_S", 0.1)
+    (tmp_path / "train.py").touch()
+    host = Host("alpha", HostKind.SSH)
+    spec = JobSpec(WorkerCommand(CommandKind.SCRIPT, "train.py"), (host,), workdir=tmp_path, sync=("code",), run_id="r")
+    with pytest.raises(HostError, match=r"no byte arrived for 0\.1 s while files were sent; start the run again"):
+        synced.Outgoing().begin(host, Silent(), spec, [])
