@@ -40,6 +40,7 @@ def test_a_host_that_is_gone_without_a_word_is_done_without_and_joins_again(
         given = time.monotonic()
         give_back(network_hosts, lost)
         seen.wait(lambda: len(seen.sized(3, after=given)) > 10)
+        (tmp_path / "quick").touch()
         stderr = seen.end_well()
     shrunk, grown = seen.sized(2)[0].time - taken, seen.sized(3, after=given)[0].time - given
     print(f"{fault} {lost}: next commit after {shrunk:.2f} s, with it again {grown:.2f} s after its return")
