@@ -247,7 +247,7 @@ class _Look:
             self._stack = _read_end(self._subject.stack_file, self._began_at)
             if _LAST_LINE.search(self._stack):
                 self.asked = False
-        elif self._stack and now - self._grew > QUIET_S and not _runs(self._subject.pid):
+        elif self._stack and now - self._grew > QUIET_S and _waits(self._subject.pid):
             self.asked = False
 
     def give_up_answer(self) -> None:
@@ -328,9 +328,9 @@ class _Look:
             self._output = -1
 
 
-def _runs(pid: int) -> bool:
-    """Return whether the main thread of a process runs, or waits for a core."""
-    return read_proc(pid, "stat").rpartition(b")")[2].split()[:1] == [b"R"]
+def _waits(pid: int) -> bool:
+    """Return whether the main thread of a process waits, and not for a core or a disk, nor is stopped."""
+    return read_proc(pid, "stat").rpartition(b")")[2].split()[:1] == [b"S"]
 
 
 def _cpu_s(stat: bytes) -> float:
