@@ -40,6 +40,9 @@ def test_a_process_that_left_its_parent_and_session_is_found(monkeypatch: pytest
     monkeypatch.setenv(MARK, mark)
     before = everyone()
     subprocess.run(["sh", "-c", "setsid sleep 60 >/dev/null 2>&1 &"], check=True)
+    wait_until(
+        lambda: left_behind(before, {mark}), "its environment can be read, as in the middle of an exec it cannot"
+    )
     (left,) = left_behind(before, {mark})
     wait_until(lambda: left.cmdline() == ["sleep", "60"] and left.parent() != psutil.Process(), "it is a stray")
     assert left_behind(before, {mark}) == [left]
@@ -140,7 +143,7 @@ def test_ssh_hosts_are_hosts_of_their_own(ssh_hosts: SshHosts) -> None:
 def test_a_stopped_host_takes_everything_with_it_and_comes_back(ssh_hosts: SshHosts) -> None:
     before = everyone()
     assert _ssh(ssh_hosts, "node2", "setsid sleep 60 >/dev/null 2>&1 &").returncode == 0
-    assert left_behind(before, {ssh_hosts.mark}, ssh_hosts.pids)
+    wait_until(lambda: left_behind(before, {ssh_hosts.mark}, ssh_hosts.pids), "it is found")
     ssh_hosts.stop(2)
     assert not left_behind(before, {ssh_hosts.mark}, ssh_hosts.pids)
     assert _ssh(ssh_hosts, "node2", "true").returncode == 255

@@ -57,6 +57,18 @@ def shell(line: str) -> None:
     assert run_program("sh", "-c", line, timeout=60).returncode == 0
 
 
+def sleeping(watch: Watch) -> list[psutil.Process]:
+    """Wait until the shell's process has become it; return those with the mark."""
+    found: list[psutil.Process] = []
+
+    def is_there() -> bool:
+        found[:] = [each for each in marked({watch.mark}) if each.name() == "sleep"]
+        return bool(found)
+
+    wait_until(is_there, "it sleeps")
+    return found
+
+
 def test_nothing_is_found_where_nothing_is_left(watch: Watch) -> None:
     shell("sleep 0.1 & mkdir $TMPDIR/it; rmdir $TMPDIR/it; wait")
     assert watch.found == []
@@ -65,7 +77,7 @@ def test_nothing_is_found_where_nothing_is_left(watch: Watch) -> None:
 def test_a_process_in_a_session_of_its_own_is_named(watch: Watch) -> None:
     shell("setsid sleep 600 >/dev/null 2>&1 &")
     (found,) = watch.found
-    (process,) = marked({watch.mark})
+    (process,) = sleeping(watch)
     assert "left when `sh -c setsid sleep 600" in found
     assert f"pid {process.pid} (state " in found
 
@@ -138,7 +150,7 @@ def test_what_another_program_of_the_test_has_is_not_taken_for_left(watch: Watch
     with started("sh", "-c", "mkdir $TMPDIR/its; echo; read end; rmdir $TMPDIR/its", stdin=-1) as other:
         shell("setsid sleep 600 >/dev/null 2>&1 & true")
         assert other.stdout.readline()
-        (process,) = [each for each in marked({watch.mark}) if each.name() == "sleep"]
+        (process,) = sleeping(watch)
         assert [f"pid {process.pid} " in each and "its" not in each for each in watch.found] == [True]
         other.communicate(b"\n")
     assert len(watch.found) == 1

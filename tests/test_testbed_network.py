@@ -121,7 +121,7 @@ def test_packets_can_be_lost_in_one_direction(network_hosts: NetworkHosts, tmp_p
             say(writes, b"hello\n")
             present(ticks.stdin).close()  # would end it, but it does not come to know
             assert silent(writes, ticks)
-            assert arrived.read_bytes() == b"hello\n"
+            wait_until(lambda: arrived.read_bytes() == b"hello\n", "what is said to it arrives")
             while select.select([clock], [], [], 0)[0]:
                 clock.recv(9)
             for _ in range(5):

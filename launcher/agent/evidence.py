@@ -32,7 +32,8 @@ from launcher.protocol.reports import Collected, Evidence
 STACK_SIGNAL = 51
 
 ANSWER_S = 1.0  # to wait for an answer to the signal; half of the limit if that is less
-QUIET_S = 0.1  # a stack whose file stops growing for so long is complete; most are recognized by their last line
+# A stack whose file stops growing for so long is complete, if the worker waits; most are recognized by their last line.
+QUIET_S = 0.1
 MAX_BYTES = 64 << 10
 SPAWNS_PER_STEP = 4  # each takes 2 ms or so
 NATIVE_AT_ONCE = 4  # each uses a core for seconds, and about 100 MB: it reads the symbols of all libraries
@@ -246,7 +247,7 @@ class _Look:
             self._stack = _read_end(self._subject.stack_file, self._began_at)
             if _LAST_LINE.search(self._stack):
                 self.asked = False
-        elif self._stack and now - self._grew > QUIET_S:
+        elif self._stack and now - self._grew > QUIET_S and _waits(self._subject.pid):
             self.asked = False
 
     def give_up_answer(self) -> None:
@@ -325,6 +326,11 @@ class _Look:
         if self._output >= 0:
             os.close(self._output)
             self._output = -1
+
+
+def _waits(pid: int) -> bool:
+    """Return whether the main thread of a process waits, and not for a core or a disk, nor is stopped."""
+    return read_proc(pid, "stat").rpartition(b")")[2].split()[:1] == [b"S"]
 
 
 def _cpu_s(stat: bytes) -> float:

@@ -422,7 +422,7 @@ def a_rank_leaves() -> str:
 
 def a_rank_is_late() -> str:
     other_group = dist.new_group()
-    _, optimizer = prepared(stall_timeout_s=1.0)
+    _, optimizer = prepared(stall_timeout_s=3.0)
     texts = ""
     if dist.get_rank() == 0:
         with pytest.raises(ddp.errors.CollectiveError) as error:

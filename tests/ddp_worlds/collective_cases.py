@@ -819,6 +819,10 @@ def a_rank_that_does_not_come_is_an_error_in_time(group: Group) -> None:
         dist.barrier()  # of the world: comes to it when the others have given up
         return
     start = time.monotonic()
+    store, key = dist.distributed_c10d._get_default_store(), f"{made.group_name}/come"
+    store.add(key, 1)
+    while store.add(key, 0) < group.size() - 1:  # else one that comes late hears of the end of another's second
+        time.sleep(0.001)
     with pytest.raises(RuntimeError):
         dist.all_reduce(torch.ones(3), group=made)
     assert time.monotonic() - start > 0.9

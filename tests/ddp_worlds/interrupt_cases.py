@@ -24,7 +24,7 @@ import ddp
 from ddp.monitoring.interrupts import is_interrupt
 
 _OURS = str(Path(ddp.__file__).parent)
-_AT_ONCE_S = 20.0  # the stall timeout is more; who asks where a rank is waits for some seconds
+_AT_ONCE_S = 40.0  # the stall timeout is more; who asks where a rank is waits for some seconds
 _OTHERS_S = 4.0  # for rank 0 to notice that it need not wait
 
 

@@ -70,7 +70,7 @@ class Nursery:
         self._connection.close()
 
     def run(
-        self, world_size: int, case: str, *, deadline_s: float = 100.0, group: str = BACKEND, **arguments: Any
+        self, world_size: int, case: str, *, deadline_s: float = 200.0, group: str = BACKEND, **arguments: Any
     ) -> list[Any]:
         """Run `case` ("module:function") on `world_size` ranks; return what each rank's call returned, by rank.
 

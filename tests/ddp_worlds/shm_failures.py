@@ -100,14 +100,14 @@ def a_dead_rank_is_named_on_all_others(folder: str, name: str, chunks: int) -> N
 
 def a_rank_that_stalls_is_named(folder: str) -> None:
     rank, last = dist.get_rank(), dist.get_world_size() - 1
-    group = _group_of(folder, rank, timeout_s=LIMIT_S if rank == last else 0.5)
+    group = _group_of(folder, rank, timeout_s=LIMIT_S if rank == last else 3.0)
     if rank == last:
         dist.barrier()  # until the others have given up
-        with pytest.raises(CollectiveError, match=rf"rank {last} did not come within 0.5 s"):
+        with pytest.raises(CollectiveError, match=rf"rank {last} did not come within 3 s"):
             group.allreduce([torch.ones(3)]).wait()
         return
     try:
-        with pytest.raises(Lost, match=rf"all_reduce failed on rank .*rank {last} did not come within 0.5 s"):
+        with pytest.raises(Lost, match=rf"all_reduce failed on rank .*rank {last} did not come within 3 s"):
             group.allreduce([torch.ones(3)]).wait()
     finally:
         dist.barrier()
@@ -342,12 +342,12 @@ def a_rank_that_leaves_ends_its_collectives_first(folder: str) -> None:
 def a_message_is_late_by_the_clock_of_its_own_rank(folder: str) -> None:
     """Rank 1 sends to rank 0 all the time; the last one, of which rank 0 waits for a message, never does."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
-    group = _group_of(folder, rank, timeout_s=1.0 if rank == 0 else LIMIT_S)
+    group = _group_of(folder, rank, timeout_s=3.0 if rank == 0 else LIMIT_S)
     group.barrier().wait()
     is_over, until = Path(folder) / "over", time.monotonic() + LIMIT_S / 4
     if rank == 0:
         works = [group.recv([torch.zeros(3)], source) for source in (last, *[1] * 1000)]
-        with pytest.raises(CollectiveError, match=f"rank {last} did not come within 1 s"):
+        with pytest.raises(CollectiveError, match=f"rank {last} did not come within 3 s"):
             works[0].wait(timedelta(seconds=LIMIT_S / 4))
         is_over.touch()
     while rank == 1 and not is_over.exists() and time.monotonic() < until:
@@ -454,7 +454,7 @@ def _is_open(descriptor: str) -> bool:
 def all_hosts_that_are_late_are_named(folder: str) -> None:
     """Each rank is a host of its own; rank 1 comes late, the last one never, and rank 0 cannot know who is to blame."""
     store, rank = FileStore(str(Path(folder) / "hosts"), 3), dist.get_rank()
-    group = HostsGroup(store, rank, 3, timedelta(seconds=1), [(0,), (1,), (2,)])
+    group = HostsGroup(store, rank, 3, timedelta(seconds=3), [(0,), (1,), (2,)])
     group.allreduce([torch.ones(3)]).wait()
     if rank == 0:
         with pytest.raises(Lost, match="ranks 1-2 on other hosts"):

@@ -118,8 +118,18 @@ class AgentProcess:
         """End its input, as the end of the controller does."""
         self._stdin.close()
 
-    def expect(self, kind: type[M], when: Callable[[M], bool] = lambda _: True, timeout: float = TIMEOUT_S) -> M:
-        """Return the next message of a kind; those in between are skipped, and kept in `seen`."""
+    def expect(
+        self,
+        kind: type[M],
+        when: Callable[[M], bool] = lambda _: True,
+        timeout: float = TIMEOUT_S,
+        *,
+        with_beats: bool = False,
+    ) -> M:
+        """Return the next message of a kind; those in between are skipped, and kept in `seen`.
+
+        `with_beats`: send heartbeats meanwhile, so that no lease ends.
+        """
         deadline = time.monotonic() + timeout
         while True:
             while self._unread:
@@ -127,12 +137,16 @@ class AgentProcess:
                 self.seen.append(message)
                 if isinstance(message, kind) and when(message):
                     return message
-            if not self._read(deadline - time.monotonic()):
+            rest_s = deadline - time.monotonic()
+            if with_beats and rest_s > 0.1:
+                self.beat()
+                self._read(0.1)
+            elif not self._read(rest_s):
                 raise TimeoutError(f"no {kind.__name__} within {timeout:g} s or before the end: {self.errors}")
 
-    def expect_output(self, text: bytes) -> None:
+    def expect_output(self, text: bytes, *, with_beats: bool = False) -> None:
         """Read until the workers have written `text` (within one read of the agent's)."""
-        self.expect(Output, lambda message: text in message.data)
+        self.expect(Output, lambda message: text in message.data, with_beats=with_beats)
 
     def listen(self, seconds: float) -> list[Message]:
         """Read for a while and return what it said."""

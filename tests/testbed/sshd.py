@@ -8,10 +8,8 @@ import contextlib
 import getpass
 import os
 import shutil
-import socket
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property, partial
@@ -34,6 +32,7 @@ from testbed.imports import ROOT
 from testbed.lab import Lab, clear_temp
 from testbed.left import own_group
 from testbed.namespaces import PARTS, path_of, run_part
+from testbed.ports import free_port
 from testbed.processes import MARK, kill, marked, wait_until
 
 PrivateKey: TypeAlias = Ed25519PrivateKey | EllipticCurvePrivateKey
@@ -237,7 +236,7 @@ class SshHosts(Lab):
         client = Ed25519PrivateKey.generate()
         write_key(self.identity, client)
         (self.folder / "authorized_keys").write_text(f"{public_line(client)} client\n")
-        self.port = _free_port([self.address(i) for i in self._numbers()])
+        self.port = free_port([self.address(i) for i in self._numbers()])
         for i in self._numbers():
             self._write_host(i)
         self.reset()
@@ -368,20 +367,6 @@ class BareHosts(SshHosts):
             shutil.rmtree(self.home(i), ignore_errors=True)
             self.home(i).mkdir(parents=True)
         super().reset()
-
-
-def _free_port(addresses: Collection[str]) -> int:
-    """A port that is free on all the addresses, below the range that the kernel hands out."""
-    first = 22000 + time.monotonic_ns() % 8000  # another test run beside this one looks elsewhere first
-    for port in range(first, first + 1000):
-        with contextlib.ExitStack() as stack:
-            try:
-                for address in addresses:
-                    stack.enter_context(socket.socket()).bind((address, port))
-            except OSError:
-                continue
-            return port
-    raise OSError(f"no port from {first} to {first + 999} is free on all of {', '.join(addresses)}")
 
 
 def for_coverage() -> dict[str, str]:

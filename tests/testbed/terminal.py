@@ -5,6 +5,7 @@ import fcntl
 import os
 import pty
 import select
+import struct
 import subprocess
 import sys
 import termios
@@ -67,13 +68,19 @@ class Terminal:
 
 @contextlib.contextmanager
 def dtrain_on_terminal(
-    *args: str | Path, cwd: Path, program: Sequence[str] = ("-m", "launcher"), outlived: bool = False
+    *args: str | Path,
+    cwd: Path,
+    program: Sequence[str] = ("-m", "launcher"),
+    columns: int = 0,
+    outlived: bool = False,
 ) -> Iterator[Terminal]:
     """Run `dtrain ARGS` as the leader of a session with a terminal; kill its tree if it still runs at the end.
 
-    `program` is another one for Python.
+    `program` is another one for Python. Without `columns` the terminal does not know its size.
     """
     master, slave = pty.openpty()
+    if columns:
+        fcntl.ioctl(master, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
 
     def take_terminal() -> None:
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)

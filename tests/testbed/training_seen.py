@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from testbed.processes import Program
 
-LIMIT_S = 120.0
+LIMIT_S = 200.0
 
 
 @dataclass(frozen=True)

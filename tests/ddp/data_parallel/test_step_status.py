@@ -26,7 +26,7 @@ def test_a_failure_on_one_rank_is_everybodys_in_the_same_step(
     for text, took_s in others:
         assert "step 2 failed on rank 2" in text
         assert said in text
-        assert took_s < 5
+        assert took_s < 20, "what the group's own timeout of 30 s ends takes 27"
 
 
 @pytest.mark.parametrize("fails_in", ["forward", "backward", "hook"])

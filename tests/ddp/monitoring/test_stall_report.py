@@ -94,7 +94,8 @@ def test_a_stall_names_the_rank_that_is_elsewhere_and_the_line_of_its_script(wor
     assert ended.codes == [1, 0, 1]
     for rank in (0, 2):
         said = ended.errors[rank]
-        assert f"CollectiveError: rank 1 is missing: rank {rank} of 3 has waited 0.6 s in the all-reduce of " in said
+        missing = rf"CollectiveError: rank 1 is missing: rank {rank} of 3 has waited \d+\.\d s in the all-reduce of "
+        assert re.search(missing, said), said
         assert "rank 1: step 2, backward for " in said
         assert ", at tests/ddp_worlds/stall_report_cases.py:" in said
         assert " in until" in said
@@ -264,7 +265,7 @@ def test_what_blocks_without_a_work_is_reported_while_it_does(worlds: Worlds) ->
     assert ended.results[0].startswith("rank 1 is missing: the broadcast of the plan of step 1 failed on rank 0 of 2")
     assert "rank 1: has exited" in ended.results[0]
     assert ended.errors[0].count("rank 1 is missing: rank 0 of 2 has waited ") == 1
-    assert " in blocks" in ended.errors[0]
+    assert " in until" in ended.errors[0]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from testbed.processes import run_dtrain, started_dtrain
 from testbed.sshd import SshHosts
 from testbed.training_seen import TrainingSeen
 
-pytestmark = pytest.mark.usefixtures("warm")  # for the runs without hosts
+pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.timeout(600)]  # warm: for the runs without hosts
 SCRIPT = Path(__file__).parents[2] / "ddp_worlds" / "elastic_script.py"
 LIMIT_S = 120.0
 
@@ -27,6 +27,8 @@ def test_a_spare_host_takes_the_ranks_of_a_lost_one_and_no_bit_changes(ssh_hosts
         seen = TrainingSeen(process)
         seen.wait(lambda: len(seen.sized(2)) > 20)
         ssh_hosts.stop(2)
+        seen.wait(lambda: any(at.host == "node3" for at in seen.commits))
+        (tmp_path / "quick").touch()
         stderr = seen.end_well()
     assert "generation 2 goes on with 2 workers on 2 hosts, without node2, with node3" in stderr
     assert {at.host: at.rank for at in seen.commits} == {"node1": 0, "node2": 1, "node3": 1}
@@ -49,6 +51,7 @@ def test_the_world_shrinks_without_a_lost_host_and_grows_with_it(ssh_hosts: SshH
         seen.wait(lambda: len(seen.sized(2)) > 10)
         ssh_hosts.start(3)
         seen.wait(lambda: len(seen.sized(3, after=lost + 3)) > 10)
+        (tmp_path / "quick").touch()
         stderr = seen.end_well()
     assert "attempt 1" not in stderr, stderr
     assert "goes on with 2 workers on 2 hosts, without node3" in stderr
@@ -81,6 +84,7 @@ def test_the_global_batch_of_a_strategy_s_loader_stays_what_it_was(
         if joins_again:
             ssh_hosts.start(3)
             seen.wait(lambda: len(seen.sized(3, after=lost + 3)) > 10)
+        (tmp_path / "quick").touch()
         stderr = seen.end_well()
     assert "attempt 1" not in stderr, stderr
     assert seen.said("counts") == {"1 1 0"}, "each sample once in each epoch"
@@ -101,6 +105,7 @@ def test_with_the_host_of_the_store_the_others_meet_at_another_one(ssh_hosts: Ss
         seen.wait(lambda: len(seen.sized(3)) > 15)
         ssh_hosts.stop(1)
         seen.wait(lambda: len(seen.sized(2)) > 10)
+        (tmp_path / "quick").touch()
         stderr = seen.end_well()
     assert "attempt 1" not in stderr, stderr
     assert "goes on with 2 workers on 2 hosts, without node1" in stderr
@@ -118,6 +123,7 @@ def test_where_not_all_are_resilient_all_start_again(ssh_hosts: SshHosts, tmp_pa
         seen = TrainingSeen(process)
         seen.wait(lambda: len(seen.sized(2)) > 10)
         ssh_hosts.stop(2)
+        (tmp_path / "quick").touch()
         assert process.wait(LIMIT_S) == 0
         assert b"attempt 1 begins on 1 host, without node2" in process.stderr.read()
 
@@ -131,7 +137,7 @@ class Says(Callback):
     def on_step_end(self, step, logs):
         place = (os.environ[name] for name in ("WORLD_SIZE", "RANK"))
         print("at", step, *place, os.getpid(), os.environ["DTRAIN_HOST"], time.monotonic(), flush=True)
-        time.sleep(0.1)
+        time.sleep(0 if os.path.exists("quick") else 0.1 if step < 20 else 2)  # a host may come late
 
 torch.manual_seed(1)
 net = nn.Linear(6, 3)
@@ -150,6 +156,7 @@ def test_all_start_again_where_a_fit_loses_a_host(ssh_hosts: SshHosts, tmp_path:
         seen = TrainingSeen(process)
         seen.wait(lambda: len(seen.sized(2)) > 10)
         ssh_hosts.stop(2)
+        (tmp_path / "quick").touch()
         stderr = seen.end_well()
     assert "attempt 1 begins on 1 host, without node2" in stderr, stderr
     assert "generation" not in stderr, "no rank was asked to go on in a smaller world"
@@ -165,7 +172,10 @@ def test_all_start_again_where_a_host_joins_a_fit(ssh_hosts: SshHosts, tmp_path:
         seen.wait(lambda: len(seen.sized(2)) > 10)
         ssh_hosts.stop(2)
         seen.wait(lambda: len(seen.sized(1)) > 5)
+        alone = time.monotonic()
         ssh_hosts.start(2)
+        seen.wait(lambda: seen.sized(2, after=alone))
+        (tmp_path / "quick").touch()
         stderr = seen.end_well()
     assert "attempt 1 begins on 1 host, without node2" in stderr, stderr
     assert "attempt 2 begins on 2 hosts, with node2" in stderr, stderr

@@ -126,7 +126,7 @@ class Family:
 
     def start(self, agent: AgentProcess, *members: str, rank: int = 0, attempt: int = 0) -> int:
         pid = agent.start(FAMILY, str(self.lock), *members, rank=rank, attempt=attempt)
-        agent.expect_output(b"up")
+        agent.expect_output(b"up", with_beats=True)
         return pid
 
     def is_gone(self) -> bool:
@@ -274,10 +274,10 @@ def test_stop_while_an_attempt_ends_is_answered_after_it(agent: AgentProcess, fa
 def test_output_of_what_a_worker_leaves_is_passed_on_to_the_end(agent: AgentProcess) -> None:
     agent.prepare(grace_s=5)
     agent.start(
-        "import os, signal, sys, time\n"
-        "if os.fork():\n    time.sleep(0.2); sys.exit(3)\n"
+        "import os, signal, sys, time\nread, write = os.pipe()\n"
+        "if os.fork():\n    os.read(read, 1); sys.exit(3)\n"
         "def late(*_):\n    print('last words', flush=True); os._exit(0)\n"
-        "signal.signal(signal.SIGTERM, late)\ntime.sleep(600)"
+        "signal.signal(signal.SIGTERM, late)\nos.write(write, b'.')\ntime.sleep(600)"
     )
     assert agent.expect(Exited).status == 3
     agent.end_attempt()
@@ -662,7 +662,7 @@ def test_what_cannot_be_killed_is_named_and_the_agent_goes_on(
     (freezer / "freezer.state").write_text("FROZEN")
     wait_until(lambda: (freezer / "freezer.state").read_text() == "FROZEN\n", "it is frozen")
     agent.tell(EndAttempt(attempt=0, signum=signal.SIGKILL))
-    (left,) = agent.expect(Swept, timeout=20).left
+    (left,) = agent.expect(Swept).left
     assert left.startswith(f"pid {worker} (python")
     assert "state D" in left
     agent.start("print('works')", attempt=1, rank=1)

@@ -3,7 +3,6 @@
 import ast
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from testbed import REPOSITORY
+from testbed.ports import free_port
 from testbed.processes import Program, started, wait_until
 from testbed.require import require
 
@@ -194,6 +194,27 @@ def test_no_more_than_64_kib_a_rank_with_the_main_thread_in_it(workers: Workers)
     assert rank_position(found).where.endswith("in main")
 
 
+def test_a_stack_that_is_still_written_is_waited_for(workers: Workers) -> None:
+    """On a busy machine a worker may pause in the middle of it: a handler in Python, which does, stands for it."""
+    workers.start(
+        f"""
+        import os, signal, time
+        stacks = open(os.environ["TORCHELASTIC_ERROR_FILE"] + ".stack", "ab", buffering=0)
+        def write(*_):
+            stacks.write(b"the first half\\n")
+            end = time.monotonic() + 10 * {evidence_module.QUIET_S}
+            while time.monotonic() < end: pass
+            stacks.write(b"the second half\\n")
+        signal.signal({STACK_SIGNAL}, write)
+        up()
+        while True: time.sleep(60)
+        """,
+        through=(),
+    )
+    (found,) = workers.collect()
+    assert found.stack == "the first half\nthe second half\n"
+
+
 def test_worker_that_ended_is_left_out(workers: Workers) -> None:
     workers.start("up()")
     workers.start("import time; up(); time.sleep(60)")
@@ -254,8 +275,7 @@ def test_worker_goes_on_undisturbed(workers: Workers) -> None:
 
 
 def test_gloo_collective_goes_on_undisturbed(workers: Workers) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     for rank in range(2):
         workers.start(
             """

@@ -149,7 +149,7 @@ def test_everybody_is_told_which_package_prevents_a_fork_and_what_that_costs(ins
     assert len(re.findall("seen [01]$", result.stdout, re.MULTILINE)) == 2, result
     (line,) = (line for line in result.stderr.splitlines() if "started by exec" in line)
     said = r"settings reads all variables when it is imported \(settings.py:2\); "
-    assert re.search(said + r"each such start takes at least [0-9]\.[0-9] s longer$", line)
+    assert re.search(said + r"each such start takes at least \d+\.\d s longer$", line)
 
 
 def test_so_is_a_package_that_each_worker_imports_by_itself(installed: Path, tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_so_is_a_package_that_each_worker_imports_by_itself(installed: Path, tmp
     (tmp_path / "script.py").write_text("import tensorflow")
     result = run_dtrain("run", "--nproc-per-node", "2", "script.py", cwd=tmp_path)
     (line,) = (line for line in result.stderr.splitlines() if "started by exec" in line)
-    said = r"tensorflow is left to each worker: .*; each such start takes at least [0-9]\.[0-9] s longer$"
+    said = r"tensorflow is left to each worker: .*; each such start takes at least \d+\.\d s longer$"
     assert re.search(said, line), result
 
 

@@ -357,7 +357,7 @@ def test_a_restart_of_a_run_finds_the_late_imports_and_nothing_is_left(installed
         optimizer = torch.optim.SGD([parameter], lr=0.1)
         restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
         print("late", "here" if pid == os.getpid() else "ahead", flush=True)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 90
         while pid == os.getpid() and not (os.path.exists(os.environ["OUT"]) and restart < 3):
             parameter.grad = torch.ones(1)
             optimizer.step()

@@ -38,8 +38,12 @@ def stop(*_):
 if what == "stop":
     signal.signal(signal.SIGTERM, stop)
 print("up", flush=True)
+open(f"up-{what}-{rank}", "w").close()
 if rank == 1 and what != "stop":
-    time.sleep(2.5)  # a killed one is known behind its prefix only after the agent has looked for it
+    while not os.path.exists(f"up-{what}-0"):
+        time.sleep(0.01)
+    # A killed one is known behind its prefix only after the agent has looked for it, and rank 0 sleeps below by then.
+    time.sleep(5 if what == "kill" else 0.5)
     if what == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "exit":
@@ -131,7 +135,7 @@ def test_an_agent_that_is_killed_leaves_no_worker_and_no_prefix(prefix: str, scr
             assert b"up" in process.stdout.readline()
         below = psutil.Process(process.pid).children(recursive=True)
         agents = [one for one in below if "launcher.agent" in one.cmdline()]
-        max(agents, key=lambda one: one.create_time()).kill()  # of guard and agent the second
+        max(agents, key=lambda one: (one.create_time(), one.pid)).kill()  # of guard and agent the second
         assert process.wait(60) == 1
     wait_until(lambda: not [one for one in below if one.is_running() and one.status() != "zombie"], "all have ended")
 

@@ -1,5 +1,6 @@
 """The rendezvous store and the environment: unmodified scripts of torch meet each other."""
 
+import contextlib
 import json
 import re
 import shlex
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from testbed.ports import free_port
 from testbed.processes import run_dtrain, started_dtrain, wait_until
 from testbed.warm import HEADER
 
@@ -35,6 +37,16 @@ def listening_at(port: int) -> list[str]:
     return [c.laddr.ip for c in found if c.laddr and c.laddr.port == port and c.status == psutil.CONN_LISTEN]
 
 
+def stores(pid: int) -> list[psutil.Process]:
+    """Return the store processes of a run."""
+    found = []
+    for process in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            if "launcher.agent.store_process" in process.cmdline():
+                found.append(process)
+    return found
+
+
 def test_unmodified_script_meets_its_peers(tmp_path: Path) -> None:
     script = write(tmp_path, ALL_REDUCE)
     result = run_dtrain("run", "--nproc-per-node", "2", script, cwd=tmp_path)
@@ -54,7 +66,7 @@ def test_other_port_is_taken_where_the_default_is_in_use(tmp_path: Path) -> None
                 return False
             return True
 
-        wait_until(taken, "the default port is ours", timeout=60)
+        wait_until(taken, "the default port is ours")
         holder.listen()
         result = run_dtrain("run", script, cwd=tmp_path)
     assert result.returncode == 0
@@ -63,8 +75,7 @@ def test_other_port_is_taken_where_the_default_is_in_use(tmp_path: Path) -> None
 
 
 def test_named_port_is_used(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     script = write(tmp_path, "import os\nprint('port', os.environ['MASTER_PORT'])")
     result = run_dtrain("run", "--master-port", str(port), script, cwd=tmp_path)
     assert result.stdout.endswith(f"port {port}\n")
@@ -82,8 +93,7 @@ def test_script_without_torch_costs_no_store_process(tmp_path: Path) -> None:
     script = write(tmp_path, "import time\nprint('up', flush=True)\ntime.sleep(600)")
     with started_dtrain("run", script, cwd=tmp_path) as process:
         process.stdout.readline()
-        everyone = psutil.Process(process.pid).children(recursive=True)
-        assert [p for p in everyone if "launcher.agent.store_process" in p.cmdline()] == []
+        assert stores(process.pid) == []
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=60)
 
@@ -96,11 +106,7 @@ def test_killed_store_ends_the_run_and_is_named(tmp_path: Path) -> None:
     )
     with started_dtrain("run", script, cwd=tmp_path) as process:
         process.stdout.readline()
-        (store,) = [
-            p
-            for p in psutil.Process(process.pid).children(recursive=True)
-            if "launcher.agent.store_process" in p.cmdline()
-        ]
+        (store,) = stores(process.pid)
         store.kill()
         _, stderr = process.communicate(timeout=60)
     assert process.returncode == 1
@@ -110,8 +116,7 @@ def test_killed_store_ends_the_run_and_is_named(tmp_path: Path) -> None:
 
 def test_store_listens_on_one_address_only(tmp_path: Path) -> None:
     script = write(tmp_path, "import os, time\nprint(os.environ['MASTER_PORT'], flush=True)\ntime.sleep(600)")
-    with socket.create_server(("127.0.0.1", 0)) as unused:  # for other runs may be at the default one now
-        port = unused.getsockname()[1]
+    port = free_port()  # for other runs may be at the default one now
     with started_dtrain("run", "--master-port", str(port), script, cwd=tmp_path) as process:
         assert int(process.stdout.readline().split()[-1]) == port
         assert listening_at(port) == ["127.0.0.1"]

@@ -82,7 +82,7 @@ def test_hosts_that_are_well_are_measured_and_nothing_is_left(ssh_hosts: SshHost
     facts = [host["facts"] for host in report["hosts"]]
     assert facts[0]["torch"].startswith("2.")
     assert len({one["script"] for one in facts}) == len({one["code"] for one in facts}) == 1
-    assert all(abs(host["clock"]["offset_s"]) < 1 for host in report["hosts"])
+    assert all(abs(host["clock"]["offset_s"]) < 5 for host in report["hosts"])
     ways = {(pair["from"], pair["to"], pair["address"], pair["problem"]) for pair in report["network"]["pairs"]}
     assert {("node1", "node2", "127.0.0.3", ""), ("node2", "node1", "127.0.0.2", "")} <= ways
     assert all(0 < pair["round_trip_s"] < 5 and pair["mtu"] > 1000 for pair in report["network"]["pairs"])
@@ -531,9 +531,9 @@ def test_only_a_listener_that_knows_the_token_counts() -> None:
     token = b"0123456789abcdef0123456789abcdef"
     listener = listen("127.0.0.1", token, 0)
     here = Target("a", "here", listener.address, listener.port)
-    well = all_at_once(lambda target: probe(target, token, 5.0), [here] * 20, most=AT_ONCE)
+    well = all_at_once(lambda target: probe(target, token, 20.0), [here] * 20, most=AT_ONCE)
     assert [(one.problem, one.interface) for one in well] == [("", "lo")] * 20
-    assert probe(here, b"f" * 32, 2.0).problem == "stranger"
+    assert probe(here, b"f" * 32, 20.0).problem == "stranger"
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
 
@@ -547,7 +547,7 @@ def test_only_a_listener_that_knows_the_token_counts() -> None:
 
         thread = threading.Thread(target=answer)
         thread.start()
-        assert probe(Target("a", "other", "127.0.0.1", port), token, 2.0).problem == "stranger"
+        assert probe(Target("a", "other", "127.0.0.1", port), token, 20.0).problem == "stranger"
         over.set()
         thread.join(60)
     assert probe(Target("a", "gone", "127.0.0.1", port), token, 2.0).problem == "refused"

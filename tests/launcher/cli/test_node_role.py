@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import pytest
+from testbed.ports import free_port
 from testbed.processes import Program, run_dtrain, started, started_dtrain, wait_until, wait_up
 
 TOKEN = "correct horse battery staple"
@@ -25,9 +26,7 @@ SHOW = (
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_port()
 
 
 def _words(port: int, rank: int, *more: str, nnodes: str = "2", nproc: int = 2) -> list[str]:
@@ -197,12 +196,12 @@ def test_another_command_or_secret_on_a_node_is_found_and_named(tmp_path: Path, 
 
 def test_a_node_that_does_not_come_is_named_with_what_to_type(tmp_path: Path, port: int) -> None:
     (tmp_path / "show.py").write_text(SHOW)
-    words = _words(port, 0, "--start-timeout-s", "1.5", "show.py")
+    words = _words(port, 0, "--start-timeout-s", "5", "show.py")
     result = run_dtrain(*words, cwd=tmp_path, env={"DTRAIN_TOKEN": TOKEN})
     assert result.returncode == 1
     assert f"node1: no node joined as node rank 1 at 127.0.0.1:{port}" in result.stderr
     assert "type the same command there, with --node-rank 1" in result.stderr
-    words = _words(port, 0, "--start-timeout-s", "8", "show.py")
+    words = _words(port, 0, "--start-timeout-s", "15", "show.py")
     with started_dtrain(*words, cwd=tmp_path, env={"DTRAIN_TOKEN": TOKEN}) as lead:
         run_dtrain(*_words(port, 1, "show.py", "other"), cwd=tmp_path, env={"DTRAIN_TOKEN": TOKEN})
         code, _, err = _ends(lead)

@@ -30,7 +30,7 @@ from launcher.transport.srun import Srun, SrunStream
 from launcher.transport.ssh.stream import SshStream, connect_ssh
 from launcher.transport.stream import Stream
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class FakeStream:

@@ -42,7 +42,7 @@ def debug(rank: int, typed: str) -> Result:
 
 def assert_goes_on(rank: int) -> None:
     before = tick(rank)
-    wait_until(lambda: tick(rank) > before + 1, "the rank goes on", timeout=30)
+    wait_until(lambda: tick(rank) > before + 1, "the rank goes on")
 
 
 class Debugger:

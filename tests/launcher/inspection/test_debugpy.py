@@ -5,7 +5,7 @@ import os
 import re
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -120,10 +120,19 @@ def test_a_rank_starts_children_while_an_editor_is_attached_and_after_it(folder:
     assert "frozen modules" not in (folder / "runs/r/console.log").read_text()
 
 
+def _files_of(pid: int) -> list[str]:
+    """What a process has open."""
+    found = []
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            found.append(os.readlink(file))
+    return found
+
+
 def _open_files(folder: Path) -> list[str]:
     """What the rank has open besides sockets, of which debugpy keeps some."""
-    files = map(os.readlink, Path("/proc", (folder / "pid").read_text(), "fd").iterdir())
-    return sorted(file for file in files if not file.startswith("socket:"))
+    pid = int((folder / "pid").read_text())
+    return sorted(file for file in _files_of(pid) if not file.startswith("socket:"))
 
 
 def test_an_editor_leaves_the_descriptors_of_the_rank_as_they_were(folder: Path) -> None:
@@ -136,7 +145,7 @@ def test_an_editor_leaves_the_descriptors_of_the_rank_as_they_were(folder: Path)
     before = _open_files(folder)
     with attached(folder):
         pass
-    wait_until(lambda: _open_files(folder) == before, f"the rank has open what it had: {before}", timeout=30)
+    wait_until(lambda: _open_files(folder) == before, f"the rank has open what it had: {before}")
     (folder / "go").touch()
     assert run_dtrain("wait", "r").returncode == 0
 
@@ -155,7 +164,7 @@ for number in map(int, os.listdir("/proc/self/fd")):
 
 def _listens(pid: int) -> bool:
     """Whether one of a process's descriptors is a TCP socket that listens."""
-    sockets = {os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir()}
+    sockets = set(_files_of(pid))
     lines = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
     return any(f"socket:[{line[9]}]" in sockets for line in lines if line[3] == "0A")
 
@@ -183,7 +192,7 @@ def test_a_debugpy_that_does_not_open_is_told_with_an_exit_code(code: str, text:
     assert text in result.stderr, result
     wait_until(lambda: (folder / "pid").exists() and (folder / "pid").read_text(), "the script runs")
     pid = int((folder / "pid").read_text())
-    wait_until(lambda: not _listens(pid), "no port of the rank is open", timeout=30)
+    wait_until(lambda: not _listens(pid), "no port of the rank is open")
     assert children_of_the_rank(folder) == "7 0 8\n"
     (folder / "go").touch()
     assert run_dtrain("wait", "r").returncode == 0

@@ -20,10 +20,10 @@ from launcher.runs.control import question
 from launcher.runs.registry import entries, place
 
 
-def detached(*words: str | Path) -> None:
+def detached(*words: str | Path, workers: int = 1) -> None:
     result = run_dtrain("run", "--detach", "--run-id", "r", *words, outlived=True)
     assert result.returncode == 0, result
-    wait_until(lambda: [*Path().glob("tick*")], "a rank is there")
+    wait_until(lambda: len([*Path().glob("tick*")]) == workers, "the ranks are there")
 
 
 def stacks(*words: str) -> Result:
@@ -43,8 +43,7 @@ def end(exit_code: int = 0) -> None:
 
 
 def test_the_ranks_are_shown_by_groups_to_who_asks_and_the_run_goes_on(folder: Path) -> None:
-    detached("--nproc-per-node", "3", "script.py")
-    wait_until(lambda: len([*folder.glob("tick*")]) == 3, "all are there")
+    detached("--nproc-per-node", "3", "script.py", workers=3)
     shown = stacks()
     assert (shown.returncode, shown.stderr) == (0, ""), shown
     assert f"{folder}/script.py:" in shown.stdout
@@ -69,7 +68,7 @@ def test_the_ranks_are_shown_by_groups_to_who_asks_and_the_run_goes_on(folder: P
 
 
 def test_several_who_ask_at_once_are_all_answered() -> None:
-    detached("--simulate", "--nnodes", "2", "--nproc-per-node", "1", "script.py")
+    detached("--simulate", "--nnodes", "2", "--nproc-per-node", "1", "script.py", workers=2)
     (entry,) = entries()
     with question(entry, "stacks") as one, question(entry, "stacks") as two, question(entry, "stacks") as three:
         for asked in (three, two, one):
@@ -81,7 +80,7 @@ def test_several_who_ask_at_once_are_all_answered() -> None:
 
 
 def test_a_host_that_does_not_answer_is_named_and_the_others_are_shown() -> None:
-    detached("--simulate", "--nnodes", "2", "--nproc-per-node", "1", "script.py")
+    detached("--simulate", "--nnodes", "2", "--nproc-per-node", "1", "script.py", workers=2)
     stopped = psutil.Process(ranks("--rank", "1")[0]["pid"]).parent()
     assert stopped is not None
     stopped.suspend()
@@ -189,7 +188,7 @@ def test_another_user_gets_no_answer() -> None:
 
 def test_the_ranks_of_hosts_reached_by_ssh_are_shown(ssh_hosts: SshHosts) -> None:
     where = ["--hosts", "node1,node2", "--ssh-config", str(ssh_hosts.ssh_config)]
-    detached(*where, "--nproc-per-node", "1", "script.py")
+    detached(*where, "--nproc-per-node", "1", "script.py", workers=2)
     began = time.monotonic()
     assert [each["host"] for each in ranks()] == ["node1", "node2"]
     assert time.monotonic() - began < 60

@@ -239,7 +239,7 @@ def test_terminal_shows_progress_colours_and_redrawn_bars(tmp_path: Path) -> Non
         tmp_path,
         "import sys, time\nprint('plain')\n"
         "for i in range(0, 101, 10):\n    sys.stderr.write(f'\\r{i:3}%')\n    sys.stderr.flush()\n"
-        "    time.sleep(0.05)\n"
+        "    time.sleep(0.15)\n"
         "sys.stderr.write('\\n')",
     )
     seen = terminal_run(tmp_path, "--simulate", "--nnodes", "2", "--nproc-per-node", "1", str(path))
@@ -256,10 +256,10 @@ def test_terminal_shows_how_many_hosts_are_ready(tmp_path: Path) -> None:
         config = tmp_path / "ssh_config"
         config.write_text(f"Host slow\n  HostName 127.0.0.1\n  Port {silent.getsockname()[1]}\n")
         path = script(tmp_path, "")
-        options = ["--ssh-config", str(config), "--hosts", "slow,localhost", "--start-timeout-s", "6"]
+        options = ["--ssh-config", str(config), "--hosts", "slow,localhost", "--start-timeout-s", "12"]
         seen = terminal_run(tmp_path, *options, str(path))
     assert b"dtrain: 1 of 2 hosts ready; waiting for slow" in seen
-    assert b"slow: was not reached within 6 s" in seen or b"does not answer" in seen
+    assert b"slow: was not reached within 12 s" in seen or b"does not answer" in seen
 
 
 def test_good_end_is_said_in_one_line(tmp_path: Path) -> None:
@@ -282,7 +282,7 @@ def test_bars_are_cut_to_a_narrow_terminal(tmp_path: Path) -> None:
         tmp_path,
         "import sys, time\n"
         "for i in range(8):\n    sys.stderr.write(f'\\r{i}' + '#' * 110)\n    sys.stderr.flush()\n"
-        "    time.sleep(0.06)\n"
+        "    time.sleep(0.2)\n"
         "sys.stderr.write('\\r' + ' ' * 111 + '\\r')",
     )
     seen = terminal_run(tmp_path, "-q", str(path))

@@ -44,7 +44,7 @@ def read_until_closed(fd: int) -> Iterator[bytearray]:
     reader = threading.Thread(target=read_all, args=(fd, seen))
     reader.start()
     yield seen
-    reader.join(10)
+    reader.join(60)
     os.close(fd)
     assert not reader.is_alive()
 
@@ -98,7 +98,7 @@ def test_of_many_readers_that_wait_one_goes_on_for_each_chunk_that_is_written(no
     queued = QUEUE_BYTES // CHUNK
     with read_until_closed(read_end) as seen:
         for thread in threads:
-            thread.join(30)
+            thread.join(60)
         output.close()
         os.close(write_end)
     assert len(seen) > readers * chunks * CHUNK > 2 * queued * CHUNK

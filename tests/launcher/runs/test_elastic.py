@@ -109,14 +109,17 @@ def test_too_few_hosts_end_the_run_and_say_which_are_missing(ssh_hosts: SshHosts
 
 
 def test_a_host_that_ends_two_attempts_in_a_row_is_left_out(ssh_hosts: SshHosts, tmp_path: Path) -> None:
-    """Its agent is killed in every attempt, and comes back each time."""
+    """Its agent is killed in every attempt once all ranks are there, and comes back each time."""
     script = tmp_path / "script.py"
-    script.write_text(
-        SCRIPT.replace(
-            "deadline =",
-            "if e['DTRAIN_HOST'] == 'node1':\n    time.sleep(0.3)\n    os.kill(os.getppid(), 9)\ndeadline =",
-        )
-    )
+    kill = """\
+open("-".join(e[name] for name in names[:2]), "w").close()
+ranks = [f"{e['TORCHELASTIC_RESTART_COUNT']}-{rank}" for rank in range(int(e["WORLD_SIZE"]))]
+while e["DTRAIN_HOST"] == "node1":
+    time.sleep(0.01)
+    if all(map(os.path.exists, ranks)):
+        os.kill(os.getppid(), 9)
+"""
+    script.write_text(SCRIPT.replace("deadline =", f"{kill}deadline ="))
     argv = _options(ssh_hosts, "--hosts", "node1,node2,node3", "--nnodes", "1:3", str(script), "2")
     with started_dtrain(*argv, cwd=tmp_path) as process:
         seen = AttemptsSeen(process)

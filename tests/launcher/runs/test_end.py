@@ -297,8 +297,10 @@ def test_where_all_workers_abort_the_report_names_the_one_with_a_fault_of_its_ow
         "rank = int(os.environ['RANK'])\n"
         "peer = 'Last error:\\nsocketProgress: Connection closed by remote peer n2<4711>'\n"
         "own = 'CUDA error: uncorrectable ECC error encountered'\n"
-        "time.sleep(0.3 * (rank == 1))\n"
         "error = own if rank == 1 else peer\n"
+        "open(f'there-{rank}', 'w').close()\n"
+        "while not all(os.path.exists(f'there-{other}') for other in range(3)): time.sleep(0.01)\n"
+        "time.sleep(0.3 * (rank == 1))\n"
         "print(f'[rank{rank}] watchdog thread terminated with exception: {error}', file=sys.stderr, flush=True)\n"
         "os.abort()\n"
     )

@@ -1,5 +1,6 @@
 """Where the ranks stand: looked up before a failed run is stopped, when a run hangs, and when someone asks."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -193,8 +194,12 @@ def test_terminal_stop_suspends_every_process_of_the_run_and_continue_resumes(wh
 
 
 def _stopped() -> list[psutil.Process]:
-    ours = [p for p in marked({os.environ[MARK]}) if "RANK" in p.environ()]
-    return [p for p in ours if p.status() == psutil.STATUS_STOPPED]
+    found = []
+    for process in marked({os.environ[MARK]}):
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            if "RANK" in process.environ() and process.status() == psutil.STATUS_STOPPED:
+                found.append(process)
+    return found
 
 
 # A rank hangs that is silent for ten times longer than ever before: on a busy machine that may be a minute.
@@ -401,15 +406,13 @@ def test_a_rank_at_a_breakpoint_does_not_hang(tmp_path: Path) -> None:
 
 def test_a_hung_run_that_is_stopped_shows_where_its_ranks_stood(script: Path) -> None:
     """After ten seconds without a sign of life; the exit code stays that of the signal."""
-    options = ["--run-id", "r", "--nproc-per-node", "3"]
+    options = ["--run-id", "r", "--nproc-per-node", "3", "--grace-s", "600"]
     with started_dtrain("run", *options, script, cwd=script.parent) as process:
         wait_up(process, 3)
         time.sleep(15)
-        began = time.monotonic()
         process.send_signal(signal.SIGTERM)
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=60)  # which is less than the grace period
     assert process.returncode == 128 + signal.SIGTERM
-    assert time.monotonic() - began < 30
     text = said.decode()
     assert "stopped by SIGTERM" in text
     assert f"rank 1 is at {script}:{LOAD} in load_batch" in text

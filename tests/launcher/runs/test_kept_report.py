@@ -69,8 +69,9 @@ def test_the_report_of_a_run_is_kept_and_printed_in_any_folder(folder: Path) -> 
 
 @pytest.mark.parametrize("way", ["detached", "foreground"])
 def test_wait_and_attach_end_with_the_report_and_the_run_s_exit_code(folder: Path, way: str) -> None:
-    words = ["run", "--nproc-per-node", "2", "--run-id", "r", *(["--detach"] if way == "detached" else []), "script.py"]
-    with started_dtrain(*words) as run, contextlib.ExitStack() as looking:
+    detach = ["--detach"] if way == "detached" else []
+    words = ["run", "--nproc-per-node", "2", "--run-id", "r", *detach, "script.py"]
+    with started_dtrain(*words, outlived=bool(detach)) as run, contextlib.ExitStack() as looking:
         wait_until(lambda: is_running("r"), "it runs")
         waits = looking.enter_context(dtrain_on_terminal("wait", "r", cwd=folder))
         attached = looking.enter_context(dtrain_on_terminal("attach", "r", cwd=folder))

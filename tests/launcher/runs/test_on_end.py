@@ -139,7 +139,7 @@ def test_a_signal_while_the_command_starts_kills_it_too(folder: Path, monkeypatc
 
     monkeypatch.setattr(subprocess, "Popen", Interrupted)
     said: list[str] = []
-    run_on_end("echo $$ > pid; exec sleep 300", OUTCOME, "not started", None, say=said.append)
+    run_on_end("echo $$ > pid.new; mv pid.new pid; exec sleep 300", OUTCOME, "not started", None, say=said.append)
     assert said == ["--on-end: the command was killed, since dtrain received SIGINT"]
     assert not Path("pid").exists() or not os.path.exists(f"/proc/{Path('pid').read_text().strip()}")
 
@@ -147,7 +147,7 @@ def test_a_signal_while_the_command_starts_kills_it_too(folder: Path, monkeypatc
 def test_what_does_not_end_is_killed_with_all_it_has_started(folder: Path) -> None:
     said: list[str] = []
     command = "sleep 300 & echo $! > child; wait"
-    run_on_end(command, OUTCOME, "not started", None, say=said.append, limit_s=1.0)
-    assert said[0].startswith("--on-end: the command did not end within 1 s and was killed")
+    run_on_end(command, OUTCOME, "not started", None, say=said.append, limit_s=3.0)
+    assert said[0].startswith("--on-end: the command did not end within 3 s and was killed")
     child = Path("child").read_text().strip()
     wait_until(lambda: not os.path.exists(f"/proc/{child}"), "what it has started is gone")

@@ -37,12 +37,19 @@ def meet(generation):
         assert time.monotonic() < deadline, f"generation {generation} is not complete"
         time.sleep(0.002)
 
+def await_others(generation):
+    # The run may end with what comes next.
+    open(f"met-{generation}-{rank}", "w").close()
+    while not all(os.path.exists(f"met-{generation}-{other}") for other in range(world)):
+        time.sleep(0.002)
+
 generation = first
 while True:
     meet(generation)
     print("met", generation, os.getpid(), time.monotonic(), flush=True)
     if generation == len(kills):
         break
+    await_others(generation)
     if kills[generation] == rank:
         print("dies", generation, time.monotonic(), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)

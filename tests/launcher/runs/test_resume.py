@@ -23,6 +23,21 @@ SMALL = shlex.split(
     "--layers 1 --width 32 --heads 2 --block-size 32 --text-kb 4 --eval-blocks 25 --batch-size 8 --steps 40 "
     "--warmup-steps 5 --log-every 1 --eval-every 10 --sample-length 9 --checkpoint-every 3 --out out/gpt.pt"
 )
+# Runs the example, whose rank 0 stands still in the first attempt once it has shown this step.
+HELD = """\
+import builtins, os, re, runpy, sys, time
+import torch, ddp
+_, at, *sys.argv = sys.argv
+show = builtins.print
+
+def show_and_stop(*texts, **options):
+    show(*texts, **options)
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and re.match(rf"step +{at}  loss", str(texts[0])):
+        time.sleep(600)
+
+builtins.print = show_and_stop
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 # Half a batch and half a batch are summed in another order than the whole; see test_examples.py.
 TOLERANCE = 1.01e-4
 
@@ -42,8 +57,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_killed_worker_changes_no_bit(undisturbed: Path, tmp_path: Path) -> None:
     chance = random.Random(3)
     step, victim = chance.randrange(5, 35), chance.randrange(2)
+    (tmp_path / "held.py").write_text(HELD)
     options = ["--nproc-per-node", "2", "--max-restarts", "1"]
-    with started_dtrain("run", *options, str(GPT), *SMALL, cwd=tmp_path) as process:
+    with started_dtrain("run", *options, "held.py", str(step), str(GPT), *SMALL, cwd=tmp_path) as process:
         before = _read_until(process, rf"step +{step}  loss")
         (worker,) = [p for p in psutil.Process(process.pid).children(recursive=True) if _rank(p) == str(victim)]
         worker.kill()
@@ -65,7 +81,8 @@ def test_a_lost_host_and_a_smaller_world_give_the_same_losses(
 ) -> None:
     hosts = ["--hosts", "node1,node2", "--nnodes", "1:2", "--ssh-config", str(ssh_hosts.ssh_config)]
     lease = ["--heartbeat-timeout-s", "3", "--nproc-per-node", "1"]
-    with started_dtrain("run", *hosts, *lease, str(GPT), *SMALL, cwd=tmp_path) as process:
+    (tmp_path / "held.py").write_text(HELD)
+    with started_dtrain("run", *hosts, *lease, "held.py", "17", str(GPT), *SMALL, cwd=tmp_path) as process:
         before = _read_until(process, r"step +17  loss")
         ssh_hosts.stop(1)  # rank 0 and the store were there
         stdout, stderr = process.communicate(timeout=60)

@@ -5,13 +5,13 @@ torchrun flattens every exit code of a worker to 1; dtrain keeps it. Everything 
 
 import json
 import re
-import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from testbed import REPOSITORY
+from testbed.ports import free_port
 from testbed.present import present
 from testbed.processes import Result, run_program
 
@@ -88,8 +88,7 @@ def _folder(path: Path) -> Path:
 def _launch(program: str, words: str, folder: Path, variables: Mapping[str, str]) -> Result:
     path = f"{Path(sys.executable).parent}:/usr/bin:/bin"  # --no-python finds the same interpreter
     environment = {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "PATH": path, **variables}
-    with socket.create_server(("localhost", 0)) as free:
-        words = words.replace("FREE", str(free.getsockname()[1]))
+    words = words.replace("FREE", str(free_port()))
     return run_program(sys.executable, "-c", program, *words.split(), cwd=folder, env=environment, timeout=LIMIT_S)
 
 

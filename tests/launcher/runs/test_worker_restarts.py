@@ -147,16 +147,20 @@ def test_signals_reach_the_new_process_as_any_other(script: Path) -> None:
     script.write_text(
         STAND + "stand(2)\n"
         "signal.signal(signal.SIGUSR1, lambda *_: print('usr1', count, flush=True))\n"
-        "print('begun', count, flush=True)\n"
         "if rank == 1 and count == 0: raise ValueError('once')\n"
-        "try:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    print('told', count, flush=True)\n"
+        "try:\n    print('begun', count, flush=True)\n    time.sleep(60)\n"
+        "except KeyboardInterrupt:\n    print('told', count, flush=True)\n"
     )
-    log = script.parent / "runs/r/attempt_0/1/stdout.log"
+
+    def said(*words: str) -> bool:
+        logs = [script.parent / f"runs/r/attempt_0/{rank}/stdout.log" for rank in (0, 1)]
+        return all(log.exists() and word in log.read_text() for log, word in zip(logs, words, strict=True))
+
     options = ["--run-id", "r", "--nproc-per-node", "2", "--max-restarts", "1"]
     with started_dtrain("run", *options, script, cwd=script.parent) as process:
-        wait_until(lambda: log.exists() and "begun 1" in log.read_text(), "the second life has begun", timeout=60)
+        wait_until(lambda: said("begun 0", "begun 1"), "the second life has begun")
         process.send_signal(signal.SIGUSR1)
-        wait_until(lambda: "usr1 1" in log.read_text(), "it was passed on")
+        wait_until(lambda: said("usr1 0", "usr1 1"), "it was passed on")
         process.send_signal(signal.SIGINT)
         stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 130, stderr

@@ -197,10 +197,12 @@ def test_a_run_that_is_detached_and_one_that_is_started_again_send_their_code(
     options = ["--sync", "code", "--hosts", "node1", "--ssh-config", str(bare_hosts.ssh_config), "--run-id", "job"]
     detached = run_dtrain("run", "--detach", *options, "train.py", cwd=project, outlived=True)
     assert detached.stdout.strip() == "job", detached.stderr
-    assert "[node1:0] first" in run_dtrain("attach", "job", cwd=project).stdout
+    assert run_dtrain("wait", "job", cwd=project).returncode == 0
+    assert "[node1:0] first" in run_dtrain("logs", "job", cwd=project).stdout
     write(project, "helper.py", "def text():\n    return 'second'\n")
     assert shown(run_dtrain("rerun", "job", cwd=project, outlived=True)) == ["job"]
-    assert "[node1:0] second" in run_dtrain("attach", "job", cwd=project).stdout
+    assert run_dtrain("wait", "job", cwd=project).returncode == 0
+    assert "[node1:0] second" in run_dtrain("logs", "job", cwd=project).stdout
 
 
 def test_a_restart_on_a_spare_host_sends_it_the_code(bare_hosts: BareHosts, project: Path) -> None:
@@ -273,7 +275,9 @@ def receivers(hosts: BareHosts) -> list[psutil.Process]:
 
 
 def arriving(hosts: BareHosts) -> bool:
-    return any(path.stat().st_size for path in hosts.cache(1).rglob("large.bin"))
+    with contextlib.suppress(FileNotFoundError):  # it has just got its last name
+        return any(path.stat().st_size for path in hosts.cache(1).rglob("large.bin"))
+    return False
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT])
@@ -286,7 +290,7 @@ def test_a_controller_that_is_stopped_while_it_sends_leaves_nothing_that_runs(
     with started_dtrain("run", *options, cwd=project, outlived=True) as process:
         wait_until(lambda: arriving(bare_hosts), "a part of the file is there")
         process.send_signal(signum)
-        process.wait(30)
+        process.wait(60)
     wait_until(lambda: not receivers(bare_hosts), "the receiver has ended")
     assert shown(run(bare_hosts, project, names="node1")) == [f"[node1:0] {LARGE_BYTES}"]
 

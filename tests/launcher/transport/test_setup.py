@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import psutil
 import pytest
+from testbed.ports import free_port
 from testbed.processes import run_dtrain, started, started_dtrain, wait_until
 from testbed.require import require
 from testbed.slurm import SlurmCluster
@@ -130,10 +130,7 @@ def present_sh() -> str:
 
 
 def test_each_node_started_by_hand_runs_its_own(script: Path, tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    node = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port, "--nproc-per-node", "1"]
+    node = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--nproc-per-node", "1"]
     command = [sys.executable, "-m", "launcher", "run", *node]
     argv = [[*command, "--node-rank", k, "--setup", f"export SHOWN=node{k}", str(script)] for k in "01"]
     env = {"DTRAIN_TOKEN": "canary-0123456789-canary"}
@@ -207,7 +204,7 @@ def test_an_agent_that_is_killed_in_its_namespace_leaves_nothing(tmp_path: Path)
             process.stdout.readline()
         below = psutil.Process(process.pid).children(recursive=True)
         agents = [one for one in below if one.cmdline()[:1] != ["bwrap"] and "launcher.agent" in one.cmdline()]
-        max(agents, key=lambda one: one.create_time()).kill()  # of guard and agent the second
+        max(agents, key=lambda one: (one.create_time(), one.pid)).kill()  # of guard and agent the second
         assert process.wait(60) == 1
         stderr = process.stderr.read().decode()
     assert "was lost" in stderr

@@ -217,13 +217,15 @@ def test_an_agent_that_is_killed_is_named(folder: Folder) -> None:
     folder.submit(WAIT, "-N2")
     folder.await_up(2)
     agents = [p for step in folder.slurm.steps("node2") for p in step.children(recursive=True) if is_agent(p)]
-    max(agents, key=psutil.Process.create_time).kill()  # of guard and agent the second
+    max(agents, key=lambda agent: (agent.create_time(), agent.pid)).kill()  # of guard and agent the second
     folder.await_said("processes left on")
     assert folder.said("host node2 was lost.*: its agent was killed")
 
 
 def is_agent(process: psutil.Process) -> bool:
-    return process.cmdline()[-2:] == ["-m", "launcher.agent"]
+    with contextlib.suppress(psutil.Error):
+        return process.cmdline()[-2:] == ["-m", "launcher.agent"]
+    return False
 
 
 def test_a_step_that_someone_cancels_ends_the_run_and_a_node_is_named(folder: Folder) -> None:

@@ -166,8 +166,9 @@ def test_a_worker_that_is_killed_and_a_server_that_is_stopped_and_killed_come_ba
     assert "; only this worker restarts (restart 3 of 4)" in stderr
     snapshot = [int(step) for step in re.findall(r"continues from the snapshot of step (\d+)", stderr)]
     assert len(snapshot) == 2
-    assert reached - every <= snapshot[0] <= 100
-    assert again - every <= snapshot[1] <= 100
+    # The last one may have been on its way to the disk.
+    assert reached - 2 * every <= snapshot[0] <= 100
+    assert again - 2 * every <= snapshot[1] <= 100
     ended = {line[0]: line[1:] for line in run.said("ended")}
     assert ended["worker0"] == ["100", "100", "True"]
     assert ended["worker1"][1:] == ["100", "True"]

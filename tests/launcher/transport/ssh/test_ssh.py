@@ -12,7 +12,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from testbed.processes import run_dtrain, started
+from testbed.processes import run_dtrain, run_program, started
 from testbed.sshd import SshHosts
 
 
@@ -23,6 +23,8 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
+# dtrain with as much time for what else is wrong as for the start.
+PATIENT = "import launcher.job.gathering as g, launcher.cli.main as m; g.OTHER_REASONS_S = 600.0; m.main()"
 by_both = pytest.mark.parametrize("client", [(), ("--ssh-command", "ssh")], ids=["paramiko", "openssh"])
 
 
@@ -155,9 +157,9 @@ def test_every_unusable_host_is_named_in_one_message(ssh_hosts: SshHosts, script
         config = ssh_hosts.folder / "mixed"
         port = silent.getsockname()[1]
         config.write_text(ssh_hosts.ssh_config.read_text() + f"Host silent\n  HostName 127.0.0.1\n  Port {port}\n")
-        result = run_dtrain(
-            *on(ssh_hosts, "node1,node3,nosuchhost,silent", config),
-            "--workdir", "/no/such/folder", "--start-timeout-s", "8", script,
+        result = run_program(
+            sys.executable, "-c", PATIENT, *on(ssh_hosts, "node1,node3,nosuchhost,silent", config),
+            "--workdir", "/no/such/folder", "--start-timeout-s", "15", script,
             cwd=script.parent,
         )  # fmt: skip
     assert result.returncode == 1

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from testbed import REPOSITORY
+from testbed.ports import free_port
 from testbed.processes import Program, Result, started, wait_until
 
 from launcher.errors import HostError, StreamError
@@ -274,7 +275,7 @@ def test_after_a_break_the_agent_ends_and_the_node_comes_back_with_another(run: 
 
 def test_a_node_whose_run_never_comes_back_ends_with_an_error(run: Run) -> None:
     relay = CuttableRelay(run.listener.port)
-    with run_of(relay, rejoin_s=0.5) as process:
+    with run_of(relay, rejoin_s=2.0) as process:
         read_until(run.wait(), b"\n")
         relay.close()
         result = finished(process)
@@ -291,8 +292,7 @@ def run_of(relay: CuttableRelay, **how: Any) -> contextlib.AbstractContextManage
 
 
 def test_the_order_of_start_does_not_matter() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     with joiner(f"localhost:{port}", [sys.executable, "-c", ECHO]) as process:
         wait_until(lambda: _catches(process.pid, signal.SIGTERM), "it dials")
         run = Run(port)
@@ -320,10 +320,10 @@ def test_why_a_node_cannot_join_is_said_with_what_to_do(run: Run) -> None:
                 (joiner(f"127.0.0.1:{run.listener.port}", ["x"], token="another token entirely"), "has another token"),
                 (joiner(f"127.0.0.1:{foreign.getsockname()[1]}", ["x"]), r"it sent 'SSH-2.0-OpenSSH_9.2p1'; is that"),
                 (
-                    joiner("127.0.0.1:1", ["x"], deadline_s=0.5),
+                    joiner("127.0.0.1:1", ["x"], deadline_s=2.0),
                     "no process listens at 127.0.0.1:1; start dtrain on node 0",
                 ),
-                (joiner("no-such-host.invalid:1", ["x"], deadline_s=0.5), "DNS lookup of no-such-host.invalid failed"),
+                (joiner("no-such-host.invalid:1", ["x"], deadline_s=2.0), "DNS lookup of no-such-host.invalid failed"),
             ]
             processes = [(stack.enter_context(process), why) for process, why in cases]
             for process, why in processes:
