@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import selectors
@@ -332,7 +333,8 @@ class Attempt:
                 path = f"{self._folder}/{self.number}-{message.rank}.state"
                 self._states[message.rank] = MemoryFile("state", path, in_memory=not message.prefix)
             if self._records_collectives and message.through:
-                os.mkfifo(files.asked, 0o600)
+                with contextlib.suppress(FileExistsError):  # made by an earlier try to start this worker
+                    os.mkfifo(files.asked, 0o600)
             if self._generation:
                 files.write_generation(self._generation, self._when, self._composed(message.rank))
             env["DTRAIN_STATE_FILE"] = self._states[message.rank].path

@@ -48,16 +48,13 @@ def last_calls(record: Collectives, count: int) -> list[str]:
 
 def _by_group(records: Mapping[int, Collectives]) -> dict[str, _Calls]:
     """Return the calls of each group by rank; a rank of the group that has made none has an empty entry."""
-    names = dict.fromkeys(call.group for record in records.values() for call in record.calls)
-    found: dict[str, _Calls] = {}
-    for name in names:
-        calls: dict[int, dict[int, Collective]] = {}
-        for rank, record in sorted(records.items()):
-            own = [call for call in record.calls if call.group == name]
-            if own or name in record.groups:
-                calls[rank] = {call.number: call for call in reversed(own)}
-        found[name] = calls
-    return found
+    found: dict[str, dict[int, dict[int, Collective]]] = {}
+    for rank, record in sorted(records.items()):
+        for name in record.groups:
+            found.setdefault(name, {})[rank] = {}
+        for call in record.calls:  # of coalesced ones, which have the same number, the first
+            found.setdefault(call.group, {}).setdefault(rank, {}).setdefault(call.number, call)
+    return {name: calls for name, calls in found.items() if any(calls.values())}
 
 
 def _disagreement(name: str, calls: _Calls, ended: Collection[int]) -> _Disagreement | None:

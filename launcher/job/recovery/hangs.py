@@ -95,6 +95,17 @@ class Hangs:
             return None
         return self._watch.looked(evidence, now)
 
+    def report_circle(self, attempt: AttemptState, blame: Blame, number: int) -> list[Command]:
+        """Notify the user, once, if all ranks wait for each other in different collectives."""
+        lines = _disagreements(blame)
+        news = {(each.rank, each.pid) for each in blame.looked_at} - self._reported
+        if not lines or not news:
+            return []
+        self._reported |= news
+        said = [f"all ranks wait, without a sign of life for {blame.silent_s:.0f} s", *(f"  {line}" for line in lines)]
+        evidence = SaveEvidence(attempt.number, number, blame.looked_at, asked=True)
+        return [Notice("\n".join(said), is_error=True), evidence]
+
     def act_on(self, attempt: AttemptState, blame: Blame, number: int, now: float) -> list[Command]:
         """Act on ranks that hang, or notify the user once; `number` is that of the look."""
         if not self.policy.acts:

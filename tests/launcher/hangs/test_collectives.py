@@ -99,8 +99,8 @@ CASES: dict[str, tuple[dict[int, Collectives], list[int], list[str]]] = {
         {0: record(waits(1, group="tp"), groups=BOTH), 1: record(waits(1), groups=BOTH)},
         [],
         [
-            "rank 1 has not called all_reduce 1 (Float[10]) of group tp; rank 0 has",
             "rank 0 has not called all_reduce 1 (Float[10]) of group default_pg; rank 1 has",
+            "rank 1 has not called all_reduce 1 (Float[10]) of group tp; rank 0 has",
         ],
     ),
     "a rank is in no other group": ({0: record(waits(1, group="tp"), groups=BOTH), 1: record()}, [], []),

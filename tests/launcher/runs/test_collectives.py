@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,36 @@ def test_of_a_run_that_fails_they_are_in_the_report(case: str, script: Path) -> 
     assert result.returncode != 0
     lines = [line.removeprefix("dtrain:   ") for line in result.stderr.splitlines() if said in line]
     assert json.loads(Path("e.json").read_text())["collectives"] == lines != []
+
+
+# As torch's watchdog for NCCL ends a process, after it has written a pickle.
+WATCHDOG = """
+import os, pickle, sys, time
+rank = int(os.environ["RANK"])
+last = 7 if rank == 1 else 8
+work = f"WorkNCCL(SeqNum={last}, OpType=ALLREDUCE, NumelIn=4, NumelOut=4, Timeout(ms)=600000)"
+entry = {
+    "pg_id": 0, "process_group": ("0", "default_pg"), "collective_seq_id": last, "is_p2p": False, "retired": rank == 1,
+    "profiling_name": "nccl:all_reduce", "input_sizes": [[4]], "input_dtypes": ["Float"], "state": "started",
+}
+config = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2]"}}
+with open(os.environ["TORCH_FR_DUMP_TEMP_FILE"] + str(rank), "wb") as file:
+    pickle.dump({"pg_config": config, "entries": [entry]}, file, protocol=2)
+print(f"Watchdog caught collective operation timeout: {work} ran for 600021 milliseconds", file=sys.stderr)
+print(f"at work: {last}, last enqueued NCCL work: {last}, last completed NCCL work: 6", file=sys.stderr, flush=True)
+os.abort()
+"""
+
+
+def test_where_all_ranks_are_ended_by_the_watchdog_its_files_are_compared(script: Path) -> None:
+    script.write_text(WATCHDOG)
+    result = run_dtrain("run", "--nproc-per-node", "3", "--run-id", "r", script)
+    assert result.returncode == 128 + signal.SIGABRT
+    assert "rank 1 on " in result.stderr
+    assert "it aborted itself: NCCL timed out in allreduce 7 after 600 s" in result.stderr
+    assert (
+        "dtrain:   rank 1 has not called all_reduce 8 (Float[4]) of group default_pg; ranks 0, 2 have" in result.stderr
+    )
 
 
 def test_with_off_torch_is_left_as_it_is_and_not_asked(script: Path) -> None:
