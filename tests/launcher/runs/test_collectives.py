@@ -33,6 +33,14 @@ elif case == "ddp":
     if rank == 1:
         time.sleep(600)
     model(torch.ones(3, 4)).sum().backward()
+elif case == "fsdp":
+    from torch.distributed.fsdp import fully_shard
+    model = torch.nn.Linear(6, 6)
+    fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (3,)))
+    model(torch.ones(2, 6)).sum().backward()
+    if rank == 1:
+        time.sleep(600)
+    model(torch.ones(2, 6)).sum().backward()
 elif case == "operation":
     dist.broadcast(values, 0) if rank == 1 else dist.all_reduce(values)
     time.sleep(600)
@@ -59,6 +67,7 @@ OTHERS = "group default_pg is not the same: "
 SAID = {
     "late": ("rank 1 has not called all_reduce 4 (Float[10]) of group default_pg; ranks 0, 2 have", 600),
     "ddp": ("rank 1 has not called all_reduce", 600),
+    "fsdp": ("rank 1 has not called all_gather", 600),
     "pair": ("rank 1 has not called all_reduce 1 (Float[10]) of group pair (1); rank 0 has", 600),
     "left out": (f"collective 4 of {OTHERS}ranks 0, 2 called all_reduce of Float[10], rank 1 called barrier", 600),
     "operation": (
@@ -78,7 +87,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-@pytest.mark.parametrize("case", ["late", "ddp", "pair", "left out"])
+@pytest.mark.parametrize("case", ["late", "ddp", "fsdp", "pair", "left out"])
 def test_of_a_run_that_hangs_the_rank_and_the_collective_are_named(case: str, script: Path) -> None:
     said, limit_s = SAID[case]
     with started_dtrain("run", "--nproc-per-node", "3", "--run-id", "r", script, case, str(limit_s)):
