@@ -77,7 +77,7 @@ class Attempt:
         self.worker_restarts = WorkerRestarts(run_tag, grace_s=prepared.grace_s)
         self.signs = SignsOfLife()
         self.step_times = StepTimesReader(number, writer, folder=folder, at_most=prepared.step_times)
-        self._use = HostUseWatch(number)
+        self.use = HostUseWatch(number)
         self._reports_steps = prepared.reports_steps
         self._unstepped: list[Worker] = []  # their first step is not reported yet
         self._heartbeat_s = prepared.heartbeat_s
@@ -168,7 +168,7 @@ class Attempt:
 
     def send_use(self, now: float) -> None:
         """Send the use of memory and GPUs, if it is due."""
-        if self.running and (use := self._use.look(self.running, self._gpus, now)) is not None:
+        if self.running and (use := self.use.look(self.running, self._gpus, now)) is not None:
             self._writer.send(use)
 
     @property
@@ -177,20 +177,12 @@ class Attempt:
         orders = self._orders.values()
         return {order.rank: order.gpu for order in orders if order.gpu and "CUDA_VISIBLE_DEVICES" in order.env}
 
-    def ask_devices(self) -> None:
-        """Have the driver asked for what is wrong with the GPUs; `devices_answered` once it has answered."""
-        self._use.ask_gpus()
-
-    @property
-    def devices_answered(self) -> bool:
-        return self._use.gpus_answered
-
     def device_troubles(self) -> list[str]:
         """Return a line for each trouble of this host's GPUs since the first worker, by kernel log and driver."""
         if self._memory is None:
             return []
         self._memory.look()
-        return [*self._memory.device_errors, *self._use.gpu_troubles(self._gpus)]
+        return [*self._memory.device_errors, *self.use.gpu_troubles(self._gpus)]
 
     def send_times(self, now: float, workers: Iterable[Worker] | None = None) -> None:
         """Send new step times of all workers, or of some."""
@@ -472,7 +464,7 @@ class Attempt:
             state.close()
         self.step_times.close()
         self.input.close()
-        self._use.close()
+        self.use.close()
         self.workers, self._states = {}, {}
         self._memory = None
         clear_folder(self._folder, self.number)

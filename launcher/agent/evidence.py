@@ -84,7 +84,7 @@ class EvidenceRound:
             self._writer.send(Collected(number=order.number))
             return
         self._attempt = attempt
-        attempt.ask_devices()
+        attempt.use.ask_gpus()
         now = time.monotonic()
         subjects = [
             Subject(
@@ -104,8 +104,7 @@ class EvidenceRound:
     def step(self) -> None:
         if self._collection is None or self._attempt is None:
             return
-        found = self._collection.step()
-        if found is not None and (self._attempt.devices_answered or self._collection.is_late):
+        if (found := self._collection.step(holds=not self._attempt.use.gpus_answered)) is not None:
             for evidence in found:
                 self._writer.send(evidence)
             self.stop()
@@ -144,8 +143,11 @@ class Collection:
         for look in self._looks:  # after reading all of them: the signal would wake them
             look.ask()
 
-    def step(self) -> list[Evidence] | None:
-        """Return an Evidence for each worker that was alive, or None while there is something to wait for."""
+    def step(self, *, holds: bool = False) -> list[Evidence] | None:
+        """Return an Evidence for each worker that was alive, or None while there is something to wait for.
+
+        `holds`: wait as long as for answers of workers, whatever they have answered.
+        """
         now = time.monotonic()
         spawns = SPAWNS_PER_STEP
         native = NATIVE_AT_ONCE - sum(look.is_spied_natively for look in self._looks)
@@ -159,15 +161,11 @@ class Collection:
             elif look.wants_py_spy and spawns and now < self._end:
                 spawns -= 1
                 look.spy()
-        if any(look.is_waiting for look in self._looks) and now < self._end:
+        waits = any(look.is_waiting for look in self._looks) or (holds and now < self._answers_until)
+        if waits and now < self._end:
             self.pause_s = min(1.5 * self.pause_s, 0.02, max(0.0, self._end - now))
             return None
         return [look.result() for look in self._looks]
-
-    @property
-    def is_late(self) -> bool:
-        """Return whether answers are no longer waited for."""
-        return time.monotonic() >= self._answers_until
 
     def reaped(self, pid: int) -> None:
         """Record that this child was reaped."""

@@ -111,19 +111,15 @@ def _troubles(handle: object) -> dict[str, int]:
         except (pynvml.NVMLError, AttributeError):  # the driver or the card does not count it
             return None
 
-    rows = ask("nvmlDeviceGetRemappedRows")
+    rows, pages = ask("nvmlDeviceGetRemappedRows"), ask("nvmlDeviceGetRetiredPages", 1)  # 1: for double bit errors
     counts = {
         "memory errors that could not be corrected": ask("nvmlDeviceGetTotalEccErrors", 1, 0),
         "rows of memory replaced": None if rows is None else rows[0] + rows[1],
-        "pages of memory retired": _count(ask("nvmlDeviceGetRetiredPages", 1)),  # for double bit errors
+        "pages of memory retired": None if pages is None else len(pages),
     }
     reasons = ask("nvmlDeviceGetCurrentClocksThrottleReasons") or 0
     counts |= dict.fromkeys(slowed_by(reasons), 1)
     return {what: int(count) for what, count in counts.items() if count is not None}
-
-
-def _count(pages: Sequence[object] | None) -> int | None:
-    return None if pages is None else len(pages)
 
 
 def _busy(handle: object) -> int:
