@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import selectors
@@ -13,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from launcher.agent.cleanup.run_tag import RunTag, clear_folder
+from launcher.agent.flight_recorder import read_of_failed, recorder_variables
 from launcher.agent.host_use import HostUseWatch
 from launcher.agent.kept_copy import KeptCopy
 from launcher.agent.rendezvous import Rendezvous, StoreProcess
@@ -75,7 +77,7 @@ class Attempt:
         self.worker_restarts = WorkerRestarts(run_tag, grace_s=prepared.grace_s)
         self.signs = SignsOfLife()
         self.step_times = StepTimesReader(number, writer, folder=folder, at_most=prepared.step_times)
-        self._use = HostUseWatch(number)
+        self.use = HostUseWatch(number)
         self._reports_steps = prepared.reports_steps
         self._unstepped: list[Worker] = []  # their first step is not reported yet
         self._heartbeat_s = prepared.heartbeat_s
@@ -96,6 +98,7 @@ class Attempt:
         self._run_tag = run_tag
         self._writer = writer
         self._interfaces = prepared.interfaces
+        self._records_collectives = prepared.flight_recorder
         self._sockets: dict[str, str] | None = None  # variables for gloo and NCCL, once known
         self._cores = _CoreChooser()
         self._memory: OomWatch | None = None
@@ -165,10 +168,21 @@ class Attempt:
 
     def send_use(self, now: float) -> None:
         """Send the use of memory and GPUs, if it is due."""
-        orders = self._orders.values()
-        gpus = {order.rank: order.gpu for order in orders if order.gpu and "CUDA_VISIBLE_DEVICES" in order.env}
-        if self.running and (use := self._use.look(self.running, gpus, now)) is not None:
+        if self.running and (use := self.use.look(self.running, self._gpus, now)) is not None:
             self._writer.send(use)
+
+    @property
+    def _gpus(self) -> dict[int, str]:
+        """The ids of NVIDIA GPUs by rank."""
+        orders = self._orders.values()
+        return {order.rank: order.gpu for order in orders if order.gpu and "CUDA_VISIBLE_DEVICES" in order.env}
+
+    def device_troubles(self) -> list[str]:
+        """Return a line for each trouble of this host's GPUs since the first worker, by kernel log and driver."""
+        if self._memory is None:
+            return []
+        self._memory.look()
+        return [*self._memory.device_errors, *self.use.gpu_troubles(self._gpus)]
 
     def send_times(self, now: float, workers: Iterable[Worker] | None = None) -> None:
         """Send new step times of all workers, or of some."""
@@ -286,6 +300,8 @@ class Attempt:
             self._never_started(message.rank, str(error), restart_policy)
             return False
         env = self._environment(message, cores, message.generation if is_first else self._generation)
+        if self._records_collectives:
+            env = {**env, **recorder_variables(env, files)}
         by_exec = self._fork_server.why_not_for(message, {**env, **self._run_tag.variables}, cores)
         stdin: int | None = None
         make = partial(
@@ -308,6 +324,9 @@ class Attempt:
             if message.rank not in self._states:
                 path = f"{self._folder}/{self.number}-{message.rank}.state"
                 self._states[message.rank] = MemoryFile("state", path, in_memory=not message.prefix)
+            if self._records_collectives and message.through:
+                with contextlib.suppress(FileExistsError):  # made by an earlier try to start this worker
+                    os.mkfifo(files.asked, 0o600)
             if self._generation:
                 files.write_generation(self._generation, self._when, self._composed(message.rank))
             env["DTRAIN_STATE_FILE"] = self._states[message.rank].path
@@ -422,7 +441,9 @@ class Attempt:
                 self.input.end(worker)
                 worker.reported = True
                 self.send_times(time.monotonic(), [worker])
-                self._writer.send(worker.exited(self.number))
+                self._writer.send(
+                    worker.exited(self.number, read_of_failed(worker) if self._records_collectives else None)
+                )
                 has_failed = worker.status != 0 or worker.restart_policy in MEETS_SUCCESSOR
                 if has_failed and not worker.provoked and worker.restart_policy:  # the other workers continue
                     self.worker_restarts.clear(worker)
@@ -443,7 +464,7 @@ class Attempt:
             state.close()
         self.step_times.close()
         self.input.close()
-        self._use.close()
+        self.use.close()
         self.workers, self._states = {}, {}
         self._memory = None
         clear_folder(self._folder, self.number)

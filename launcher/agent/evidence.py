@@ -17,15 +17,16 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from launcher.agent import flight_recorder
 from launcher.agent.attempt import Attempt
 from launcher.agent.signs_of_life import is_traced
 from launcher.agent.stream_writer import StreamWriter
 from launcher.agent.workers.warm_start import PROGRAM
-from launcher.agent.workers.worker import BOOTSTRAP, spawn
+from launcher.agent.workers.worker import BOOTSTRAP, Files, spawn
 from launcher.frozen import dataclass, replace
 from launcher.machine.processes import descendants
 from launcher.protocol.commands import Collect
-from launcher.protocol.reports import Collected, Evidence
+from launcher.protocol.reports import Collected, Collectives, Evidence
 
 # Real-time signals in use: glibc 32-33, musl 34, .NET 34, PAPI 36, HPCToolkit 37, LTTng 44-48, the JVM 62, valgrind
 # the last. An unhandled signal ends a process, so it is never sent unless /proc shows our handler.
@@ -62,6 +63,7 @@ class Subject:
     phase: int = 0
     steps: int = 0
     child: int = 0  # behind a launch prefix, the pid of the agent's own child
+    files: Files | None = None  # by which it is asked for its collectives; None: it is not
 
 
 class EvidenceRound:
@@ -70,18 +72,20 @@ class EvidenceRound:
     def __init__(self, writer: StreamWriter) -> None:
         self._writer = writer
         self._collection: Collection | None = None
+        self._attempt: Attempt | None = None  # that it is of
 
     @property
     def pause_s(self) -> float:
         return float("inf") if self._collection is None else self._collection.pause_s
 
     def begin(self, order: Collect, attempt: Attempt | None) -> None:
-        """Collect evidence of the workers of an attempt; without workers, answer at once."""
+        """Collect evidence of the workers of an attempt; without an attempt, answer at once."""
         self.stop()
-        running = [] if attempt is None else attempt.running
-        if attempt is None or not running:
+        if attempt is None:
             self._writer.send(Collected(number=order.number))
             return
+        self._attempt = attempt
+        attempt.use.ask_gpus()
         now = time.monotonic()
         subjects = [
             Subject(
@@ -91,17 +95,17 @@ class EvidenceRound:
                 worker.files.stack,
                 *attempt.signs.of(worker, now),
                 child=worker.pid,
+                files=worker.files,
             )
-            for worker in running
+            for worker in attempt.running
             if worker.rank in order.ranks or not order.ranks
         ]
         self._collection = Collection(order.number, subjects, order.limit_s, native=order.native)
 
     def step(self) -> None:
-        if self._collection is None:
+        if self._collection is None or self._attempt is None:
             return
-        found = self._collection.step()
-        if found is not None:
+        if (found := self._collection.step(holds=not self._attempt.use.gpus_answered)) is not None:
             for evidence in found:
                 self._writer.send(evidence)
             self.stop()
@@ -110,8 +114,9 @@ class EvidenceRound:
         """End the collection under way: no one waits for it any more."""
         if self._collection is not None:
             self._collection.close()
-            self._writer.send(Collected(number=self._collection.number))
-            self._collection = None
+            troubles = [] if self._attempt is None else self._attempt.device_troubles()
+            self._writer.send(Collected(number=self._collection.number, devices=troubles))
+            self._collection = self._attempt = None
 
     def reaped(self, pids: Iterable[int]) -> None:
         """Record children that were reaped: observed workers, or a py-spy."""
@@ -139,14 +144,17 @@ class Collection:
         for look in self._looks:  # after reading all of them: the signal would wake them
             look.ask()
 
-    def step(self) -> list[Evidence] | None:
-        """Return an Evidence for each worker that was alive, or None while there is something to wait for."""
+    def step(self, *, holds: bool = False) -> list[Evidence] | None:
+        """Return an Evidence for each worker that was alive, or None while there is something to wait for.
+
+        `holds`: wait as long as for answers of workers, whatever they have answered.
+        """
         now = time.monotonic()
         spawns = SPAWNS_PER_STEP
         native = NATIVE_AT_ONCE - sum(look.is_spied_natively for look in self._looks)
         for look in self._looks:
             look.read(now)
-            if look.asked and now >= self._answers_until:
+            if now >= self._answers_until:
                 look.give_up_answer()
             if look.wants_native and native > 0 and not look.is_waiting_for_stack and now < self._end:
                 native -= 1
@@ -154,7 +162,8 @@ class Collection:
             elif look.wants_py_spy and spawns and now < self._end:
                 spawns -= 1
                 look.spy()
-        if any(look.is_waiting for look in self._looks) and now < self._end:
+        waits = any(look.is_waiting for look in self._looks) or (holds and now < self._answers_until)
+        if waits and now < self._end:
             self.pause_s = min(1.5 * self.pause_s, 0.02, max(0.0, self._end - now))
             return None
         return [look.result() for look in self._looks]
@@ -183,6 +192,8 @@ class _Look:
         self._spy = 0  # the pid of its py-spy, while that runs
         self._output = -1  # its output file
         self.asked = False
+        self._asked_for_collectives = False
+        self._collectives: Collectives | None = None
         self.wants_py_spy = False
         self.wants_native = native  # frames
         self.is_spied_natively = False
@@ -222,7 +233,7 @@ class _Look:
 
     @property
     def is_waiting(self) -> bool:
-        return self.is_waiting_for_stack or self.wants_native or self.is_spied_natively
+        return self.is_waiting_for_stack or self.wants_native or self.is_spied_natively or self._asked_for_collectives
 
     @property
     def is_waiting_for_stack(self) -> bool:
@@ -236,9 +247,16 @@ class _Look:
                 os.kill(self._subject.pid, STACK_SIGNAL)
                 self.asked = True
         self.wants_py_spy = not self.asked
+        self._asked_for_collectives = (
+            self._answers and self._subject.files is not None and flight_recorder.ask(self._subject.files)
+        )
 
     def read(self, now: float) -> None:
-        """Read the part of the answer that is written so far."""
+        """Read the part of the answers that is written so far."""
+        files = self._subject.files
+        if self._asked_for_collectives and files is not None and files.collectives.exists():
+            self._asked_for_collectives = False
+            self._collectives = flight_recorder.read(files)
         if not self.asked:
             return
         size = _size(self._subject.stack_file)
@@ -251,8 +269,10 @@ class _Look:
             self.asked = False
 
     def give_up_answer(self) -> None:
-        self.asked = False
-        self.wants_py_spy = not self._stack and not self._is_gone
+        self._asked_for_collectives = False
+        if self.asked:
+            self.asked = False
+            self.wants_py_spy = not self._stack and not self._is_gone
 
     def spy(self, *, native: bool = False) -> None:
         """Start py-spy, if it is installed."""
@@ -288,7 +308,7 @@ class _Look:
             if self.asked:
                 self.asked = False
                 self._stack = _read_end(self._subject.stack_file, self._began_at)
-            self.wants_py_spy = self.wants_native = False
+            self.wants_py_spy = self.wants_native = self._asked_for_collectives = False
         elif pid == self._spy:
             self._spy = 0
             said = os.pread(self._output, MAX_BYTES, 0)
@@ -316,10 +336,12 @@ class _Look:
             stack=(stack or self._native).decode("utf-8", "replace"),
             native=self._native.decode("utf-8", "replace"),
             no_native=self._no_native,
+            collectives=self._collectives,
         )
 
     def close(self) -> None:
         self.asked = self.wants_py_spy = self.wants_native = self.is_spied_natively = False
+        self._asked_for_collectives = False
         if self._spy:
             os.kill(self._spy, signal.SIGKILL)  # the agent reaps it, as any child
             self._spy = 0

@@ -8,6 +8,7 @@ The driver of a broken GPU may not answer for minutes, but the agent must not bl
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
@@ -53,6 +54,23 @@ class HostUseWatch:
             },
         )
 
+    def ask_gpus(self) -> None:
+        """Have the driver asked now for what is wrong with the GPUs."""
+        if self._gpus is not None:
+            self._gpus.ask()
+
+    @property
+    def gpus_answered(self) -> bool:
+        """Return whether the driver has answered since, or is not asked at all."""
+        return self._gpus is None or self._gpus.answered
+
+    def gpu_troubles(self, gpus: Mapping[int, str]) -> list[str]:
+        """Return a line for each GPU with which something is wrong that was not at the start."""
+        if self._gpus is None:
+            return []
+        found = ((rank, name, self._gpus.troubles(name)) for rank, name in sorted(gpus.items()))
+        return [f"GPU {name} of rank {rank}: {', '.join(troubles)}" for rank, name, troubles in found if troubles]
+
     def close(self) -> None:
         if self._gpus is not None:
             self._gpus.close()
@@ -91,7 +109,11 @@ class _GpuWatch:
     def __init__(self, gpus: Collection[str]) -> None:
         self._gpus = gpus
         self._newest: tuple[float, dict[str, list[int]]] = 0.0, {}
-        self._closed = threading.Event()
+        self._at_first: dict[str, dict[str, int]] | None = None  # what was wrong then
+        self._troubles: dict[str, dict[str, int]] = {}
+        self._asked_at, self._answers_from = 0.0, 0.0  # when it was asked, and the newest answer began
+        self._is_closed = False
+        self._wakes = threading.Event()
         with contextlib.suppress(RuntimeError):  # no more threads
             threading.Thread(target=self._work, name="gpus", daemon=True).start()
 
@@ -99,15 +121,40 @@ class _GpuWatch:
         at, found = self._newest
         return found if now - at < OLD_S else {}
 
+    def ask(self) -> None:
+        self._asked_at = time.monotonic()
+        self._wakes.set()
+
+    @property
+    def answered(self) -> bool:
+        return self._answers_from >= self._asked_at
+
+    def troubles(self, name: str) -> list[str]:
+        before = (self._at_first or {}).get(name, {})
+        counts = self._troubles.get(name, {}).items()
+        return [
+            what if what.startswith("slowed") else f"{count - before.get(what, 0)} {what}"
+            for what, count in counts
+            if count > before.get(what, 0)
+        ]
+
     def close(self) -> None:
-        self._closed.set()
+        self._is_closed = True
+        self._wakes.set()
 
     def _work(self) -> None:
-        from launcher.machine.gpus.nvidia import usage
+        from launcher.machine.gpus.nvidia import troubles, usage
 
-        while not self._closed.is_set():
+        while not self._is_closed:
+            self._wakes.clear()
+            began = time.monotonic()
             found = usage(self._gpus)
             self._newest = time.monotonic(), found
+            self._troubles = troubles(self._gpus)
+            if self._at_first is None:
+                self._at_first = self._troubles
+            self._answers_from = began
             if not found:  # there is no GPU to ask about
+                self._answers_from = math.inf
                 return
-            self._closed.wait(LOOK_S)
+            self._wakes.wait(LOOK_S)

@@ -17,6 +17,8 @@ from launcher.check.facts import Driver, Gpu
 from launcher.errors import UsageError
 from launcher.machine.gpus import amd
 from launcher.machine.gpus.card import Card
+from launcher.machine.gpus.kernel_log import logged_errors
+from launcher.machine.gpus.nvidia import slowed_by
 from launcher.machine.gpus.vendors import VENDORS, by_torch
 from launcher.machine.system_files import SYSFS, read_text
 
@@ -97,6 +99,7 @@ def _by_nvml() -> Driver:
         count = _ask(pynvml.nvmlDeviceGetCount) or 0
         return Driver(
             driver=_ask(pynvml.nvmlSystemGetDriverVersion),
+            logged=logged_errors(),
             driver_cuda=None if number is None else f"{number // 1000}.{number % 1000 // 10}",
             gpus=tuple(_card(index) for index in range(count)),
         )
@@ -133,6 +136,7 @@ def _card(index: int) -> Gpu:
             pynvml.NVML_VOLATILE_ECC,
         ),
         pending=_pending(card),
+        slowed=", ".join(slowed_by(_ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, card) or 0)),
         persistence=None if persistence is None else bool(persistence),
         mig=None if mig is None else bool(mig[0]),
     )

@@ -21,6 +21,7 @@ class Gpu:
     processes: tuple[str, ...] = ()  # "pid 812 (python, of ann)"
     ecc_errors: int | None = None  # uncorrectable ones since the driver was loaded
     pending: str = ""  # a repair that waits for a reset
+    slowed: str = ""  # why the driver holds its clock down
     persistence: bool | None = None
     mig: bool | None = None
 
@@ -36,6 +37,7 @@ class Driver:
     driver: str | None = None
     driver_cuda: str | None = None
     gpus: tuple[Gpu, ...] = ()
+    logged: tuple[tuple[float, str], ...] = ()  # errors of GPUs in the kernel's log, each with its age in seconds
 
 
 @dataclass(frozen=True)

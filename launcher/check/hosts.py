@@ -161,10 +161,17 @@ def _gpus(spec: JobSpec, one: Examined) -> Iterator[Finding]:
         elif gpu.ecc_errors or gpu.pending:
             found = gpu.pending or f"{gpu.ecc_errors} memory errors that could not be corrected"
             yield one.finding(_ERROR, "gpu-memory", f"{which}: {found}", commands.memory.format(index=gpu.index))
+        elif gpu.slowed:
+            yield one.finding(_WARNING, "gpu-slow", f"{which}: {gpu.slowed}", "nvidia-smi -q -d PERFORMANCE")
         elif busy := _gpu_use(gpu):
             pid = gpu.processes[0].split()[1] if gpu.processes else ""
             look = f"ps -fp {shlex.quote(pid)}" if pid else commands.show.format(index=gpu.index)
             yield one.finding(_WARNING, "gpu-busy", f"{which} is in use: {busy}", look)
+    if facts.logged:
+        age_s, newest = facts.logged[-1]
+        many = f"{len(facts.logged)} errors of GPUs, the newest " if len(facts.logged) > 1 else "an error of a GPU "
+        message = f"the kernel's log has {many}{age_s / 60:.0f} minutes ago: {newest}"
+        yield one.finding(_WARNING, "gpu-log", message, "sudo dmesg -T | grep -i xid")
     if any(gpu.persistence is False for gpu in facts.gpus):
         message = "persistence mode is off: the first use of a GPU takes seconds"
         yield one.finding(_NOTE, "gpu-persistence", message, "sudo nvidia-smi -pm 1")

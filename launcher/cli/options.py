@@ -225,6 +225,13 @@ class Options:
         default=JobSpec.on_nonfinite,
         show_default=True,
     )
+    flight_recorder: str = _option(
+        "When a run fails or hangs, read from torch's flight recorder which collectives each rank has called; off: "
+        "leave torch as it is.",
+        type=click.Choice(["on", "off"]),
+        default=JobSpec.flight_recorder,
+        show_default=True,
+    )
     heartbeat_timeout_s: float = _option(
         "Consider a host lost after this time without a heartbeat; the host then ends its workers by itself. Network "
         "outages shorter than 85 % of this do no harm if the connections recover.",

@@ -25,7 +25,17 @@ _OWN = [
         "NCCL cannot make {0}: {1}",
     ),
     (r"Bootstrap : (no socket interface found[^\n]*)", "NCCL: {0}"),
-    (r"(double free or corruption|corrupted (?:size|double)[^\n]*|free\(\): [^\n]*|malloc\(\): [^\n]*)", "{0}"),
+    (r"Bootstrap Root : ([^\n]+)", "NCCL: {0}"),
+    (r"(NET/IB : (?:\S+ )?Got async event : (?:port error|local catastrophic error))", "{0}"),
+    (
+        r"watchdog got stuck for (\d+) seconds without making progress",
+        "NCCL's watchdog made no progress for {0} s: a call of CUDA or NCCL hangs",
+    ),
+    (
+        r"(double free or corruption|corrupted (?:size|double)[^\n]*|stack smashing detected"
+        r"|(?:free|malloc|realloc|malloc_consolidate|munmap_chunk)\(\): [^\n]*)",
+        "{0}",
+    ),
     (r"([\w./+-]+:\d+:[^\n]*Assertion `[^\n]*' failed)", "{0}"),
 ]  # fmt: skip
 _TIMEOUT = re.compile(
@@ -35,7 +45,8 @@ _STARTED = re.compile(r"last enqueued (?:NCCL )?work: (\d+)")
 _PEER = re.compile(
     r"remote process exited or there was a network error|ncclRemoteError|Connection refused|Broken pipe"
     r"|Connection (?:closed|reset) by (?:remote )?peer|Got completion from peer|NCCL communicator was aborted"
-    r"|dump signal from (?:rank|another)|Timed out waiting \S+ for (?:recv|send) operation",
+    r"|dump signal (?:due to [^\n]*? )?from +(?:rank \d+|another)|terminate called without an active exception"
+    r"|Timed out waiting \S+ for (?:recv|send) operation",
     re.IGNORECASE,
 )
 # Less specific: only where none of the above is found.
@@ -70,7 +81,7 @@ def abort_cause(text: str) -> AbortCause | None:
         return AbortCause(message, is_own=False, started=started)
     reason = _LAST.search(text)
     if (peer := _PEER.search(text)) is not None:
-        return AbortCause(reason[1].strip() if reason else peer[0], is_own=False)
+        return AbortCause(reason[1].strip() if reason else re.sub(" +", " ", peer[0]), is_own=False)
     if (rest := _first(_REST, text)) is not None:
         return AbortCause(f"{rest}; {reason[1].strip()}" if reason else rest, is_own=True)
     return None

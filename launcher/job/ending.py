@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from launcher.errors import DtrainError
 from launcher.frozen import dataclass
+from launcher.hangs.collectives import compare
 from launcher.hosts.folding import some
 from launcher.job.attempt import AttemptState
 from launcher.job.chaos import FaultCost
@@ -57,6 +58,8 @@ class Outcome:
     stdin_rank: int | None = None  # which rank had this command's standard input
     # Ranks that had ended by themselves, with 0, if the cause may be a consequence of that.
     finished_ranks: tuple[int, ...] = ()
+    collectives: tuple[str, ...] = ()  # in which the ranks disagreed when it was noticed, a line for each
+    devices: tuple[str, ...] = ()  # what had gone wrong with GPUs then: `node1: Xid 79 of 0000:3b:00: ...`
     warm: tuple[tuple[str, Bye], ...] = ()  # what each host said of processes that are kept warm
 
 
@@ -173,6 +176,10 @@ def build_outcome(run: Run, now: float) -> Outcome:
         worker_restarts=sum(one.rank is not None for one in run.past),
         faults=tuple(run.chaos.costs),
         evidence=() if attempt is None else attempt.evidence,
+        collectives=() if attempt is None or (cause is None and run.signum is None) else _compare_collectives(attempt),
+        devices=()
+        if cause is None
+        else tuple(f"{host}: {line}" for host, found in run.evidence.devices.items() for line in found),
         swept=fleet.swept,
         left=tuple((host, tuple(processes)) for host, processes in fleet.left.items() if processes),
         unchecked=tuple((state.name, _why_unchecked(state, fleet.timeout_s, now)) for state in unchecked),
@@ -182,6 +189,12 @@ def build_outcome(run: Run, now: float) -> Outcome:
         stdin_rank=spec.stdin_rank,
         warm=tuple(fleet.byes.items()),
     )
+
+
+def _compare_collectives(attempt: AttemptState) -> tuple[str, ...]:
+    ended = {rank: exited.collectives for rank, exited in attempt.ranks.exits().items() if exited.collectives}
+    running = {each.rank: each.collectives for each in attempt.evidence if each.collectives}
+    return compare({**ended, **running}, [*ended])
 
 
 def _finished_ranks(attempt: AttemptState, cause: Failure) -> tuple[int, ...]:

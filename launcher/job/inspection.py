@@ -44,6 +44,7 @@ class EvidenceRounds:
     def __init__(self, timers: Timers) -> None:
         self._timers = timers
         self.unanswered: set[str] = set()
+        self.devices: dict[str, list[str]] = {}  # by host, what has gone wrong with its GPUs, by its newest answer
         self._number = 0
         self._current: _Round | None = None
         self._waiting: dict[int, StacksQuestion] = {}  # by asker
@@ -105,6 +106,7 @@ class EvidenceRounds:
         if isinstance(message, Evidence):
             self._current.found[message.rank] = message
         else:
+            self.devices[host] = message.devices
             self.forget(host)
 
     def forget(self, host: str) -> None:

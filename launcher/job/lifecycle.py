@@ -251,7 +251,7 @@ def _looked(run: Run, now: float) -> list[Command]:
     if blame.hung:
         return run.hangs.act_on(run.current, blame, number, now)
     if not run.hangs.policy.acts:
-        return []
+        return run.hangs.report_circle(run.current, blame, number)
     message = f"no rank has shown a sign of life for {blame.silent_s:.0f} s, and all of them wait"
     return fail(run, run.current.failure(FailureKind.STALLED, "", message, now), now)
 

@@ -71,6 +71,7 @@ def prepare(
         reports_steps=spec.chaos is not None,
         names=_names(spec),
         keep_warm_s=spec.keep_warm_s,
+        flight_recorder=spec.flight_recorder == "on",
         behind=spec.launch_prefix[0] if spec.launch_prefix else "",
     )
 

@@ -1,5 +1,7 @@
 """Detects whether the kernel's out-of-memory killer ended a worker. Called by the agent after a death by SIGKILL.
 
+It keeps errors of GPUs in the kernel log as well, for the report.
+
 The kernel log has the pid, if this user may read it. Else the counter of the memory cgroup shows it, or that of the
 whole host, if it has risen since the last look. Counters name no process, so each kill is attributed to one worker
 only, and only to one that died soon after.
@@ -14,9 +16,11 @@ import weakref
 
 from launcher.frozen import dataclass
 from launcher.machine.cgroup import own_folders
+from launcher.machine.gpus.kernel_log import KMSG, device_error
 from launcher.machine.system_files import read_text
 
 RECENT_S = 10.0  # a kill noticed earlier than this was not of this worker
+DEVICE_ERRORS = 20  # that are kept
 LOG_RECORDS = 20_000  # most records read at a time, which takes 50 ms
 UNLIMITED_BYTES = 1 << 60
 INITIAL_PID_NAMESPACE = "pid:[4026531836]"  # the log has pids of this namespace
@@ -48,6 +52,11 @@ class OomWatch:
         self._log.read()
         self._in_group.look(now)
         self._on_host.look(now)
+
+    @property
+    def device_errors(self) -> list[str]:
+        """Errors of GPUs since the beginning, as far as the kernel log can be read."""
+        return self._log.device_errors
 
     def killed(self, pid: int) -> str:
         """Return a text on the out-of-memory killer if it ended a worker that died just now; else an empty one."""
@@ -158,17 +167,16 @@ class _KernelLog:
 
     def __init__(self) -> None:
         self.kills: dict[int, _Kill] = {}
-        self.is_complete = False
+        self.device_errors: list[str] = []
+        self.is_complete = self._has_pids = False
         self._file = -1
         try:
-            if os.readlink("/proc/self/ns/pid") != INITIAL_PID_NAMESPACE:
-                return
-            self._file = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            self._file = os.open(KMSG, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError:  # readable by root only, or missing in a container
             return
         weakref.finalize(self, os.close, self._file)
         os.lseek(self._file, 0, os.SEEK_END)
-        self.is_complete = True
+        self._has_pids = self.is_complete = os.readlink("/proc/self/ns/pid") == INITIAL_PID_NAMESPACE
 
     def read(self) -> None:
         for _ in range(LOG_RECORDS if self._file >= 0 else 0):
@@ -181,7 +189,9 @@ class _KernelLog:
                 continue
             except OSError:  # longer than any record of a kill
                 continue
-            found = _RECORD.match(record)
+            if (error := device_error(record)) and len(self.device_errors) < DEVICE_ERRORS:
+                self.device_errors.append(error)
+            found = _RECORD.match(record) if self._has_pids else None
             if found is not None and int(found[1]) < 8:  # from the kernel itself, not from a user who wrote to the log
                 held = sum(int(number) for number in _HELD_KB.findall(found[4])) << 10
                 self.kills[int(found[3])] = _Kill(held, found[2] is not None)

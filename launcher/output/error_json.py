@@ -32,6 +32,8 @@ One object. Every key is always present; it is null, an empty list or an empty s
     processes       at the end: {left: {host: [process]}, swept: number that outlived their workers and were ended,
                     unchecked: {host: reason}}
     standing        where the ranks were when the cause was noticed: [{ranks, where, call, inside, note}]
+    collectives     in which the ranks disagreed then, a line of text for each
+    devices         what had gone wrong with GPUs then, a line of text for each, beginning with the host
     goodput         how the wall time was spent, in seconds that add up to duration_s: {goodput: the fraction spent
                     training, start_s, training_s, waiting_s: for stragglers, checkpoints_s: with evaluation,
                     failures_s, rest_s, repeated_s: the part of failures in steps made twice}; see timeline/goodput.py.
@@ -134,6 +136,8 @@ def as_json(
             "unchecked": dict(outcome.unchecked),
         },
         "standing": [{**dataclasses.asdict(group), "ranks": list(group.ranks)} for group in groups(outcome.evidence)],
+        "collectives": list(outcome.collectives),
+        "devices": list(outcome.devices),
         "goodput": None if parts is None else parts.as_json(),
         "stragglers": [each.as_json() for each in stragglers],
         "log_folder": None if folder is None else str(folder),

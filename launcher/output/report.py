@@ -30,7 +30,7 @@ _NO_CUDA = re.compile(
     "Torch not compiled with CUDA|no attribute '_cuda_|doesn't have NCCL built in|Tried to instantiate dummy base class"
 )
 _OF_A_CRASH = re.compile(
-    r'  File ".*/launcher/agent/workers/(bootstrap|fork_server)\.py", line \d+ in |Extension modules: '
+    r'  File ".*/launcher/agent/workers/(bootstrap|fork_server|collectives)\.py", line \d+ in |Extension modules: '
 )
 
 SCREEN_LINES = 36
@@ -39,6 +39,7 @@ MESSAGE_LINES = 4
 GROUPS = 5
 SECONDARY = 3
 HOSTS = 4
+DEVICES = 4  # lines on GPUs
 PROCESSES = 6
 FAULTS = 20
 
@@ -129,7 +130,7 @@ def _failure(
     evidence_file: Path | None,
 ) -> list[str]:
     """Return the report of a failure; the worker's last lines fill the remaining space."""
-    before = [_headline(outcome, cause), *_indent(_exception(cause))]
+    before = [_headline(outcome, cause), *_indent(_exception(cause)), *_indent(_devices(outcome, cause))]
     consequences, positions = _consequences(outcome, cause), _positions(outcome, cause)
     after = positions + consequences if cause.kind is FailureKind.STALLED else consequences + positions
     if outcome.signum is not None:
@@ -168,6 +169,12 @@ def _exception(cause: Failure) -> list[str]:
     if cause.where:
         lines.append(_at(cause))
     return lines
+
+
+def _devices(outcome: Outcome, cause: Failure) -> list[str]:
+    """Format what went wrong with GPUs during the attempt, that of the cause's host first."""
+    lines = sorted(outcome.devices, key=lambda line: not line.startswith(f"{cause.host}: "))
+    return _at_most(DEVICES, [printable(f"GPUs of {line}") for line in lines], "errors of GPUs")
 
 
 def _at(cause: Failure) -> str:
@@ -272,7 +279,7 @@ def _positions(outcome: Outcome, cause: Failure | None) -> list[str]:
     evidence = [each for each in outcome.evidence if each.rank not in failed]
     found = groups(evidence)
     if not found:
-        return []
+        return [*map(printable, outcome.collectives)]
     is_hung = cause is None or cause.kind is FailureKind.STALLED
     others = "where each rank was:" if cause is None else "where the other ranks were:"
     others = "where each rank is:" if cause is not None and is_hung else others
@@ -282,7 +289,7 @@ def _positions(outcome: Outcome, cause: Failure | None) -> list[str]:
         lines.append(f"  and {count(ranks, 'rank')} in {count(more, 'other place')}")
     if is_hung and (odd := odd_one_out(evidence)):
         lines.append(printable(odd))
-    return lines
+    return [*lines, *map(printable, outcome.collectives)]
 
 
 def _scan(outcome: Outcome) -> list[str]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from launcher.hangs.collectives import compare, last_calls
 from launcher.hangs.positions import Group, groups, main_thread, odd_ranks, scripts_frames, state_in_words
 from launcher.machine.oom import memory_size
 from launcher.output.text import rank_names
 from launcher.protocol.reports import Evidence
+
+CALLS = 8  # of collectives, shown of each rank
 
 
 def one_line(group: Group) -> str:
@@ -36,6 +39,7 @@ def write_out(evidence: Sequence[Evidence]) -> str:
     summary = [one_line(group) for group in groups(evidence)]
     if odd := odd_one_out(evidence):
         summary.append(odd)
+    summary += _disagreements(evidence)
     parts = ["\n".join(summary) or "no rank could be asked"]
     parts += [_whole(each) for each in sorted(evidence, key=lambda each: each.rank)]
     return "\n\n".join(parts) + "\n"
@@ -55,8 +59,8 @@ def write_groups(evidence: Sequence[Evidence], *, whole: bool) -> str:
         lines = _native(first).splitlines() or frames
         of = [f"  of rank {first.rank}, {state_in_words(first)}:"] if len(group.ranks) > 1 else []
         parts.append("\n".join([one_line(group), *of, *lines]))
-    if odd := odd_one_out(evidence):
-        parts.append(odd)
+    if last := [*filter(None, [odd_one_out(evidence)]), *_disagreements(evidence)]:
+        parts.append("\n".join(last))
     return "\n\n".join(parts) + "\n"
 
 
@@ -65,11 +69,17 @@ def _whole(each: Evidence) -> str:
     header = f"rank {each.rank} (pid {each.pid}): {state_in_words(each)}, {used}"
     stack = each.stack.rstrip() or "its stack could not be read: it is not a Python program, or it did not answer"
     missing = [f"no native frames: {each.no_native}"] if each.no_native else []
-    return "\n".join([header, _native(each) or stack, *missing])
+    calls = last_calls(each.collectives, CALLS) if each.collectives else []
+    collectives = ["its last collectives:", *(f"  {call}" for call in calls)] if calls else []
+    return "\n".join([header, _native(each) or stack, *missing, *collectives])
 
 
 def _native(each: Evidence) -> str:
     return each.native.rstrip()
+
+
+def _disagreements(evidence: Sequence[Evidence]) -> list[str]:
+    return [*compare({each.rank: each.collectives for each in evidence if each.collectives})]
 
 
 def odd_one_out(evidence: Sequence[Evidence]) -> str:

@@ -116,6 +116,7 @@ class JobSpec:
     stall_timeout_s: float | None = None
     hang: HangPolicy = field(default_factory=HangPolicy)
     on_nonfinite: str = "warn"  # or "stop": reaction to gradients that are infinite or NaN
+    flight_recorder: str = "on"  # or "off": whether torch's record of collectives is switched on and read
     chaos: ChaosPlan | None = None  # deliberate faults
     master_addr: str | None = None
     master_port: int | None = None

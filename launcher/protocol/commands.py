@@ -34,6 +34,7 @@ class Prepare(Command):
     step_times: int = STEP_TIMES  # most records of a worker in a Timings
     names: list[str] = field(default_factory=list)  # known names of variables in a StartWorker
     keep_warm_s: float = 0.0  # how long the process that workers are forked from stays after the run; 0: it is ended
+    flight_recorder: bool = False  # have torch record collectives, and read what it has recorded
     behind: str = ""  # program of the launch prefix: must be found in PATH; no worker is forked
 
 

@@ -22,7 +22,8 @@ from launcher.protocol.message import (
 
 _LENGTHS = struct.Struct(">II")
 _END = b"\n"
-_to_json = json.JSONEncoder(separators=(",", ":")).encode  # json.dumps would create one each time
+# json.dumps would create one each time. A dataclass in a message becomes an object of its fields.
+_to_json = json.JSONEncoder(separators=(",", ":"), default=vars).encode
 _KINDS: dict[str, type[Message]] = {cls.kind: cls for way in (Command, Report) for cls in way.__subclasses__()}
 
 

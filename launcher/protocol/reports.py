@@ -106,6 +106,26 @@ class Asks(Report):
 
 
 @dataclass(frozen=True)
+class Collective:
+    """A call of a collective, as torch's flight recorder has it."""
+
+    group: str  # the same in all of its ranks
+    number: int  # in that group, from 1
+    operation: str  # all_reduce
+    tensors: str  # dtypes and shapes of its input: Float[3, 4]
+    elements: int  # of all of them
+    done: bool
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """The newest collectives of a rank, in order, and the process groups that it is in."""
+
+    groups: list[str]
+    calls: list[Collective]
+
+
+@dataclass(frozen=True)
 class Exited(Report):
     """A worker ended. `status` is the exit code, or minus the signal's number, as in subprocess."""
 
@@ -128,6 +148,7 @@ class Exited(Report):
     by_exec: str = ""  # as in Started...
     costs_s: float = 0.0  # if the duration of that package's import is known only now
     stderr: str = field(default="", repr=False)  # its last part, if the process aborted
+    collectives: Collectives | None = field(default=None, repr=False)  # if it failed by itself, and torch has them
 
 
 @dataclass(frozen=True)
@@ -194,11 +215,13 @@ class Evidence(Report):
     traced: bool = False  # a debugger traces it
     native: str = ""  # stacks with C and C++ frames, if requested
     no_native: str = ""  # why they are not available
+    collectives: Collectives | None = None  # if torch has recorded any, and the worker has answered
 
 
 @dataclass(frozen=True)
 class Collected(Report):
     number: int
+    devices: list[str] = field(default_factory=list)  # what has gone wrong with this host's GPUs, a line for each
 
 
 @dataclass(frozen=True)

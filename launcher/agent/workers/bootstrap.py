@@ -4,9 +4,9 @@ Started by the agent as `python -u .../workers/bootstrap.py script|module TARGET
 FUNCTION_FILE RESULT_FILE`. Imports nothing of the launcher, so that the script finds a clean process: its own
 `__main__`, sys.argv, sys.path and tracebacks. Besides, it writes the error files for an uncaught exception, makes a
 crash print its stacks, wakes the rendezvous store when torch is about to be imported, counts the steps of torch's
-optimizers, records the script's imports up to the first step, reports when pdb waits for a command, lets the agent
-open a debugger, keeps process groups of torch that the script has closed until they are at rest, and ends a process
-that had one.
+optimizers, records the script's imports up to the first step, passes on torch's record of its collectives, reports when
+pdb waits for a command, lets the agent open a debugger, keeps process groups of torch that the script has closed until
+they are at rest, and ends a process that had one.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ KEPT_S = 1.0
 _OUTPUT_FAILED = 120  # Python's exit code if standard output cannot be written
 
 _closed_groups: list[tuple[float, object]] = []  # with the time when each was closed
+_recorders: list[Any] = []  # of collectives, once torch's process groups are imported
 _pid = 0  # the worker's own; processes forked by the script have others
 
 
@@ -304,6 +305,8 @@ def _write_facts(facts: dict[str, str]) -> None:
     import json
     import time
 
+    for recorder in _recorders:
+        recorder.write()
     try:
         with open(path + ".facts", "w", encoding="utf-8", errors="backslashreplace") as file:
             json.dump({**facts, "time": repr(time.monotonic())}, file)
@@ -531,6 +534,8 @@ class _Imports:
         if not self._keeps_groups and groups is not None and hasattr(groups, _CLOSE):
             self._keeps_groups = True
             _keep_closed_groups(groups)
+            if self._error_file:
+                _recorders.append(_load("collectives").Recorder(groups, self._error_file))
         if self._counts_steps or not hasattr(sys.modules.get("torch.optim.optimizer"), _STEP_HOOKS):
             return
         self._counts_steps = True

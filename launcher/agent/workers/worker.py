@@ -49,7 +49,7 @@ from typing import BinaryIO
 from launcher.agent.cleanup.run_tag import RunTag
 from launcher.machine import processes
 from launcher.protocol.message import MAX_PAYLOAD_BYTES
-from launcher.protocol.reports import Exited, Failing
+from launcher.protocol.reports import Collectives, Exited, Failing
 
 DEBUGGER_FILE = "debugger"
 BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
@@ -140,6 +140,9 @@ class Files:
         self.progress = Path(f"{self.error}.progress")
         self.generations = Path(f"{self.error}.generations")
         self.generation = Path(f"{self.error}.generation")
+        self.asked = Path(f"{self.error}.asked")  # a FIFO for questions; see flight_recorder.py
+        self.collectives = Path(f"{self.error}.collectives")  # the answer
+        self.dump = Path(f"{self.error}.dump-")  # beginning of the name of what torch writes itself
         self.asks = Path(f"{self.error}.asks")  # exists while a debugger waits for a command
         self.returned = Path(f"{self.error}.returned")  # the result of a function, or its exception
         self.variables = {
@@ -392,7 +395,7 @@ class Worker:
             time=failed_at,
         )
 
-    def exited(self, attempt: int) -> Exited:
+    def exited(self, attempt: int, collectives: Collectives | None) -> Exited:
         """Return the report of its end; call it once its status is known and its pipes are drained."""
         assert self.status is not None
         facts = _read_json(self.files.facts)
@@ -419,6 +422,7 @@ class Worker:
             by_exec=by_exec,
             costs_s=float(took.get(module, 0.0)),
             stderr=self._stderr.decode(errors="replace") if self.status == -signal.SIGABRT else "",
+            collectives=collectives,
         )
 
     def read_returned(self) -> bytes:

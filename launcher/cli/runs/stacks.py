@@ -11,8 +11,9 @@ from typing import Any
 from launcher.cli.runs.steer import end_of, how_it_ended
 from launcher.decode import decode_value
 from launcher.errors import RunError
+from launcher.hangs.collectives import last_calls
 from launcher.hangs.positions import rank_position
-from launcher.output.stacks import write_groups
+from launcher.output.stacks import CALLS, write_groups
 from launcher.output.text import rank_names
 from launcher.protocol.reports import Evidence
 from launcher.runs.control import ask
@@ -75,6 +76,7 @@ def _as_json(entry: Entry, found: Found) -> Mapping[str, Any]:
                 "stack": each.stack,
                 "native": each.native or None,
                 "no_native": each.no_native or None,
+                "collectives": None if each.collectives is None else last_calls(each.collectives, CALLS),
             }
         )
     return {"run_id": entry.run_id, "attempt": found.attempt, "ranks": ranks, "missing": found.missing}

@@ -10,6 +10,7 @@ import signal
 from collections.abc import Sequence
 
 from launcher.frozen import replace
+from launcher.hangs.collectives import compare
 from launcher.hangs.positions import rank_position
 from launcher.hangs.watch import Blame, HangPolicy, HangWatch, MeetingWatch, WaitingRanks
 from launcher.job.attempt import AttemptState
@@ -94,6 +95,17 @@ class Hangs:
             return None
         return self._watch.looked(evidence, now)
 
+    def report_circle(self, attempt: AttemptState, blame: Blame, number: int) -> list[Command]:
+        """Notify the user, once, if all ranks wait for each other in different collectives."""
+        lines = _disagreements(blame)
+        news = {(each.rank, each.pid) for each in blame.looked_at} - self._reported
+        if not lines or not news:
+            return []
+        self._reported |= news
+        said = [f"all ranks wait, without a sign of life for {blame.silent_s:.0f} s", *(f"  {line}" for line in lines)]
+        evidence = SaveEvidence(attempt.number, number, blame.looked_at, asked=True)
+        return [Notice("\n".join(said), is_error=True), evidence]
+
     def act_on(self, attempt: AttemptState, blame: Blame, number: int, now: float) -> list[Command]:
         """Act on ranks that hang, or notify the user once; `number` is that of the look."""
         if not self.policy.acts:
@@ -103,9 +115,11 @@ class Hangs:
             said = [
                 Notice(f"{_who(attempt, each)} hangs: {_what(each, blame)}; {advice}", is_error=True) for each in news
             ]
+            said += [Notice(line, is_error=True) for line in _disagreements(blame) if news]
             return [*said, SaveEvidence(attempt.number, number, blame.looked_at, asked=True)] if news else []
         attempt.evidence = blame.looked_at
         commands: list[Command] = [SaveEvidence(attempt.number, number, blame.looked_at, asked=False)]
+        commands += [Notice(line) for line in _disagreements(blame)]
         for each in blame.hung:
             row = attempt.ranks.get(each.rank)
             if row is None or not row.is_live:  # it has ended since
@@ -119,6 +133,10 @@ class Hangs:
                 Send(row.host, order),
             ]
         return commands
+
+
+def _disagreements(blame: Blame) -> tuple[str, ...]:
+    return compare({each.rank: each.collectives for each in blame.looked_at if each.collectives})
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeVar
 
 from launcher.frozen import replace
 from launcher.machine.gpus.card import Card
+
+T = TypeVar("T")
+# By bits of nvmlClocksThrottleReasons.
+_SLOWED = {"slowed down by heat": 0x20 | 0x40, "slowed down by the power supply": 0x80}
 
 
 def list_cards(_: Mapping[str, str]) -> list[Card] | None:
@@ -50,6 +55,20 @@ def usage(names: Collection[str]) -> dict[str, list[int]]:
 
     For a MIG slice only the memory is known: it counts as 0 % busy. Cards that do not answer are left out.
     """
+    return _of_each(names, _usage)
+
+
+def troubles(names: Collection[str]) -> dict[str, dict[str, int]]:
+    """Return for each card, as `usage` does, how often the driver has counted what in it; 1 for what lasts."""
+    return _of_each(names, _troubles)
+
+
+def slowed_by(reasons: int) -> list[str]:
+    """Return why the clock of a card is held down; not if it is for its power limit, which is usual."""
+    return [what for what, bits in _SLOWED.items() if reasons & bits]
+
+
+def _of_each(names: Collection[str], question: Callable[[Any], T]) -> dict[str, T]:
     try:
         ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -69,12 +88,38 @@ def usage(names: Collection[str]) -> dict[str, list[int]]:
                     if name.isdigit()
                     else pynvml.nvmlDeviceGetHandleByUUID(name)
                 )
-                memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-                found[name] = [_busy(handle), int(memory.used), int(memory.total)]
+                found[name] = question(handle)
     finally:
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
     return found
+
+
+def _usage(handle: object) -> list[int]:
+    import pynvml
+
+    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    return [_busy(handle), int(memory.used), int(memory.total)]
+
+
+def _troubles(handle: object) -> dict[str, int]:
+    import pynvml
+
+    def ask(question: str, *about: Any) -> Any:
+        try:
+            return getattr(pynvml, question)(handle, *about)
+        except (pynvml.NVMLError, AttributeError):  # the driver or the card does not count it
+            return None
+
+    rows, pages = ask("nvmlDeviceGetRemappedRows"), ask("nvmlDeviceGetRetiredPages", 1)  # 1: for double bit errors
+    counts = {
+        "memory errors that could not be corrected": ask("nvmlDeviceGetTotalEccErrors", 1, 0),
+        "rows of memory replaced": None if rows is None else rows[0] + rows[1],
+        "pages of memory retired": None if pages is None else len(pages),
+    }
+    reasons = ask("nvmlDeviceGetCurrentClocksThrottleReasons") or 0
+    counts |= dict.fromkeys(slowed_by(reasons), 1)
+    return {what: int(count) for what, count in counts.items() if count is not None}
 
 
 def _busy(handle: object) -> int:

@@ -241,6 +241,9 @@ int nvmlDeviceGetComputeRunningProcesses_v3(struct device *d, unsigned *count, s
 int nvmlDeviceGetTotalEccErrors(struct device *d, int type, int counter, unsigned long long *count) {
   *count = d->card == 2 ? 3 : 0; return OK;
 }
+int nvmlDeviceGetCurrentClocksThrottleReasons(struct device *d, unsigned long long *reasons) {
+  *reasons = d->card == 0 ? 0x40 | 0x4 : 0x4; return OK;
+}
 """
 
 
@@ -272,6 +275,7 @@ def test_gpus_that_are_lost_broken_or_in_use_are_named(nvml: Path, tmp_path: Pat
     assert busy["fixes"] == [f"ps -fp {user.pid}"]
     assert "GPU 2 (NVIDIA H200): 3 memory errors" in found.of("gpu-memory")[0]["message"]
     assert "GPU 3 cannot be used: " in found.of("gpu-lost")[0]["message"]
+    assert [each["message"] for each in found.of("gpu-slow")] == ["GPU 0 (NVIDIA H200): slowed down by heat"]
     assert (mine.result.returncode, mine.errors) == (0, set()), "what the user has left out is no error"
     assert [finding["severity"] for finding in mine.of("gpu-lost")] == ["note"]
 
@@ -393,6 +397,17 @@ def test_a_torch_that_cannot_use_the_gpus_of_its_host_is_named() -> None:
     assert _said(_examined("a", **some, vendor="AMD", torch_cuda="ROCm 6.4")) == {}
     slices = replace(OFFERED, gpus=["MIG-1", "MIG-2"], gpus_verified=True)
     assert "Duplicate GPU detected" in _said(_examined("a", offered=slices))["mig"].message
+
+
+def test_errors_of_gpus_in_the_kernel_log_are_a_warning() -> None:
+    errors = ((7200.0, "Xid 48 of 0000:86:00: DBE"), (300.0, "Xid 79 of 0000:3b:00: GPU has fallen off the bus"))
+    finding = _said(_examined("a", logged=errors), _examined("b"))["gpu-log"]
+    assert (finding.severity, finding.hosts) == (Severity.WARNING, ("a",))
+    assert finding.message == (
+        "the kernel's log has 2 errors of GPUs, the newest 5 minutes ago: Xid 79 of 0000:3b:00: GPU has fallen off the "
+        "bus"
+    )
+    assert "an error of a GPU 5 minutes ago" in _said(_examined("a", logged=errors[1:]))["gpu-log"].message
 
 
 def test_the_all_reduce_uses_nccl_only_where_it_is_for_the_gpus() -> None:

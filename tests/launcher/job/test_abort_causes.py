@@ -108,6 +108,75 @@ WRITTEN = [
     (THROWN.format("gloo::EnforceNotMet", ENFORCE), ENFORCE, True),
     (THROWN.format("std::bad_alloc", "std::bad_alloc"), "std::bad_alloc", True),
     ("double free or corruption (!prev)\nFatal Python error: Aborted\n", "double free or corruption", True),
+    ("munmap_chunk(): invalid pointer\nFatal Python error: Aborted\n", "munmap_chunk(): invalid pointer", True),
+    ("*** stack smashing detected ***: terminated\n", "stack smashing detected", True),
+    (
+        "terminate called without an active exception\nFatal Python error: Aborted\n",
+        "terminate called without an active exception",
+        False,
+    ),
+    (
+        "[rank3]:[F1130 02:07:08.4 ProcessGroupNCCL.cpp:1554] [PG ID 0 PG GUID 0(default_pg) Rank 3] [PG ID 0 PG GUID "
+        "0(default_pg) Rank 3] ProcessGroupNCCL's watchdog got stuck for 480 seconds without making progress in "
+        "monitoring enqueued collectives. This typically indicates a NCCL/CUDA API (e.g., CudaEventDestroy) hang "
+        f"blocking the watchdog.\n{FRAMES}",
+        "NCCL's watchdog made no progress for 480 s: a call of CUDA or NCCL hangs",
+        True,
+    ),
+    (
+        "[rank1]:[E1130 02:17:08.4 ProcessGroupNCCL.cpp:1685] [PG ID 0 PG GUID 0(default_pg) Rank 1] Received a dump "
+        "signal due to a collective timeout from  rank 3 and we will try our best to dump the debug info. Last "
+        f"enqueued NCCL work: 5, last completed NCCL work: 4.\n{FRAMES}",
+        "dump signal due to a collective timeout from rank 3",
+        False,
+    ),
+    (
+        THROWN.format(
+            "c10::OutOfMemoryError",
+            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total "
+            "capacity of 79.15 GiB of which 1.00 GiB is free.",
+        ),
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.00 GiB is "
+        "free.",
+        True,
+    ),
+    (
+        f"{NCCL}{SYSTEM}System call failed.\nLast error:\nsocketPollConnect: connect to 10.0.0.2<44911> returned "
+        "Connection timed out, exceeded error retry count (35)\n",
+        "NCCL: unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.21.5; socketPollConnect: "
+        "connect to 10.0.0.2<44911> returned Connection timed out, exceeded error retry count (35)",
+        True,
+    ),
+    (
+        "n1:9:7 [0] transport/net_ib.cc:93 NCCL WARN NET/IB : mlx5_0:1 Got async event : port error\n"
+        + in_watchdog(NCCL + REMOTE + "NET/IB : Got completion from peer 10.0.0.2<3> with error 12"),
+        "NET/IB : mlx5_0:1 Got async event : port error",
+        True,
+    ),
+    (
+        f"n1:9:7 [0] bootstrap.cc:98 NCCL WARN Bootstrap Root : mismatch in rank count from procs 8 : 16\n{NCCL}"
+        "internal error, NCCL version 2.18.1\n",
+        "NCCL: mismatch in rank count from procs 8 : 16",
+        True,
+    ),
+    (
+        f"{NCCL}internal error - please report this issue to the NCCL developers, NCCL version 2.18.1\n"
+        "ncclInternalError: Internal check failed.\nLast error:\nMessage truncated : received 1024 bytes instead of "
+        "256\n",
+        "NCCL: internal error - please report this issue to the NCCL developers, NCCL version 2.18.1; Message "
+        "truncated : received 1024 bytes instead of 256",
+        True,
+    ),
+    *(
+        (in_watchdog(error), error, True)
+        for error in (
+            "CUDA error: uncorrectable NVLink error detected during the execution",
+            "CUDA error: invalid device ordinal",
+            "CUDA error: the launch timed out and was terminated",
+            "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+            "CUDA error: system not yet initialized",
+        )
+    ),
     ("python: /x/a.cpp:12: f(): Assertion `n > 0' failed.\n", "/x/a.cpp:12: f(): Assertion `n > 0' failed", True),
 ]
 

@@ -1,6 +1,7 @@
 """What the job does about a rank that hangs: nothing, tell the user once, or have it killed and take that as failed."""
 
 import signal
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -8,14 +9,14 @@ from typing import Any
 import pytest
 from testbed.job_drive import Drive, messages, notices, tells, told
 
-from launcher.hangs.watch import HangPolicy, WaitingRanks
+from launcher.hangs.watch import Blame, HangPolicy, WaitingRanks
 from launcher.job.events import Command, Notice, SaveEvidence, Signalled, Tick
 from launcher.job.failure import FailureKind
 from launcher.job.inspection import COLLECT_S
 from launcher.job.recovery.hangs import Hangs
 from launcher.job.run import Phase
 from launcher.protocol.commands import Collect, EndAttempt, KillWorker, RestartWorker, Stop
-from launcher.protocol.reports import Collected, Evidence
+from launcher.protocol.reports import Collected, Collective, Collectives, Evidence
 from launcher.protocol.two_way import Heartbeat
 
 AUTO, REPORT, OFF = HangPolicy(acts=True), HangPolicy(), HangPolicy(watches=False)
@@ -31,14 +32,18 @@ def beat(drive: Drive, host: str, *, stopped: tuple[int, ...] = ()) -> list[Comm
     return drive.say(host, Heartbeat(drive.time(host), steps=50, longest_s=[0.5, 0.0, 0.0], stopped=[*stopped]))
 
 
-def seen(drive: Drive, *, stopped: tuple[int, ...]) -> list[Command]:
-    """Let the hosts answer the newest look."""
+def called(number: int, operation: str = "all_reduce") -> Collectives:
+    return Collectives(["default_pg"], [Collective("default_pg", number, operation, "Float[4]", 4, done=False)])
+
+
+def seen(drive: Drive, *, stopped: tuple[int, ...], last: Sequence[int] = ()) -> list[Command]:
+    """Let the hosts answer the newest look; `last` is the number of the last collective of each rank, if known."""
     number = messages(drive.commands, Collect)[-1].number
     commands = []
     for rank in range(4):
         state = "T" if rank in stopped else "S"
         found = Evidence(number, drive.number, rank, 100 + rank, state, "", 1, 0.0, "", silent_s=1.5, steps=25)
-        commands += drive.say(drive.host_of(rank), found)
+        commands += drive.say(drive.host_of(rank), replace(found, collectives=called(last[rank])) if last else found)
     return [*commands, *drive.say("a", Collected(number)), *drive.say("b", Collected(number))]
 
 
@@ -135,6 +140,36 @@ def test_the_user_is_told_once() -> None:
     assert notices(seen(drive, stopped=(3,))) == []
     drive.end_well()
     assert drive.outcome.exit_code == 0
+
+
+def test_the_collective_that_the_others_wait_in_is_said_with_it() -> None:
+    for policy in (REPORT, AUTO):
+        drive = running(policy)
+        beat(drive, "a")
+        beat(drive, "b", stopped=(3,))
+        first, second = sorted(notices(seen(drive, stopped=(3,), last=(9, 9, 9, 8))))
+        assert first.startswith("rank 3 has not called all_reduce 9 (Float[4]) of group default_pg; ranks 0, 1, 2 have")
+        assert second.startswith("rank 3 on b (pid 103) hangs: ")
+
+
+def test_ranks_that_wait_for_each_other_in_different_collectives_are_said_once() -> None:
+    drive = running(REPORT)
+    attempt, hangs = drive.job.attempt, Hangs(REPORT)
+    assert attempt is not None
+    found = tuple(
+        Evidence(7, 0, rank, 100 + rank, "S", "", 1, 0.0, "", collectives=called(5, operation))
+        for rank, operation in enumerate(("all_reduce", "broadcast", "all_reduce", "all_reduce"))
+    )
+    said, keep = hangs.report_circle(attempt, Blame((), found, 300.0), 7)
+    assert said == Notice(
+        "all ranks wait, without a sign of life for 300 s\n  collective 5 of group default_pg is not the same: "
+        "ranks 0, 2, 3 called all_reduce of Float[4], rank 1 called broadcast of Float[4]",
+        is_error=True,
+    )
+    assert keep == SaveEvidence(0, 7, found, asked=True)
+    assert hangs.report_circle(attempt, Blame((), found, 330.0), 8) == []
+    same = tuple(replace(each, pid=1, collectives=called(5)) for each in found)
+    assert hangs.report_circle(attempt, Blame((), same, 300.0), 9) == [], "they may wait for something else"
 
 
 def test_no_one_looks_if_that_was_asked_for() -> None:

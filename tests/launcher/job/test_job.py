@@ -93,6 +93,7 @@ def test_two_hosts_from_the_first_connection_to_the_end() -> None:
             target="train.py",
             workers="2",
             names=names,
+            flight_recorder=True,
         ),
     )
     assert drive.say("a", drive.facts("a")) == []

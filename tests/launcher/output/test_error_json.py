@@ -44,6 +44,8 @@ def test_failure_with_everything(tmp_path: Path) -> None:
         "version": 2,
         "run_id": "r1",
         "exit_code": 139,
+        "collectives": [],
+        "devices": [],
         "ended": "failed",
         "signal": None,
         "error": None,
