@@ -99,6 +99,18 @@ def odd_ranks(evidence: Sequence[Evidence]) -> tuple[int, ...]:
     return ()
 
 
+def ranks_outside(evidence: Sequence[Evidence]) -> tuple[int, ...]:
+    """Return the ranks that run code of their own outside any communication, or are stopped; not those that exit."""
+    found = []
+    for each in evidence:
+        frames = main_thread(each.stack)
+        if each.state in ("T", "t") or (
+            any(map(_is_own, frames)) and not _communicates(frames) and not _runs_backward(frames)
+        ):
+            found.append(each.rank)
+    return tuple(sorted(found))
+
+
 def _meets(frames: Sequence[Frame]) -> bool:
     return any(frame.file == _MEETING and frame.function == "meet" for frame in frames)
 

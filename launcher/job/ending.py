@@ -11,11 +11,20 @@ from collections.abc import Sequence
 
 from launcher.errors import DtrainError
 from launcher.frozen import dataclass
+from launcher.hangs.positions import ranks_outside
 from launcher.hosts.folding import some
 from launcher.job.attempt import AttemptState
 from launcher.job.chaos import FaultCost
 from launcher.job.events import Command, Notice
-from launcher.job.failure import SLACK_S, Failure, FailureKind, first_cause, looks_like_consequence
+from launcher.job.failure import (
+    SLACK_S,
+    Failure,
+    FailureKind,
+    all_timed_out,
+    first_cause,
+    looks_like_consequence,
+    what_happened,
+)
 from launcher.job.fleet import HostPhase, HostState
 from launcher.job.ranks import RankState
 from launcher.job.run import Phase, Run
@@ -23,7 +32,7 @@ from launcher.job.timers import NEVER, Timer
 from launcher.protocol.reports import Bye, Evidence
 
 ANSWER_S = 15.0  # how long past the grace period a host may take to say that its workers are gone
-SLOW_S = 1.0  # after a Ctrl-C, until the user is shown what is waited for
+SLOW_S = 1.0  # after a failure or a Ctrl-C, until the user is shown what is waited for
 CHECK_S = 3.0  # to reach a lost host again at the end and look what is left there
 PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: not finished, start it again
 
@@ -57,6 +66,7 @@ class Outcome:
     stdin_rank: int | None = None  # which rank had this command's standard input
     # Ranks that had ended by themselves, with 0, if the cause may be a consequence of that.
     finished_ranks: tuple[int, ...] = ()
+    missing: tuple[tuple[int, str], ...] = ()  # ranks and hosts: those that the others waited for until a timeout
     warm: tuple[tuple[str, Bye], ...] = ()  # what each host said of processes that are kept warm
 
 
@@ -132,15 +142,33 @@ def advance_stop(run: Run, now: float) -> list[Command]:
         if timers.at(Timer.CHECK) == NEVER:  # no host is left but such as were lost
             timers.set(Timer.CHECK, now + CHECK_S)
         return give_up_hosts(run, HostPhase.AWAY, HostPhase.CONNECTING) if timers.over(Timer.CHECK, now) else []
-    if not timers.over(Timer.SLOW_STOP, now):
+    return say_if_slow(run, now)
+
+
+def say_if_slow(run: Run, now: float) -> list[Command]:
+    """Say, once, what has failed and what is waited for, if the workers take long to end."""
+    if not run.timers.over(Timer.SLOW_STOP, now):
         return []
-    timers.cancel(Timer.SLOW_STOP)
+    run.timers.cancel(Timer.SLOW_STOP)
+    waits = _what_is_waited_for(run, now)
+    cause = None if run.signum is not None or run.attempt is None else first_cause(run.attempt.failures)
+    failed = "" if cause is None else f"{what_happened(cause)}; "
+    return [Notice(f"{failed}{waits}")] if waits else []
+
+
+def _what_is_waited_for(run: Run, now: float) -> str:
+    states = run.fleet.states
+    leaving = [state.name for state in run.fleet if state.phase is HostPhase.LEAVING]
+    names = leaving if run.stops else sorted(run.fleet.busy)
+    lost = [name for name in names if states[name].fenced_at is not None]
+    if lost:
+        return f"waiting until the workers on {some(lost)} are certainly gone (--heartbeat-timeout-s)"
     left_s = run.kill_at - now
-    names = [state.name for state in fleet if state.phase is HostPhase.LEAVING]
     if left_s < SLOW_S or not names:
-        return []
-    killed = f"what still runs in {left_s:.0f} s is killed (--grace-s); a second Ctrl-C kills at once"
-    return [Notice(f"waiting for the workers on {some(names, len(names))} to end; {killed}")]
+        return ""
+    advice = "; a second Ctrl-C kills at once" if run.signum == signal.SIGINT else ""
+    waits = f"waiting for the workers on {some(names)} to end"
+    return f"{waits}; what still runs in {left_s:.0f} s is killed (--grace-s){advice}"
 
 
 def build_outcome(run: Run, now: float) -> Outcome:
@@ -163,6 +191,7 @@ def build_outcome(run: Run, now: float) -> Outcome:
         cause=cause,
         secondary_failures=_secondary_failures(secondary_failures, cause),
         finished_ranks=() if attempt is None or cause is None else _finished_ranks(attempt, cause),
+        missing=() if attempt is None else _missing(attempt),
         stopped=0 if attempt is None else attempt.ranks.count(RankState.STOPPED),
         world_size=0 if attempt is None else attempt.world_size,
         hosts=len(fleet.used),
@@ -182,6 +211,16 @@ def build_outcome(run: Run, now: float) -> Outcome:
         stdin_rank=spec.stdin_rank,
         warm=tuple(fleet.byes.items()),
     )
+
+
+def _missing(attempt: AttemptState) -> tuple[tuple[int, str], ...]:
+    """Return the ranks that were elsewhere when all that failed had waited in vain."""
+    if not all_timed_out(attempt.failures):
+        return ()
+    failed = {failure.rank for failure in attempt.failures}
+    absent = ranks_outside([each for each in attempt.evidence if each.rank not in failed])
+    rows = filter(None, map(attempt.ranks.get, absent))
+    return tuple((row.number, row.host) for row in rows)
 
 
 def _finished_ranks(attempt: AttemptState, cause: Failure) -> tuple[int, ...]:

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 from testbed.job_drive import Drive, T, closed, messages, notices, opened, tells, told
+from testbed.outcomes import STOOD
 from testbed.present import present
 
 from launcher.errors import HostError, PlacementError, StoreError
 from launcher.hangs.watch import HangPolicy
 from launcher.hosts.folding import StartError
 from launcher.hosts.host import Host, HostKind
-from launcher.job.ending import ANSWER_S, CHECK_S
+from launcher.job.ending import ANSWER_S, CHECK_S, SLOW_S
 from launcher.job.events import (
     AgentMessage,
     Close,
@@ -520,6 +521,44 @@ def test_where_the_secondary_failures_stand_is_asked_before_they_are_stopped() -
     assert drive.outcome.evidence == keep.evidence
 
 
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_what_failed_is_named_before_its_end_if_the_others_take_long_to_end(restarts: int) -> None:
+    drive = running("a", "b", max_restarts=restarts)
+    bad = {"type": "ValueError", "message": "bad batch", "where": ""}
+    assert notices(drive.fail(2, error=bad)) == []
+    assert notices(drive.wait(SLOW_S - 0.01, heard="ab")) == []
+    (said,) = notices(drive.wait(0.02, heard="ab"))
+    assert said == (
+        "rank 2 on b raised ValueError after 1.0 s: bad batch; waiting for the workers on a, b to end; what still runs "
+        "in 9 s is killed (--grace-s)"
+    )
+    assert notices(drive.wait(5, heard="ab")) == [], "once"
+
+
+def test_a_lost_host_is_named_before_its_workers_are_certainly_gone() -> None:
+    drive = running("a", "b", "c", nnodes=(2, 3))
+    drive.lose("b")
+    drive.collected("a", "c")
+    (said,) = notices(drive.wait(SLOW_S, heard="ac"))
+    assert said == (
+        "host b was lost after 0.0 s: the connection broke; waiting until the workers on b are certainly gone "
+        "(--heartbeat-timeout-s)"
+    )
+
+
+def test_what_the_failed_ranks_had_waited_for_is_missing() -> None:
+    drive = running("a", "b")
+    late = {"type": "RuntimeError", "message": "Timed out waiting 5000ms for recv operation to complete", "where": ""}
+    for rank in (0, 1):
+        drive.say("a", drive.exited("a", rank, 1, error=late))
+    waits, loads = STOOD[1].stack, STOOD[2].stack
+    drive.say("a", replace(evidence(1, 1), stack=loads), Collected(1))  # it is about to raise
+    drive.say("b", replace(evidence(1, 2), stack=waits), replace(evidence(1, 3), stack=loads), Collected(1))
+    drive.wait(ROOT_WAIT_S, heard="ab")
+    drive.stop_all()
+    assert drive.outcome.missing == ((3, "b"),)
+
+
 def test_evidence_is_not_waited_for_beyond_its_time() -> None:
     drive = running("a", "b")
     drive.say("a", drive.exited("a", 0, 1))
@@ -679,7 +718,7 @@ def test_how_a_failing_process_ends_by_itself_is_its_exit_code() -> None:
 def test_a_failing_process_that_is_no_news_or_was_told_to_stop_is_left_to_its_end() -> None:
     drive = running("a", "b")
     drive.fail(0)
-    assert drive.say("b", failing(drive, 3, at=drive.now), after_s=1) == []
+    assert drive.say("b", failing(drive, 3, at=drive.now), after_s=0.5) == []
     drive.stop_all()
     assert drive.cause.rank == 0
     assert drive.outcome.secondary_failures == ()

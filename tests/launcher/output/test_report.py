@@ -316,6 +316,16 @@ def test_stall_shows_where_every_group_stands_and_who_is_odd() -> None:
     assert shown[-1] == "see it: less runs/r1/attempt_0/evidence-1.txt"
 
 
+def test_a_rank_that_the_failed_ones_had_waited_for_is_named_first() -> None:
+    late = failure(rank=0, error_type="RuntimeError", message="Timed out waiting 5000ms for recv", inside="all_reduce")
+    shown = lines(outcome(late, evidence=[STOOD[2]], missing=((2, "sim2"),)))
+    assert shown[:3] == [
+        "rank 2 on sim2 did not come to all_reduce: rank 2 is at /home/me/train.py:7 in load",
+        "rank 0 on sim1 (pid 812) raised an exception after 1.1 s",
+        "RuntimeError: Timed out waiting 5000ms for recv",
+    ]
+
+
 def test_failure_quotes_where_the_secondary_failures_stood() -> None:
     shown = lines(outcome(failure(), evidence=STOOD))
     at = shown.index("where the other ranks were:")
