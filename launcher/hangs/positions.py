@@ -58,6 +58,12 @@ def rank_position(evidence: Evidence) -> RankPosition:
     return RankPosition(str(at), _call(called[1:]), inside if inside != at.function else "", state)
 
 
+def one_place(evidence: Evidence) -> str:
+    """Return the line where a rank is, or else its state."""
+    position = rank_position(evidence)
+    return position.where or position.state
+
+
 def groups(evidence: Sequence[Evidence]) -> list[Group]:
     """Group the ranks by position, the largest group first."""
     found: dict[tuple[str, str, str, str], list[int]] = {}

@@ -7,11 +7,12 @@ cli/main.py ends with its exit code.
 from __future__ import annotations
 
 import signal
+from collections import Counter
 from collections.abc import Sequence
 
 from launcher.errors import DtrainError
 from launcher.frozen import dataclass
-from launcher.hangs.positions import ranks_outside
+from launcher.hangs.positions import one_place, ranks_outside
 from launcher.hosts.folding import some
 from launcher.job.attempt import AttemptState
 from launcher.job.chaos import FaultCost
@@ -35,6 +36,16 @@ ANSWER_S = 15.0  # how long past the grace period a host may take to say that it
 SLOW_S = 1.0  # after a failure or a Ctrl-C, until the user is shown what is waited for
 CHECK_S = 3.0  # to reach a lost host again at the end and look what is left there
 PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: not finished, start it again
+
+
+@dataclass(frozen=True)
+class MissingRank:
+    """A rank that was at `where`, a line of the user's code, while the others had waited for it in `awaited_in`."""
+
+    rank: int
+    host: str
+    where: str
+    awaited_in: str
 
 
 @dataclass(frozen=True)
@@ -66,7 +77,7 @@ class Outcome:
     stdin_rank: int | None = None  # which rank had this command's standard input
     # Ranks that had ended by themselves, with 0, if the cause may be a consequence of that.
     finished_ranks: tuple[int, ...] = ()
-    missing: tuple[tuple[int, str], ...] = ()  # ranks and hosts: those that the others waited for until a timeout
+    missing: tuple[MissingRank, ...] = ()  # those that the others had waited for until a collective's timeout
     warm: tuple[tuple[str, Bye], ...] = ()  # what each host said of processes that are kept warm
 
 
@@ -151,9 +162,12 @@ def say_if_slow(run: Run, now: float) -> list[Command]:
         return []
     run.timers.cancel(Timer.SLOW_STOP)
     waits = _what_is_waited_for(run, now)
-    cause = None if run.signum is not None or run.attempt is None else first_cause(run.attempt.failures)
-    failed = "" if cause is None else f"{what_happened(cause)}; "
-    return [Notice(f"{failed}{waits}")] if waits else []
+    if not waits:
+        return []
+    attempt = None if run.signum is not None else run.attempt
+    cause, missing = (None, ()) if attempt is None else (first_cause(attempt.failures), _missing(attempt))
+    failed = did_not_come(missing) if missing else "" if cause is None else what_happened(cause)
+    return [Notice("; ".join(filter(None, (failed, waits))))]
 
 
 def _what_is_waited_for(run: Run, now: float) -> str:
@@ -213,14 +227,34 @@ def build_outcome(run: Run, now: float) -> Outcome:
     )
 
 
-def _missing(attempt: AttemptState) -> tuple[tuple[int, str], ...]:
-    """Return the ranks that were elsewhere when all that failed had waited in vain."""
-    if not all_timed_out(attempt.failures):
+def _missing(attempt: AttemptState) -> tuple[MissingRank, ...]:
+    """Return the ranks that were elsewhere when most that failed had waited in vain: they still ran, or waited too."""
+    failures = attempt.failures
+    if not all_timed_out(failures):
         return ()
-    failed = {failure.rank for failure in attempt.failures}
-    absent = ranks_outside([each for each in attempt.evidence if each.rank not in failed])
-    rows = filter(None, map(attempt.ranks.get, absent))
-    return tuple((row.number, row.host) for row in rows)
+    ((awaited_in, number),) = Counter(failure.inside for failure in failures).most_common(1)
+    failed = {failure.rank for failure in failures}
+    asked = {each.rank: each for each in attempt.evidence if each.rank not in failed}
+    rows = [row for rank in ranks_outside([*asked.values()]) if (row := attempt.ranks.get(rank)) is not None]
+    if rows:
+        return tuple(MissingRank(r.number, r.host, one_place(asked[r.number]), awaited_in) for r in rows)
+    others = [each for each in failures if each.inside != awaited_in and each.where and each.rank is not None]
+    if not awaited_in or 2 * number <= len(failures):
+        return ()
+    return tuple(MissingRank(f.rank or 0, f.host, f"{f.where}, inside {f.inside}", awaited_in) for f in others)
+
+
+def did_not_come(missing: Sequence[MissingRank]) -> str:
+    """Name the ranks that the failed ones had waited for, and where they were."""
+    first = missing[0]
+    alike = [each for each in missing if each.where == first.where]
+    ranks = some([str(each.rank) for each in alike])
+    who, was = (f"rank {ranks}", "it was") if len(alike) == 1 else (f"ranks {ranks}", "they were")
+    hosts = some([*dict.fromkeys(each.host for each in alike)])
+    what = "backward" if first.awaited_in.endswith("run_backward") else first.awaited_in or "the others"
+    more = len(missing) - len(alike)
+    others = f"; nor did {more} rank{'' if more == 1 else 's'} in other places" if more else ""
+    return f"{who} on {hosts} did not come to {what}: {was} at {first.where}{others}"
 
 
 def _finished_ranks(attempt: AttemptState, cause: Failure) -> tuple[int, ...]:

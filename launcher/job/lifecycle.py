@@ -281,6 +281,8 @@ def _end_attempt(run: Run, now: float) -> list[Command]:
     """Have all workers ended; for good, if there can be no other attempt."""
     attempt = run.current
     cause = first_cause(attempt.failures)
+    if cause is not None:
+        run.timers.set(Timer.SLOW_STOP, max(run.timers.at(Timer.SLOW_STOP), now + SLOW_S / 2))
     if run.preempted and not (cause is not None and fails_by_itself(cause)):
         return stop(run, now)
     run.preempted = False  # whatever it was warned of

@@ -31,7 +31,8 @@ One object. Every key is always present; it is null, an empty list or an empty s
     duration_s
     processes       at the end: {left: {host: [process]}, swept: number that outlived their workers and were ended,
                     unchecked: {host: reason}}
-    missing         the ranks that the failed ones had waited for until a collective's timeout: [{rank, host}]
+    missing         the ranks that the failed ones had waited for until a collective's timeout:
+                    [{rank, host, where, awaited_in}]
     standing        where the ranks were when the cause was noticed: [{ranks, where, call, inside, note}]
     goodput         how the wall time was spent, in seconds that add up to duration_s: {goodput: the fraction spent
                     training, start_s, training_s, waiting_s: for stragglers, checkpoints_s: with evaluation,
@@ -134,7 +135,7 @@ def as_json(
             "swept": outcome.swept,
             "unchecked": dict(outcome.unchecked),
         },
-        "missing": [{"rank": rank, "host": host} for rank, host in outcome.missing],
+        "missing": [dataclasses.asdict(each) for each in outcome.missing],
         "standing": [{**dataclasses.asdict(group), "ranks": list(group.ranks)} for group in groups(outcome.evidence)],
         "goodput": None if parts is None else parts.as_json(),
         "stragglers": [each.as_json() for each in stragglers],

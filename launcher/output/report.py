@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from launcher.hangs.positions import groups
-from launcher.hosts.folding import some
-from launcher.job.ending import Outcome
+from launcher.job.ending import Outcome, did_not_come
 from launcher.job.failure import (
     Failure,
     FailureKind,
@@ -25,7 +24,7 @@ from launcher.job.failure import (
 )
 from launcher.output.logfiles import STREAM_NAMES, log_folder
 from launcher.output.stacks import odd_one_out, one_line
-from launcher.output.text import count, printable, ranges, rank_names, table
+from launcher.output.text import count, printable, ranges, table
 
 _NO_CUDA = re.compile(
     "Torch not compiled with CUDA|no attribute '_cuda_|doesn't have NCCL built in|Tried to instantiate dummy base class"
@@ -130,7 +129,8 @@ def _failure(
     evidence_file: Path | None,
 ) -> list[str]:
     """Return the report of a failure; the worker's last lines fill the remaining space."""
-    before = [*missing_ranks(outcome, cause), _headline(outcome, cause), *_indent(_exception(cause))]
+    missing = [printable(did_not_come(outcome.missing))] if outcome.missing else []
+    before = [*missing, _headline(outcome, cause), *_indent(_exception(cause))]
     consequences, positions = _consequences(outcome, cause), _positions(outcome, cause)
     after = positions + consequences if cause.kind is FailureKind.STALLED else consequences + positions
     if outcome.signum is not None:
@@ -147,17 +147,6 @@ def _failure(
         [f"the last lines of its {STREAM_NAMES[stream]}:", *(f"| {line}" for line in lines[-room:])] if stream else []
     )
     return [*before, *_indent(last), *_indent(after)]
-
-
-def missing_ranks(outcome: Outcome, cause: Failure) -> list[str]:
-    """Name the ranks that the failed ones had waited for, and where they were."""
-    if not outcome.missing:
-        return []
-    ranks, hosts = zip(*outcome.missing, strict=True)
-    first, *others = groups([each for each in outcome.evidence if each.rank in ranks])
-    what = f"come to {cause.inside}" if cause.inside else "come"
-    where = one_line(first) + (f", the others in {count(len(others), 'other place')}" if others else "")
-    return [printable(f"{rank_names(ranks)} on {some([*dict.fromkeys(hosts)])} did not {what}: {where}")]
 
 
 def _headline(outcome: Outcome, cause: Failure) -> str:

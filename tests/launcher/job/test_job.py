@@ -14,7 +14,7 @@ from launcher.errors import HostError, PlacementError, StoreError
 from launcher.hangs.watch import HangPolicy
 from launcher.hosts.folding import StartError
 from launcher.hosts.host import Host, HostKind
-from launcher.job.ending import ANSWER_S, CHECK_S, SLOW_S
+from launcher.job.ending import ANSWER_S, CHECK_S, SLOW_S, MissingRank
 from launcher.job.events import (
     AgentMessage,
     Close,
@@ -546,17 +546,35 @@ def test_a_lost_host_is_named_before_its_workers_are_certainly_gone() -> None:
     )
 
 
+LATE = {
+    "type": "RuntimeError",
+    "message": "Timed out waiting 5000ms for recv operation to complete",
+    "where": "train.py:5 in main",
+    "inside": "all_reduce",
+}
+
+
 def test_what_the_failed_ranks_had_waited_for_is_missing() -> None:
     drive = running("a", "b")
-    late = {"type": "RuntimeError", "message": "Timed out waiting 5000ms for recv operation to complete", "where": ""}
     for rank in (0, 1):
-        drive.say("a", drive.exited("a", rank, 1, error=late))
+        drive.say("a", drive.exited("a", rank, 1, error=LATE))
     waits, loads = STOOD[1].stack, STOOD[2].stack
     drive.say("a", replace(evidence(1, 1), stack=loads), Collected(1))  # it is about to raise
     drive.say("b", replace(evidence(1, 2), stack=waits), replace(evidence(1, 3), stack=loads), Collected(1))
     drive.wait(ROOT_WAIT_S, heard="ab")
     drive.stop_all()
-    assert drive.outcome.missing == ((3, "b"),)
+    assert drive.outcome.missing == (MissingRank(3, "b", "/home/me/train.py:7 in load", "all_reduce"),)
+
+
+def test_of_ranks_that_all_timed_out_those_in_another_collective_are_missing() -> None:
+    drive = running("a", "b")
+    for rank in range(4):
+        error = {**LATE, "inside": "barrier", "where": "train.py:9 in main"} if rank == 3 else LATE
+        drive.say(drive.host_of(rank), drive.exited(drive.host_of(rank), rank, 1, error=error))
+    drive.collected()
+    drive.wait(ROOT_WAIT_S, heard="ab")
+    drive.goodbye()
+    assert drive.outcome.missing == (MissingRank(3, "b", "train.py:9 in main, inside barrier", "all_reduce"),)
 
 
 def test_evidence_is_not_waited_for_beyond_its_time() -> None:
