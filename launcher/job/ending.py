@@ -161,28 +161,27 @@ def say_if_slow(run: Run, now: float) -> list[Command]:
     if not run.timers.over(Timer.SLOW_STOP, now):
         return []
     run.timers.cancel(Timer.SLOW_STOP)
-    waits = _what_is_waited_for(run, now)
-    if not waits:
-        return []
     attempt = None if run.signum is not None else run.attempt
     cause, missing = (None, ()) if attempt is None else (first_cause(attempt.failures), _missing(attempt))
     failed = did_not_come(missing) if missing else "" if cause is None else what_happened(cause)
-    return [Notice("; ".join(filter(None, (failed, waits))))]
+    text = _what_is_waited_for(run, f", because {failed}" if failed else "", now)
+    return [Notice(text)] if text else []
 
 
-def _what_is_waited_for(run: Run, now: float) -> str:
+def _what_is_waited_for(run: Run, why: str, now: float) -> str:
+    """Say it; the text is another one than the report's, which comes next."""
     states = run.fleet.states
     leaving = [state.name for state in run.fleet if state.phase is HostPhase.LEAVING]
     names = leaving if run.stops else sorted(run.fleet.busy)
     lost = [name for name in names if states[name].fenced_at is not None]
     if lost:
-        return f"waiting until the workers on {some(lost)} are certainly gone (--heartbeat-timeout-s)"
+        return f"waiting until the workers on {some(lost)} are certainly gone (--heartbeat-timeout-s){why}"
     left_s = run.kill_at - now
     if left_s < SLOW_S or not names:
         return ""
     advice = "; a second Ctrl-C kills at once" if run.signum == signal.SIGINT else ""
-    waits = f"waiting for the workers on {some(names)} to end"
-    return f"{waits}; what still runs in {left_s:.0f} s is killed (--grace-s){advice}"
+    kills = f"what still runs in {left_s:.0f} s is killed (--grace-s)"
+    return f"waiting for the workers on {some(names)} to end{why}; {kills}{advice}"
 
 
 def build_outcome(run: Run, now: float) -> Outcome:

@@ -529,8 +529,8 @@ def test_what_failed_is_named_before_its_end_if_the_others_take_long_to_end(rest
     assert notices(drive.wait(SLOW_S - 0.01, heard="ab")) == []
     (said,) = notices(drive.wait(0.02, heard="ab"))
     assert said == (
-        "rank 2 on b raised ValueError after 1.0 s: bad batch; waiting for the workers on a, b to end; what still runs "
-        "in 9 s is killed (--grace-s)"
+        "waiting for the workers on a, b to end, because rank 2 on b raised ValueError after 1.0 s: bad batch; what "
+        "still runs in 9 s is killed (--grace-s)"
     )
     assert notices(drive.wait(5, heard="ab")) == [], "once"
 
@@ -541,8 +541,8 @@ def test_a_lost_host_is_named_before_its_workers_are_certainly_gone() -> None:
     drive.collected("a", "c")
     (said,) = notices(drive.wait(SLOW_S, heard="ac"))
     assert said == (
-        "host b was lost after 0.0 s: the connection broke; waiting until the workers on b are certainly gone "
-        "(--heartbeat-timeout-s)"
+        "waiting until the workers on b are certainly gone (--heartbeat-timeout-s), because host b was lost after 0.0 "
+        "s: the connection broke"
     )
 
 
