@@ -58,6 +58,12 @@ def rank_position(evidence: Evidence) -> RankPosition:
     return RankPosition(str(at), _call(called[1:]), inside if inside != at.function else "", state)
 
 
+def one_place(evidence: Evidence) -> str:
+    """Return the line where a rank is, or else its state."""
+    position = rank_position(evidence)
+    return position.where or position.state
+
+
 def groups(evidence: Sequence[Evidence]) -> list[Group]:
     """Group the ranks by position, the largest group first."""
     found: dict[tuple[str, str, str, str], list[int]] = {}
@@ -97,6 +103,18 @@ def odd_ranks(evidence: Sequence[Evidence]) -> tuple[int, ...]:
         if 2 * len(waiting) >= len(stacks):
             return tuple(sorted(stacks.keys() - waiting))
     return ()
+
+
+def ranks_outside(evidence: Sequence[Evidence]) -> tuple[int, ...]:
+    """Return the ranks that run code of their own outside any communication, or are stopped; not those that exit."""
+    found = []
+    for each in evidence:
+        frames = main_thread(each.stack)
+        if each.state in ("T", "t") or (
+            any(map(_is_own, frames)) and not _communicates(frames) and not _runs_backward(frames)
+        ):
+            found.append(each.rank)
+    return tuple(sorted(found))
 
 
 def _meets(frames: Sequence[Frame]) -> bool:

@@ -7,16 +7,26 @@ cli/main.py ends with its exit code.
 from __future__ import annotations
 
 import signal
+from collections import Counter
 from collections.abc import Sequence
 
 from launcher.errors import DtrainError
 from launcher.frozen import dataclass
 from launcher.hangs.collectives import compare
+from launcher.hangs.positions import one_place, ranks_outside
 from launcher.hosts.folding import some
 from launcher.job.attempt import AttemptState
 from launcher.job.chaos import FaultCost
 from launcher.job.events import Command, Notice
-from launcher.job.failure import SLACK_S, Failure, FailureKind, first_cause, looks_like_consequence
+from launcher.job.failure import (
+    SLACK_S,
+    Failure,
+    FailureKind,
+    all_timed_out,
+    first_cause,
+    looks_like_consequence,
+    what_happened,
+)
 from launcher.job.fleet import HostPhase, HostState
 from launcher.job.ranks import RankState
 from launcher.job.run import Phase, Run
@@ -24,9 +34,19 @@ from launcher.job.timers import NEVER, Timer
 from launcher.protocol.reports import Bye, Evidence
 
 ANSWER_S = 15.0  # how long past the grace period a host may take to say that its workers are gone
-SLOW_S = 1.0  # after a Ctrl-C, until the user is shown what is waited for
+SLOW_S = 1.0  # after a failure or a Ctrl-C, until the user is shown what is waited for
 CHECK_S = 3.0  # to reach a lost host again at the end and look what is left there
 PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: not finished, start it again
+
+
+@dataclass(frozen=True)
+class MissingRank:
+    """A rank that was at `where`, a line of the user's code, while the others had waited for it in `awaited_in`."""
+
+    rank: int
+    host: str
+    where: str
+    awaited_in: str
 
 
 @dataclass(frozen=True)
@@ -60,6 +80,7 @@ class Outcome:
     finished_ranks: tuple[int, ...] = ()
     collectives: tuple[str, ...] = ()  # in which the ranks disagreed when it was noticed, a line for each
     devices: tuple[str, ...] = ()  # what had gone wrong with GPUs then: `node1: Xid 79 of 0000:3b:00: ...`
+    missing: tuple[MissingRank, ...] = ()  # those that the others had waited for until a collective's timeout
     warm: tuple[tuple[str, Bye], ...] = ()  # what each host said of processes that are kept warm
 
 
@@ -135,15 +156,35 @@ def advance_stop(run: Run, now: float) -> list[Command]:
         if timers.at(Timer.CHECK) == NEVER:  # no host is left but such as were lost
             timers.set(Timer.CHECK, now + CHECK_S)
         return give_up_hosts(run, HostPhase.AWAY, HostPhase.CONNECTING) if timers.over(Timer.CHECK, now) else []
-    if not timers.over(Timer.SLOW_STOP, now):
+    return say_if_slow(run, now)
+
+
+def say_if_slow(run: Run, now: float) -> list[Command]:
+    """Say, once, what has failed and what is waited for, if the workers take long to end."""
+    if not run.timers.over(Timer.SLOW_STOP, now):
         return []
-    timers.cancel(Timer.SLOW_STOP)
+    run.timers.cancel(Timer.SLOW_STOP)
+    attempt = None if run.signum is not None else run.attempt
+    cause, missing = (None, ()) if attempt is None else (first_cause(attempt.failures), _missing(attempt))
+    failed = did_not_come(missing) if missing else "" if cause is None else what_happened(cause)
+    text = _what_is_waited_for(run, f", because {failed}" if failed else "", now)
+    return [Notice(text)] if text else []
+
+
+def _what_is_waited_for(run: Run, why: str, now: float) -> str:
+    """Say it; the text is another one than the report's, which comes next."""
+    states = run.fleet.states
+    leaving = [state.name for state in run.fleet if state.phase is HostPhase.LEAVING]
+    names = leaving if run.stops else sorted(run.fleet.busy)
+    lost = [name for name in names if states[name].fenced_at is not None]
+    if lost:
+        return f"waiting until the workers on {some(lost)} are certainly gone (--heartbeat-timeout-s){why}"
     left_s = run.kill_at - now
-    names = [state.name for state in fleet if state.phase is HostPhase.LEAVING]
     if left_s < SLOW_S or not names:
-        return []
-    killed = f"what still runs in {left_s:.0f} s is killed (--grace-s); a second Ctrl-C kills at once"
-    return [Notice(f"waiting for the workers on {some(names, len(names))} to end; {killed}")]
+        return ""
+    advice = "; a second Ctrl-C kills at once" if run.signum == signal.SIGINT else ""
+    kills = f"what still runs in {left_s:.0f} s is killed (--grace-s)"
+    return f"waiting for the workers on {some(names)} to end{why}; {kills}{advice}"
 
 
 def build_outcome(run: Run, now: float) -> Outcome:
@@ -166,6 +207,7 @@ def build_outcome(run: Run, now: float) -> Outcome:
         cause=cause,
         secondary_failures=_secondary_failures(secondary_failures, cause),
         finished_ranks=() if attempt is None or cause is None else _finished_ranks(attempt, cause),
+        missing=() if attempt is None else _missing(attempt),
         stopped=0 if attempt is None else attempt.ranks.count(RankState.STOPPED),
         world_size=0 if attempt is None else attempt.world_size,
         hosts=len(fleet.used),
@@ -195,6 +237,36 @@ def _compare_collectives(attempt: AttemptState) -> tuple[str, ...]:
     ended = {rank: exited.collectives for rank, exited in attempt.ranks.exits().items() if exited.collectives}
     running = {each.rank: each.collectives for each in attempt.evidence if each.collectives}
     return compare({**ended, **running}, [*ended])
+
+
+def _missing(attempt: AttemptState) -> tuple[MissingRank, ...]:
+    """Return the ranks that were elsewhere when most that failed had waited in vain: they still ran, or waited too."""
+    failures = attempt.failures
+    if not all_timed_out(failures):
+        return ()
+    ((awaited_in, number),) = Counter(failure.inside for failure in failures).most_common(1)
+    failed = {failure.rank for failure in failures}
+    asked = {each.rank: each for each in attempt.evidence if each.rank not in failed}
+    rows = [row for rank in ranks_outside([*asked.values()]) if (row := attempt.ranks.get(rank)) is not None]
+    if rows:
+        return tuple(MissingRank(r.number, r.host, one_place(asked[r.number]), awaited_in) for r in rows)
+    others = [each for each in failures if each.inside != awaited_in and each.where and each.rank is not None]
+    if not awaited_in or 2 * number <= len(failures):
+        return ()
+    return tuple(MissingRank(f.rank or 0, f.host, f"{f.where}, inside {f.inside}", awaited_in) for f in others)
+
+
+def did_not_come(missing: Sequence[MissingRank]) -> str:
+    """Name the ranks that the failed ones had waited for, and where they were."""
+    first = missing[0]
+    alike = [each for each in missing if each.where == first.where]
+    ranks = some([str(each.rank) for each in alike])
+    who, was = (f"rank {ranks}", "it was") if len(alike) == 1 else (f"ranks {ranks}", "they were")
+    hosts = some([*dict.fromkeys(each.host for each in alike)])
+    what = "backward" if first.awaited_in.endswith("run_backward") else first.awaited_in or "the others"
+    more = len(missing) - len(alike)
+    others = f"; nor did {more} rank{'' if more == 1 else 's'} in other places" if more else ""
+    return f"{who} on {hosts} did not come to {what}: {was} at {first.where}{others}"
 
 
 def _finished_ranks(attempt: AttemptState, cause: Failure) -> tuple[int, ...]:

@@ -45,6 +45,9 @@ _CRASHES: dict[int, str] = {
 }
 
 SLACK_S = 2.0
+_TIMEOUT = re.compile(
+    r"Timed out waiting \d+ ?ms for (recv|send)|monitoredBarrier|NCCL timed out in "
+)  # of a collective
 PROGRESS_S = 60.0  # an attempt that ran so long, or saved a checkpoint, has made progress
 _CONSEQUENCE_TYPES = {
     "DistBackendError", "DistNetworkError", "DistStoreError", "CollectiveError", "BackwardError",
@@ -215,6 +218,12 @@ def looks_like_consequence(failure: Failure) -> bool:
         return is_known or _CONSEQUENCE_WORDS.search(failure.message) is not None
     # Background threads of gloo and NCCL end the process when a peer is gone.
     return failure.kind is FailureKind.KILLED and failure.status == -signal.SIGABRT
+
+
+def all_timed_out(failures: Sequence[Failure]) -> bool:
+    """Return whether they are timeouts of collectives, and what followed from these: the cause is another rank."""
+    timeouts = [_TIMEOUT.search(failure.message) is not None for failure in failures]
+    return any(timeouts) and all(map(lambda late, each: late or looks_like_consequence(each), timeouts, failures))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from launcher.errors import PlacementError
 from launcher.hosts.folding import StartError, some
 from launcher.job.attempt import AttemptState
-from launcher.job.ending import ANSWER_S, advance_stop, fails_by_itself, stop
+from launcher.job.ending import ANSWER_S, SLOW_S, advance_stop, fails_by_itself, say_if_slow, stop
 from launcher.job.events import Command, Notice, Send
 from launcher.job.failure import Failure, FailureKind, first_cause, what_happened
 from launcher.job.fleet import HostPhase, HostState
@@ -41,8 +41,8 @@ def advance(run: Run, now: float) -> list[Command]:
         commands = _gather(run, now)
     elif run.phase is Phase.EVIDENCE_ROUND:
         commands = _end_attempt_when_known(run, now)
-    elif run.phase is Phase.ENDING and not run.fleet.busy:
-        commands = _attempt_over(run, now)
+    elif run.phase is Phase.ENDING:
+        commands = say_if_slow(run, now) if run.fleet.busy else _attempt_over(run, now)
     elif not run.stops and run.evidence.over(now):
         commands = _looked(run, now) if run.evidence.looks else run.evidence.end(run.attempt)
     if run.phase is Phase.RUNNING:
@@ -217,6 +217,8 @@ def fail(run: Run, failure: Failure, now: float) -> list[Command]:
     attempt.take_failure(failure)
     restarts.overtake(run, failure)
     members.give_up(run)
+    if run.phase in (Phase.OPENING_STORE, Phase.RUNNING):
+        run.timers.set(Timer.SLOW_STOP, now + SLOW_S)
     if run.phase is Phase.OPENING_STORE:
         return _end_attempt(run, now)
     if run.phase is not Phase.RUNNING:
@@ -279,6 +281,8 @@ def _end_attempt(run: Run, now: float) -> list[Command]:
     """Have all workers ended; for good, if there can be no other attempt."""
     attempt = run.current
     cause = first_cause(attempt.failures)
+    if cause is not None:
+        run.timers.set(Timer.SLOW_STOP, max(run.timers.at(Timer.SLOW_STOP), now + SLOW_S / 2))
     if run.preempted and not (cause is not None and fails_by_itself(cause)):
         return stop(run, now)
     run.preempted = False  # whatever it was warned of
@@ -289,7 +293,8 @@ def _end_attempt(run: Run, now: float) -> list[Command]:
     attempt.stopped_at = now
     commands = run.evidence.end(attempt)
     run.enter(Phase.ENDING)
-    run.timers.set(Timer.PHASE, now + run.spec.grace_s + ANSWER_S)
+    run.kill_at = now + run.spec.grace_s
+    run.timers.set(Timer.PHASE, run.kill_at + ANSWER_S)
     end = EndAttempt(attempt=attempt.number, signum=signal.SIGTERM)
     hosts = [*attempt.members, *sorted(run.fleet.busy - {*attempt.members})]  # some were about to join
     return [*commands, *(Send(name, end) for name in run.fleet.workers_of(hosts))]
@@ -306,6 +311,7 @@ def _judge_early(run: Run, cause: Failure) -> RestartDecision:
 def _attempt_over(run: Run, now: float) -> list[Command]:
     """Decide what comes after an attempt whose workers are gone everywhere."""
     attempt = run.current
+    run.timers.cancel(Timer.SLOW_STOP)
     cause = first_cause(attempt.failures)
     if cause is None and attempt.finished:  # while we were about to grow
         return stop(run, now)

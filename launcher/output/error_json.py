@@ -31,6 +31,8 @@ One object. Every key is always present; it is null, an empty list or an empty s
     duration_s
     processes       at the end: {left: {host: [process]}, swept: number that outlived their workers and were ended,
                     unchecked: {host: reason}}
+    missing         the ranks that the failed ones had waited for until a collective's timeout:
+                    [{rank, host, where, awaited_in}]
     standing        where the ranks were when the cause was noticed: [{ranks, where, call, inside, note}]
     collectives     in which the ranks disagreed then, a line of text for each
     devices         what had gone wrong with GPUs then, a line of text for each, beginning with the host
@@ -135,6 +137,7 @@ def as_json(
             "swept": outcome.swept,
             "unchecked": dict(outcome.unchecked),
         },
+        "missing": [dataclasses.asdict(each) for each in outcome.missing],
         "standing": [{**dataclasses.asdict(group), "ranks": list(group.ranks)} for group in groups(outcome.evidence)],
         "collectives": list(outcome.collectives),
         "devices": list(outcome.devices),

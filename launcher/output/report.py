@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from launcher.hangs.positions import groups
-from launcher.job.ending import Outcome
+from launcher.job.ending import Outcome, did_not_come
 from launcher.job.failure import (
     Failure,
     FailureKind,
@@ -130,7 +130,8 @@ def _failure(
     evidence_file: Path | None,
 ) -> list[str]:
     """Return the report of a failure; the worker's last lines fill the remaining space."""
-    before = [_headline(outcome, cause), *_indent(_exception(cause)), *_indent(_devices(outcome, cause))]
+    missing = [printable(did_not_come(outcome.missing))] if outcome.missing else []
+    before = [*missing, _headline(outcome, cause), *_indent(_exception(cause)), *_indent(_devices(outcome, cause))]
     consequences, positions = _consequences(outcome, cause), _positions(outcome, cause)
     after = positions + consequences if cause.kind is FailureKind.STALLED else consequences + positions
     if outcome.signum is not None:

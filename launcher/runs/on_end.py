@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from launcher.job.ending import Outcome
+from launcher.job.ending import Outcome, did_not_come
 from launcher.job.failure import signal_name, what_happened
 from launcher.output.text import printable
 from launcher.runs.secrets import without_secrets
@@ -81,7 +81,7 @@ def _cause(outcome: Outcome) -> str:
     if outcome.error is not None:
         text = " ".join(str(outcome.error).split())
     elif outcome.cause is not None:
-        text = what_happened(outcome.cause)
+        text = did_not_come(outcome.missing) if outcome.missing else what_happened(outcome.cause)
     else:
         text = "" if outcome.signum is None else f"stopped by {signal_name(outcome.signum)}"
     return printable(" ".join(without_secrets(text.split(" "))))

@@ -118,7 +118,8 @@ def _happened(way: str) -> str:
 def _said(result: Result) -> list[str]:
     """Return what dtrain itself has said. All other lines must be the workers'.
 
-    On a busy machine a run takes more than a minute, and then there is a line on goodput.
+    On a busy machine a run takes more than a minute, and then there is a line on goodput; or its end takes more than a
+    second, and then there is one on what is waited for.
     """
     assert not result.timed_out, result
     screen = result.stdout + result.stderr
@@ -127,4 +128,4 @@ def _said(result: Result) -> list[str]:
     lines = [line for line in re.split(r"\r?\n", screen) if line]
     wrong = [line for line in lines if not re.match(r"dtrain: |\[\S+:[01]\]", line)]
     assert not wrong, (wrong, result)
-    return [line.removeprefix("dtrain: ") for line in lines if re.match("dtrain: (?!goodput )", line)]
+    return [line.removeprefix("dtrain: ") for line in lines if re.match("dtrain: (?!goodput |waiting )", line)]

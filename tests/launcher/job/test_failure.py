@@ -10,6 +10,7 @@ from launcher.job.failure import (
     SLACK_S,
     Failure,
     FailureKind,
+    all_timed_out,
     failure_of,
     first_cause,
     how_they_ended,
@@ -180,6 +181,25 @@ def test_of_consequences_alone_the_first_is_taken() -> None:
 )
 def test_what_looks_like_a_consequence(failed: Failure, consequence: bool) -> None:
     assert looks_like_consequence(failed) is consequence
+
+
+GLOO_LATE = "Timed out waiting 5000ms for recv operation to complete"
+
+
+@pytest.mark.parametrize(
+    ("failures", "timed_out"),
+    [
+        ([raised(0, "RuntimeError", GLOO_LATE)], True),
+        ([raised(0, "RuntimeError", GLOO_LATE), raised(0, "RuntimeError", "Connection closed by peer")], True),
+        ([raised(0, "RuntimeError", "[Rank 0]: Ranks 3 failed to pass monitoredBarrier in 5000 ms")], True),
+        ([raised(0, "RuntimeError", GLOO_LATE), raised(0, "ValueError", "bad batch")], False),
+        ([raised(0, "RuntimeError", "Connection closed by peer")], False),
+        ([raised(0, "ReadTimeout", "HTTPSConnectionPool: Read timed out")], False),
+        ([], False),
+    ],
+)
+def test_whether_all_that_failed_had_waited_in_vain(failures: list[Failure], timed_out: bool) -> None:
+    assert all_timed_out(failures) is timed_out
 
 
 def told(at: float, rank: int, named: str, message: str = "") -> Failure:

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 from testbed.job_drive import Drive, T, closed, messages, notices, opened, tells, told
+from testbed.outcomes import STOOD
 from testbed.present import present
 
 from launcher.errors import HostError, PlacementError, StoreError
 from launcher.hangs.watch import HangPolicy
 from launcher.hosts.folding import StartError
 from launcher.hosts.host import Host, HostKind
-from launcher.job.ending import ANSWER_S, CHECK_S
+from launcher.job.ending import ANSWER_S, CHECK_S, SLOW_S, MissingRank
 from launcher.job.events import (
     AgentMessage,
     Close,
@@ -521,6 +522,62 @@ def test_where_the_secondary_failures_stand_is_asked_before_they_are_stopped() -
     assert drive.outcome.evidence == keep.evidence
 
 
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_what_failed_is_named_before_its_end_if_the_others_take_long_to_end(restarts: int) -> None:
+    drive = running("a", "b", max_restarts=restarts)
+    bad = {"type": "ValueError", "message": "bad batch", "where": ""}
+    assert notices(drive.fail(2, error=bad)) == []
+    assert notices(drive.wait(SLOW_S - 0.01, heard="ab")) == []
+    (said,) = notices(drive.wait(0.02, heard="ab"))
+    assert said == (
+        "waiting for the workers on a, b to end, because rank 2 on b raised ValueError after 1.0 s: bad batch; what "
+        "still runs in 9 s is killed (--grace-s)"
+    )
+    assert notices(drive.wait(5, heard="ab")) == [], "once"
+
+
+def test_a_lost_host_is_named_before_its_workers_are_certainly_gone() -> None:
+    drive = running("a", "b", "c", nnodes=(2, 3))
+    drive.lose("b")
+    drive.collected("a", "c")
+    (said,) = notices(drive.wait(SLOW_S, heard="ac"))
+    assert said == (
+        "waiting until the workers on b are certainly gone (--heartbeat-timeout-s), because host b was lost after 0.0 "
+        "s: the connection broke"
+    )
+
+
+LATE = {
+    "type": "RuntimeError",
+    "message": "Timed out waiting 5000ms for recv operation to complete",
+    "where": "train.py:5 in main",
+    "inside": "all_reduce",
+}
+
+
+def test_what_the_failed_ranks_had_waited_for_is_missing() -> None:
+    drive = running("a", "b")
+    for rank in (0, 1):
+        drive.say("a", drive.exited("a", rank, 1, error=LATE))
+    waits, loads = STOOD[1].stack, STOOD[2].stack
+    drive.say("a", replace(evidence(1, 1), stack=loads), Collected(1))  # it is about to raise
+    drive.say("b", replace(evidence(1, 2), stack=waits), replace(evidence(1, 3), stack=loads), Collected(1))
+    drive.wait(ROOT_WAIT_S, heard="ab")
+    drive.stop_all()
+    assert drive.outcome.missing == (MissingRank(3, "b", "/home/me/train.py:7 in load", "all_reduce"),)
+
+
+def test_of_ranks_that_all_timed_out_those_in_another_collective_are_missing() -> None:
+    drive = running("a", "b")
+    for rank in range(4):
+        error = {**LATE, "inside": "barrier", "where": "train.py:9 in main"} if rank == 3 else LATE
+        drive.say(drive.host_of(rank), drive.exited(drive.host_of(rank), rank, 1, error=error))
+    drive.collected()
+    drive.wait(ROOT_WAIT_S, heard="ab")
+    drive.goodbye()
+    assert drive.outcome.missing == (MissingRank(3, "b", "train.py:9 in main, inside barrier", "all_reduce"),)
+
+
 def test_evidence_is_not_waited_for_beyond_its_time() -> None:
     drive = running("a", "b")
     drive.say("a", drive.exited("a", 0, 1))
@@ -680,7 +737,7 @@ def test_how_a_failing_process_ends_by_itself_is_its_exit_code() -> None:
 def test_a_failing_process_that_is_no_news_or_was_told_to_stop_is_left_to_its_end() -> None:
     drive = running("a", "b")
     drive.fail(0)
-    assert drive.say("b", failing(drive, 3, at=drive.now), after_s=1) == []
+    assert drive.say("b", failing(drive, 3, at=drive.now), after_s=0.5) == []
     drive.stop_all()
     assert drive.cause.rank == 0
     assert drive.outcome.secondary_failures == ()

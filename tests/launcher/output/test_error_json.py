@@ -74,6 +74,7 @@ def test_failure_with_everything(tmp_path: Path) -> None:
         "world_size": 4,
         "hosts": 2,
         "duration_s": 1.5,
+        "missing": [],
         "processes": {"left": {"sim1": ["pid 9 (python, state D)"]}, "swept": 2, "unchecked": {"sim0": "gone"}},
         "goodput": None,
         "stragglers": [],

@@ -12,7 +12,7 @@ from testbed.processes import run_dtrain
 
 from launcher.hosts.folding import StartError
 from launcher.job.chaos import FaultCost
-from launcher.job.ending import Outcome
+from launcher.job.ending import MissingRank, Outcome
 from launcher.job.failure import FailureKind, group_secondary_failures, plain_message
 from launcher.output.report import SCREEN_LINES, report
 
@@ -314,6 +314,16 @@ def test_stall_shows_where_every_group_stands_and_who_is_odd() -> None:
     assert any("all_reduce" in line for line in shown[at + 1 : at + 3])
     assert any("look at rank 2 first" in line for line in shown[at + 1 : at + 4])
     assert shown[-1] == "see it: less runs/r1/attempt_0/evidence-1.txt"
+
+
+def test_a_rank_that_the_failed_ones_had_waited_for_is_named_first() -> None:
+    late = failure(rank=0, error_type="RuntimeError", message="Timed out waiting 5000ms for recv", inside="all_reduce")
+    shown = lines(outcome(late, missing=[MissingRank(2, "sim2", "/home/me/train.py:7 in load", "all_reduce")]))
+    assert shown[:3] == [
+        "rank 2 on sim2 did not come to all_reduce: it was at /home/me/train.py:7 in load",
+        "rank 0 on sim1 (pid 812) raised an exception after 1.1 s",
+        "RuntimeError: Timed out waiting 5000ms for recv",
+    ]
 
 
 def test_failure_quotes_where_the_secondary_failures_stood() -> None:

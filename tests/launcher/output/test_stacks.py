@@ -8,7 +8,7 @@ import threading
 import pytest
 from testbed import REPOSITORY
 
-from launcher.hangs.positions import groups, odd_ranks, rank_position
+from launcher.hangs.positions import groups, odd_ranks, rank_position, ranks_outside
 from launcher.output.stacks import odd_one_out, one_line, write_groups, write_out
 from launcher.protocol.reports import Evidence
 
@@ -328,6 +328,12 @@ ODD = {
 @pytest.mark.parametrize(("stacks", "odd"), ODD.values(), ids=ODD.keys())
 def test_odd_ranks_are_outside_of_what_most_wait_in(stacks: list[str], odd: tuple[int, ...]) -> None:
     assert odd_ranks([evidence(rank, text) for rank, text in enumerate(stacks)]) == odd
+
+
+def test_ranks_outside_run_code_of_their_own_or_are_stopped() -> None:
+    exits = stack(("/usr/lib/python3.12/threading.py", 1590, "_shutdown"))
+    found = [evidence(rank, text) for rank, text in enumerate([LOADING, IN_ALL_REDUCE, exits, ""])]
+    assert ranks_outside([*found, evidence(4, IN_ALL_REDUCE, state="T")]) == (0, 4)
 
 
 def test_one_that_someone_stopped_is_odd_wherever_it_is() -> None:
