@@ -86,6 +86,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in tuple(os.environ):
         if name.startswith(FOREIGN_PREFIXES) or name in FOREIGN_NAMES:
             del os.environ[name]
+    os.environ["OMP_WAIT_POLICY"] = "passive"  # torch's threads that wait for work would use a core each
     keep_variables()
     # A shell starts what it puts into the background with Ctrl-C ignored, and nohup with SIGHUP: runs would inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
