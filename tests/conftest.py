@@ -312,7 +312,6 @@ def nothing_left_behind(
     deadline = time.monotonic() + LEFT_BEHIND_S
     while any(left := left_now()) and time.monotonic() < deadline:
         time.sleep(0.02)
-    watch.close()
     if any(left):
         found = "".join(f"\n  {each}" for each in (*(describe(process.pid) for process in left[0]), *left[1]))
         kill(left[0])
