@@ -140,7 +140,7 @@ make_venv() {
 # install EXTRAS: $venv with dtrain[EXTRAS], editable. Does nothing when the same was installed from the same files.
 install() {
   local extras=$1 stamp wanted found pinned
-  local pip=($venv/bin/python -m pip install -qq --progress-bar off -c $constraints)
+  local pip=($venv/bin/python -m pip install -qq --progress-bar off --no-compile -c $constraints)
   make_venv
   stamp=$venv/.dtrain-$extras
   wanted=$({ pwd; cat pyproject.toml $constraints; $venv/bin/python --version; } | sha256sum)
@@ -154,6 +154,7 @@ install() {
     install_torch_for_cpu "${pip[@]}"
     say "installing dtrain[$extras] into $venv (the first time this takes minutes)"
     "${pip[@]}" -e ".[$extras]"
+    $venv/bin/python -m compileall -qq -j 0 $venv/lib/python*/site-packages || true # pip does it on one core
     echo "$wanted" >"$stamp"
   fi
   # Saves a tenth of a second at every start where python itself may write none. What does not compile says so when run.

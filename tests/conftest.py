@@ -1,5 +1,6 @@
 """What every test shares: a clean environment, SSH hosts, and the check that nothing is left running."""
 
+import gc
 import os
 import random
 import signal
@@ -72,6 +73,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until all is imported, which is then left out of collections: a second of CPU time, and more later
     if config.option.seed is None:
         config.option.seed = random.randrange(2**32)  # pytest-xdist hands it to its processes
     hypothesis.settings.register_profile(
@@ -86,6 +88,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in tuple(os.environ):
         if name.startswith(FOREIGN_PREFIXES) or name in FOREIGN_NAMES:
             del os.environ[name]
+    os.environ["OMP_WAIT_POLICY"] = "passive"  # torch's threads that wait for work would use a core each
     keep_variables()
     # A shell starts what it puts into the background with Ctrl-C ignored, and nohup with SIGHUP: runs would inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -114,6 +117,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if not {"ssh_hosts", "bare_hosts", "network_hosts", "pods"}.isdisjoint(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.sshd)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def _share(config: pytest.Config) -> Share | None:
@@ -311,7 +319,6 @@ def nothing_left_behind(
     deadline = time.monotonic() + LEFT_BEHIND_S
     while any(left := left_now()) and time.monotonic() < deadline:
         time.sleep(0.02)
-    watch.close()
     if any(left):
         found = "".join(f"\n  {each}" for each in (*(describe(process.pid) for process in left[0]), *left[1]))
         kill(left[0])

@@ -48,7 +48,6 @@ def watch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Watch]:
     outer, Watch.current = Watch.current, watch
     yield watch
     Watch.current = outer
-    watch.close()
     shutil.rmtree(tmp_path / "shm")
     kill(marked({mark}))
 

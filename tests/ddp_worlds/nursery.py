@@ -143,10 +143,12 @@ def _start(folder: Path, address: Path) -> None:
 
 def _serve(folder: Path, listener: socket.socket) -> None:
     """Serve each connection in a process of its own; leave when the last one is closed."""
+    gc.disable()  # a quarter of the time of the imports
     import torch._dynamo  # noqa: F401  # which the first step of an optimizer imports, in seconds
     from ddp_worlds import data_parallel_cases  # noqa: F401  # imports torch and ddp, before the first fork
 
     share_memory()
+    gc.enable()
     clients: set[int] = set()
     while True:
         while select.select([listener], [], [], 0.1)[0]:

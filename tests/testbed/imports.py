@@ -1,15 +1,21 @@
 """What the modules of a package import, read from their sources."""
 
 import ast
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
 
-def imports(file: Path) -> Iterator[str]:
-    """Yield what a file imports, wherever in it, inside of functions and for type checkers too: `a.b` of both
+@functools.cache
+def imports(file: Path) -> tuple[str, ...]:
+    """Return what a file imports, wherever in it, inside of functions and for type checkers too: `a.b` of both
     `import a.b` and `from a import b`, whether or not that b is a module."""
+    return (*_imports(file),)
+
+
+def _imports(file: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

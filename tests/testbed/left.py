@@ -41,7 +41,7 @@ _LISTENS = {"tcp": (3, "0A"), "tcp6": (3, "0A"), "unix": (3, "00010000")}  # in 
 
 
 class Watch:
-    """Of one test: what its programs have left so far is in `found`. Its fixture closes it."""
+    """Of one test: what its programs have left so far is in `found`."""
 
     current: Watch | None = None
 
@@ -52,7 +52,8 @@ class Watch:
         self.running: set[Start] = set()
         self.is_sure = True  # that nothing but what runs may have left anything
         self.killed_whole = False  # something, guards and all: what that leaves is for the next run here to remove
-        self._names = _NamesMade()
+        self._names = _names_made()
+        self._names.forget()
         self._starts = 0
 
     def next_mark(self, of: str) -> str:
@@ -83,9 +84,6 @@ class Watch:
         possible = (f"{group}/{name}" for name in self.agents(temps) for group in groups)
         found |= set(filter(os.path.exists, possible))
         return {path for path in found if not os.path.basename(path).startswith(KEPT_BY_TORCH)}
-
-    def close(self) -> None:
-        self._names.close()
 
 
 class Start:
@@ -207,6 +205,12 @@ def own_group() -> Path | None:
     return group if os.access(group / "cgroup.procs", os.W_OK) else None
 
 
+@functools.cache
+def _names_made() -> _NamesMade:
+    """The only one of this process: to close one takes 10 ms, in which the kernel waits."""
+    return _NamesMade()
+
+
 class _NamesMade:
     """The names of what was made in some folders, from when each of them was first named here (inotify)."""
 
@@ -215,6 +219,11 @@ class _NamesMade:
         self._descriptor = self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
         assert self._descriptor >= 0, os.strerror(ctypes.get_errno())
         self._names: set[str] = set()
+
+    def forget(self) -> None:
+        """Forget those made until now."""
+        self.made(())
+        self._names = set()
 
     def made(self, folders: Iterable[str]) -> set[str]:
         """Return those that began with `dtrain-` and a run tag."""
@@ -229,9 +238,6 @@ class _NamesMade:
                         self._names.add(name)
                     data = data[_EVENT.size + length :]
         return self._names
-
-    def close(self) -> None:
-        os.close(self._descriptor)
 
 
 def _pids() -> Iterator[int]:

@@ -39,6 +39,7 @@ _OUTPUT_FAILED = 120  # Python's exit code if standard output cannot be written
 
 _closed_groups: list[tuple[float, object]] = []  # with the time when each was closed
 _recorders: list[Any] = []  # of collectives, once torch's process groups are imported
+_had_group = False  # a process group was open, or closed and kept, when the script ended
 _pid = 0  # the worker's own; processes forked by the script have others
 
 
@@ -380,14 +381,16 @@ def _is_indented(line: str) -> bool:
 
 
 def _end(error: BaseException | None) -> None:
-    """Report a non-zero exit code to the agent, since exiting may take long; end the process if a group is open."""
+    """Report a non-zero exit code to the agent, since exiting may take long; end the process if it has a group."""
     status = 0 if error is None else 1
     if isinstance(error, SystemExit):
         status = error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)
         if status:
             _write_exit_facts(status, error)
         error.__traceback__ = error.__context__ = None  # they would keep the script's objects alive
-    if not ends_without_teardown():
+    global _had_group
+    _had_group = bool(_closed_groups) or _has_open_group()
+    if not _had_group:
         return
     if isinstance(error, SystemExit) and not isinstance(error.code, int | None):
         print(error.code, file=sys.stderr)
@@ -404,13 +407,16 @@ def _end(error: BaseException | None) -> None:
             step()
         except BaseException as problem:
             sys.excepthook(type(problem), problem, problem.__traceback__)
-    if ends_without_teardown():
-        _end_without_teardown(status, by_sigint=isinstance(error, KeyboardInterrupt))
+    _end_without_teardown(status, by_sigint=isinstance(error, KeyboardInterrupt))
 
 
 def ends_without_teardown() -> bool:
-    """Return whether a process group is open, or was closed and is kept."""
-    return bool(_closed_groups) or _has_open_group()
+    """Return whether the process ends without the interpreter's teardown; known when the script has ended.
+
+    An exit handler may have closed the group since, as ddp's does. The teardown would be safe then, but takes a second
+    of CPU time where torch is imported.
+    """
+    return _had_group
 
 
 def _has_open_group() -> bool:

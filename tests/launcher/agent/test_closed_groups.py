@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 from testbed.processes import run_dtrain
+from testbed.warm import HEADER
 
 # A thread of gloo gives the tensors of the last collectives back when the model drops the last reference to the group.
-TRAINS = """
-import torch
-import torch.distributed as dist
+TRAINS = f"""{HEADER}
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -49,6 +48,7 @@ print("grew by", max(0, now - before))
 """
 
 
+@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize("method", ["fork", pytest.param("exec", marks=pytest.mark.slow)])
 def test_a_group_that_is_closed_right_after_a_collective_neither_hangs_nor_aborts(tmp_path: Path, method: str) -> None:
     (tmp_path / "script.py").write_text(TRAINS)

@@ -11,7 +11,7 @@ import pytest
 from testbed.processes import run_dtrain, started_dtrain, wait_until
 
 # Trains with torch's own DistributedDataParallel until there is a file `end`. Rank `slow` takes longer for each step;
-# rank 1 hangs in step `hang`, kills itself in step `kill`, and computes for 20 s before step `evaluates`, then ends.
+# rank 1 hangs in step `hang`, kills itself in step `kill`, and computes for 10 s before step `evaluates`, then ends.
 TRAINING = """\
 import os, signal, sys, time
 import torch
@@ -32,7 +32,7 @@ while not ends:
         time.sleep(600)
     if (rank, step, os.environ["TORCHELASTIC_RESTART_COUNT"]) == (1, kill, "0"):
         os.kill(os.getpid(), signal.SIGKILL)
-    until = time.monotonic() + 20 * ((rank, step) == (1, evaluates))
+    until = time.monotonic() + 10 * ((rank, step) == (1, evaluates))
     while time.monotonic() < until:
         sum(range(1000))
     model(torch.ones(2, 8)).square().mean().backward()

@@ -267,9 +267,8 @@ def test_ranks_whose_first_steps_are_seen_one_after_the_other_are_compared_once_
     ids=["not-long", "not-much", "short-steps", "now-and-then"],
 )
 def test_who_is_slow_where_it_does_not_matter_is_not_named(slower: Slower, usual: float) -> None:
-    reported, detector = simulated(
-        steps=int(1000 / usual) if usual < 1 else 1000, slower=slower, noise=0.02, usual=usual
-    )
+    steps = 1000 if usual == 1.0 else 10_000  # 40 s, four times as long as it takes with longer steps
+    reported, detector = simulated(steps=steps, slower=slower, noise=0.02, usual=usual)
     assert reported == []
     assert detector.slowest is None
 
