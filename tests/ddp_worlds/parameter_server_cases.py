@@ -6,6 +6,7 @@ store that it would open is rank 0's.
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -394,7 +395,9 @@ def numbers_are_reduced_without_a_group() -> None:
     in_roles(3, 2, body)
 
 
-def an_evaluator_sees_it_all(options: dict[str, Any]) -> None:
+def an_evaluator_sees_it_all(folder: str, options: dict[str, Any]) -> None:
+    """Workers wait in their first two steps until it has seen as many; the names of files are the steps that it saw."""
+
     def body() -> tuple[int, dict[str, Any]]:
         setting = Setting("norm", "sgd", batch=12, options=options)
         strategy = start(setting)
@@ -403,10 +406,19 @@ def an_evaluator_sees_it_all(options: dict[str, Any]) -> None:
             model, _ = strategy.prepare(*build(setting, seed=50))
             assert not strategy.is_main
             assert strategy.reduce("sum", 7) == 7, "its own: it is no replica"
-            steps = list(strategy.evaluations(every_s=0.05))
+            steps.clear()
+            for step in strategy.evaluations(every_s=0.05):
+                steps.append(step)
+                Path(folder, str(step)).touch()
             assert steps == sorted(steps)
         else:
-            model, _, _ = train(strategy, setting, each_step=lambda: time.sleep(0.02))
+            made = itertools.count(1)
+
+            def wait_for_evaluator() -> None:
+                count = min(next(made), 2)
+                _await(lambda: len(os.listdir(folder)) >= count)
+
+            model, _, _ = train(strategy, setting, each_step=wait_for_evaluator)
             strategy.reduce("sum", 0)  # no one trains any more
             strategy.sync()
         strategy.close()

@@ -249,6 +249,7 @@ print("result", os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"], world.current_gen
 def train(state):
     pass
 train(ddp.State())
+torch.distributed.all_reduce(torch.ones(1))  # all are connected
 os._exit(0)
 """
 

@@ -97,8 +97,10 @@ def test_no_one_waits_for_a_slow_worker_beyond_those_needed(nursery: Nursery, tm
 
 
 @pytest.mark.parametrize("options", [{"mode": "async"}, {"shared_memory": False}])
-def test_an_evaluator_sees_the_training_to_its_end(nursery: Nursery, options: dict[str, object]) -> None:
-    nursery.run(4, f"{CASES}:an_evaluator_sees_it_all", options=options)
+def test_an_evaluator_sees_the_training_to_its_end(
+    nursery: Nursery, tmp_path: Path, options: dict[str, object]
+) -> None:
+    nursery.run(4, f"{CASES}:an_evaluator_sees_it_all", folder=str(tmp_path), options=options)
 
 
 def test_a_run_that_is_started_again_goes_on_from_its_snapshots(nursery: Nursery, tmp_path: Path) -> None:
