@@ -260,6 +260,7 @@ def a_rank_hangs_at_its_files(folder: str, hangs_s: float, stall_timeout_s: floa
 
         threading.Timer(hangs_s, end).start()
     saves = ddp.Checkpoint(folder)
+    dist.barrier()  # no one is late but for the files
     with caught_stderr(Path(f"{folder}.stderr")) as stderr:
         saves.save(1, model=model)
         saves.wait()

@@ -128,8 +128,15 @@ class Pods(NetworkHosts):
             program.stdin.close()
             program.stdin = None  # `communicate` would flush it
             outside = psutil.Process(program.pid)
-            wait_until(lambda: outside.children() or program.poll() is not None, "process 1 is there")
-            yield Pod(name, address, folder, program, outside.children()[0])
+            seen = [outside]  # last: process 1, if it has not ended before it was seen
+
+            def is_there() -> bool:
+                with contextlib.suppress(psutil.Error):
+                    seen.extend(outside.children())
+                return len(seen) > 1 or program.poll() is not None
+
+            wait_until(is_there, "process 1 is there")
+            yield Pod(name, address, folder, program, seen[-1])
 
     def _write_names(self, folder: Path) -> None:
         """Write the file in its place, which is mounted in the pod."""

@@ -542,7 +542,7 @@ def test_a_rank_whose_file_system_does_not_answer_is_named_early_and_waited_for(
     folder = tmp_path / "folder"
     folder.mkdir()
     case = f"{CASE}:a_rank_hangs_at_its_files"
-    errors = nursery.run(3, case, folder=str(folder), hangs_s=8.0, stall_timeout_s=1.0)
+    errors = nursery.run(3, case, folder=str(folder), hangs_s=10.0, stall_timeout_s=2.0)
     assert (errors[0], errors[2]) == ("", "")  # one of those that wait says so
     (line,) = errors[1].splitlines()
     found = re.fullmatch(
@@ -552,7 +552,7 @@ def test_a_rank_whose_file_system_does_not_answer_is_named_early_and_waited_for(
     )
     assert found, line
     for_s, where, at, left_s = found.groups()
-    assert 0.5 < float(for_s) < 8
+    assert 1 < float(for_s) < 10
     assert where == str(folder)
     assert "checkpoint_cases.py:" in at
     assert "in a_rank_hangs_at_its_files" in at

@@ -175,7 +175,11 @@ def test_all_of_a_host_runs_behind_the_prefix(where: list[str], tmp_path: Path, 
     if os.geteuid() != 0:
         pytest.skip("an ordinary user may not make namespaces everywhere")
     script = tmp_path / "script.py"
-    script.write_text("import os, sys\nprint('pid', os.getpid() < 100)\nsys.exit(7 * int(os.environ['RANK']))")
+    script.write_text(
+        "import os, sys, time\nprint('pid', os.getpid() < 100, flush=True)\nif os.environ['RANK'] == '0':\n"
+        "    open('said', 'w').close()\n    sys.exit()\n"
+        "while not os.path.exists('said'):\n    time.sleep(0.01)\nsys.exit(7)"
+    )
     result = run_dtrain("run", *where, "--agent-prefix", container, "--setup", "true", script, cwd=tmp_path)
     assert result.returncode == 7
     assert result.stdout.count("pid True") == (0 if container.startswith("env") else 2), result.stderr
