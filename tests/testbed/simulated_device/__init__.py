@@ -27,9 +27,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from torch.utils import backend_registration
 
-from ddp import device_choice
+from ddp import device_choice, world
+from ddp.checkpoint import state as checkpoint_state
 from ddp.comm import pinned_buffer
 from ddp.generation import device_collectives
 from testbed.simulated_device.collectives import Collectives, as_nccl
@@ -54,10 +55,7 @@ def simulated_device(seed: int) -> Iterator[Device]:
 
 def install(seed: int, patch: pytest.MonkeyPatch) -> Device:
     """Make the device known to torch and ddp; the mode of this thread is the caller's."""
-    if torch._C._get_privateuse1_backend_name() != NAME:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            _setup_privateuseone_for_python_backend(NAME)
+    register()
     scheduler = Scheduler(seed)
     memory = Memory(scheduler)
     collectives = Collectives(scheduler, memory)
@@ -97,11 +95,28 @@ def install(seed: int, patch: pytest.MonkeyPatch) -> Device:
         (device_choice, "_DEVICE_BACKENDS", {NAME: "nccl"}),
         (device_choice, "_CHOOSERS", {NAME: ("SIM_VISIBLE_DEVICES",)}),
         (pinned_buffer, "_WITH_STREAMS", {NAME}),
+        (checkpoint_state, "_TENSORS", {*checkpoint_state._TENSORS, DeviceTensor}),
+        (world, "_world", None),
         (device_collectives, "NCCL_BESIDE_GLOO", {"cpu", "gloo", NAME, "nccl"}),
     ]
     for owner, name, value in replaced:
         patch.setattr(owner, name, value, raising=False)
     return device
+
+
+class _Module(backend_registration._DummyBackendModule):
+    """Stands in for torch.cuda."""
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+
+def register() -> None:
+    """Have torch know the type of device; before the first backward pass of the process, which counts the devices."""
+    if torch._C._get_privateuse1_backend_name() != NAME:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            backend_registration._setup_privateuseone_for_python_backend(NAME, _Module())
 
 
 def group_of_all() -> dist.ProcessGroup:

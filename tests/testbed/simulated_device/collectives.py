@@ -7,6 +7,7 @@ until the communicator is aborted; then its output is undefined.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
@@ -71,7 +72,7 @@ class Collectives:
         below = {id(each): self._memory.below(each) for each in tensors}
         into = [] if func in _UNWRITTEN else [below[id(each)] for each in tree_flatten(args[0])[0]]
         given = tree_map_only(DeviceTensor, lambda each: below[id(each)], args)
-        before = self._scheduler.queue(self._scheduler.current, lambda _: True)  # also after what it waits for
+        before = self._scheduler.queue(self._scheduler.current, lambda _: True)
         op = self._scheduler.queue(
             communicator.stream, lambda op: self._start(communicator, op, func, given, place, into), [before]
         )
@@ -123,13 +124,14 @@ class _Work(dist.Work):
         super().__init__()
         self._op = op
         self._tensors = list(tensors)
-        _kept[op] = self
+        _recent.append(self)
+        _kept[op] = self._tensors
         for done in [each for each in _kept if each.is_done]:
             del _kept[done]
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         scheduler = self._op.stream.scheduler
-        scheduler.current.waits_for.append(self._op)
+        scheduler.current.wait_for(self._op)
         self._tensors.clear()
         return True
 
@@ -149,7 +151,8 @@ class _Work(dist.Work):
         return Future(self._op, self._tensors[:1])
 
 
-_kept: dict[Op, _Work] = {}  # as NCCL keeps the tensors of a work that its caller dropped
+_kept: dict[Op, list[torch.Tensor]] = {}  # as NCCL keeps the tensors of a work that its caller dropped
+_recent: deque[_Work] = deque(maxlen=256)  # torch hands them out, for which their Python objects must be there
 
 
 class Future(torch.futures.Future):  # type: ignore[type-arg]
@@ -167,14 +170,14 @@ class Future(torch.futures.Future):  # type: ignore[type-arg]
         return self._value
 
     def wait(self) -> Any:
-        self._op.stream.scheduler.current.waits_for.append(self._op)
+        self._op.stream.scheduler.current.wait_for(self._op)
         return self._value
 
     def then(self, callback: Callable[[Any], Any]) -> Future:
         """Call `callback` now, with a stream of its own as the current one, which waits for this future."""
         scheduler = self._op.stream.scheduler
         before, scheduler.current = scheduler.current, Stream(scheduler, "callback")
-        scheduler.current.waits_for.append(self._op)
+        scheduler.current.wait_for(self._op)
         try:
             value = callback(self)
             last = Event()

@@ -10,6 +10,7 @@ import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -44,9 +45,10 @@ class Transfer:
 class Memory:
     """Allocates, finds the bytes of a tensor, and knows the transfers of pinned memory that are not over."""
 
+    _blocks: ClassVar[dict[int, Block]] = {}  # by address; ddp keeps some tensors for the life of a process
+
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._blocks: dict[int, Block] = {}  # by address
         self._transfers: list[Transfer] = []
 
     def allocate(

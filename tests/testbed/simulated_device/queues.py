@@ -47,7 +47,6 @@ class Stream:
         self.name = name
         self.moves_data = moves_data
         self.queue: deque[Op] = deque()
-        self.waits_for: list[Op] = []  # the next operation does
         scheduler.streams.append(self)
 
     @property
@@ -60,9 +59,13 @@ class Stream:
         event.record(self)
         return event
 
+    def wait_for(self, op: Op) -> None:
+        """Have what is queued from now on wait for an operation."""
+        self.scheduler.queue(self, lambda _: True, [op])
+
     def wait_event(self, event: Event) -> None:
         if event.op is not None:
-            self.waits_for.append(event.op)
+            self.wait_for(event.op)
 
     def wait_stream(self, other: Stream) -> None:
         self.wait_event(other.record_event())
@@ -155,8 +158,7 @@ class Scheduler:
         """Queue an operation and return at once."""
         with self.changed:
             self._queue_freed()
-            op = Op(stream, start, [*stream.waits_for, *after])
-            stream.waits_for.clear()
+            op = Op(stream, start, after)
             stream.queue.append(op)
             if stream.moves_data:
                 self.changed.notify_all()
@@ -240,7 +242,9 @@ class Scheduler:
                         self.end(op)
                 waiting = [stream.queue[0] for stream in self.streams if stream.moves_data and stream.queue]
                 if waiting and self._own_random.random() < self._progress:
-                    self._step(self._own_random, _needed_for(self._own_random.choice(waiting)))
+                    needed = _needed_for(self._own_random.choice(waiting))
+                    while self._step(self._own_random, needed):
+                        pass
             time.sleep(_POLL_S)
 
 

@@ -6,11 +6,11 @@ run later on the same bytes. Shapes come from the same operations on meta tensor
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch._meta_registrations  # each rank would import it with its first shape
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
@@ -25,7 +25,7 @@ _WITH_FREE_INDICES = (_aten.index.Tensor, _aten.index_put_.default, _aten.index_
 _EMPTY = {_aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default, _aten.new_empty.default}
 _EMPTY |= {_aten.new_empty_strided.default}
 _READS = {_aten._local_scalar_dense.default, _aten.equal.default, _aten.is_nonzero.default, _aten.nonzero.default}
-_set = threading.local()
+_known: dict[Any, Any] = {}  # outputs as meta tensors
 Collective = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
 
 
@@ -267,13 +267,25 @@ def _meta(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _shapes(func: Any, flat: Sequence[Any], spec: Any) -> Any:
-    """Return the output as meta tensors; None if only the values tell its shape."""
+    """Return the output as meta tensors, of an earlier call if it was alike; None if only the values tell its shape."""
+    key = (func, spec, *(_kind(each) for each in flat))
+    if key in _known:
+        return _known[key]
     given = [_as_meta(each) for each in flat]
     args, kwargs = tree_unflatten(given, spec)
     try:
-        return func(*args, **kwargs)
+        found = func(*args, **kwargs)
     except NotImplementedError:
-        return None
+        found = None
+    _known[key] = found
+    return found
+
+
+def _kind(value: Any) -> Any:
+    """Return what of an argument decides the shape of the output."""
+    if not isinstance(value, torch.Tensor):
+        return type(value), value
+    return value.size(), value.stride(), value.dtype, isinstance(value, DeviceTensor)
 
 
 def _as_meta(value: Any) -> Any:
