@@ -15,15 +15,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from testbed.simulated_device import BACKEND, DEVICE, Device, group_of_all, register, simulated_device
+from testbed.simulated_device import BACKEND, DEVICE, Device, Stream, group_of_all, register, simulated_device
 from torch import nn
 from torch.distributed import PrefixStore
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import ddp
 import ddp.horovod as hvd
+from ddp.checkpoint.copies import HostCopy
 from ddp.comm.pinned_buffer import PinnedBuffer
 from ddp.compression import row_exchange
+from ddp.data_parallel.planning.step_timer import DeviceClock
 from ddp.errors import PeerFailedError
 from ddp.strategies.central_storage import regions
 from ddp.strategies.central_storage.strategy import CentralStorage
@@ -53,14 +55,15 @@ class Place:
         if self.device is not None:
             self.device.may_wait = True
 
-    def inputs(self, step: int, dtype: torch.dtype = F64) -> torch.Tensor:
-        """Return a batch of this rank, which is still on its way from pinned memory."""
+    def inputs(self, step: int, dtype: torch.dtype = F64, *, is_moved: bool = True) -> torch.Tensor:
+        """Return a batch of this rank, which is still on its way from pinned memory, or there."""
         generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
         made = torch.randn(4, 6, generator=generator, dtype=F64).to(dtype)
         if self.device is None:
             return made
         pinned = torch.empty(made.shape, dtype=dtype, pin_memory=True)
-        return pinned.copy_(made).to(DEVICE, non_blocking=True)
+        pinned.copy_(made)
+        return pinned.to(DEVICE, non_blocking=True) if is_moved else pinned
 
 
 class Net(nn.Module):
@@ -72,12 +75,15 @@ class Net(nn.Module):
         norm = nn.BatchNorm1d(6) if has_norm else nn.Identity()
         self.layers = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 6), norm)
         self.sometimes = nn.Linear(6, 6)
+        self.seen: torch.Tensor
+        self.register_buffer("seen", torch.zeros(6))
         self.uses_all, self.fails = True, False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.fails:
             raise ValueError("a bad batch")
-        out: torch.Tensor = self.layers(x)
+        self.seen.mul_(0.5).add_(x.detach().mean(0))  # rank 0's counts, and the result depends on them
+        out: torch.Tensor = self.layers(x) * (1 + self.seen.clone())
         return out + self.sometimes(x) if self.uses_all else out
 
 
@@ -110,9 +116,10 @@ def _train(
             for number in range(passes - 1):
                 with model.no_sync():
                     model(place.inputs(10 * step + number, dtype)).square().mean().backward()
-            model(place.inputs(step, dtype)).square().mean().backward()
+            model(place.inputs(step, dtype, is_moved=not model.device_ids)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=step % 2 == 0)
+    ddp.check_replicas(model)
     return weights(net)
 
 
@@ -121,7 +128,9 @@ def plain(place: Place) -> Found:
 
 
 def views(place: Place) -> Found:
-    return _train(place, gradient_as_bucket_view=True, bucket_cap_mb=25)
+    """Gradients that are views of their buckets; the wrapper moves the inputs."""
+    device_ids = None if place.device is None else [0]
+    return _train(place, gradient_as_bucket_view=True, bucket_cap_mb=25, device_ids=device_ids)
 
 
 def accumulated(place: Place) -> Found:
@@ -158,22 +167,26 @@ def checksum(place: Place) -> Found:
     return weights(net)
 
 
-def status(place: Place) -> Found:
+def status(place: Place, dtype: torch.dtype = F64, **settings: Any) -> Found:
     """A rank fails in one step; the others hear of it, and the next step is right."""
-    net = Net().to(F64).to(place.name)
-    model = ddp.DistributedDataParallel(net)
+    net = Net().to(dtype).to(place.name)
+    model = ddp.DistributedDataParallel(net, **settings)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(5):
         net.fails = step == 2 and dist.get_rank() == 1
         if step != 2:
-            model(place.inputs(step)).square().mean().backward()
+            model(place.inputs(step, dtype)).square().mean().backward()
             optimizer.step()
         else:
             with pytest.raises(ValueError if net.fails else PeerFailedError):
-                model(place.inputs(step)).square().mean().backward()
+                model(place.inputs(step, dtype)).square().mean().backward()
             assert all(p.grad is None for p in model.parameters())
         optimizer.zero_grad()
     return weights(net)
+
+
+def status_int8(place: Place) -> Found:
+    return status(place, torch.float32, compression="int8")
 
 
 def half(place: Place) -> Found:
@@ -233,10 +246,11 @@ def horovod(place: Place) -> Found:
     given = torch.full((3,), dist.get_rank() + 1.0, dtype=F64).to(place.name)
     handles = [hvd.allreduce_async(given * 2), hvd.broadcast_async(given + 1, root_rank=1)]
     results = [hvd.synchronize(handle) for handle in handles]
-    rows = hvd.allgather(given[: dist.get_rank() + 1])
-    exchanged = hvd.alltoall(torch.arange(4.0, dtype=F64).to(place.name))
+    found = weights(net) + on_host(results)
+    found += on_host([hvd.allgather(given[: dist.get_rank() + 1])])
+    found += on_host([hvd.alltoall(torch.arange(4.0, dtype=F64).to(place.name))])
     hvd.allreduce_(given, op=hvd.Sum)
-    return [*weights(net), *on_host([*results, rows, given, getattr(exchanged, "output", exchanged)])]
+    return found + on_host([given])
 
 
 def central(place: Place) -> Found:
@@ -252,7 +266,9 @@ def central(place: Place) -> Found:
             optimizer.zero_grad()
         found = weights(model)
         optimizer.close()
-    return [value for value, name in zip(found, model.state_dict(), strict=True) if "running" not in name]
+    return [
+        value for value, name in zip(found, model.state_dict(), strict=True) if "running" not in name and name != "seen"
+    ]
 
 
 def background_saves(place: Place) -> Found:
@@ -278,6 +294,19 @@ def background_saves(place: Place) -> Found:
             found += weights(net)
     checkpoint.wait()
     return found
+
+
+def copied(place: Place) -> Found:
+    """A copy of a state for a checkpoint is that of its moment, and starting it does not wait."""
+    made = [torch.full((5,), float(value)).to(place.name) for value in range(3)]
+    with place.without_waits():
+        copy = HostCopy()
+        found = copy.of({"tensors": made})
+        for each in made:
+            each.add_(10)
+        del each, made
+    copy.wait()
+    return list(found["tensors"])
 
 
 def scaled(place: Place) -> Found:
@@ -311,59 +340,83 @@ def explained(place: Place) -> Found:
     ready = [gradient.ready_s for gradient in record.gradients]
     assert 0 <= ready[0] <= ready[-1] <= record.backward_s
     assert min(record.forward_s, record.other_s, model.measurement.step_s) > 0
+    if place.device is not None:
+        clock, scheduler = DeviceClock(torch.device(DEVICE)), place.device.scheduler
+        scheduler.current = Stream(scheduler, "other")
+        start = clock.now()
+        scheduler.current = scheduler.default
+        clock.seconds(start, clock.now())
     return weights(net)
 
 
 def pinned(place: Place) -> Found:
-    """Random transfers by one buffer, its memory used again at once; also gradients that are freed at once."""
+    """Transfers by one buffer, each as soon as it may start, on two streams; what is fetched is freed at once."""
     generator = torch.Generator().manual_seed(5)
-    found: Found = []
+    values = [torch.randn(6, generator=generator) for _ in range(12)]
     if place.device is None:
-        sent = [torch.randn(6, generator=generator) for _ in range(8)]
-        return [value * 2 for value in sent]
+        return [each for value in values[::2] for each in (value, value * 2, value * 3)]
+    scheduler = place.device.scheduler
     buffer = PinnedBuffer(6, torch.float32, torch.device(DEVICE))
-    for _ in range(8):
-        values = torch.randn(6, generator=generator)
-        into = [torch.zeros(2, 2).to(DEVICE), torch.zeros(2).to(DEVICE)]
-        buffer.start_sending([values], into)
-        values.zero_()
-        buffer.start_fetching([each * 2 for each in into])
-        del into
+    other = Stream(scheduler, "other")
+    found: Found = []
+    for value, last in zip(values[::2], values[1::2], strict=True):
+        first, second = ([torch.zeros(2, 2).to(DEVICE), torch.zeros(2).to(DEVICE)] for _ in range(2))
+        given = value.clone()
+        scheduler.current = other
+        tripled = value.to(DEVICE) * 3
+        scheduler.current = scheduler.default
+        with place.without_waits():
+            buffer.start_sending([given], first)
+            given.zero_()
+            buffer.start_sending([last], second)
+            buffer.start_sending([value], second)
+            scheduler.current = other  # as a hook of a backward pass may have it
+            buffer.start_fetching([tripled])
+            scheduler.current = scheduler.default
+        third = torch.empty(6)
+        buffer.finish_fetching([third])
+        with place.without_waits():
+            buffer.start_fetching([each * 2 for each in second])
         back = torch.empty(6)
         buffer.finish_fetching([back])
-        found.append(back)
+        found += [torch.cat([each.cpu().view(-1) for each in first]), back, third]
     return found
 
 
 WAYS: dict[str, Callable[[Place], Found]] = {
     way.__name__: way
     for way in (
-        plain, views, accumulated, unused, bf16, hooks, checksum, status, half, int8, powersgd, local_sgd, horovod,
-        central, background_saves, scaled, explained, pinned,
+        plain, views, accumulated, unused, bf16, hooks, checksum, status, status_int8, half, int8, powersgd, local_sgd,
+        horovod, central, background_saves, copied, scaled, explained, pinned,
     )
 }  # fmt: skip
-_LOOSE = {
-    "bf16": 0.1,
-    "hooks": 0.02,
-    "half": 0.05,
-    "int8": 0.05,
-    "powersgd": 0.05,
-    "scaled": 1e-4,
-}  # of the CPU's, which rounds elsewhere
+# Of the CPU's numbers, which are rounded elsewhere.
+_LOOSE = {"bf16": 0.1, "hooks": 0.02, "half": 0.05, "int8": 0.05, "status_int8": 0.05, "powersgd": 0.05, "scaled": 1e-4}
 
 
-def equals_the_cpu(names: Sequence[str], seeds: Sequence[int]) -> None:
-    """Run each way with each seed, in a world of this size whose group has the device."""
+@contextlib.contextmanager
+def world_with_device(seed: int) -> Iterator[Device]:
+    """Have the device, and replace the default group by one of the same ranks that moves its tensors."""
     store = dist.distributed_c10d._get_default_store()
     rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    with simulated_device(seed + rank) as device:
+        dist.init_process_group(BACKEND, store=PrefixStore(f"{len(_kept)}", store), rank=rank, world_size=size)
+        _kept.append(dist.group.WORLD)
+        yield device
+
+
+def equals_the_cpu(names: Sequence[str], seeds: Sequence[int], then: Callable[[], object] = lambda: None) -> None:
+    """Run each way with each seed, in a world of this size whose group has the device.
+
+    `then` is called once the CPU's numbers are there.
+    """
     register()
     right = {name: WAYS[name](Place()) for name in names}
+    then()
     for seed in seeds:
         for name in names:
-            dist.destroy_process_group()
-            with simulated_device(seed + rank) as device:
-                dist.init_process_group(BACKEND, store=PrefixStore(f"{seed}.{name}", store), rank=rank, world_size=size)
-                _kept.append(dist.group.WORLD)
+            with world_with_device(seed) as device:
                 try:
                     found = WAYS[name](Place(device))
                     torch.accelerator.synchronize()

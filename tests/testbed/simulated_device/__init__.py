@@ -80,6 +80,7 @@ def install(seed: int, patch: pytest.MonkeyPatch) -> Device:
         (threading.Thread, "run", run_with_device),
         (torch, "Event", Event),
         (torch, "tensor", tensor),
+        (torch.nn.Module, "_apply", _converting),
         (
             torch.UntypedStorage,
             "device",
@@ -102,6 +103,19 @@ def install(seed: int, patch: pytest.MonkeyPatch) -> Device:
     for owner, name, value in replaced:
         patch.setattr(owner, name, value, raising=False)
     return device
+
+
+_apply: Any = torch.nn.Module._apply
+
+
+def _converting(module: torch.nn.Module, *args: Any, **options: Any) -> Any:
+    """Replace Module._apply: module.to() keeps the parameters that there are, as it does between CPU and CUDA."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        return _apply(module, *args, **options)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
 
 
 class _Module(backend_registration._DummyBackendModule):

@@ -126,8 +126,8 @@ class _Work(dist.Work):
         self._tensors = list(tensors)
         _recent.append(self)
         _kept[op] = self._tensors
-        for done in [each for each in _kept if each.is_done]:
-            del _kept[done]
+        for done in [each for each in list(_kept) if each.is_done]:
+            _kept.pop(done, None)  # another thread may have done it
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         scheduler = self._op.stream.scheduler

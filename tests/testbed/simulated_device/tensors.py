@@ -45,6 +45,12 @@ class DeviceTensor(torch.Tensor):
         )
         return made
 
+    def tolist(self) -> Any:
+        return self.cpu().tolist()  # torch's own refuses subclasses
+
+    def __format__(self, form: str) -> str:
+        return format(self.cpu(), form)
+
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch says it
 
     @classmethod
@@ -164,7 +170,8 @@ class Device:
         if kwargs.get("pin_memory"):
             with torch._C._DisableTorchDispatch():
                 made = func(*args, **{**kwargs, "pin_memory": False})
-                return self.memory.allocate(made.size(), made.stride(), made.dtype, is_pinned=True).copy_(made)
+                pinned = self.memory.allocate(made.size(), made.stride(), made.dtype, is_pinned=True)
+                return pinned if func in _EMPTY else pinned.copy_(made)
         if func is _aten.is_pinned.default:
             return self.memory.is_pinned(args[0])
         if self.memory.has_transfers:
