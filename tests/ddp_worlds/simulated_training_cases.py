@@ -155,6 +155,23 @@ def hooks(place: Place) -> Found:
     ]
 
 
+def buffer_hook(place: Place) -> Found:
+    """Buffers that a hook of the user's adds up while backward runs."""
+
+    def add_up(_: object, named: dict[str, torch.Tensor]) -> list[Any]:
+        return [dist.all_reduce(named["seen"], async_op=True).get_future()]
+
+    net = Net().to(F64).to(place.name)
+    model = ddp.DistributedDataParallel(net)
+    model._register_buffer_comm_hook(None, add_up)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(STEPS):
+        model(place.inputs(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(net)
+
+
 def checksum(place: Place) -> Found:
     """Whose wait for the device is meant: it comes once a step."""
     net = Net().to(F64).to(place.name)
@@ -386,8 +403,8 @@ def pinned(place: Place) -> Found:
 WAYS: dict[str, Callable[[Place], Found]] = {
     way.__name__: way
     for way in (
-        plain, views, accumulated, unused, bf16, hooks, checksum, status, status_int8, half, int8, powersgd, local_sgd,
-        horovod, central, background_saves, copied, scaled, explained, pinned,
+        plain, views, accumulated, unused, bf16, hooks, buffer_hook, checksum, status, status_int8, half, int8,
+        powersgd, local_sgd, horovod, central, background_saves, copied, scaled, explained, pinned,
     )
 }  # fmt: skip
 # Of the CPU's numbers, which are rounded elsewhere.

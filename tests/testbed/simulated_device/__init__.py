@@ -98,7 +98,7 @@ def install(seed: int, patch: pytest.MonkeyPatch) -> Device:
         (pinned_buffer, "_WITH_STREAMS", {NAME}),
         (checkpoint_state, "_TENSORS", {*checkpoint_state._TENSORS, DeviceTensor}),
         (world, "_world", None),
-        (device_collectives, "NCCL_BESIDE_GLOO", {"cpu", "gloo", NAME, "nccl"}),
+        *((each, "NCCL_BESIDE_GLOO", {"cpu", "gloo", NAME, "nccl"}) for each in (device_collectives, world)),
     ]
     for owner, name, value in replaced:
         patch.setattr(owner, name, value, raising=False)
