@@ -84,7 +84,8 @@ class Memory:
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         low = tensor.data_ptr()
-        pinned = [(address, block) for address, block in list(self._blocks.items()) if block.is_pinned]
+        now = self._blocks.copy()  # at once: another thread, or a finalizer in this one, may change it
+        pinned = [(address, block) for address, block in now.items() if block.is_pinned]
         return any(address <= low < address + len(block.raw) for address, block in pinned)
 
     def block_of(self, tensor: torch.Tensor) -> Block | None:
@@ -107,7 +108,7 @@ class Memory:
     def check_written(self, tensors: Sequence[torch.Tensor], what: str) -> None:
         """Raise ReadTooEarly if an operation that writes one of these has not run, although the host has waited."""
         blocks = [block for tensor in tensors if (block := self.block_of(tensor)) is not None]
-        for stream, op in itertools.chain.from_iterable(block.writes.items() for block in blocks):
+        for stream, op in itertools.chain.from_iterable(block.writes.copy().items() for block in blocks):
             if not op.is_done:
                 raise ReadTooEarly(f"{what} reads at {caller()} what the stream {stream.name} still writes")
 
