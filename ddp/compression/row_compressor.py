@@ -23,7 +23,9 @@ class RowCompressor(Compressor):
     def __init__(self, group: dist.ProcessGroup, name: str, parameters: Mapping[str, torch.Tensor] | None) -> None:
         super().__init__(group, name, parameters)
         self._exchange: RowExchange | RehearsalGroup | None = (
-            group if isinstance(group, RehearsalGroup) else open_exchange(group)
+            group
+            if isinstance(group, RehearsalGroup)
+            else open_exchange(group, is_on_host=not parameters or any(each.is_cpu for each in parameters.values()))
         )
         self._memories: dict[int, RowMemory] = {}
         self._free: list[torch.Tensor] = []

@@ -84,14 +84,16 @@ class BucketRows:
     deliver: Callable[[torch.Tensor], torch.Tensor]
 
 
-def open_exchange(group: dist.ProcessGroup) -> RowExchange:
-    """Return the exchange of `group`, which its users share. Every rank of `group` must call it; may block."""
-    if group not in _open:
-        with waiting_for_peers("connection for compressed gradients", group):
-            name, *_ = gather_values(uuid.uuid4().hex, group=group)
-        _open[group] = RowExchange(group, name=name)
-    _open[group].users += 1
-    return _open[group]
+def open_exchange(group: dist.ProcessGroup, *, is_on_host: bool = True) -> RowExchange:
+    """Return the exchange of `group`, which its users share. Every rank of `group` must call it; may block.
+
+    Buckets in host memory need `is_on_host`, which connects the ranks once more.
+    """
+    exchange = _open.setdefault(group, RowExchange(group))
+    if is_on_host:
+        exchange.connect(group)
+    exchange.users += 1
+    return exchange
 
 
 class RowExchange:
@@ -101,11 +103,21 @@ class RowExchange:
     """
 
     users = 0
+    _pipeline: _Pipeline | None = None
 
-    def __init__(self, group: dist.ProcessGroup, *, name: str) -> None:
-        second = _connect_again(group, name) if group.size() > 1 else None
-        self._pipeline = None if second is None else _Pipeline(second, report_of(group))
-        if self._pipeline is not None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._may_connect = group.size() > 1
+
+    def connect(self, group: dist.ProcessGroup) -> None:
+        """Connect the ranks once more, for buckets in host memory, unless they are. All ranks must call it; blocks."""
+        if not self._may_connect:
+            return
+        with waiting_for_peers("connection for compressed gradients", group):
+            name, *_ = gather_values(uuid.uuid4().hex, group=group)
+        second = _connect_again(group, name)
+        self._may_connect = False
+        if second is not None:
+            self._pipeline = _Pipeline(second, report_of(group))
             weakref.finalize(self, self._pipeline.end).atexit = False
 
     def leave(self) -> None:

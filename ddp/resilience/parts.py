@@ -174,16 +174,16 @@ class ModelPart(ReducingPart):
         super().keep()
         self._parameters = self._parameters or [*self.module.parameters()]
         self._trained = [parameter.requires_grad for parameter in self._parameters]
-        if not self.keeps_buffers:
+        buffers = self._on_devices() if self.keeps_buffers else []
+        if not buffers:  # torch copies no empty list
             return
-        buffers = self._on_devices()
         if [each.shape for each in self._buffers] != [each.shape for each in buffers]:
             self._buffers = [torch.empty_like(each) for each in buffers]
         foreach_copy(self._buffers, buffers)
 
     def roll_back(self) -> None:
         super().roll_back()
-        if self.keeps_buffers:
+        if self._buffers:
             foreach_copy(self._on_devices(), self._buffers)
 
     def to_send(self) -> Any:

@@ -16,13 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp_worlds.data_parallel_cases import Conv, Mlp, Odd, assert_replicas_equal
-from ddp_worlds.late_device import LateDevice
+from ddp_worlds.simulated_training_cases import world_with_device
+from testbed.simulated_device import DEVICE, register
 from torch import nn
 
 import ddp
 from ddp.comm.shared_memory import SharedSegment
 from ddp.strategies.central_storage import regions
-from ddp.strategies.central_storage import step as storage_step
 from ddp.strategies.central_storage.strategy import CentralOptimizer, CentralStorage
 
 F64 = torch.float64
@@ -99,7 +99,7 @@ def train(model: nn.Module, optimizer: Any, steps: range, *, parts: int = 1, cli
     for step in steps:
         module.step = step
         for part in range(parts):
-            x, y = batch(step * 10 + part, dtype)
+            x, y = (each.to(next(model.parameters()).device) for each in batch(step * 10 + part, dtype))
             is_last = part == parts - 1
             if not is_last and isinstance(model, ddp.DistributedDataParallel):
                 with model.no_sync():
@@ -166,27 +166,24 @@ def equals_all_reduce(*, settings: list[tuple[str, str, int, float]]) -> None:
         optimizer.close()
 
 
-def a_late_device_equals_all_reduce(*, settings: list[tuple[str, str, int, float]]) -> None:
-    """The same with parameters on a device that copies as late as it may, in blocks of a few hundred bytes."""
-    late = LateDevice()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(storage_step, "_is_on_device", lambda _: True)
-        patch.setattr(regions, "_BLOCK_BYTES", 600)
-        late.install(patch)
-        for model_name, maker, parts, clip in settings:
-            make = MAKERS[maker]
-            theirs = ddp.DistributedDataParallel(build(model_name))
-            train(theirs, make(list(theirs.parameters())), range(5), parts=parts, clip=clip)
+def a_late_device_equals_all_reduce(*, settings: list[tuple[str, str, int, float]], seed: int) -> None:
+    """The same with parameters on the simulated device, in blocks of a few hundred bytes."""
+    register()
+    for model_name, maker, parts, clip in settings:
+        make = MAKERS[maker]
+        theirs = ddp.DistributedDataParallel(build(model_name))
+        train(theirs, make(list(theirs.parameters())), range(5), parts=parts, clip=clip)
+        broadcast_all(list(theirs.module.buffers()))
+        with pytest.MonkeyPatch.context() as patch, world_with_device(seed):
+            patch.setattr(regions, "_BLOCK_BYTES", 600)
             optimizer: Any
             model = build(model_name)
             model, optimizer = CentralStorage(max_grad_norm=clip or None).prepare(model, make(list(model.parameters())))
-            before = late.copies
             train(model, optimizer, range(5), parts=parts)
-            late.catch_up()
-            assert late.copies - before >= 10
-            broadcast_all(list(theirs.module.buffers()))
-            assert_same(dict(model.state_dict()), dict(theirs.module.state_dict()), f"{model_name} {maker}")
+            found = {name: value.cpu() for name, value in model.state_dict().items()}
+            assert next(model.parameters()).device == torch.device(DEVICE)
             optimizer.close()
+        assert_same(found, dict(theirs.module.state_dict()), f"{model_name} {maker}, seed {seed}")
 
 
 def _opens_nothing(ticket: object) -> None:

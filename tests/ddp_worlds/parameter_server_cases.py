@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_worlds.late_device import LateDevice
 from ddp_worlds.strategy_cases import (
     EPOCHS,
     F64,
@@ -32,13 +31,13 @@ from ddp_worlds.strategy_cases import (
     train,
     whole_loss,
 )
+from testbed.simulated_device import DEVICE, register, simulated_device
 from torch import nn
 from torch.distributed import TCPStore
 from torch.nn import functional as F
 
 import ddp
-from ddp.strategies.parameter_server import client, endpoints
-from ddp.strategies.parameter_server.messages import read_values
+from ddp.strategies.parameter_server import endpoints
 from ddp.strategies.parameter_server.strategy import ParameterServer
 
 T = TypeVar("T")
@@ -105,38 +104,28 @@ def sync_equals_one_process(runs: Sequence[tuple[int, int, Setting]]) -> None:
             raise AssertionError(f"{workers} workers, {servers} servers, {setting}: {error}") from error
 
 
-def a_late_device_equals_one_process(runs: Sequence[tuple[int, int, Setting]]) -> None:
-    """The same with workers whose parameters are on a device that copies as late as it may."""
-    device = LateDevice()
-
-    def body() -> None:
-        setting = now[0]
-        with pytest.MonkeyPatch.context() as patch:
-            device.install(patch)
-            patch.setattr(client, "read_values", after_all(read_values))
-            strategy = start(setting)
-            strategy.unwrap = after_all(strategy.unwrap)
-            if setting.options.get("mode") == "async":
-                train(strategy, setting)
-            else:
-                assert_equals_oracle(strategy, setting)
-            strategy.close()
-            assert strategy.role == "worker"
-            assert device.copies > 10
-
-    def after_all(function: Callable[..., T]) -> Callable[..., T]:
-        def run(*arguments: Any) -> T:
-            device.catch_up()
-            return function(*arguments)
-
-        return run
-
+def a_late_device_equals_one_process(runs: Sequence[tuple[int, int, Setting]], seed: int) -> None:
+    """The same with workers whose parameters are on the simulated device."""
+    register()
     for workers, servers, setting in runs:
-        now = [setting]
+
+        def body(setting: Setting = setting) -> None:
+            with simulated_device(seed + dist.get_rank()) as device:
+                strategy = start(setting)
+                model, _, losses = train(strategy, setting)
+                found = {name: value.cpu() for name, value in model.state_dict().items()}
+                assert next(model.parameters()).device == torch.device(DEVICE)
+                assert any("copy" in call for call in device.calls)
+                if setting.options.get("mode") != "async":
+                    expected, _, its_losses = oracle(setting, strategy.replicas)
+                    assert_same(strategy.reduce("sum", losses), its_losses, "losses")
+                    assert_same(found, dict(expected.state_dict()), "model")
+                strategy.close()
+
         try:
             in_roles(workers, servers, body)
         except AssertionError as error:
-            raise AssertionError(f"{workers} workers, {servers} servers, {setting}: {error}") from error
+            raise AssertionError(f"{workers} workers, {servers} servers, {setting}, seed {seed}: {error}") from error
 
 
 def alone_there_are_no_servers() -> None:

@@ -158,8 +158,10 @@ def train(
     loader = strategy.loader(data(setting.dtype), global_batch_size=setting.batch, shuffle=True)
     losses = []
     begin()
+    device = next(model.parameters()).device
     for _ in loader.epochs(setting.epochs):
         for x, y in loader:
+            x, y = x.to(device), y.to(device)
             loss = strategy.mean(F.cross_entropy(model(x), y, reduction="none"))
             loss.backward()
             each_step()

@@ -29,7 +29,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.ProcessGroup]:
     # Of a group of NCCL, the exchange connects nothing, and asks the ranks nothing.
     in_order = SimpleNamespace(_pipeline=None, leave=lambda: None)
     in_order.start = lambda group, rows: RowExchange.start(in_order, group, rows)  # type: ignore[arg-type]
-    monkeypatch.setattr(row_compressor, "open_exchange", lambda _: in_order)
+    monkeypatch.setattr(row_compressor, "open_exchange", lambda _, **__: in_order)
     try:
         yield present(dist.group.WORLD)
     finally:

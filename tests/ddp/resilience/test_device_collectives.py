@@ -1,4 +1,4 @@
-"""What a failure means where collectives are queued on a device. No GPU: see late_collectives."""
+"""What a failure means where collectives are queued on a device. No GPU: see testbed.simulated_device."""
 
 import re
 import time
@@ -13,6 +13,7 @@ from ddp_worlds.nursery import Nursery
 from testbed.processes import run_dtrain
 from testbed.resilient import run as run_script
 from testbed.resilient import said
+from testbed.seeds import Seeds
 
 from ddp import device_choice, torch_internals
 from ddp.errors import CollectiveError
@@ -23,43 +24,41 @@ WORLDS = Path(__file__).parents[2] / "ddp_worlds"
 CUDA = torch.device("cuda", 0)
 
 
-def queued_script(folder: Path) -> Path:
-    """The resilient script, with gradients, and a buffer in each forward, that are added up by queued collectives."""
+def device_script(folder: Path) -> Path:
+    """The resilient script on the simulated device; its ranks share no buffers, which a lost rank takes with it."""
     text = (WORLDS / "resilient_script.py").read_text()
     for old, new in (
-        ("import ddp\n", f"import ddp\n\nsys.path.append({str(WORLDS)!r})\nimport late_collectives\n"),
+        ("import torch\n\nimport ddp\n",
+         f"sys.path += {[str(WORLDS.parents[1]), str(WORLDS.parent)]!r}\n"
+         "import torch\n\nimport ddp\nfrom testbed.simulated_device import simulated_device\n\n"
+         "device = simulated_device(int(os.environ['SEED']) + int(os.environ['RANK']))\ndevice.__enter__()\n"),
         ("nn.BatchNorm1d(16), ", ""),
         ("nn.Dropout(0.3), ", ""),
-        ("torch.manual_seed(10 + world.rank)\nmodel = ddp.DistributedDataParallel(net)\n",
-         "net.register_buffer('seen', torch.zeros(()))\nmodel = net\n"),
-        ("            loss = nn.functional",
-         "            net.seen += y.sum()\n"
-         "            late_collectives.add_up(net.seen)\n"
-         "            loss = nn.functional"),
-        ("            loss.backward()\n",
-         "            loss.backward()\n"
-         "            for p in net.parameters():\n"
-         "                late_collectives.add_up(p.grad)\n"),
-        ("            if state.step % 5 == 0:\n", "            if False:\n"),
+        ("nn.Linear(16, 3))\n", "nn.Linear(16, 3)).to(world.device)\nassert world.device.type == 'sim'\n"),
+        ("        for x, y in loader:\n",
+         "        for x, y in loader:\n            x, y = x.to(world.device), y.to(world.device)\n"),
     ):  # fmt: skip
         assert old in text, old
         text = text.replace(old, new)
-    script = folder / "queued.py"
+    script = folder / "on_device.py"
     script.write_text(text)
     return script
 
 
-@pytest.mark.usefixtures("warm")
-def test_a_step_whose_averages_never_came_is_made_again(tmp_path: Path) -> None:
+def test_a_step_whose_averages_never_came_is_made_again(
+    tmp_path: Path, seeds: Seeds, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The host comes back from each wait without an error, and with nan: no optimizer steps with that."""
-    script = queued_script(tmp_path)
-    undisturbed = run_script(script, tmp_path, ranks=3, backend="gloo")
+    script = device_script(tmp_path)
+    monkeypatch.setenv("SEED", str(seeds(1)[0]))
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # ddp sets it where there is CUDA
+    undisturbed = run_script(script, tmp_path, ranks=3)
     assert undisturbed.returncode == 0, undisturbed
     expected = said(undisturbed, "result")
     assert expected.keys() == {0, 1, 2}
     assert "nan" not in str(expected)
     failures = ("1.2.load.kill", "0.4.forward.kill", "2.6.step.kill", "1.9.commit.kill", "0.13.forward.raise")
-    result = run_script(script, tmp_path, *failures, ranks=3, restarts=len(failures), backend="gloo")
+    result = run_script(script, tmp_path, *failures, ranks=3, restarts=len(failures))
     assert result.returncode == 0, result
     assert {each.name for each in tmp_path.iterdir()} >= {*failures}, "each rank failed where it was to"
     assert result.stderr.count("only this worker restarts") == len(failures), result.stderr

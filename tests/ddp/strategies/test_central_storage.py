@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from ddp_worlds.nursery import Nursery
+from testbed.seeds import Seeds
 
 CASES = "ddp_worlds.central_storage_cases"
 
@@ -34,9 +35,9 @@ def test_training_equals_all_reduce(
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_copies_of_a_device_may_be_late(nursery: Nursery, world_size: int) -> None:
-    settings = [SETTINGS[at] for at in (0, 1, 3, 5)]
-    nursery.run(world_size, f"{CASES}:a_late_device_equals_all_reduce", settings=settings)
+def test_copies_of_a_device_may_be_late(nursery: Nursery, world_size: int, seeds: Seeds) -> None:
+    settings = [SETTINGS[at] for at in (0, 1, 3, 4)]
+    nursery.run(world_size, f"{CASES}:a_late_device_equals_all_reduce", settings=settings, seed=seeds(1)[0])
 
 
 def test_there_is_one_copy_of_the_parameters(nursery: Nursery) -> None:

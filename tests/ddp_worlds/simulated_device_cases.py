@@ -1,0 +1,267 @@
+"""What ranks do to show that the simulated device is late, with values, and that faults on it are seen."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from testbed.simulated_device import DEVICE, Device, HostWaits, ReadTooEarly, Stream, group_of_all, simulated_device
+from torch import nn
+
+from ddp.comm.pinned_buffer import PinnedBuffer
+from ddp.torch_internals import allgather_flat
+
+
+def _is_wrong(found: torch.Tensor, right: torch.Tensor) -> bool:
+    return not torch.equal(found.cpu(), right)
+
+
+def output_has_no_value_until_it_has_run(seeds: list[int]) -> None:
+    late = 0
+    for seed in seeds:
+        with simulated_device(seed) as device:
+            x = torch.arange(4.0, device=DEVICE)
+            y = (x * 2).add_(1)
+            below = device.memory.below(y)
+            late += bool(below.isnan().any())
+            assert y.cpu().tolist() == [1, 3, 5, 7]
+            counts = torch.arange(3, device=DEVICE) + 1
+            late += device.memory.below(counts)[0].item() == -1
+            assert counts.cpu().tolist() == [1, 2, 3]
+    assert late > len(seeds)
+
+
+def training_equals_the_cpu(seeds: list[int]) -> None:
+    """Forward, backward in autograd's thread, buffers and an optimizer, in float64: the same bits."""
+
+    def train(device: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4)).double().to(device)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+        for _ in range(3):
+            net(torch.randn(6, 8, dtype=torch.float64).to(device)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [value.detach().cpu() for value in net.state_dict().values()]
+
+    for seed in seeds:
+        with simulated_device(seed):
+            for found, right in zip(train(DEVICE), train("cpu"), strict=True):
+                assert torch.equal(found, right), seed
+
+
+def a_pinned_copy_that_nothing_waited_for_has_the_old_bytes(seeds: list[int]) -> None:
+    late = 0
+    for seed in seeds:
+        with simulated_device(seed):
+            memory = torch.zeros(4, pin_memory=True)
+            assert memory.is_pinned()
+            assert not torch.zeros(4).is_pinned()
+            memory.copy_(torch.ones(4, device=DEVICE), non_blocking=True)
+            if memory.numpy().sum() == 0:
+                late += 1
+                for use in (memory.sum, memory[1:].clone, memory[1].zero_):
+                    with pytest.raises(ReadTooEarly, match=r"simulated_device_cases\.py:\d+ in "):
+                        use()
+            event = torch.Event(DEVICE)
+            event.record()
+            event.synchronize()
+            assert memory.sum() == 4
+    assert late > len(seeds) // 2
+
+
+def the_host_waits_where_a_device_has_it_wait() -> None:
+    with simulated_device(0) as device:
+        x = torch.zeros(4, 8).to(DEVICE)
+        device.may_wait = False
+        for wait in (
+            x.cpu,
+            x.nonzero,
+            lambda: bool(x.sum()),
+            lambda: x[0, 0].item(),
+            lambda: torch.tensor([1.0, 2.0], device=DEVICE),
+            lambda: torch.empty(4, 8).copy_(x),
+            lambda: x.copy_(torch.empty(4, 8)),
+            lambda: x[torch.tensor([1, 2])],
+        ):
+            with pytest.raises(HostWaits, match=r"simulated_device_cases\.py"):
+                wait()
+        with pytest.raises(RuntimeError, match="same device"):
+            x + torch.ones(4, 8)
+        with pytest.raises(RuntimeError, match="must have same reduction dim"):
+            x @ x
+        device.may_wait = True
+
+
+def _share_with_another_stream(device: Device, *, waits: bool, keeps: bool) -> bool:
+    """Use a tensor on another stream; return whether the result was wrong."""
+    other = Stream(device.scheduler, "other")
+    made = torch.ones(4, device=DEVICE) + 1
+    if waits:
+        other.wait_stream(device.scheduler.default)
+    device.scheduler.current = other
+    doubled = made * 2
+    device.scheduler.current = device.scheduler.default
+    if not keeps:
+        del made
+        gc.collect()
+    device.scheduler.default.synchronize()
+    with contextlib.suppress(ReadTooEarly):
+        doubled.cpu()
+    other.synchronize()
+    return _is_wrong(doubled, torch.full((4,), 4.0))
+
+
+def streams_that_do_not_wait_and_memory_that_is_not_kept_are_noticed(seeds: list[int]) -> None:
+    wrong = {(True, True): 0, (False, True): 0, (True, False): 0}
+    for seed in seeds:
+        for waits, keeps in wrong:
+            with simulated_device(seed) as device:
+                wrong[waits, keeps] += _share_with_another_stream(device, waits=waits, keeps=keeps)
+    assert wrong[True, True] == 0
+    assert wrong[False, True] > len(seeds) // 10
+    assert wrong[True, False] > len(seeds) // 10
+
+
+def collectives_are_in_order_and_seen_after_a_wait(seeds: list[int]) -> None:
+    """Sums, a gather and an exchange by one communicator; the results are read with and without `wait`."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    wrong = 0
+    for seed in seeds:
+        with simulated_device(seed + rank):
+            group = group_of_all()
+            x = torch.full((3,), rank + 1.0).to(DEVICE)
+            works = [group.allreduce([x]) for _ in range(3)]
+            for work in works[:-1]:
+                work.wait()
+            last = works[-1].get_future().then(lambda future: future.value()[0] + 1)
+            gathered = torch.empty(size * 3).to(DEVICE)
+            allgather_flat(group, gathered, last.wait()).wait()
+            assert gathered.cpu().tolist() == [sum(range(size + 1)) * size * size + 1.0] * 3 * size
+            mean = torch.full((2,), float(rank)).to(DEVICE)
+            dist.all_reduce(mean, dist.ReduceOp.AVG, group=group)
+            assert mean.cpu().tolist() == [(size - 1) / 2] * 2
+            late = torch.ones(2).to(DEVICE)
+            work = group.allreduce([late])
+            try:
+                wrong += late.cpu().tolist() != [float(size)] * 2
+            except ReadTooEarly:
+                wrong += 1
+            work.wait()
+            assert late.cpu().tolist() == [float(size)] * 2
+            torch.accelerator.synchronize()
+            dist.barrier()
+    assert wrong > len(seeds) // 2, wrong
+
+
+def a_peer_that_does_not_come_is_waited_for_until_an_abort(seed: int) -> float:
+    with simulated_device(seed):
+        group = group_of_all()
+        began = time.monotonic()
+        if dist.get_rank() == 0:
+            x = torch.ones(2).to(DEVICE)
+            threading.Timer(0.5, group._get_backend(torch.device(DEVICE)).abort).start()
+            work = group.allreduce([x])
+            work.wait()
+            event = torch.accelerator.current_stream().record_event()
+            for _ in range(50):
+                assert not event.query()
+            assert not work.is_completed()
+            event.synchronize()
+            later = torch.ones(2).to(DEVICE)
+            group.allreduce([later]).wait()
+            assert later.isnan().all().cpu()
+        waited_s = time.monotonic() - began
+        dist.barrier()
+        return waited_s
+
+
+def planted_faults_are_noticed(seeds: list[int]) -> None:
+    """A status read early, a buffer used again before its transfer has ended, a scale read before its copy."""
+    noticed = dict.fromkeys(FAULTS, 0)
+    for seed in seeds:
+        for fault in FAULTS:
+            for has_fault in (False, True):
+                with simulated_device(seed):
+                    try:
+                        is_right = fault(has_fault)
+                        torch.accelerator.synchronize()
+                    except ReadTooEarly:
+                        is_right = False
+                if has_fault:
+                    noticed[fault] += not is_right
+                else:
+                    assert is_right, (fault, seed)
+    assert all(count > len(seeds) // 2 for count in noticed.values()), noticed
+
+
+def _status_read_early(has_fault: bool) -> bool:
+    status = torch.zeros(3).to(DEVICE)
+    buffer = PinnedBuffer(3, torch.float32, status.device)
+    buffer.start_fetching([status + 1])
+    memory = buffer._memory if has_fault else buffer.wait()
+    return bool(memory.numpy().sum() == 3)
+
+
+def _buffer_used_again(has_fault: bool) -> bool:
+    buffer = PinnedBuffer(3, torch.float32, torch.device(DEVICE))
+    sent, sent_next = torch.zeros(3).to(DEVICE), torch.zeros(3).to(DEVICE)
+    buffer.start_sending([torch.ones(3)], [sent])
+    if has_fault:
+        buffer._is_busy = False
+    buffer.start_sending([torch.full((3,), 2.0)], [sent_next])
+    return sent.cpu().tolist() == [1.0] * 3 and sent_next.cpu().tolist() == [2.0] * 3
+
+
+def _scale_read_before_its_copy(has_fault: bool) -> bool:
+    scale = (torch.full((1,), 2.0).to(DEVICE) * 4).to("cpu", non_blocking=True)
+    if not has_fault:
+        torch.accelerator.synchronize()
+    return bool(scale.numpy()[0] == 8.0)
+
+
+FAULTS: tuple[Callable[[bool], bool], ...] = (_status_read_early, _buffer_used_again, _scale_read_before_its_copy)
+
+
+def gradients_come_when_they_are_waited_for(seeds: list[int]) -> None:
+    for seed in seeds:
+        with simulated_device(seed) as device:
+            buffer = PinnedBuffer(10, torch.float32, torch.device(DEVICE))
+            gradients = [torch.arange(6.0).view(2, 3).t().to(DEVICE), torch.full((), 7.0).to(DEVICE)]
+            device.may_wait = False
+            buffer.start_fetching(gradients)
+            for gradient in gradients:
+                gradient.zero_()  # what the device does next does not change what was copied
+            assert buffer.wait()[:7].tolist() == [0, 3, 1, 4, 2, 5, 7]
+            assert buffer.wait()[7:].isnan().all(), "no more than the gradients is written"
+
+
+def fetched_tensors_are_parted_and_cast(seeds: list[int]) -> None:
+    for seed in seeds:
+        with simulated_device(seed):
+            buffer = PinnedBuffer(6, torch.float32, torch.device(DEVICE))
+            buffer.start_fetching([torch.ones(2, 2).to(DEVICE), torch.zeros(2).to(DEVICE)])
+            into = [torch.empty(2, 2, dtype=torch.float64), torch.empty(2)]
+            buffer.finish_fetching(into)
+            assert [tensor.tolist() for tensor in into] == [[[1, 1], [1, 1]], [0, 0]]
+
+
+def memory_that_is_still_copied_from_is_not_overwritten(seeds: list[int]) -> None:
+    for seed in seeds:
+        with simulated_device(seed):
+            buffer = PinnedBuffer(4, torch.float32, torch.device(DEVICE))
+            first, second, third = (torch.zeros(2, 2).to(DEVICE) for _ in range(3))
+            values = torch.ones(4)
+            buffer.start_sending([values], [first])
+            values.fill_(2)  # the caller's again
+            buffer.start_sending([values.to(torch.bfloat16)], [second])  # short numbers become those of the memory
+            buffer.start_fetching([torch.full((4,), 5.0).to(DEVICE)])
+            assert buffer.wait().tolist() == [5] * 4
+            buffer.start_sending([torch.full((4,), 6.0)], [third])
+            assert [tensor.cpu().unique().tolist() for tensor in (first, second, third)] == [[1], [2], [6]]
