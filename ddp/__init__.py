@@ -19,6 +19,7 @@ from ddp.checkpoint.checkpoint import Checkpoint
 from ddp.compression import make_compression
 from ddp.data.metrics import gather_metrics, gather_samples
 from ddp.data.sampler import DistributedSampler
+from ddp.data.step_loader import StepLoader
 from ddp.data_parallel.replicas import check_replicas
 from ddp.data_parallel.wrapper import DistributedDataParallel
 from ddp.resilience.loop import resilient
@@ -36,6 +37,7 @@ __all__ = [
     "DistributedSampler",
     "LocalSGD",
     "State",
+    "StepLoader",
     "Trainer",
     "World",
     "callbacks",

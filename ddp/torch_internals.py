@@ -16,7 +16,6 @@ import itertools
 import os
 import sys
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import CodeType, FunctionType, ModuleType
@@ -315,44 +314,6 @@ def swap_active_ddp_module(module: object) -> object:
     return before
 
 
-@functools.cache
-@_unless_lacking
-def _watchers_of_batches() -> dict[int, tuple[weakref.ref[Any], weakref.WeakMethod[Callable[[], None]]]]:
-    """Make every DataLoader call the methods in the result, by the id of its sampler, before each batch. Permanent.
-
-    The keys are not weak references: the user's sampler may be a list, which supports neither these nor hashing.
-    """
-    calls: dict[int, tuple[weakref.ref[Any], weakref.WeakMethod[Callable[[], None]]]] = {}
-    iterator = torch.utils.data.dataloader._BaseDataLoaderIter
-    ask = iterator.__next__
-
-    @functools.wraps(ask)
-    def notify_and_ask(self: Any) -> Any:
-        sampler = _sampler_of(self)
-        known, method = calls.get(id(sampler), (None, None))
-        if known is not None and method is not None and known() is sampler and (call := method()) is not None:
-            call()
-        return ask(self)
-
-    iterator.__next__ = notify_and_ask  # type: ignore[method-assign]  # there is no hook
-    return calls
-
-
-@_unless_lacking
-def _sampler_of(iterator: Any) -> Any:
-    """Return the sampler of an iterator's DataLoader, its own or that of its BatchSampler. 1.2."""
-    batches = iterator._index_sampler
-    return getattr(batches, "sampler", batches)
-
-
-def call_before_batches(sampler: torch.utils.data.Sampler[int], method: Callable[[], None]) -> None:
-    """Call a bound method, which is not kept alive, before each batch of a DataLoader over `sampler`. 1.2.
-
-    The sampler itself does not see this moment: workers draw ahead.
-    """
-    _watchers_of_batches()[id(sampler)] = weakref.ref(sampler), weakref.WeakMethod(method)
-
-
 # Process groups.
 
 
@@ -477,10 +438,10 @@ def is_by_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
         return False
 
 
-def sums_in_rank_order(group: dist.ProcessGroup, device: torch.device) -> bool:
+def adds_in_fixed_order(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Return whether a backend declares that its sums do not depend on the sizes of tensors. 2.0."""
     try:
-        return bool(getattr(backend_of(group, device), "sums_in_rank_order", False))
+        return bool(getattr(backend_of(group, device), "adds_in_fixed_order", False))
     except (AttributeError, RuntimeError):
         return False
 

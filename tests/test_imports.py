@@ -48,7 +48,7 @@ ORDERS = {
         "strategies.central_storage", "strategies.sharding", "strategies.local_sgd", "strategies.tpu", "strategies",
         "resilience", "horovod", "verification", "checkpoint", "data_parallel",
         "data_parallel.planning", "data_parallel.buckets", "compression", "data", "comm", "monitoring", "world",
-        "group_store", "device_choice", "comm.shm", "comm.shared_memory", "generation",
+        "group_store", "device_choice", "comm.shm", "comm.shared_memory", "comm.combine", "generation",
         "monitoring.device_watch", "monitoring.user_code", "monitoring.stall_text", "monitoring.progress",
         "monitoring.debuggers", "monitoring.interrupts", "monitoring.timeline", "environment", "torch_internals",
         "errors",
@@ -175,9 +175,9 @@ def test_the_names_at_the_top_of_ddp_are_few() -> None:
     import ddp
 
     names = [
-        "Checkpoint", "DistributedDataParallel", "DistributedSampler", "LocalSGD", "State", "Trainer", "World",
-        "callbacks", "check_replicas", "compression", "errors", "gather_metrics", "gather_samples", "horovod", "init",
-        "make_compression", "resilient", "strategy", "verify",
+        "Checkpoint", "DistributedDataParallel", "DistributedSampler", "LocalSGD", "State", "StepLoader", "Trainer",
+        "World", "callbacks", "check_replicas", "compression", "errors", "gather_metrics", "gather_samples", "horovod",
+        "init", "make_compression", "resilient", "strategy", "verify",
     ]  # fmt: skip
     assert ddp.__all__ == names
     others = {name for name, value in vars(ddp).items() if not isinstance(value, types.ModuleType) and name[0] != "_"}

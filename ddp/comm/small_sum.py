@@ -11,8 +11,9 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -41,7 +42,7 @@ def add_up(group: dist.ProcessGroup, flat: torch.Tensor) -> None:
     Every rank must call it. Does not interfere with other collectives of the group. Raises RuntimeError if a rank is
     gone.
     """
-    finish(HostWork(_Sum(group, flat)))
+    finish(HostWork(_start(group, flat)))
 
 
 def _next_tag(group: dist.ProcessGroup) -> int:
@@ -49,7 +50,11 @@ def _next_tag(group: dist.ProcessGroup) -> int:
     return _FIRST_TAG + next(_calls.setdefault(group, itertools.count())) % _TAGS
 
 
-def _exchange(group: dist.ProcessGroup, flat: torch.Tensor, tag: int) -> None:
+def _start(group: dist.ProcessGroup, flat: torch.Tensor) -> Exchange:
+    return Exchange(group, partial(_add_up, group, flat, _next_tag(group)))
+
+
+def _add_up(group: dist.ProcessGroup, flat: torch.Tensor, tag: int) -> None:
     rank, size = group.rank(), group.size()
     inner = 1 << (size.bit_length() - 1)  # the largest power of two
     other = torch.empty_like(flat)
@@ -91,35 +96,38 @@ class SmallAdder:
     def start(self, flat: torch.Tensor) -> HostWork:
         """Start replacing `flat` by its sum. Every rank must start the sums of a group in the same order."""
         is_small = pays(self._group, flat.nbytes)
-        return HostWork(_Sum(self._group, flat) if is_small else self._group.allreduce([flat], self._options))
+        return HostWork(_start(self._group, flat) if is_small else self._group.allreduce([flat], self._options))
 
 
-class _Sum:
-    """One sum in the thread of its group, queued after those that were started before."""
+class Exchange:
+    """Blocking messages in a thread of a group, after those of the exchanges started before.
 
-    def __init__(self, group: dist.ProcessGroup, flat: torch.Tensor) -> None:
-        self._given: tuple[dist.ProcessGroup, torch.Tensor, int] | None = group, flat, _next_tag(group)
+    `exchange` makes them. It keeps the group alive until it ends, and nothing else may.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, exchange: Callable[[], None]) -> None:
+        self._exchange: Callable[[], None] | None = exchange
         self._done = threading.Event()
         self._error: Exception | None = None
-        _sums_of(group).put(self)
+        _queue_of(group).put(self)
 
     def run(self) -> None:
-        """Make its exchanges, in the thread; blocks."""
-        assert self._given is not None
+        """Make the exchange, in the thread; blocks."""
+        assert self._exchange is not None
         try:
             with torch.no_grad():
-                _exchange(*self._given)
+                self._exchange()
         except Exception as error:
             self._error = error
         finally:
-            self._given = None  # the group may go
+            self._exchange = None  # the group may go
             self._done.set()
 
     def is_completed(self) -> bool:
         return self._done.is_set()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the sum is complete. Raises RuntimeError if that takes too long, or a rank is gone."""
+        """Block until the exchange is complete. Raises RuntimeError if that takes too long, or a rank is gone."""
         if not self._done.wait(None if timeout is None else timeout.total_seconds()):
             raise RuntimeError("Operation timed out!")
         if self._error is not None:
@@ -127,22 +135,22 @@ class _Sum:
         return True
 
 
-_Sums = SimpleQueue[_Sum | None]  # None: the group has gone
-_sums: weakref.WeakKeyDictionary[dist.ProcessGroup, _Sums] = weakref.WeakKeyDictionary()
+_Queue = SimpleQueue[Exchange | None]  # None: the group has gone
+_queues: weakref.WeakKeyDictionary[dist.ProcessGroup, _Queue] = weakref.WeakKeyDictionary()
 
 
-def _sums_of(group: dist.ProcessGroup) -> _Sums:
-    """Return the queue of the thread that makes the sums of a group; it ends with the group."""
-    sums = _sums.get(group)
-    if sums is None:
-        sums = _sums[group] = SimpleQueue()
+def _queue_of(group: dist.ProcessGroup) -> _Queue:
+    """Return the queue of the thread that makes the exchanges of a group; it ends with the group."""
+    queue = _queues.get(group)
+    if queue is None:
+        queue = _queues[group] = SimpleQueue()
         # A daemon: at the end of the process it may still wait for a missing rank.
-        threading.Thread(target=_make_sums, args=(sums,), name="ddp-small-sums", daemon=True).start()
-        weakref.finalize(group, sums.put, None).atexit = False
-    return sums
+        threading.Thread(target=_make_exchanges, args=(queue,), name="ddp-exchanges", daemon=True).start()
+        weakref.finalize(group, queue.put, None).atexit = False
+    return queue
 
 
-def _make_sums(sums: _Sums) -> None:
-    while (each := sums.get()) is not None:
+def _make_exchanges(queue: _Queue) -> None:
+    while (each := queue.get()) is not None:
         each.run()
         del each  # not kept while waiting for the next

@@ -6,7 +6,7 @@ import itertools
 import operator
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any, Literal, get_args
 
 import torch
@@ -91,8 +91,6 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         self.drop_last = self.even == "drop"
         self.epoch = 0
         self._before_rest: Callable[[], None] | None = None
-        self._shares: Sequence[int] = (rank,)
-        self._batch = 0  # samples, if this rank has several shares
         self._length = len(dataset)
         self.places = 0  # how often the start of the next pass was set
         self.advanced = 0  # how often `advance` was called
@@ -110,15 +108,12 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
                 "make a sampler for it as it is, and a DataLoader with that"
             )
         order = choose(self._length, seed=self.seed, epoch=self.epoch) if self.shuffle else None
-        is_shared = len(self._shares) > 1
-        places = [self.start + share for share in (self._shares if is_shared else (self.rank,))]
-        most = self._batch if is_shared else _CHUNK
-        self._pass = _Pass(order, self._length, places, self.num_replicas, self.num_samples, most)
+        self._pass = _Pass(order, self._length, self.start + self.rank, self.num_replicas, self.num_samples)
         # chain counts nothing and runs no Python code between two indices of a chunk.
-        return _BatchByBatch(self._pass, most) if is_shared else itertools.chain.from_iterable(self._pass)
+        return itertools.chain.from_iterable(self._pass)
 
     def __len__(self) -> int:
-        return self.num_samples * len(self._shares)
+        return self.num_samples
 
     @property
     def drawn(self) -> int:
@@ -133,15 +128,6 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
     def before_rest(self, call: Callable[[], None]) -> None:
         """Run `call` when the loaded pass resumes; not if it starts from the beginning, or another one starts."""
         self._before_rest = call if self.start else None
-
-    def hand_out(self, shares: Sequence[int], replicas: int, batch: int) -> None:
-        """Yield the `shares` of `replicas` replicas in the next pass: batches of each in turn, up to the last samples.
-
-        `batch` is the batch size, which matters if there are several shares. `trained` counts the samples of all of
-        them.
-        """
-        self.rank, self.num_replicas = shares[-1], replicas
-        self._shares, self._batch = tuple(shares), batch
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the permutation of `epoch` and start at its beginning. Every rank must call it with the same number.
@@ -210,7 +196,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         self.start = position  # samples of the order that were done when this pass started
         self.trained = 0  # by this rank, in this pass, as reported to `advance`
         self._advanced = False
-        self._pass = _Pass(None, 0, (0,), 1, 0)
+        self._pass = _Pass(None, 0, 0, 1, 0)
         rest = max(0, self._length - position)
         full, over = divmod(rest, self.num_replicas)
         has_one_more = {"pad": over > 0, "drop": False, "exact": self.rank < over}[self.even]
@@ -222,16 +208,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         if self.even == "exact" and self.trained == self.num_samples and self._pass.is_exhausted:
             # The others' extra samples were in that step, or in one that had no batch for this rank.
             return self._length
-        return min(self.start + self._of_each_share() * self.num_replicas, self._length)
-
-    def _of_each_share(self) -> int:
-        """Return the number of samples of each share that this rank has trained on; with several, in whole steps."""
-        count = len(self._shares)
-        if count == 1:
-            return self.trained
-        steps, rest = divmod(self.trained, count * self._batch)
-        last = self.num_samples - steps * self._batch
-        return steps * self._batch + (last if rest and rest == count * last else 0)
+        return min(self.start + self.trained * self.num_replicas, self._length)
 
     def _where(self, position: int) -> Position:
         return Position(self.epoch, position, self._length, self.shuffle, self.seed)
@@ -240,20 +217,15 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
 class _Pass(Iterator[Iterator[int]]):
     """The indices of one rank in one pass, as one iterator per chunk, and the number drawn so far.
 
-    The shares of the rank start at `places` in the order, and have every `stride`-th of its `n` samples, `count`
-    each. Chunks have `most` samples, the last one of a share may have fewer; they come from each share in turn.
+    They are `count` of the `n` samples of the order, every `stride`-th from `place` on; the order starts again after n.
     """
 
-    def __init__(
-        self, order: Permutation | None, n: int, places: Sequence[int], stride: int, count: int, most: int = _CHUNK
-    ) -> None:
+    def __init__(self, order: Permutation | None, n: int, place: int, stride: int, count: int) -> None:
         self._order = order
         self._n = n
-        self._places = places  # in the permutation, which wraps around after n
+        self._place = place
         self._stride = stride
         self._count = count
-        self._most = most
-        self._turn = self._done = 0  # the next share, and the number of its samples that are done
         self._computed = 0
         self._chunk: Iterator[int] = iter(())
         self.is_exhausted = False  # whether more was requested than there is
@@ -261,18 +233,15 @@ class _Pass(Iterator[Iterator[int]]):
 
     def __next__(self) -> Iterator[int]:
         self.thread = threading.get_ident()
-        size = min(self._most, self._count - self._done)
+        size = min(_CHUNK, self._count - self._computed)
         if size == 0:
             self.is_exhausted = True
             raise StopIteration
-        begin = self._places[self._turn] + self._done * self._stride
+        begin = self._place + self._computed * self._stride
         end = begin + size * self._stride
         positions = torch.arange(begin, end, self._stride, device="cpu")  # (size,)
         if end - self._stride >= self._n:
             positions %= self._n
-        self._turn = (self._turn + 1) % len(self._places)
-        if self._turn == 0:
-            self._done += size
         self._computed += size
         self._chunk = iter((positions if self._order is None else self._order(positions)).tolist())
         return self._chunk
@@ -281,28 +250,6 @@ class _Pass(Iterator[Iterator[int]]):
     def drawn(self) -> int:
         """Number of indices drawn. A list iterator knows its remaining length, so no counter is needed."""
         return self._computed - operator.length_hint(self._chunk)
-
-
-class _BatchByBatch(Iterator[int]):
-    """The indices of a pass in batches of `size`. It ends after a shorter batch, and then continues with the next.
-
-    torch's BatchSampler continues after such an end, so no batch of a DataLoader has samples of two shares.
-    """
-
-    def __init__(self, batches: _Pass, size: int) -> None:
-        self._batches, self._size = batches, size
-        self._batch: Iterator[int] = iter(())
-        self._is_short = False
-
-    def __next__(self) -> int:
-        for index in self._batch:
-            return index
-        if self._is_short:
-            self._is_short = False
-            raise StopIteration
-        self._batch = next(self._batches)
-        self._is_short = operator.length_hint(self._batch) < self._size
-        return next(self._batch)
 
 
 def rank_and_size(before: str, group: dist.ProcessGroup | None = None) -> tuple[int, int]:

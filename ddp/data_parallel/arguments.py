@@ -105,6 +105,15 @@ def checked_device(parameters: Sequence[tuple[str, nn.Parameter]]) -> torch.devi
     return first.device
 
 
+def checked_deterministic(deterministic: bool | None, device: torch.device, compression: object) -> bool | None:
+    """Return the argument, after checking that it is possible: raises UnsupportedError or ArgumentError."""
+    if deterministic and device.type != "cpu":
+        raise UnsupportedError(f"deterministic=True for a module on {device}: it is for modules on the CPU")
+    if deterministic and compression is not None:
+        raise ArgumentError("deterministic=True and compression, which rounds on each rank: leave one of them out")
+    return deterministic
+
+
 def checked_group(group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup:
     """Return the group to average over. Raises NotInitializedError, or ArgumentError if this rank is not in it."""
     if device_mesh is not None:

@@ -14,6 +14,7 @@ import torch
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from ddp.data.micro_batch import MicroBatch
 from ddp.data_parallel.buckets.bucket_plan import Member
 from ddp.data_parallel.buckets.step_status import RankStatus, StatusSum
 from ddp.errors import DdpError
@@ -47,6 +48,7 @@ class Pass:
     unfrozen: Sequence[tuple[str, torch.nn.Parameter]] = ()
     has_joined: bool = False
     has_sent_status: bool = False
+    micro_batch: MicroBatch | None = None
 
     @property
     def has_backward(self) -> bool:
@@ -79,6 +81,7 @@ class PassPolicy(Protocol):
     """
 
     is_cleared: bool  # every gradient was None before the running backward pass
+    micro_batch: MicroBatch | None  # that of the last forward pass
 
     def choose(self, *, by_output: bool) -> Action:
         """Decide about the running backward pass; `by_output`: it has reached an output of an announced forward pass.

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from ddp.comm.broadcast import BufferSync
+from ddp.data.micro_batch import MicroBatch
 from ddp.monitoring.stall_report import StallReport
+from ddp.torch_internals import foreach_copy
 
 _NamedBuffers = Callable[[], Sequence[tuple[str, torch.Tensor]]]
 
@@ -53,6 +55,10 @@ class ForwardBuffers:
         self._report = report
         self._sync = sync
         self._are_of = -1  # number of reductions when buffers were last made equal
+        self._micro_batch: MicroBatch | None = None  # of the last forward pass
+        self._buffers: list[torch.Tensor] = []  # in a step of micro-batches, ...
+        self._first: list[torch.Tensor] = []  # ... their values at its beginning, ...
+        self._kept: list[torch.Tensor] | None = None  # ... and after micro-batch 0
 
     @property
     def are_stale(self) -> bool:
@@ -84,6 +90,29 @@ class ForwardBuffers:
             raise
         if not hook.is_before:
             hook.run(named())
+
+    def enter(self, micro_batch: MicroBatch, named: _NamedBuffers) -> None:
+        """Start the forward passes of a micro-batch with the buffers that its step began with."""
+        before, self._micro_batch = self._micro_batch, micro_batch
+        if micro_batch is before:
+            return
+        if micro_batch.is_first:
+            self._buffers = [buffer.detach() for _, buffer in named()]
+            self._first = [buffer.clone() for buffer in self._buffers]
+            return
+        if before is not None and before.index == 0:
+            self._kept = [buffer.clone() for buffer in self._buffers]
+        if self._buffers:
+            foreach_copy(self._buffers, self._first)
+
+    def end_step(self) -> None:
+        """Leave the buffers after micro-batch 0 on every rank. Every rank must call it; blocks."""
+        if self._kept:
+            foreach_copy(self._buffers, self._kept)
+        self._buffers, self._first, self._kept, self._micro_batch = [], [], None, None
+        if self._sync is not None:
+            self._sync.run(0)
+            self._are_of = self._report.step + 1
 
     def wait(self) -> None:
         """Wait for the futures of the hook."""

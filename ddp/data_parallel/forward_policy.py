@@ -9,15 +9,15 @@ from typing import Any
 import torch
 
 from ddp.comm.channel import Channel
+from ddp.data.micro_batch import MicroBatch, current
 from ddp.data_parallel.backward_pass import Action, Pass
 from ddp.data_parallel.buckets.bucket_plan import Member
 from ddp.data_parallel.buckets.step_status import RankStatus, StatusSum
 from ddp.data_parallel.checksum import WeightChecksum
 from ddp.data_parallel.forward_buffers import ForwardBuffers
-from ddp.data_parallel.micro_batches import MicroBatches
 from ddp.data_parallel.status_errors import drifted_meanwhile, forwards_differ, starts_differ, steps_of_each
 from ddp.data_parallel.step_watch import InBackwardOptimizers, StepWatch
-from ddp.errors import BackwardError, DdpError
+from ddp.errors import BackwardError, DdpError, UnsupportedError
 
 _MOST_OF_EQUAL_REPLICAS = 3  # times that replicas stay equal though ranks step unequally: then the user equalises them
 
@@ -37,10 +37,11 @@ class ForwardPolicy:
     """Reduces the backward passes of announced forward passes.
 
     `members` are the reducer's, and `step_watch` watches the same parameters. With `checksum`, every pass compares the
-    weights. With `micro_batches`, these determine the number of passes of a step on each rank.
+    weights.
     """
 
     is_cleared = False
+    micro_batch: MicroBatch | None = None
 
     def __init__(
         self,
@@ -50,9 +51,7 @@ class ForwardPolicy:
         buffers: ForwardBuffers,
         *,
         checksum: WeightChecksum | None,
-        micro_batches: MicroBatches | None,
     ) -> None:
-        self.micro_batches = micro_batches
         self.divides_by_active = False  # whether only ranks that have not joined count in the average
         self._channel = channel
         self._members = members
@@ -73,27 +72,41 @@ class ForwardPolicy:
 
         With `steps_alone`, this rank's next steps are not compared with the others' (LocalSGD).
         """
-        if self.micro_batches is not None and torch.is_grad_enabled():
-            self.micro_batches.before_pass()
+        if torch.is_grad_enabled():
+            self._enter_micro_batch()
         if steps_alone or self._steps_alone:
             self._watch.restart()
         self._steps_alone = steps_alone
         if self._in_backward_optimizers is None:
             self._in_backward_optimizers = InBackwardOptimizers(parameters)
 
+    def _enter_micro_batch(self) -> None:
+        before, self.micro_batch = self.micro_batch, current.micro_batch
+        if self.micro_batch is not None and self.micro_batch is not before and self.micro_batch.is_first:
+            if self._watch.is_kept():
+                raise BackwardError(
+                    "a step of ddp.StepLoader began while .grad held the averages of the last one, which would be "
+                    "added: call optimizer.zero_grad() in each step"
+                )
+            for member in self._members:
+                member.parameter.grad = None  # zeros may be -0.0 after a sum, which a fresh gradient would not be
+
+    def take_part(self, micro_batch: MicroBatch) -> None:
+        """Prepare for a reduction in a step of which this rank has no micro-batch."""
+        self.micro_batch = micro_batch
+
     def announce_local(self) -> None:
         """Announce that gradients of the next backward pass are only accumulated."""
+        if self.micro_batch is not None:
+            raise UnsupportedError(
+                "no_sync() in a step of ddp.StepLoader: leave it out, since the step accumulates its micro-batches"
+            )
         self._next = Action.LEAVE
-        if self.micro_batches is not None:
-            self.micro_batches.users_own += 1
 
     def announce(self, *, is_training: bool) -> Forward:
         """Announce that the next backward pass is reduced, or one of a step that will be; return its forward pass."""
-        steps = self.micro_batches
-        if steps is None or (steps.is_last and not steps.is_spare):
-            self._next = Action.REDUCE
-        else:
-            self._next = Action.DROP if steps.is_spare else Action.HOLD
+        is_last = self.micro_batch is None or self.micro_batch.is_last
+        self._next = Action.REDUCE if is_last else Action.HOLD
         forward = Forward()
         if is_training:
             self._forwards.append(forward)
@@ -116,43 +129,20 @@ class ForwardPolicy:
     # Called by the reducer: see PassPolicy
 
     def choose(self, *, by_output: bool) -> Action:
-        if self._next in (Action.HOLD, Action.DROP):
-            self._refuse_other_grads(self._watch.is_kept())
-            return self._next
-        return Action.REDUCE if by_output else self._next
+        return Action.REDUCE if by_output and self._next is not Action.HOLD else self._next
 
     def held(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
-        steps = self.micro_batches
-        assert steps is not None
         self._next = Action.STRAY
-        if steps.is_last:
-            return True
-        steps.set_aside(parameters)
-        steps.passes += 1
+        self._close_opaque()
         return False
 
-    def _refuse_other_grads(self, is_kept: bool | None) -> None:
-        """Raise BackwardError for gradients in the sum of a step that are not of its micro-batches."""
-        if self.micro_batches is None:
-            return
-        if self.micro_batches.passes:
-            raise BackwardError(
-                "State(keep_global_batch=True): a backward pass began, and there was no state.commit() since the one "
-                "before: make one of each for a batch, and let the State accumulate"
-            )
-        if is_kept:
-            raise BackwardError(
-                "State(keep_global_batch=True): a backward pass began while .grad held the averages of the last step, "
-                "so their sum would depend on the number of ranks: call optimizer.zero_grad() in each step"
-            )
-
     def starting(self) -> None:
-        self._is_kept = self._watch.is_kept()
-        if self.micro_batches is not None:
-            self._refuse_other_grads(self._is_kept)
-            self.micro_batches.put_back()
+        self._is_kept = None if self.micro_batch is not None else self._watch.is_kept()
         if self._checksum is not None:
             self._checksum.start()
+        self._close_opaque()
+
+    def _close_opaque(self) -> None:
         opaque = [forward for forward in self._forwards if forward.is_opaque and forward.is_open]
         if opaque:
             opaque[-1].is_open = False
@@ -193,14 +183,12 @@ class ForwardPolicy:
         return checksum.compare(self._channel, self._channel.report.step + 1, counts=counts, why=why)
 
     def rank_count(self, statuses: StatusSum) -> int:
-        if self.micro_batches is not None:
-            return self.micro_batches.count
         return statuses.active if self.divides_by_active else self._channel.group.size()
 
     def delivered(self, first_used: torch.nn.Parameter, *, is_first: bool) -> None:
-        if self.micro_batches is not None:
-            self.micro_batches.passes += 1
         self._buffers.wait()
+        if self.micro_batch is not None:
+            self._buffers.end_step()
         if self._in_backward_optimizers is not None:
             self._in_backward_optimizers.step()
         self._watch.delivered(first_used)

@@ -78,8 +78,8 @@ class Reducer:
 
     `named` are the module's parameters in the order of registration, which all ranks share; those that do not require
     a gradient now are only watched. `sparse` names those with sparse gradients. With `as_views`, gradients in flat
-    buckets stay views of them. `planner` observes the first steps and may change the buckets. The owner sets `policy`
-    before the first gradient.
+    buckets stay views of them. `by_tree`: whether sums are those of `ddp.comm.tree_sum`; None: from `sum_by_tree` on.
+    `planner` observes the first steps and may change the buckets. The owner sets `policy` before the first gradient.
     Backward passes of one module must not run in two threads at once. If it is on several devices, the hooks in
     autograd's threads run one at a time, and all buckets are sent at the end of backward.
     """
@@ -95,6 +95,7 @@ class Reducer:
         *,
         sparse: frozenset[str],
         as_views: bool,
+        by_tree: bool | None = None,
         planner: BucketPlanner | None = None,
     ) -> None:
         check_engine()
@@ -124,6 +125,7 @@ class Reducer:
         self._named = list(named)
         self.hooks = GradientHooks()
         self._new_sums = partial(GradientSums, channel, self.members, limits=limits, as_views=as_views)
+        self._by_tree = by_tree
         self._divide({name for name, parameter in named if parameter.requires_grad}, sparse)
 
     def _divide(self, trained: Collection[str], sparse: Collection[str]) -> None:
@@ -133,7 +135,9 @@ class Reducer:
         pairs = [(name, parameter) for name, parameter in self._named if name in trained]
         self.members[:] = [Member(index, name, parameter) for index, (name, parameter) in enumerate(pairs)]
         self.sums = self._new_sums(
-            [member.index for member in self.members if member.name in sparse], own_status=self._own_status
+            [member.index for member in self.members if member.name in sparse],
+            by_tree=bool(self._by_tree),
+            own_status=self._own_status,
         )
         if self._comm_hook is not None:
             self.sums.use_hook(self._comm_hook)
@@ -168,8 +172,22 @@ class Reducer:
                 "register_comm_hook or register_builtin_comm_hook can only be called once. compression= registers one "
                 "too; wrap the module again for another hook"
             )
+        if self._by_tree:
+            raise UnsupportedError(
+                "deterministic=True and a communication hook or compression, which sum in another way: leave one out"
+            )
         self._comm_hook = hook
         self.sums.use_hook(hook)
+
+    def sum_by_tree(self) -> None:
+        """Let the bits of sums depend on the ranks alone from now on, unless that was ruled out, or there is a hook.
+
+        On devices it changes nothing. Every rank must call it, between passes.
+        """
+        is_on_host = all(parameter.is_cpu for _, parameter in self._named)
+        if self._by_tree is None and self._comm_hook is None and is_on_host:
+            self._by_tree = True
+            self.sums.use_tree()
 
     @property
     def has_hook(self) -> bool:
@@ -297,7 +315,7 @@ class Reducer:
             )
         self.report.check_in_step()
         self.settle()
-        pass_ = Pass(action, current_backward())
+        pass_ = Pass(action, current_backward(), micro_batch=self.policy.micro_batch)
         if action is Action.REDUCE:
             pass_.graphs = GraphKeeper() if torch.is_grad_enabled() else None  # backward(create_graph=True)
             self._start(pass_)
@@ -328,7 +346,7 @@ class Reducer:
         # The streams of several devices are synchronised with each other only at the end of backward.
         holds = self._watches or self._has_several_devices or pass_.graphs is not None or pass_.problem is not None
         holds = holds or (self.planner is not None and self.planner.holds)
-        self.sums.open(holds=holds, is_first_new=self.policy.is_cleared)
+        self.sums.open(holds=holds, is_first_new=self.policy.is_cleared, micro_batch=pass_.micro_batch)
         self._enter(Phase.REDUCING, pass_)
         self.report.at("in backward", self.sums.not_ready)
         self.mark("backward")
@@ -336,7 +354,7 @@ class Reducer:
 
     def reduce_now(self, *, joined: bool = False) -> None:
         """Take part in a reduction without a backward pass of this rank, with its present gradients. Blocks."""
-        pass_ = Pass(Action.REDUCE, has_joined=joined)
+        pass_ = Pass(Action.REDUCE, has_joined=joined, micro_batch=self.policy.micro_batch)
         self._start(pass_)
         _finish_together([(self, pass_)])
 
@@ -378,6 +396,8 @@ class Reducer:
             self.drop_gradients()
             self.sums.touched.clear()
             self._weight = None if self._weight is None else 0.0
+        elif pass_.micro_batch is not None:
+            self.sums.keep(pass_.micro_batch)
         self.report.at("between two backward passes of a step")
         if self.policy.held(self.parameters()):
             self.reduce_now()
@@ -403,7 +423,7 @@ class Reducer:
         self.drop_gradients()
         try:
             if self.report.is_in_step:  # else it is unknown which collectives of this pass were started
-                self.sums.send_nothing(RankStatus(failed=True))
+                self.sums.send_nothing(RankStatus(failed=True), self.policy.micro_batch)
                 self._enter(Phase.FAILED)
         except Exception:  # the hook raised again, or the group is broken: the others notice while they wait
             self.sums.end()
@@ -441,7 +461,7 @@ class Reducer:
             if pass_.problem is None:
                 self.sums.send_rest()
             else:
-                self.sums.send_nothing(self._own_status())
+                self.sums.send_nothing(self._own_status(), pass_.micro_batch)
         except BaseException as error:
             self.fail(describe_failure("the end of its backward pass", error))
             raise

@@ -22,9 +22,11 @@ from ddp.compression import Half, Int8, PowerSGD, make_compression
 from ddp.compression.compressor import Compressor
 from ddp.compression.compressors import named
 from ddp.compression.powersgd import PowerSGDCompressor
+from ddp.data.micro_batch import MicroBatch, current
 from ddp.data_parallel.arguments import (
     bucket_limits,
     check_torchs_arguments,
+    checked_deterministic,
     checked_device,
     checked_device_ids,
     checked_group,
@@ -34,7 +36,6 @@ from ddp.data_parallel.buckets.comm_hook import CommHook
 from ddp.data_parallel.checksum import WeightChecksum
 from ddp.data_parallel.forward_buffers import ForwardBuffers
 from ddp.data_parallel.forward_policy import ForwardPolicy, tensors_in
-from ddp.data_parallel.micro_batches import MicroBatches
 from ddp.data_parallel.module_watch import ModuleWatch, sparse_names
 from ddp.data_parallel.planning.bucket_planner import BucketPlanner, Measurement
 from ddp.data_parallel.planning.step_report import StepReport, explain
@@ -81,9 +82,9 @@ class DistributedDataParallel(TorchSurface):
     - `bucket_cap_mb`: size in MiB at which a bucket is closed; by default 25 (4 with compression), and 1 for the first
       so that communication starts early. `bucket_cap_mb_list`: one for each bucket in launch order. By default, these
       are only the initial sizes: on the CPU, after five steps, the sizes with the quickest simulated step on this link
-      replace them, but only if averages stay the same to the bit: with two ranks, or a backend that adds in the order
-      of the ranks for any size. "auto" allows it everywhere; then two runs of one script may differ in the last bits of
-      their sums. With a fixed `compression` or a communication hook the sizes stay, with a warning.
+      replace them, but only if averages stay the same to the bit: with two ranks, `deterministic`, or a backend whose
+      order of sums is the same for any size. "auto" allows it everywhere; then two runs of one script may differ in
+      the last bits of their sums. With a fixed `compression` or a communication hook the sizes stay, with a warning.
     - `gradient_as_bucket_view`: make `.grad` always a view of its bucket, even if it was another tensor before, and
       reuse the bucket even if an older gradient may still be referenced elsewhere. By default `.grad` is a view only if
       that cannot be noticed, and a gradient that is kept does not change.
@@ -96,6 +97,10 @@ class DistributedDataParallel(TorchSurface):
     These are new:
 
     - `compression`: how to send gradients: "bf16", "fp16", "int8" or "powersgd" (see `ddp.compression`).
+    - `deterministic`: with True, on the CPU, the bits of a sum depend on the ranks' gradients alone: not on buckets,
+      the backend, or which ranks share a host. The ranks are added in pairs, the pairs in pairs, and so on; 16-bit
+      gradients in float32. By default so in a function of `@ddp.resilient`, and with the backend `shm` on one host.
+      Not with compression or a communication hook.
     - `measure`: by default, on the CPU, collectives of three sizes are timed here (about 0.1 s at most on links of 10
       MB/s and more), and the first steps; buckets of the second and third step wait for the end of backward.
       `measurement` has the figures. With True also on a device, for `explain` only: by its events, which are read once
@@ -124,7 +129,6 @@ class DistributedDataParallel(TorchSurface):
     _policy: ForwardPolicy
     _forward_buffers: ForwardBuffers
     _end: Callable[[], Any] | None = None
-    _micro_batches: MicroBatches | None = None
     _method: Half | Int8 | PowerSGD | None = None  # of the compression that is used
 
     def __init__(
@@ -152,6 +156,7 @@ class DistributedDataParallel(TorchSurface):
         lazy_bucket_allocation: bool = False,
         *,
         compression: str | Half | Int8 | PowerSGD | None = None,
+        deterministic: bool | None = None,
         weight_checksum: bool = False,
         measure: bool | None = None,
         stall_timeout_s: float | None = None,
@@ -184,6 +189,7 @@ class DistributedDataParallel(TorchSurface):
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
         self.compression: Compressor | None = None
+        self._deterministic = checked_deterministic(deterministic, self.device, compression)
         self._weight_checksum = weight_checksum
         self._stall_timeout_s = stall_timeout_s
         self._replanning = replanning(
@@ -205,10 +211,11 @@ class DistributedDataParallel(TorchSurface):
                 if init_sync:
                     self._compare(channel, compression)
                     self._equalise(channel, 0, with_buffers=with_buffers)
-                self._attach(
-                    channel,
-                    None if self._replanning is None else BucketPlanner.of(channel, parameters, self._replanning),
-                )
+                planner = None
+                if self._replanning is not None:
+                    by_tree = bool(self._deterministic)
+                    planner = BucketPlanner.of(channel, parameters, self._replanning, by_tree=by_tree)
+                self._attach(channel, planner)
         if compression is not None and is_waiting:
             self._method = named(compression) if isinstance(compression, str) else compression
         elif compression is not None:
@@ -221,6 +228,7 @@ class DistributedDataParallel(TorchSurface):
             "broadcast_buffers": self.forward_sync_buffers,
             "ignored names": sorted(self.parameters_to_ignore),
             "compression": compression,
+            "deterministic": self._deterministic,
             "measure": self._replanning is not None,
             "weight_checksum": self._weight_checksum,
         }
@@ -247,6 +255,7 @@ class DistributedDataParallel(TorchSurface):
             self._limits,
             sparse=sparse_names(self.module),
             as_views=self.gradient_as_bucket_view,
+            by_tree=self._deterministic,
             planner=planner,
         )
         sync = None
@@ -259,7 +268,6 @@ class DistributedDataParallel(TorchSurface):
             StepWatch(reducer.module_watch.parameters, reducer.before_step),
             self._forward_buffers,
             checksum=WeightChecksum(named) if self._weight_checksum else None,
-            micro_batches=self._micro_batches,
         )
         reducer.policy = self._policy
         self._reducer = reducer
@@ -297,6 +305,10 @@ class DistributedDataParallel(TorchSurface):
     @not_traced  # see skip_package in ddp.torch_internals
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the wrapped module. Every rank must call it equally often: the first after a reduction copies buffers."""
+        micro_batch = current.micro_batch if torch.is_grad_enabled() else None
+        if micro_batch is not None:
+            current.is_used = True
+            self._take_micro_batches()
         reducer = self._reducer
         if reducer is None:
             self._check_not_left_behind()
@@ -328,6 +340,8 @@ class DistributedDataParallel(TorchSurface):
             if is_in_join(self):
                 _, root = share_iteration(reducer.channel, syncs=is_syncing, has_buffers=True)
             hooked = self._share_buffers(root)
+            if micro_batch is not None:
+                self._forward_buffers.enter(micro_batch, self._named_buffers)
             report.counted()
             with hooked:
                 inputs, kwargs = self._on_device(inputs, kwargs)
@@ -346,6 +360,30 @@ class DistributedDataParallel(TorchSurface):
         finally:
             swap_active_ddp_module(active)
         return output
+
+    def _take_micro_batches(self) -> None:
+        """Sum by micro-batches from now on, also in a world of one. Raises UnsupportedError if that is not possible."""
+        if self.device.type != "cpu" or self.is_multi_device_module:
+            raise UnsupportedError(f"ddp.StepLoader with a model on {self.device}: it is for models on the CPU")
+        if self.compression is not None or (self._reducer is not None and self._reducer.has_hook):
+            raise UnsupportedError("ddp.StepLoader with compression or a communication hook, which round on each rank")
+        if self.steps_alone:
+            raise UnsupportedError("ddp.StepLoader with LocalSGD: ranks that step alone have no step in common")
+        group = vars(self).get("process_group")
+        if self._reducer is None and group is not None and not is_pending(group):
+            self._least_ranks = 1
+            self._attach(self._new_channel())
+
+    def take_part(self, micro_batch: MicroBatch) -> None:
+        """Take part in the reduction of a step of which this rank has no micro-batch. Blocks; for `ddp.StepLoader`."""
+        self._take_micro_batches()
+        reducer = self._reducer
+        assert reducer is not None
+        reducer.settle()
+        with self._share_buffers(0):
+            reducer.drop_gradients()
+        self._policy.take_part(micro_batch)
+        reducer.reduce_now()
 
     def _on_device(self, inputs: Any, kwargs: Any) -> Any:
         """Move tensors among the inputs to the device of `device_ids`, if that was given."""
@@ -476,15 +514,6 @@ class DistributedDataParallel(TorchSurface):
     def average_over(self, group: dist.ProcessGroup) -> None:
         """Average over the ranks of `group` from now on, like `_update_process_group`; for other modules of ddp."""
         self._update_process_group(group)
-
-    def step_in(self, micro_batches: MicroBatches | None) -> None:
-        """Make a step of `micro_batches` from now on, also in a group of one rank; for other modules of ddp.
-
-        None: of one pass again.
-        """
-        self._micro_batches, self._least_ranks = micro_batches, 1
-        if self._reducer is not None:
-            self._policy.micro_batches = micro_batches
 
     @property
     def gradient_reducer(self) -> Reducer | None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ddp.comm.channel import Channel
 from ddp.comm.fingerprint import fingerprints
+from ddp.data.micro_batch import MicroBatch
 from ddp.data_parallel.backward_pass import Action, Pass
 from ddp.data_parallel.buckets.bucket_plan import Member
 from ddp.data_parallel.buckets.step_status import RankStatus, StatusSum
@@ -28,6 +29,7 @@ class CountingPolicy:
     the attached reducer. `on_sparse` is called after a first pass with sparse gradients that the reducer did not know.
     """
 
+    micro_batch: MicroBatch | None = None
     _channel: Channel
     _members: Sequence[Member]
 

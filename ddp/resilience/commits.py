@@ -24,7 +24,6 @@ from ddp.errors import ArgumentError, CollectiveError, ReplacementError, Unsuppo
 from ddp.generation.pending_group import left_out
 from ddp.horovod.optimizer import is_distributed
 from ddp.resilience.copies import copied
-from ddp.resilience.global_batch import GlobalBatch
 from ddp.resilience.join_point import JoinPoint
 from ddp.resilience.parts import ModelPart, OptimizerPart, Part, ReducingPart, SamplerPart
 from ddp.resilience.rank_page import RankPage
@@ -55,7 +54,6 @@ class Commits:
         self._optimizers = [part for part in parts.values() if isinstance(part, OptimizerPart)]
         self._samplers = [part for part in parts.values() if isinstance(part, SamplerPart)]
         self._reducing: list[ReducingPart] = [*self._models.values(), *self._optimizers]
-        self._global_batch = next((part for part in self._samplers if isinstance(part, GlobalBatch)), None)
         self._page: RankPage | None = None
         self._averages: list[tuple[AveragedModel, nn.Module]] = []  # and the models that they average
         self._place = 0, 1  # rank and world size
@@ -105,8 +103,6 @@ class Commits:
             if model.wrapper is None:
                 model.call_before_sending(self.sending)
         self._place = dist.get_rank(), dist.get_world_size()
-        if self._global_batch is not None:
-            self._global_batch.start(self._place, self.parts, self._values)
         if has_state:
             self.number = -1
             self._count()
@@ -152,8 +148,6 @@ class Commits:
                 "several optimizers of ddp.horovod in a resilient function: wrap the models in "
                 "ddp.DistributedDataParallel, or give all parameters to one optimizer"
             )
-        if self._global_batch is not None and (problem := self._global_batch.obstacle(self.parts)):
-            return problem
         given = self._trained()
         for part in self._models.values():
             if problem := part.obstacle(given):
@@ -193,20 +187,21 @@ class Commits:
                 model.call_before_sending(self.sending)
         for optimizer in self._optimizers:
             optimizer.attach(group)
+        for part in self._reducing:
+            if (reducer := part.reducer) is not None:
+                reducer.sum_by_tree()
 
     def interrupted(self) -> None:
         """Handle a failed group: raise ReplacementError for state that the next one would lack."""
         for model in self._models.values():
             model.interrupted()
 
-    def take(self) -> bool:
-        """Commit the present state; return False if that is in the middle of a step of several passes."""
+    def take(self) -> None:
+        """Commit the present state."""
         if self._page is None:  # no other process could take over
             self._count()
-            return True
+            return
         self._check_passed()
-        if self._global_batch is not None and not self._global_batch.ends_step():
-            return False
         has_stepped = any(part.has_stepped for part in self._optimizers)
         if self._count() and has_stepped:
             raise ArgumentError(
@@ -217,7 +212,6 @@ class Commits:
                 "sampler.advance(0) also if this step has no samples"
             )
         self._keep()
-        return True
 
     def _count(self) -> bool:
         """Count the samples trained on since the last commit; return whether the samplers stand still."""

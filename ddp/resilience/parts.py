@@ -22,6 +22,7 @@ from ddp.comm.broadcast_objects import broadcast_optimizer_state
 from ddp.comm.codec import encode
 from ddp.data.replica_loader import ReplicaLoader
 from ddp.data.sampler import DistributedSampler
+from ddp.data.step_loader import StepLoader
 from ddp.data_parallel.reducer import Reducer
 from ddp.data_parallel.wrapper import DistributedDataParallel
 from ddp.errors import ArgumentError, ReplacementError, UnsupportedError
@@ -298,25 +299,16 @@ class OptimizerPart(ReducingPart):
             ]
         self._has_stepped = True
 
-    def now(self) -> list[dict[str, Any]]:
-        """Return its settings, for `undo`."""
-        return [_settings(group) for group in self.optimizer.param_groups]
-
-    def undo(self, settings: Sequence[Mapping[str, Any]]) -> None:
-        """Restore the settings of `now`. Steps since then, which have left no other trace, do not count."""
-        for group, then in zip(self.optimizer.param_groups, settings, strict=True):
-            group |= {name: copied(value) for name, value in then.items()}
-        self._has_stepped = False
-
     def keep(self) -> None:
         super().keep()
-        self._groups = self.now()
+        self._groups = [_settings(group) for group in self.optimizer.param_groups]
         self._has_stepped = False
 
     def roll_back(self) -> None:
         super().roll_back()
-        has_stepped = self._has_stepped
-        self.undo(self._groups)
+        has_stepped, self._has_stepped = self._has_stepped, False
+        for group, then in zip(self.optimizer.param_groups, self._groups, strict=True):
+            group |= {name: copied(value) for name, value in then.items()}
         if not has_stepped:
             return
         foreach_copy([parameter.detach() for parameter in self.parameters], self._values)
@@ -341,14 +333,6 @@ class StatefulPart(Part):
         self._stateful = stateful
         self._copies = Copies()
         self._kept: Any = None
-
-    def now(self) -> Any:
-        """Return a copy of its state, for `undo`."""
-        return copied(self._stateful.state_dict())
-
-    def undo(self, state: Any) -> None:
-        """Restore the state of `now`."""
-        self.receive(state)
 
     def keep(self) -> None:
         self._kept = self._copies.of(self._stateful.state_dict())
@@ -396,7 +380,7 @@ class SamplerPart(Part):
     @property
     def can_deal_over(self) -> bool:
         """Whether it can deal the rest of an epoch to another number of ranks."""
-        return isinstance(self.sampler, DistributedSampler) or type(self.sampler) is ReplicaLoader
+        return isinstance(self.sampler, DistributedSampler | StepLoader) or type(self.sampler) is ReplicaLoader
 
     def deal_over(self, before: tuple[int, int], place: tuple[int, int]) -> None:
         """Deal to other ranks than `before` (rank, size): the rest of the epoch, from `begin` on."""
@@ -408,7 +392,9 @@ class SamplerPart(Part):
             )
         if isinstance(sampler, ReplicaLoader):
             sampler.deal_over(before, place)
-        elif (sampler.rank, sampler.num_replicas) == before:  # otherwise the script has set them
+        elif (
+            isinstance(sampler, DistributedSampler) and (sampler.rank, sampler.num_replicas) == before
+        ):  # otherwise the script has set them
             sampler.rank, sampler.num_replicas = place
 
     def count(self) -> int:

@@ -11,9 +11,9 @@ from ddp.checkpoint.state import Stateful, given_parts, wrapper_of
 from ddp.comm.codec import encode
 from ddp.data.replica_loader import ReplicaLoader
 from ddp.data.sampler import DistributedSampler
+from ddp.data.step_loader import StepLoader
 from ddp.errors import ArgumentError
 from ddp.resilience.commits import Commits
-from ddp.resilience.global_batch import GlobalBatch, check_objects
 from ddp.resilience.parts import ModelPart, OptimizerPart, Part, SamplerPart, StatefulPart
 
 _ATOMS = frozenset({type(None), bool, int, float, str})
@@ -41,14 +41,8 @@ class State:
     one commit. Modules that no optimizer steps, such as averages of weights, should change only between the optimizer's
     step and the commit.
 
-    With `keep_global_batch`, a plain DataLoader over the `ddp.DistributedSampler` in the State, and the same loop, a
-    step keeps as many batches of that size as there were ranks when the function began, and the same samples in the
-    same order, when the world shrinks and when it grows again. If a rank has several, the loop runs once for each:
-    gradients are set aside after every backward pass except the last, so that optimizers, clipping and `zero_grad()`
-    find none, and `commit()` undoes the loop's changes to values, schedulers and settings of the optimizer since it
-    requested the batch. Then it returns False. Other effects happen for each: running sums in local variables,
-    statistics of batch normalization, random numbers, code after the commit. If the number of ranks does not divide
-    that of batches, some ranks see one twice, and its gradients are dropped.
+    With a `ddp.StepLoader`, as `loader=`, a step has the same samples and the same bits on any number of ranks, so the
+    number of ranks may change.
     """
 
     def __init__(
@@ -59,13 +53,11 @@ class State:
         scheduler: Stateful | None = None,
         scaler: Stateful | None = None,
         sampler: Stateful | None = None,
-        keep_global_batch: bool = False,
         **others: Any,
     ) -> None:
-        """Collect the objects, without communication. Raises ArgumentError for one without state, or unsendable values.
+        """Collect the objects, without communication.
 
-        With `keep_global_batch`, also if the objects are not as the class describes, and for gradient scalers, further
-        models and optimizers; UnsupportedError if torch's DataLoader lacks the required behaviour.
+        Raises ArgumentError for one without state, or unsendable values.
         """
         named = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "sampler": sampler}
         objects: dict[str, Any] = {name: given for name, given in named.items() if given is not None}
@@ -76,9 +68,6 @@ class State:
         for name, value in others.items():
             setattr(self, name, value)
         parts = {name: _part(name, given) for name, given in objects.items()}
-        if keep_global_batch:
-            check_objects(self.objects)
-            parts["sampler"] = GlobalBatch(self.objects["sampler"])
         owners = [each for each in objects.values() if hasattr(each, "own_state")]
         own["commits"] = Commits(parts, self.values, owners[0] if owners else None)
 
@@ -106,10 +95,8 @@ class State:
             encode(value)  # raises if it cannot be sent
         self.values[name] = value
 
-    def commit(self) -> bool:
+    def commit(self) -> None:
         """Mark the step as done: it will be neither repeated nor lost.
-
-        Returns whether it is done: False within a step of several batches on this rank (`keep_global_batch`).
 
         Call it on every rank after each step of the optimizer, with no collective between the two; with several
         optimizers, after the last one's. Communicates nothing. A DistributedSampler is advanced by the samples that it
@@ -120,10 +107,9 @@ class State:
         and several steps on one batch, each with a commit, need advance(0). Raises CollectiveError after a backward
         pass that failed.
         """
-        is_done = self.commits.take()
-        if is_done and (join_point := self.commits.join_point) is not None and self.commits.number is not None:
+        self.commits.take()
+        if (join_point := self.commits.join_point) is not None and self.commits.number is not None:
             join_point.committed(self.commits.number)
-        return is_done
 
 
 def _part(name: str, given: Any) -> Part:
@@ -131,6 +117,6 @@ def _part(name: str, given: Any) -> Part:
         return ModelPart(given_parts(model=given)["model"], wrapper_of(given))  # type: ignore[arg-type]  # a module
     if name == "optimizer" or isinstance(given, torch.optim.Optimizer):
         return OptimizerPart(name, given)
-    if name == "sampler" or isinstance(given, DistributedSampler | ReplicaLoader):
+    if name == "sampler" or isinstance(given, DistributedSampler | ReplicaLoader | StepLoader):
         return SamplerPart(given)
     return StatefulPart(name, given)

@@ -252,21 +252,3 @@ def test_trees_are_flattened_and_mapped() -> None:
     assert internals.tree_leaves(tree) == internals.tree_flatten(tree)[0] == [1, 2, 3]
     assert internals.tree_map(lambda leaf: leaf + 1, tree) == {"a": [2, 3], "b": (4,)}
     assert internals.tree_map_only(str, len, ["abc", 1]) == [3, 1]
-
-
-def test_a_loader_is_asked_for_each_batch_whatever_the_samplers_of_others_are() -> None:
-    class Told:
-        count = 0
-
-        def note(self) -> None:
-            self.count += 1
-
-    data, told = torch.utils.data.TensorDataset(torch.arange(4.0)), Told()
-    sampler = torch.utils.data.SequentialSampler(data)
-    internals.call_before_batches(sampler, told.note)
-    assert len([*torch.utils.data.DataLoader(data, batch_size=2, sampler=sampler)]) == 2
-    assert told.count == 3, "the third time there was none"
-    assert (
-        len([*torch.utils.data.DataLoader(data, batch_sampler=[[0, 1], [2], [3]])]) == 3
-    )  # neither hashed nor referred to weakly
-    assert told.count == 3

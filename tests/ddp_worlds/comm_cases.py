@@ -162,7 +162,7 @@ def small_sums_take_few_messages_and_are_the_same_bits() -> None:
 
 def small_sums_of_a_group_are_made_by_one_thread_that_ends_with_it() -> None:
     def threads() -> list[threading.Thread]:
-        return [each for each in threading.enumerate() if each.name.startswith("ddp-small-sum")]
+        return [each for each in threading.enumerate() if each.name.startswith("ddp-exchanges")]
 
     group, before = dist.new_group(backend="gloo"), threads()
     numbers = set()

@@ -335,27 +335,6 @@ def _compiled_state() -> None:
     assert unwrapped(cast(torch.nn.Module, torch.compile(model, backend="eager"))) is model
 
 
-def _batches() -> None:
-    import torch
-    from torch.utils.data import DataLoader, TensorDataset
-
-    import ddp
-    from ddp.torch_internals import call_before_batches
-
-    class Counter:
-        asked = 0
-
-        def count(self) -> None:
-            self.asked += 1
-
-    counter, data = Counter(), TensorDataset(torch.ones(4, 1))
-    sampler = ddp.DistributedSampler(data)
-    call_before_batches(sampler, counter.count)
-    assert counter.asked == 0
-    (_,) = next(iter(DataLoader(data, sampler=sampler)))
-    assert counter.asked == 1
-
-
 def _x() -> Any:
     import torch
 
@@ -377,7 +356,6 @@ FEATURES: dict[str, Callable[[], None]] = {
     "other devices beside shm": _other_devices_beside_shm,
     "buffers' versions": _version,
     "states of compiled models": _compiled_state,
-    "batches": _batches,
 }
 
 

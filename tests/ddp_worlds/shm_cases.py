@@ -52,13 +52,14 @@ _EXACT = (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR)
 
 
 def expected(op: Any, parts: list[torch.Tensor]) -> torch.Tensor:
-    """Rank 0 with rank 1 with ...; half precision in float32, rounded once."""
+    """Neighbours in pairs, then the pairs in pairs, and so on; half precision in float32, rounded once."""
     dtype = parts[0].dtype
     wide = torch.float32 if dtype.itemsize < 4 and dtype.is_floating_point else dtype
     average = op == dist.ReduceOp.AVG
-    total = parts[0].to(wide)
-    for part in parts[1:]:
-        total = _STEPS[dist.ReduceOp.SUM if average else op](total, part.to(wide))
+    step, level = _STEPS[dist.ReduceOp.SUM if average else op], [part.to(wide) for part in parts]
+    while len(level) > 1:
+        level = [step(*level[at : at + 2]) if at + 1 < len(level) else level[at] for at in range(0, len(level), 2)]
+    (total,) = level
     return (total / len(parts) if average else total).to(dtype)
 
 
@@ -73,7 +74,7 @@ def _calls() -> Iterator[tuple[Any, torch.dtype, int]]:
         yield dist.ReduceOp.AVG, dtype, 20_000
 
 
-def every_sum_has_the_bits_of_the_ranks_in_order() -> None:
+def every_sum_has_the_bits_of_the_tree() -> None:
     group, rank = make(), dist.get_rank()
     for op, dtype, size in _calls():
         parts = _all_values(size, dtype)

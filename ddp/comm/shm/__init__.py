@@ -12,13 +12,13 @@ group do, it goes by memory within hosts and by gloo between them (`across_hosts
 
 Data is copied once into memory that all ranks have mapped, and read there by its receivers. Collectives of a group run
 in the order in which they were called, each as rounds: a rank fills its slot, increments its counter, and continues
-when the counters of all ranks have arrived; messages run concurrently. Values are combined as rank 0 + rank 1 + ...
+when the counters of all ranks have arrived; messages run concurrently. Values are combined by one tree of the ranks
 for all sizes and timings, so the results are bitwise equal on all ranks and in every run; half precision, bfloat16 and
 float8 are combined in float32 and rounded once within a host. Over several hosts the sum of each host is rounded to the
 tensor's type, and then the sum of those once more.
 
 Bottom up: `waiting` (futex, fence), `agreement` (one answer for all ranks), `memory` (the mapped segments), `rounds`
-(counters, headers, dead ranks), `combine` and `collectives` (the algorithms), `messages` (send and recv), `process_end`
+(counters, headers, dead ranks), `collectives` (the algorithms), `messages` (send and recv), `process_end`
 (closes groups with the process), `engine` (order and threads of operations), `work` (flat tensors, and results),
 `other_devices`, `group` (the process group), `backend` (registration with torch).
 """

@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore
 
+from ddp.comm.combine import combine
 from ddp.comm.shm.collectives import Steps
-from ddp.comm.shm.combine import combine
 from ddp.comm.shm.rounds import Lost
 from ddp.monitoring.stall_text import ranks_text
 

@@ -5,8 +5,8 @@ memmoves in one thread, without the interpreter's lock. Data larger than a slot 
 
 Two ranks each combine the contents of both slots: one copy and one sum per byte. From three on, each rank combines its
 slice of a chunk and the others copy that: n - 1 sums become (n - 1)/n, and a copy is added. In both cases all ranks get
-the bits of rank 0 + rank 1 + ... (Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective Communication
-Operations in MPICH", has the same two methods over messages.)
+the bits of one tree (`ddp.comm.combine`). Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective
+Communication Operations in MPICH", have the same two methods over messages.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import partial
 
 import torch
 
-from ddp.comm.shm.combine import combine
+from ddp.comm.combine import Shares, combine
 from ddp.comm.shm.memory import SLOT_BYTES
 from ddp.comm.shm.rounds import Rounds, header
 from ddp.comm.shm.waiting import memmove
@@ -88,10 +88,8 @@ def _all_reduce_sliced(rounds: Rounds, flat: torch.Tensor, reduction: str) -> St
         rounds.post()
         yield
         rounds.check()
-        if index:  # the results of the previous chunk, which arrived in this round
-            start, length = spans[index - 1]
-            for peer, (begin, end) in zip(rounds.peers, _slices(length, rounds.size), strict=True):
-                memmove(address + start + begin, peer.slots[parity] + _RESULT, end - begin)
+        if index:
+            _take_results(rounds, address, *spans[index - 1])
         if index < len(spans):
             start, length = spans[index]
             begin, end = (each // itemsize for each in _slices(length, rounds.size)[rounds.rank])
@@ -100,6 +98,41 @@ def _all_reduce_sliced(rounds: Rounds, flat: torch.Tensor, reduction: str) -> St
                 parts[rounds.rank] = flat[start // itemsize :][begin:end]
                 out = own.slot(1 - parity, dtype)[results : results + end - begin]  # the slot of the next round
                 combine(reduction, parts, out)
+
+
+def sum_rows(rounds: Rounds, out: torch.Tensor, rows: Sequence[torch.Tensor], shares: Shares) -> Steps:
+    """Write the sum of all leaves to `out`; `rows` are the sums of this rank's subtrees, one of which may be `out`."""
+    most = max(map(len, shares.starts))
+    chunk = _CHUNK // most // _LINE * _LINE
+    words = header("sum_rows", out.dtype, out.numel(), "SUM", shares.leaves)
+    own, itemsize, dtype = rounds.own, out.itemsize, out.dtype
+    starts = [start for each in shares.starts for start in each]
+    spans = _spans(out.nbytes, chunk)
+    for index in range(len(spans) + 1):
+        parity = rounds.begin(words)
+        if index < len(spans):
+            start, length = spans[index]
+            for at, row in enumerate(rows):
+                memmove(own.slots[parity] + at * chunk, row.data_ptr() + start, length)
+        rounds.post()
+        yield
+        rounds.check()
+        if index:
+            _take_results(rounds, out.data_ptr(), *spans[index - 1])
+        if index < len(spans):
+            begin, end = (each // itemsize for each in _slices(length, rounds.size)[rounds.rank])
+            if begin < end:
+                every = [rounds.parts(dtype, at * chunk // itemsize + begin, end - begin) for at in range(most)]
+                parts = [every[at][rank] for rank, each in enumerate(shares.starts) for at in range(len(each))]
+                first = _RESULT // itemsize
+                total = own.slot(1 - parity, dtype)[first : first + end - begin]  # the slot of the next round
+                combine("SUM", parts, total, starts=starts, leaves=shares.leaves)
+
+
+def _take_results(rounds: Rounds, address: int, start: int, length: int) -> None:
+    """Copy the ranks' slices of a chunk's results, which arrived in this round."""
+    for peer, (begin, end) in zip(rounds.peers, _slices(length, rounds.size), strict=True):
+        memmove(address + start + begin, peer.slots[rounds.parity] + _RESULT, end - begin)
 
 
 def _slices(nbytes: int, size: int) -> list[tuple[int, int]]:
@@ -242,6 +275,7 @@ class Algorithms:
         for algorithm in (
             barrier,
             all_reduce,
+            sum_rows,
             reduce,
             reduce_scatter,
             broadcast,

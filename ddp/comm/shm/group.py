@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddp.comm.combine import Shares, reduction_of
 from ddp.comm.shm.collectives import Algorithms, Steps
-from ddp.comm.shm.combine import reduction_of
 from ddp.comm.shm.engine import Engine, Operation
 from ddp.comm.shm.memory import open_all
 from ddp.comm.shm.messages import Receive, Send
@@ -54,7 +54,7 @@ _ProcessGroup: Any = dist.ProcessGroup
 class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
     """Ranks that share a host's memory. All of them must make it; `timeout` also applies to each operation."""
 
-    sums_in_rank_order = True  # for all sizes
+    adds_in_fixed_order = True  # for all sizes
     supports_splitting = False
     supports_coalescing = False
     supports_time_estimate = False
@@ -154,6 +154,16 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
     def __del__(self) -> None:
         if "_engine" in vars(self):
             self._engine.close(limit_s=0)  # this may be any thread, in the middle of anything
+
+    def adds_by_tree(self, dtype: torch.dtype) -> bool:
+        """Return whether sums of numbers of `dtype` are those of `combine` over the ranks, for any hosts."""
+        return True
+
+    def sum_rows(self, out: torch.Tensor, rows: Sequence[torch.Tensor], shares: Shares) -> dist.Work:
+        """Start writing the sum of all leaves to `out`, see `ddp.comm.tree_sum`."""
+        flats = Flats()
+        each = [self._algorithms.sum_rows(flats.write(out), [flats.read(row) for row in rows], shares)]
+        return self._run("all_reduce", each, flats, [out], None, None)
 
     # Collectives with one tensor per rank.
 

@@ -29,7 +29,7 @@ _SLICE_S = 0.05  # how long a rank sleeps before it looks whether the others sti
 
 KINDS = (
     "barrier", "all_reduce", "broadcast", "reduce", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all",
-    "monitored_barrier", "connecting gloo",
+    "monitored_barrier", "connecting gloo", "sum_rows",
 )  # fmt: skip
 REDUCTIONS = ("none", "SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
 DTYPES: tuple[torch.dtype, ...] = tuple(

@@ -21,6 +21,7 @@ from ddp.comm.broadcast import broadcast_tensors
 from ddp.comm.channel import Channel
 from ddp.comm.failures import changing_together
 from ddp.comm.small_sum import SmallAdder
+from ddp.data.micro_batch import MicroBatch
 from ddp.data_parallel.buckets.bucket_plan import (
     BucketLimits,
     BucketPlan,
@@ -52,7 +53,8 @@ class GradientSums:
     """Sums of the gradients of `members`. With `as_views`, gradients in flat buckets stay views of them.
 
     `sparse` are the indices of members whose gradients are sparse: they are in no bucket. `own_status` returns this
-    rank's status; it is called before the last bucket is sent.
+    rank's status; it is called before the last bucket is sent. With `by_tree` the bits of a sum depend on the ranks
+    alone (`ddp.comm.tree_sum`).
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class GradientSums:
         *,
         limits: BucketLimits,
         as_views: bool,
+        by_tree: bool,
         own_status: Callable[[], RankStatus],
     ) -> None:
         self.is_open = False  # whether a pass sums the gradients that become ready now: set by the reducer
@@ -83,12 +86,15 @@ class GradientSums:
         self._sparse = [members[index] for index in sorted(sparse)]
         self.limits = self._first_limits = limits
         self._as_views = as_views
+        self._by_tree = by_tree
         self._own_status = own_status
         self._hook: CommHook | None = None
         self._transfer_of: list[Transfer] = []  # by index; never replaced, since the hooks hold this list
         self._transfers: list[Transfer] = []
         self._next = 0  # the first transfer that has not been sent in this pass
         self._absent: list[int] = []  # members without a gradient of this rank in this pass
+        self._before: dict[int, None] = {}  # those with one in earlier micro-batches of the step
+        self._sparse_rows: dict[int, list[torch.Tensor]] = {}  # sparse gradients of these micro-batches, by index
         self._statuses = torch.empty(0, device="cpu")  # the last step status
         self.plan([index for index in reversed(range(len(members))) if index not in sparse])
 
@@ -229,7 +235,7 @@ class GradientSums:
         if not members:
             sender = SmallAdder(self._channel.control)
         elif self._hook is None:
-            sender = Adder(self._channel.group, plan.device, self.limits.piece_bytes)
+            sender = Adder(self._channel.group, plan.device, self.limits.piece_bytes, by_tree=self._by_tree)
         else:
             sender = HookSender(self._hook, GradBucket(index, plan, members, is_last=index == count - 2), plan.numel)
         if plan.is_own:
@@ -241,17 +247,41 @@ class GradientSums:
         self._hook = hook
         self.plan(self.order)
 
+    def use_tree(self) -> None:
+        """Sum by the tree from now on. Every rank must call it between passes."""
+        self._by_tree = True
+        self.plan(self.order)
+
     @property
     def has_hook(self) -> bool:
         return self._hook is not None
 
     # A pass
 
-    def open(self, *, holds: bool, is_first_new: bool) -> None:
+    def keep(self, micro_batch: MicroBatch) -> None:
+        """Keep the gradients of a micro-batch that is not the rank's last, as part of the step's sum."""
+        self._enter(micro_batch)
+        for transfer in self._transfers:
+            if transfer.members:
+                transfer.keep(self.touched)
+        for member in self._sparse:
+            if member.index in self.touched and member.parameter.grad is not None:
+                self._sparse_rows.setdefault(member.index, []).append(member.parameter.grad / micro_batch.divisor)
+            member.parameter.grad = None
+        self._before |= self.touched
+        self.touched.clear()
+
+    def _enter(self, micro_batch: MicroBatch | None) -> None:
+        for transfer in self._transfers:
+            transfer.micro_batch = micro_batch
+
+    def open(self, *, holds: bool, is_first_new: bool, micro_batch: MicroBatch | None = None) -> None:
         """Prepare for the gradients of a backward pass. With `holds`, all buckets wait for its end.
 
         `is_first_new`: this backward pass has made the one gradient in `touched`; others that exist are older.
+        `micro_batch` is that of the pass, the last one of this rank.
         """
+        self._enter(micro_batch)
         self.holds, self.is_finite, self.arrived = holds, True, {}
         new = next(iter(self.touched), None) if is_first_new and len(self.touched) == 1 else None
         for transfer in self._transfers:
@@ -296,9 +326,11 @@ class GradientSums:
         if probe is not None and probe.index in transfer.indices and probe.index in touched:
             self.is_finite = _is_finite(probe.parameter.grad)
         if transfer is self._carrier:
+            self._absent = [index for index in self._absent if index not in self._before]
             if self._hook is not None:  # the step status must include a hook that fails later
                 self._wait_for(self._transfers[:-1])
-            self._absent += [member.index for member in self._sparse if member.index not in touched]
+            absent = (member.index for member in self._sparse if member.index not in touched)
+            self._absent += [index for index in absent if index not in self._before]
             write(self._own_status(), self._carrier.status, self._absent)
         self._send(transfer)
 
@@ -312,8 +344,9 @@ class GradientSums:
         self._next += 1
         self._channel.report.counted()
 
-    def send_nothing(self, status: RankStatus) -> None:
+    def send_nothing(self, status: RankStatus, micro_batch: MicroBatch | None = None) -> None:
         """Send zeros for all that has not been sent."""
+        self._enter(micro_batch)
         while self._next < len(self._transfers):
             self._await_previous()
             transfer = self._transfers[self._next]
@@ -356,17 +389,27 @@ class GradientSums:
         """Put `factor` times the averages into `.grad`, after `wait`. Blocks for sparse gradients."""
         absent = self._absent
         sparse = [member.index for member in self._sparse]
-        used = used_among(self._carrier.status, [*absent, *sparse])
+        used = {*used_among(self._carrier.status, [*absent, *sparse]), *self._before}
         for transfer in self._transfers:
             transfer.deliver(used, factor)
         for member in self._sparse:
             if member.index in used:
-                average_sparse(self._channel, member, factor)
+                average_sparse(self._channel, member, factor, self._rows_of(member))
+
+    def _rows_of(self, member: Member) -> list[torch.Tensor] | None:
+        """Return this rank's divided gradients of a sparse member, by micro-batch; None outside of a step of them."""
+        micro_batch, grad = self._carrier.micro_batch, member.parameter.grad
+        if micro_batch is None:
+            return None
+        rows = self._sparse_rows.get(member.index, [])
+        return [*rows, grad / micro_batch.divisor] if grad is not None and member.index in self.touched else rows
 
     def end(self) -> None:
         """Reset after a pass, whether or not it was delivered."""
         for transfer in self._transfers:
             transfer.drop()
+        self._before.clear()
+        self._sparse_rows.clear()
         self._absent = []
         self._next = 0
 

@@ -13,14 +13,18 @@ from __future__ import annotations
 import operator
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
 
+from ddp.comm.combine import Shares
 from ddp.comm.small_sum import reduce_options
+from ddp.comm.tree_sum import start_tree_sum
+from ddp.data.micro_batch import MicroBatch
 from ddp.data_parallel.buckets.bucket_plan import BucketPlan, Member, slot_view
 from ddp.errors import BackwardError
 from ddp.monitoring.stall_report import Pending
@@ -53,27 +57,36 @@ class Adder:
 
     If the backend averages by itself (NCCL), gradients are not divided. Otherwise each rank divides its share by
     `divisor` before the sum: then float16 does not overflow, and a copy that is made anyway divides at no cost. NCCL
-    does the same. A tensor of more than `piece_bytes` is sent in pieces.
+    does the same. A tensor of more than `piece_bytes` is sent in pieces. With `by_tree`, for host memory alone, sums
+    are those of `ddp.comm.tree_sum`.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, piece_bytes: int | None = None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, piece_bytes: int | None = None, *, by_tree: bool = False
+    ) -> None:
+        self._group = group
         is_average = device.type != "cpu" and _backends(group).get(device.type) == "nccl"
         self.divisor = 1 if is_average else group.size()
-        self._group = group
         self._options = reduce_options(dist.ReduceOp.AVG if is_average else dist.ReduceOp.SUM)
+        self._start: Callable[[torch.Tensor], Pending] = (
+            partial(start_tree_sum, group) if by_tree else lambda flat: group.allreduce([flat], self._options)
+        )
         self._piece_bytes = piece_bytes
 
     def start(self, flat: torch.Tensor) -> Pending:
         if self._piece_bytes is None or flat.nbytes <= self._piece_bytes:
-            return self._group.allreduce([flat], self._options)
-        pieces = torch.split(flat, self._piece_bytes // flat.itemsize)
-        return _Pieces([self._group.allreduce([piece], self._options) for piece in pieces])
+            return self._start(flat)
+        return _Pieces([self._start(piece) for piece in torch.split(flat, self._piece_bytes // flat.itemsize)])
+
+    def start_rows(self, flat: torch.Tensor, rows: Sequence[torch.Tensor], shares: Shares) -> Pending:
+        """Start writing the sum of a step's micro-batches to `flat`; see `ddp.comm.tree_sum`."""
+        return start_tree_sum(self._group, flat, rows, shares)
 
 
 class _Pieces:
     """The pieces of a tensor in transit."""
 
-    def __init__(self, works: Sequence[dist.Work]) -> None:
+    def __init__(self, works: Sequence[Pending]) -> None:
         self._works = works
 
     def is_completed(self) -> bool:
@@ -98,6 +111,47 @@ class Transfer(ABC):
         self.taken_early: frozenset[int] = frozenset()  # gradients for which `take_early` is called
         self.work: Pending | None = None
         self._sender = sender
+        self.micro_batch: MicroBatch | None = None  # that of the running pass
+        self._nodes: list[tuple[int, int]] = []  # subtrees of the step's micro-batches so far...
+        self._rows: list[torch.Tensor] = []  # ...and their sums
+
+    @property
+    def divisor(self) -> float:
+        """What gradients are divided by before they are added up."""
+        return self._sender.divisor if self.micro_batch is None else self.micro_batch.divisor
+
+    def keep(self, touched: Mapping[int, None]) -> None:
+        """Add the gradients of a micro-batch that is not the rank's last to its subtrees, and set `.grad` to None."""
+        self._push(_wide(self._row(touched)))
+        for member in self.members:
+            member.parameter.grad = None
+
+    @abstractmethod
+    def _row(self, touched: Mapping[int, None]) -> torch.Tensor:
+        """Return the divided gradients in memory of their own, zeros for absent ones."""
+
+    def _push(self, row: torch.Tensor) -> None:
+        assert self.micro_batch is not None
+        self._nodes.append((self.micro_batch.index, 1))
+        self._rows.append(row)
+        while (node := self.micro_batch.shares.merged(self._nodes)) is not None:
+            self._nodes[-2:] = [node]
+            row = self._rows.pop()
+            row += self._rows.pop()  # into the newer one, which may be the bucket itself; addition commutes
+            self._rows.append(row)
+
+    def _start(self, flat: torch.Tensor) -> None:
+        """Start the reduction of `flat`, which has this pass's gradients."""
+        micro_batch = self.micro_batch
+        if micro_batch is None or not self.members:
+            self.work = self._sender.start(flat)
+            return
+        assert isinstance(self._sender, Adder)  # hooks take no micro-batches
+        if count := len(micro_batch.shares.starts[micro_batch.rank]):
+            self._push(_wide(flat))
+        rows = self._rows + self._rows[-1:] * (count - len(self._rows))  # too few after a failure: any values will do
+        self.work = self._sender.start_rows(flat, rows[len(rows) - count :], micro_batch.shares)
+        self._nodes, self._rows = [], []
 
     @property
     def label(self) -> str:
@@ -139,6 +193,7 @@ class Transfer(ABC):
         """Reset, once the transfer has arrived or never will."""
         self.work = None
         self.missing.update(self.indices)
+        self._nodes, self._rows = [], []
         self._forget()
 
     @abstractmethod
@@ -168,9 +223,15 @@ class OwnTransfer(Transfer):
                 self._buffer.zero_()
             else:
                 self._buffer.copy_(dense(grad))
-        if self._sender.divisor != 1:
-            self._buffer.div_(self._sender.divisor)
+        if self.divisor != 1:
+            self._buffer.div_(self.divisor)
         return [self._member.index] if self._is_absent else []
+
+    def _row(self, touched: Mapping[int, None]) -> torch.Tensor:
+        self.gather(touched)
+        buffer, self._buffer = self._buffer, None
+        assert buffer is not None
+        return buffer.as_strided((buffer.numel(),), (1,))
 
     def gather_nothing(self) -> None:
         self._is_absent = True
@@ -187,7 +248,7 @@ class OwnTransfer(Transfer):
     def send(self) -> None:
         buffer = self._buffer
         assert buffer is not None
-        self.work = self._sender.start(buffer.as_strided((buffer.numel(),), (1,)))
+        self._start(buffer.as_strided((buffer.numel(),), (1,)))
 
     def deliver(self, used: Collection[int], factor: float) -> None:
         parameter, buffer = self._member.parameter, self._buffer
@@ -310,7 +371,7 @@ class FlatTransfer(Transfer):
         """Divide a large gradient into its place with one call, so that its memory is read and written once."""
         member, _, view = place
         self._taken.add(member.index)
-        torch.div(dense(grad), self._sender.divisor, out=view)
+        torch.div(dense(grad), self.divisor, out=view)
         if grad is not view:
             self._settle(place, grad)
 
@@ -325,7 +386,7 @@ class FlatTransfer(Transfer):
             self._places.append(view)
 
     def gather(self, touched: Mapping[int, None]) -> list[int]:
-        divisor = self._sender.divisor
+        divisor = self.divisor
         if self._region.small:
             self._gather_small(touched)
             if divisor != 1:
@@ -382,6 +443,18 @@ class FlatTransfer(Transfer):
         else:
             view.copy_(dense(grad))
 
+    def _row(self, touched: Mapping[int, None]) -> torch.Tensor:
+        row = torch.zeros_like(self._flat)
+        views, grads = [], []
+        for member, slot in zip(self.members, self._plan.slots, strict=True):
+            grad = member.parameter.grad
+            if grad is not None and member.index in touched:
+                views.append(slot_view(row, slot))
+                grads.append(dense(grad))
+        if grads:
+            foreach_copy(views, grads)
+        return row.div_(self.divisor)
+
     def gather_nothing(self) -> None:
         if self._region.is_given_away:  # it has gradients of an older step, which the user may have kept
             self._renew()
@@ -395,7 +468,7 @@ class FlatTransfer(Transfer):
         return self._flat[self._plan.numel :]
 
     def send(self) -> None:
-        self.work = self._sender.start(self._flat)
+        self._start(self._flat)
 
     def deliver(self, used: Collection[int], factor: float) -> None:
         if factor != 1.0:
@@ -415,6 +488,11 @@ class FlatTransfer(Transfer):
     def _forget(self) -> None:
         for record in (self._grads, self._places, self._absent, self._old, self._taken):
             record.clear()
+
+
+def _wide(row: torch.Tensor) -> torch.Tensor:
+    """Return 16-bit numbers in float32, in which subtrees are added up."""
+    return row.float() if row.dtype.is_floating_point and row.itemsize < 4 else row
 
 
 def ready_twice(member: Member) -> BackwardError:

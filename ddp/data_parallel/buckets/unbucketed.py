@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ddp.comm.channel import Channel
 from ddp.comm.objects import gather_values
+from ddp.comm.tree_sum import start_tree_sum
 from ddp.data_parallel.buckets.bucket_plan import Member
 from ddp.errors import BackwardError
 from ddp.monitoring.stall_report import finish
@@ -21,37 +22,55 @@ from ddp.monitoring.stall_report import finish
 _NONE, _SPARSE, _DENSE = range(3)
 
 
-def average_sparse(channel: Channel, member: Member, factor: float) -> None:
+def average_sparse(
+    channel: Channel, member: Member, factor: float, micro_batches: Sequence[torch.Tensor] | None = None
+) -> None:
     """Average the gradient of `member` over the ranks; `.grad` is sparse unless some rank's is dense.
 
     Every rank must call it; blocks. A rank's `.grad` may be None, sparse with any number of rows, or dense. The result
     is `factor` times the sum over the ranks divided by their number, and bitwise equal on all: each adds the rows in
-    the order of the ranks.
+    the order of the ranks. With this rank's `micro_batches`, it is the sum of these of all ranks, in their order.
     """
     with channel.report.waiting(f"exchange of the rows of {member.name!r}"):
-        _average(channel, member.parameter, factor)
+        if micro_batches is None:
+            grad = member.parameter.grad
+            _average(channel, member.parameter, [] if grad is None else [grad.detach()], factor / channel.group.size())
+            return
+        if any(each.layout is not torch.sparse_coo for each in micro_batches):
+            raise BackwardError(
+                f"the gradient of {member.name!r} is sparse in some micro-batches of a step and dense in others",
+                parameter=member.name,
+            )
+        _average(channel, member.parameter, micro_batches, factor)
 
 
-def _average(channel: Channel, parameter: torch.nn.Parameter, factor: float) -> None:
+def _average(channel: Channel, parameter: torch.nn.Parameter, gradients: Sequence[torch.Tensor], scale: float) -> None:
     group = channel.group
-    mine = None if parameter.grad is None else parameter.grad.detach()
-    if mine is not None and mine.layout is torch.sparse_coo:
-        mine = mine.coalesce() if mine.sparse_dim() == 1 else mine.to_dense()
+    mine = [_with_rows(each) for each in gradients]
     kinds, counts = _gathered_sizes(channel.control, mine)
-    scale = factor / group.size()
     if _DENSE in kinds:
-        total = torch.zeros_like(parameter) if mine is None else mine.to_dense() if mine.is_sparse else mine.clone()
-        finish(group.allreduce([total]), device=total.device)
+        total = torch.zeros_like(parameter)
+        for each in mine:
+            total += each
+        _add_up(group, total := total.contiguous())
         parameter.grad = total.mul_(scale)
         return
     parameter.grad = _summed_rows(group, parameter, mine, counts).mul_(scale)
 
 
-def _gathered_sizes(control: dist.ProcessGroup, mine: torch.Tensor | None) -> tuple[list[int], list[int]]:
+def _with_rows(grad: torch.Tensor) -> torch.Tensor:
+    """Return a sparse gradient coalesced, or dense if it is not one of whole rows."""
+    if grad.layout is not torch.sparse_coo:
+        return grad
+    return grad.coalesce() if grad.sparse_dim() == 1 else grad.to_dense()
+
+
+def _gathered_sizes(control: dist.ProcessGroup, mine: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
     """Return each rank's kind of gradient and number of rows; exchanged in host memory, where they are read."""
     kind, count = _NONE, 0
-    if mine is not None:
-        kind, count = (_SPARSE, len(mine.values())) if mine.is_sparse else (_DENSE, 0)
+    if mine:
+        is_sparse = all(each.is_sparse for each in mine)
+        kind, count = (_SPARSE, sum(len(each.values()) for each in mine)) if is_sparse else (_DENSE, 0)
     own = torch.tensor([kind, count], device="cpu")
     every = [torch.empty_like(own) for _ in range(control.size())]
     finish(control.allgather([every], [own]), device=own.device)
@@ -60,15 +79,15 @@ def _gathered_sizes(control: dist.ProcessGroup, mine: torch.Tensor | None) -> tu
 
 
 def _summed_rows(
-    group: dist.ProcessGroup, parameter: torch.Tensor, mine: torch.Tensor | None, counts: list[int]
+    group: dist.ProcessGroup, parameter: torch.Tensor, mine: Sequence[torch.Tensor], counts: list[int]
 ) -> torch.Tensor:
     """Return the sum of all ranks' sparse gradients, coalesced. The gather pads every rank's rows to the longest."""
     longest, own = max(counts), counts[group.rank()]
     indices = torch.zeros(longest, dtype=torch.int64, device=parameter.device)  # (rows,)
     values = torch.zeros(longest, *parameter.shape[1:], dtype=parameter.dtype, device=parameter.device)
-    if mine is not None and own:
-        indices[:own] = mine.indices()[0]
-        values[:own] = mine.values()
+    if own:
+        indices[:own] = torch.cat([each.indices()[0] for each in mine])
+        values[:own] = torch.cat([each.values() for each in mine])
     every_index = [torch.empty_like(indices) for _ in counts]
     every_value = [torch.empty_like(values) for _ in counts]
     if longest:
@@ -79,6 +98,12 @@ def _summed_rows(
     return torch.sparse_coo_tensor(
         rows[None], entries, parameter.shape, device=entries.device, check_invariants=False
     ).coalesce()
+
+
+def _add_up(group: dist.ProcessGroup, dense: torch.Tensor) -> None:
+    """Replace a contiguous tensor by its sum over the ranks; in host memory always by the tree, since it is rare."""
+    flat = dense.view(-1)
+    finish(start_tree_sum(group, flat) if flat.is_cpu else group.allreduce([flat]), device=flat.device)
 
 
 _Named = tuple[str, torch.nn.Parameter]
@@ -100,7 +125,7 @@ def average_unfrozen(group: dist.ProcessGroup, mine: Sequence[_Named], factor: f
         total = torch.zeros_like(parameter) if grad is None else grad.detach().to_dense().clone()
         flat = torch.view_as_real(total) if total.is_complex() else total
         flat = flat.contiguous().div_(group.size())
-        finish(group.allreduce([flat]), device=flat.device)
+        _add_up(group, flat)
         flat.mul_(factor)
         average = torch.view_as_complex(flat) if total.is_complex() else flat
         if grad is None or grad.layout is not torch.strided:

@@ -25,7 +25,7 @@ from ddp.data_parallel.buckets.gradient_sums import GradientSums
 from ddp.data_parallel.planning.link_cost import LinkCost, agree, measure_link
 from ddp.data_parallel.planning.simulate import Choice, GradReady, StepRecord, buckets_of, choose, simulate
 from ddp.data_parallel.planning.step_timer import Clock, StepTimer, StepTimes, TimedStep, clock_of
-from ddp.torch_internals import backend_of, sums_in_rank_order
+from ddp.torch_internals import adds_in_fixed_order, backend_of
 
 _HELD_STEPS = 2
 _FREE_STEPS = 2
@@ -67,17 +67,22 @@ class BucketPlanner:
 
     @classmethod
     def of(
-        cls, channel: Channel, parameters: Sequence[tuple[str, torch.Tensor]], replanning: Replanning
+        cls,
+        channel: Channel,
+        parameters: Sequence[tuple[str, torch.Tensor]],
+        replanning: Replanning,
+        *,
+        by_tree: bool = False,
     ) -> BucketPlanner | None:
         """Measure the link of a model with `parameters`; None if these are on several devices.
 
-        Every rank must call it; blocks.
+        `by_tree`: its sums do not depend on buckets. Every rank must call it; blocks.
         """
         devices = {parameter.device for _, parameter in parameters if parameter.requires_grad}
         if len(devices) > 1:
             return None
         (device,) = devices
-        if replanning == "exact" and not _are_exact(channel.group, device):
+        if replanning == "exact" and not (by_tree or _are_exact(channel.group, device)):
             replanning = "no"
         return cls(channel, measure_link(channel, device), clock_of(device), replanning)
 
@@ -215,4 +220,4 @@ def _are_exact(group: dist.ProcessGroup, device: torch.device) -> bool:
 
     With more ranks, the order of additions in a ring depends on a number's position in its tensor.
     """
-    return group.size() <= 2 or sums_in_rank_order(group, device)
+    return group.size() <= 2 or adds_in_fixed_order(group, device)

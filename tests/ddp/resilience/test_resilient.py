@@ -65,6 +65,11 @@ def test_failures_change_no_bit(
     assert max(recorded) > 0
 
 
+def test_the_backend_changes_no_bit(undisturbed: Callable[[int, str], Results]) -> None:
+    """A resilient function adds by the tree, also with gloo."""
+    assert undisturbed(3, "gloo") == undisturbed(3, "")
+
+
 def test_a_failure_of_ones_own_is_not_recorded_as_a_recovery(tmp_path: Path) -> None:
     result = run(tmp_path, 1, "0.30.forward.raise", restarts=0)
     assert result.returncode == 1, result

@@ -51,14 +51,14 @@ def ddps() -> torch.Tensor:
     torch.nn.init.zeros_(model.weight)
     model = ddp.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1)
-    sampler = ddp.DistributedSampler(range(SAMPLES), seed=1)
-    loader = DataLoader(range(SAMPLES), batch_size=BATCH, sampler=sampler)
-    state = ddp.State(model=model, optimizer=optimizer, sampler=sampler, keep_global_batch=True)
+    loader = ddp.StepLoader(range(SAMPLES), global_batch_size=3 * BATCH, micro_batch_size=BATCH, seed=1)
+    state = ddp.State(model=model, optimizer=optimizer, loader=loader)
 
     @ddp.resilient
     def train(state: ddp.State) -> None:
-        for ids in loader:
-            (-model(ids).mean()).backward()
+        for step in loader.epochs(1):
+            for ids in step:
+                (-model(ids).mean()).backward()
             optimizer.step()
             optimizer.zero_grad()
             state.commit()

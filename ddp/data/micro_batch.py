@@ -1,0 +1,40 @@
+"""The micro-batch that this process works on: set by `ddp.StepLoader`, read by every model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ddp.comm.combine import Shares
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """A micro-batch of this rank in a step; its gradients are a leaf in the tree of their sum.
+
+    `divisor` is by what they are divided first: all samples of the step, by those of the micro-batch.
+    """
+
+    index: int  # in the step, over all ranks
+    divisor: float
+    shares: Shares
+    rank: int
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it is the rank's first in the step."""
+        return self.index == self.shares.firsts[self.rank]
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it is the rank's last in the step."""
+        return self.index + 1 == self.shares.firsts[self.rank] + self.shares.counts[self.rank]
+
+
+class Current:
+    """The micro-batch of this process; None outside of a step."""
+
+    micro_batch: MicroBatch | None = None
+    is_used = False  # whether a model has read it in this step
+
+
+current = Current()

@@ -1,0 +1,52 @@
+"""A training with ddp.StepLoader has the same bits on any number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ddp_worlds.nursery import Nursery
+
+CASES = "ddp_worlds.step_loader_cases"
+
+
+@pytest.mark.parametrize(
+    ("kind", "worlds"),
+    [
+        ("mlp", [(1, "shm"), (4, "gloo"), (9, "shm")]),  # of 9 ranks one has no micro-batch, in the last step three
+        ("cnn", [(1, "shm"), (2, "gloo"), (3, "shm")]),
+        ("transformer", [(1, "gloo"), (3, "gloo"), (5, "shm")]),
+        ("sparse", [(1, "shm"), (2, "shm"), (3, "gloo")]),
+        ("bf16", [(1, "shm"), (3, "gloo"), (4, "shm")]),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_bits_are_those_of_any_number_of_ranks(nursery: Nursery, kind: str, worlds: list[tuple[int, str]]) -> None:
+    digests = {
+        world: nursery.run(world[0], f"{CASES}:trained", group=world[1], deadline_s=300, kind=kind) for world in worlds
+    }
+    every = {digest for digests_of_world in digests.values() for digest in digests_of_world}
+    assert len(every) == 1, digests
+
+
+def test_loader_processes_and_other_micro_batches(nursery: Nursery) -> None:
+    """Processes that load change nothing; other sizes of micro-batches are other sums."""
+    plain, by_processes, other = (
+        nursery.run(2, f"{CASES}:trained", kind="mlp", steps=2, num_workers=workers, micro_batch_size=size)
+        for workers, size in ((0, 4), (2, 4), (0, 8))
+    )
+    assert plain == by_processes
+    assert plain != other
+
+
+def test_a_training_goes_on_with_another_number_of_ranks(nursery: Nursery, tmp_path: Path) -> None:
+    """From the middle of an epoch. The digest of the rest has no losses of the first part, so that is done alike."""
+    nursery.run(3, f"{CASES}:saved", kind="cnn", steps=2, folder=str(tmp_path))
+    digests = [
+        nursery.run(ranks, f"{CASES}:resumed", kind="cnn", steps=3, folder=str(tmp_path))[0] for ranks in (3, 2, 1)
+    ]
+    assert len({*digests}) == 1
+
+
+def test_what_a_step_cannot_take_is_refused(nursery: Nursery) -> None:
+    nursery.run(2, f"{CASES}:what_a_step_cannot_take_is_refused")

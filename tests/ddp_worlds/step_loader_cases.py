@@ -1,0 +1,182 @@
+"""Trainings with `ddp.StepLoader`, whose bits are those of any number of ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ddp
+from ddp.errors import ArgumentError, BackwardError, UnsupportedError
+
+SAMPLES = 70  # the last step of an epoch has 6
+
+
+class Data(torch.utils.data.Dataset[Any]):
+    """Pictures with noise of all random numbers, or texts."""
+
+    def __init__(self, kind: str) -> None:
+        self._are_texts = kind in ("transformer", "sparse")
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        generator = torch.Generator().manual_seed(index)
+        if self._are_texts:
+            return torch.randint(0, 20, (6,), generator=generator), index % 3
+        noise = 0.1 * torch.randn(1, 8, 8) + random.random() + float(np.random.rand())
+        return torch.randn(1, 8, 8, generator=generator) + noise, index % 3
+
+
+class Transformer(nn.Module):
+    """Has tied weights, a layer that is never used, and one that some micro-batches use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, 16)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        self.tied = nn.Linear(16, 20, bias=False)
+        self.tied.weight = self.embedding.weight
+        self.out = nn.Linear(20, 3)
+        self.sometimes, self.never = nn.Linear(16, 16), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.layer(self.embedding(x))
+        if int(x.sum()) % 2:
+            hidden = hidden + self.sometimes(hidden)
+        output: torch.Tensor = self.out(self.tied(hidden).mean(1))
+        return output
+
+
+def _net(kind: str) -> nn.Module:
+    torch.manual_seed(1)
+    nets: dict[str, Any] = {
+        "mlp": lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 40), nn.ReLU(), nn.Dropout(0.3), nn.Linear(40, 3)),
+        "cnn": lambda: nn.Sequential(
+            nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.2), nn.Flatten(), nn.Linear(216, 3)
+        ),
+        "bf16": lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 40), nn.ReLU(), nn.Linear(40, 3)).bfloat16(),
+        "transformer": Transformer,
+        "sparse": lambda: nn.Sequential(nn.EmbeddingBag(20, 16, sparse=True), nn.Linear(16, 3)),
+    }
+    net: nn.Module = nets[kind]()
+    return net
+
+
+class Training:
+    """A model and what trains it."""
+
+    def __init__(self, kind: str, micro_batch_size: int = 4, **loading: Any) -> None:
+        self.net = _net(kind)
+        self.loader = ddp.StepLoader(
+            Data(kind), seed=3, global_batch_size=32, micro_batch_size=micro_batch_size, **loading
+        )
+        self.model = ddp.DistributedDataParallel(self.net)
+        self.optimizer: torch.optim.Optimizer = (
+            torch.optim.SGD(self.net.parameters(), lr=0.05)
+            if kind == "sparse"
+            else torch.optim.AdamW(self.net.parameters(), lr=1e-3)
+        )
+        self._digest = hashlib.sha256()
+
+    def run(self, steps: int) -> str:
+        """Train; return a digest of parameters, buffers, the optimizer's state, losses and random numbers."""
+        dtype = next(self.net.parameters()).dtype
+        for step in self.loader.epochs(1000):
+            losses = []
+            for x, y in step:
+                output = self.model(x.to(dtype) if x.is_floating_point() else x)
+                loss = nn.functional.cross_entropy(output.float(), y)
+                loss.backward()
+                losses.append(loss.item())
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self._add(repr(step.mean(losses)), torch.rand(2), repr(random.random()))
+            steps -= 1
+            if not steps:
+                break
+        state = self.optimizer.state_dict()["state"]
+        self._add(*self.net.state_dict().values(), *(value for each in state.values() for value in each.values()))
+        return self._digest.hexdigest()
+
+    def _add(self, *values: Any) -> None:
+        for value in values:
+            data = value.reshape(-1).view(torch.uint8).numpy().tobytes() if isinstance(value, torch.Tensor) else value
+            self._digest.update(data if isinstance(data, bytes) else repr(data).encode())
+
+    @property
+    def state(self) -> dict[str, Any]:
+        parts: dict[str, Any] = {"net": self.net, "optimizer": self.optimizer, "loader": self.loader}
+        return {name: part.state_dict() for name, part in parts.items()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        for name, part in state.items():
+            getattr(self, name).load_state_dict(part)
+
+
+def trained(kind: str, steps: int = 4, **options: Any) -> str:
+    return Training(kind, **options).run(steps)
+
+
+def saved(kind: str, steps: int, folder: str) -> None:
+    training = Training(kind)
+    training.run(steps)
+    if dist.get_rank() == 0:
+        torch.save(training.state, Path(folder) / "state.pt")
+
+
+def resumed(kind: str, steps: int, folder: str) -> str:
+    training = Training(kind)
+    training.load(torch.load(Path(folder) / "state.pt", weights_only=True))
+    return training.run(steps)
+
+
+def what_a_step_cannot_take_is_refused() -> None:
+    training = Training("mlp")
+
+    def step(act: Any) -> None:
+        for each in training.loader.epochs(1000):
+            for x, y in each:
+                act(x, y)
+            return
+
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(training.model(x), y)
+
+    def in_no_sync(x: torch.Tensor, y: torch.Tensor) -> None:
+        with training.model.no_sync():
+            loss_of(x, y).backward()
+
+    step(lambda x, y: loss_of(x, y).backward())
+    with pytest.raises(BackwardError, match=r"\.grad held the averages.*zero_grad"):
+        step(lambda x, y: loss_of(x, y).backward())
+    training.optimizer.zero_grad()
+    with pytest.raises(UnsupportedError, match="no_sync"):
+        step(in_no_sync)
+    bare = _net("mlp")
+    with pytest.raises(ArgumentError, match="wrap it in"):
+        step(lambda x, y: nn.functional.cross_entropy(bare(x), y).backward())
+    compressed = ddp.DistributedDataParallel(_net("mlp"), compression="bf16")
+    with pytest.raises(UnsupportedError, match="compression or a communication hook"):
+        step(lambda x, _: compressed(x))
+    with pytest.raises(ArgumentError, match="mean"):
+        next(training.loader.epochs(1000)).mean([1.0] * 99)
+    for name in ("global_batch_size", "micro_batch_size", "torch", "seed"):
+        state = training.loader.state_dict()
+        with pytest.raises(ArgumentError, match=name.replace("torch", "last bits")):
+            training.loader.load_state_dict({**state, name: 7})
+    wrong: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"batch_size": 4}, "leave batch_size out"),
+        ({"micro_batch_size": 64}, "micro_batch_size=64 and global_batch_size=32"),
+    )
+    for options, said in wrong:
+        with pytest.raises(ArgumentError, match=said):
+            ddp.StepLoader(Data("mlp"), **{"global_batch_size": 32, "micro_batch_size": 4, **options})
