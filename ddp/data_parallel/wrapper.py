@@ -406,6 +406,10 @@ class DistributedDataParallel(TorchSurface):
         if weight is None:
             loss.backward(**kwargs)
             return
+        if current.micro_batch is not None:
+            raise UnsupportedError(
+                "weight= in a step of ddp.StepLoader, which weighs its micro-batches by their samples: leave it out"
+            )
         if self.steps_alone:
             raise UnsupportedError(
                 "weight= while each rank steps by itself (LocalSGD): leave it out until gradients are averaged again"

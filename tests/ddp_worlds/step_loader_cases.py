@@ -161,6 +161,8 @@ def what_a_step_cannot_take_is_refused() -> None:
     training.optimizer.zero_grad()
     with pytest.raises(UnsupportedError, match="no_sync"):
         step(in_no_sync)
+    with pytest.raises(UnsupportedError, match="weight="):
+        step(lambda x, y: training.model.backward(loss_of(x, y), weight=2))
     bare = _net("mlp")
     with pytest.raises(ArgumentError, match="wrap it in"):
         step(lambda x, y: nn.functional.cross_entropy(bare(x), y).backward())
