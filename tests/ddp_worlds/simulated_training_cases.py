@@ -156,10 +156,11 @@ def hooks(place: Place) -> Found:
 
 
 def buffer_hook(place: Place) -> Found:
-    """Buffers that a hook of the user's adds up while backward runs."""
+    """Buffers that a hook of the user's adds up while backward runs, by another communicator than the gradients."""
+    group = dist.new_group(backend="gloo") if place.device is None else group_of_all()
 
     def add_up(_: object, named: dict[str, torch.Tensor]) -> list[Any]:
-        return [dist.all_reduce(named["seen"], async_op=True).get_future()]
+        return [dist.all_reduce(named["seen"], group=group, async_op=True).get_future()]
 
     net = Net().to(F64).to(place.name)
     model = ddp.DistributedDataParallel(net)
