@@ -34,6 +34,7 @@ class Current:
     """The micro-batch of this process; None outside of a step."""
 
     micro_batch: MicroBatch | None = None
+    step: object = None  # that sets it
     is_used = False  # whether a model has read it in this step
 
 

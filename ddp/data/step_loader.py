@@ -194,7 +194,7 @@ class Step:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's micro-batches, and set the random numbers of each. A rank without any takes part, too."""
-        current.is_used = False
+        current.step, current.is_used = self, False
         try:
             for index in self.micro_batches:
                 batch = next(self._batches)
@@ -209,9 +209,10 @@ class Step:
                     "no model took part in a step of ddp.StepLoader: wrap it in ddp.DistributedDataParallel, which "
                     "adds up its micro-batches"
                 )
-        finally:
-            current.micro_batch = None
             _seed(*self._seeds, _AFTER)
+        finally:
+            if current.step is self:  # else a later step has begun: a failed one ends when its traceback goes
+                current.step = current.micro_batch = None
 
     def mean(self, losses: Sequence[float | torch.Tensor]) -> float:
         """Return the mean over the step's samples, from the `losses` of this rank's micro-batches, in their order.

@@ -99,6 +99,7 @@ class ForwardBuffers:
         if micro_batch.is_first:
             self._buffers = [buffer.detach() for _, buffer in named()]
             self._first = [buffer.clone() for buffer in self._buffers]
+            self._kept = None
             return
         if before is not None and before.index == 0:
             self._kept = [buffer.clone() for buffer in self._buffers]

@@ -139,6 +139,17 @@ def resumed(kind: str, steps: int, folder: str) -> str:
     return training.run(steps)
 
 
+def a_step_that_was_abandoned_changes_nothing() -> None:
+    """Its iterator ends within a forward pass of a later step, as where the traceback of its failure lives on."""
+    undisturbed, training = Training("mlp").run(2), Training("mlp")
+    start = training.loader.state_dict()
+    abandoned = iter(next(training.loader.epochs(1)))
+    next(abandoned)
+    training.loader.load_state_dict(start)
+    training.net.register_forward_pre_hook(lambda *_: abandoned.close())  # type: ignore[attr-defined]  # a generator
+    assert training.run(2) == undisturbed
+
+
 def what_a_step_cannot_take_is_refused() -> None:
     training = Training("mlp")
 

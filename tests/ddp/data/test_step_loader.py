@@ -49,4 +49,5 @@ def test_a_training_goes_on_with_another_number_of_ranks(nursery: Nursery, tmp_p
 
 
 def test_what_a_step_cannot_take_is_refused(nursery: Nursery) -> None:
-    nursery.run(2, f"{CASES}:what_a_step_cannot_take_is_refused")
+    cases = ["what_a_step_cannot_take_is_refused", "a_step_that_was_abandoned_changes_nothing"]
+    nursery.in_turn(2, CASES, cases)
