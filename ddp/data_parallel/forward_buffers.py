@@ -106,11 +106,14 @@ class ForwardBuffers:
         if self._buffers:
             foreach_copy(self._buffers, self._first)
 
-    def end_step(self) -> None:
-        """Leave the buffers after micro-batch 0 on every rank. Every rank must call it; blocks."""
+    def leave_step(self) -> None:
+        """Put the buffers after micro-batch 0 back where they were, after this rank's last backward pass."""
         if self._kept:
             foreach_copy(self._buffers, self._kept)
         self._buffers, self._first, self._kept, self._micro_batch = [], [], None, None
+
+    def end_step(self) -> None:
+        """Copy the buffers of rank 0, which has micro-batch 0, to every rank. Every rank must call it; blocks."""
         if self._sync is not None:
             self._sync.run(0)
             self._are_of = self._report.step + 1

@@ -148,7 +148,9 @@ class ForwardPolicy:
             opaque[-1].is_open = False
 
     def backward_ended(self, pass_: Pass, unplanned: Sequence[Member]) -> None:
-        """Do nothing."""
+        """Leave the step before its last gradients are sent: then a resilient rank keeps its buffers."""
+        if self.micro_batch is not None:
+            self._buffers.leave_step()
 
     def status(self, **common: Any) -> RankStatus:
         return RankStatus(

@@ -1,12 +1,14 @@
 """Trains a small model under dtrain by ddp.StepLoader, while ranks fail and hosts come and go.
 
 Each rank prints `at STEP WORLD_SIZE RANK PID HOST TIME` after the commit of a step, and `result DIGEST` at the end. The
-arguments are the number of epochs and the seconds that a step takes at least, until there is a file `quick` in the
-working directory.
+arguments are the number of epochs, the seconds that a step takes at least, until there is a file `quick` in the working
+directory, and perhaps RANK.STEPS: this rank is killed once, after so many steps, between the gradients of the next one
+and its commit.
 """
 
 import hashlib
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -44,6 +46,9 @@ def train(state: ddp.State) -> None:
             losses.append(loss.item())
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         loss = step.mean(losses)
+        if sys.argv[3:] == [f"{world.rank}.{state.step}"] and not Path("killed").exists():
+            Path("killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()

@@ -45,6 +45,17 @@ def test_killed_ranks_change_no_bit(tmp_path: Path, backend: str) -> None:
     assert seen.said("result") == alone(tmp_path)
 
 
+@pytest.mark.usefixtures("warm")
+def test_a_rank_that_dies_between_its_gradients_and_its_commit_changes_no_bit(tmp_path: Path) -> None:
+    """Rank 0 of three, whose buffers count, and which has had two micro-batches."""
+    options = ["--nproc-per-node", "3", "--max-restarts", "1"]
+    result = run_dtrain("run", *options, SCRIPT, "3", "0", "0.6", cwd=tmp_path)
+    assert result.stderr.count("only this worker restarts") == 1, result
+    plain = run_dtrain("run", SCRIPT, "3", "0", cwd=tmp_path)
+    first, second = ({*re.findall(r"\] result (.*)$", each.stdout, re.MULTILINE)} for each in (result, plain))
+    assert first == second
+
+
 def test_lost_hosts_change_no_bit(ssh_hosts: SshHosts, tmp_path: Path) -> None:
     """Three ranks become two, one of these is killed, and then all are there again; four micro-batches a step."""
     argv = [
