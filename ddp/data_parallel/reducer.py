@@ -125,7 +125,7 @@ class Reducer:
         self._named = list(named)
         self.hooks = GradientHooks()
         self._new_sums = partial(GradientSums, channel, self.members, limits=limits, as_views=as_views)
-        self._by_tree = by_tree
+        self.by_tree = by_tree
         self._divide({name for name, parameter in named if parameter.requires_grad}, sparse)
 
     def _divide(self, trained: Collection[str], sparse: Collection[str]) -> None:
@@ -136,7 +136,7 @@ class Reducer:
         self.members[:] = [Member(index, name, parameter) for index, (name, parameter) in enumerate(pairs)]
         self.sums = self._new_sums(
             [member.index for member in self.members if member.name in sparse],
-            by_tree=bool(self._by_tree),
+            by_tree=bool(self.by_tree),
             own_status=self._own_status,
         )
         if self._comm_hook is not None:
@@ -172,7 +172,7 @@ class Reducer:
                 "register_comm_hook or register_builtin_comm_hook can only be called once. compression= registers one "
                 "too; wrap the module again for another hook"
             )
-        if self._by_tree:
+        if self.by_tree:
             raise UnsupportedError(
                 "deterministic=True and a communication hook or compression, which sum in another way: leave one out"
             )
@@ -185,8 +185,8 @@ class Reducer:
         On devices it changes nothing. Every rank must call it, between passes.
         """
         is_on_host = all(parameter.is_cpu for _, parameter in self._named)
-        if self._by_tree is None and self._comm_hook is None and is_on_host:
-            self._by_tree = True
+        if self.by_tree is None and self._comm_hook is None and is_on_host:
+            self.by_tree = True
             self.sums.use_tree()
 
     @property
