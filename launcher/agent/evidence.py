@@ -193,6 +193,7 @@ class _Look:
         self._output = -1  # its output file
         self.asked = False
         self._asked_for_collectives = False
+        self._old_record: object = None
         self._collectives: Collectives | None = None
         self.wants_py_spy = False
         self.wants_native = native  # frames
@@ -247,14 +248,15 @@ class _Look:
                 os.kill(self._subject.pid, STACK_SIGNAL)
                 self.asked = True
         self.wants_py_spy = not self.asked
-        self._asked_for_collectives = (
-            self._answers and self._subject.files is not None and flight_recorder.ask(self._subject.files)
-        )
+        files = self._subject.files
+        if self._answers and files is not None:
+            self._old_record = flight_recorder.version(files)
+            self._asked_for_collectives = flight_recorder.ask(files)
 
     def read(self, now: float) -> None:
         """Read the part of the answers that is written so far."""
         files = self._subject.files
-        if self._asked_for_collectives and files is not None and files.collectives.exists():
+        if self._asked_for_collectives and files is not None and flight_recorder.version(files) != self._old_record:
             self._asked_for_collectives = False
             self._collectives = flight_recorder.read(files)
         if not self.asked:

@@ -8,7 +8,6 @@ plain containers are read.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -37,20 +36,30 @@ def recorder_variables(env: Mapping[str, str], files: Files) -> dict[str, str]:
 
 
 def ask(files: Files) -> bool:
-    """Ask a worker for its record; return whether it can answer: `read` then finds it, soon."""
+    """Ask a worker for its record; return whether it can answer: `version` then changes, soon."""
     try:
         fifo = os.open(files.asked, os.O_WRONLY | os.O_NONBLOCK)
     except OSError:  # it has no process group, or is no Python of ours
         return False
     try:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(files.collectives)
         os.write(fifo, b"?")
     except OSError:  # it has not read earlier questions
         return False
     finally:
         os.close(fifo)
     return True
+
+
+def version(files: Files) -> object:
+    """Return what differs between two records that a worker has written, None before the first.
+
+    None is ever removed: it may be what a worker wrote before it failed, which then cannot answer any more.
+    """
+    try:
+        found = os.stat(files.collectives)
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def read_of_failed(worker: Worker) -> Collectives | None:

@@ -32,19 +32,27 @@ MAKES_MANY = """
 import os, time
 import torch.distributed as dist
 dist.init_process_group("gloo")
-for number in range(60):
-    group = dist.new_group([0, 1])
-    dist.barrier(group)
-    dist.destroy_process_group(group)
-    if number == 19:
-        before = len(os.listdir("/proc/self/fd"))
-    time.sleep(0.1)
+
+def make_and_close(times):
+    for _ in range(times):
+        group = dist.new_group([0, 1])
+        dist.barrier(group)
+        dist.destroy_process_group(group)
+
+def descriptors(at_most=0):
+    time.sleep(1.5)
+    make_and_close(1)  # those that were closed more than a second ago go then
+    deadline = time.monotonic() + 60
+    while (now := len(os.listdir("/proc/self/fd"))) > at_most and time.monotonic() < deadline and at_most:
+        time.sleep(0.1)
+    return now
+
+make_and_close(20)
+before = descriptors()
+make_and_close(40)
+print("grew by", max(0, descriptors(before) - before))
 dist.barrier()
 dist.destroy_process_group()
-deadline = time.monotonic() + 60
-while (now := len(os.listdir("/proc/self/fd"))) > before and time.monotonic() < deadline:
-    time.sleep(0.1)
-print("grew by", max(0, now - before))
 """
 
 

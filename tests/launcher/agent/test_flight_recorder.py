@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from testbed.present import present
 
-from launcher.agent.flight_recorder import ask, read, recorder_variables
+from launcher.agent.flight_recorder import ask, read, recorder_variables, version
 from launcher.agent.workers.worker import Files
 from launcher.protocol.reports import Collective
 
@@ -53,6 +53,20 @@ def test_the_calls_are_those_of_the_groups_that_the_process_is_in(files: Files) 
         Collective("2", 1, "all_reduce", "Float[1], Float[1], Float[1], Float[1], and 2 more", 6, done=True),
     ]
     assert present(read(files)).groups == ["2", "default_pg", "mesh_tp (1)"]
+
+
+def test_a_question_keeps_what_a_worker_wrote_before_it_failed(files: Files) -> None:
+    os.mkfifo(files.asked)
+    listens = os.open(files.asked, os.O_RDWR)
+    calls = written(files, entry(1))
+    before = version(files)
+    assert ask(files)
+    assert version(files) == before
+    os.close(listens)
+    assert present(read(files)).calls == calls
+    files.collectives.with_suffix(".new").write_text(files.collectives.read_text())
+    os.replace(files.collectives.with_suffix(".new"), files.collectives)
+    assert version(files) != before
 
 
 def test_of_many_calls_the_newest_and_those_that_are_not_done_are_kept(files: Files) -> None:
@@ -101,11 +115,6 @@ def test_a_worker_that_does_not_listen_is_not_asked(files: Files) -> None:
     assert not ask(files)
     os.mkfifo(files.asked)
     assert not ask(files)
-    reader = os.open(files.asked, os.O_RDONLY | os.O_NONBLOCK)
-    files.collectives.write_text("{}")
-    assert ask(files)
-    assert not files.collectives.exists(), "an earlier answer could be taken for the new one"
-    os.close(reader)
 
 
 def test_settings_of_the_user_stay_under_their_former_names_too(files: Files) -> None:
