@@ -46,9 +46,12 @@ def reduction_of(name: str, dtype: torch.dtype) -> torch.dtype | None:
         raise ArgumentError(f"the backend shm cannot combine {dtype} by {name}: convert the tensor first")
     if name in ("MIN", "MAX") and dtype in _SIGNED:
         raise ArgumentError(f"the backend shm cannot combine {dtype} by {name}: convert the tensor first")
-    if dtype.is_floating_point and dtype.itemsize < 4:
-        return torch.float32
-    return _SIGNED.get(dtype)
+    return torch.float32 if is_narrow(dtype) else _SIGNED.get(dtype)
+
+
+def is_narrow(dtype: torch.dtype) -> bool:
+    """Return whether numbers of `dtype` are added in float32, and the sum is rounded once."""
+    return dtype.is_floating_point and dtype.itemsize < 4
 
 
 def combine(

@@ -18,7 +18,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ddp.comm.combine import Shares, combine
+from ddp.comm.combine import Shares, combine, is_narrow
 from ddp.comm.small_sum import Exchange, reduce_options
 from ddp.monitoring.stall_report import Pending
 from ddp.torch_internals import backend_of
@@ -43,7 +43,6 @@ def start_tree_sum(
     be one of them. 16-bit numbers are added in float32, and the sum is rounded once; their rows are in float32. Every
     rank must start the sums of a group in the same order. The wait raises RuntimeError if a rank is gone or too late.
     """
-    is_narrow = flat.dtype.is_floating_point and flat.itemsize < 4
     if shares is not None and shares.is_of_ranks:
         assert rows is not None
         (row,) = rows
@@ -51,11 +50,11 @@ def start_tree_sum(
     if shares is None:
         if adds_by_tree(group, flat.dtype) or group.size() <= 2:
             return group.allreduce([flat], reduce_options(dist.ReduceOp.SUM))
-        if is_narrow:
+        if is_narrow(flat.dtype):
             wide = flat.float()
             return _Copied(start_tree_sum(group, wide), wide, flat)
         rows, shares = (flat,), Shares.of(group.size(), group.size())
-    elif is_narrow:
+    elif is_narrow(flat.dtype):
         wide = torch.empty_like(flat, dtype=torch.float32)
         return _Copied(start_tree_sum(group, wide, rows, shares), wide, flat)
     assert rows is not None

@@ -27,7 +27,6 @@ class Action(enum.Enum):
 
     REDUCE = enum.auto()  # at its end, average the gradients since the last reduction
     HOLD = enum.auto()  # keep its gradients for a later pass of this step
-    DROP = enum.auto()  # the same, without its gradients
     LEAVE = enum.auto()  # leave its gradients where they are
     STRAY = enum.auto()  # the same, with a warning: no forward pass announced it
 
@@ -89,8 +88,8 @@ class PassPolicy(Protocol):
         Raises BackwardError to fail it on every rank.
         """
 
-    def held(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
-        """Handle the end of a pass to hold or to drop; return whether to reduce now what is held."""
+    def held(self) -> None:
+        """Handle the end of a pass to hold."""
 
     def starting(self) -> None:
         """Handle the start of a pass to reduce. Raises BackwardError to fail it on every rank."""

@@ -131,10 +131,9 @@ class ForwardPolicy:
     def choose(self, *, by_output: bool) -> Action:
         return Action.REDUCE if by_output and self._next is not Action.HOLD else self._next
 
-    def held(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
+    def held(self) -> None:
         self._next = Action.STRAY
         self._close_opaque()
-        return False
 
     def starting(self) -> None:
         self._is_kept = None if self.micro_batch is not None else self._watch.is_kept()

@@ -374,7 +374,7 @@ class Reducer:
         action = self._choose(by_output=False)
         if action is Action.REDUCE:
             self.reduce_now()
-        elif action in (Action.HOLD, Action.DROP):
+        elif action is Action.HOLD:
             self._end_held(Pass(action))
 
     def _backward_ended(self, pass_: Pass) -> None:
@@ -392,15 +392,10 @@ class Reducer:
 
     def _end_held(self, pass_: Pass) -> None:
         self._enter(Phase.IDLE)
-        if pass_.action is Action.DROP:
-            self.drop_gradients()
-            self.sums.touched.clear()
-            self._weight = None if self._weight is None else 0.0
-        elif pass_.micro_batch is not None:
+        if pass_.micro_batch is not None:
             self.sums.keep(pass_.micro_batch)
         self.report.at("between two backward passes of a step")
-        if self.policy.held(self.parameters()):
-            self.reduce_now()
+        self.policy.held()
 
     def _abandon(self, pass_: Pass) -> None:
         """Fail a pass whose backward the engine has dropped, unless it is over already."""

@@ -86,10 +86,9 @@ class CountingPolicy:
                 stacklevel=2,
             )
 
-    def held(self, parameters: Sequence[nn.Parameter]) -> bool:
+    def held(self) -> None:
         self.waiting += 1
         self.is_cleared = False
-        return False
 
     def starting(self) -> None:
         """Do nothing."""

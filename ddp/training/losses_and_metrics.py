@@ -42,7 +42,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class MicroBatch:
+class PartOfStep:
     """A batch, and its part of an optimizer step."""
 
     batch: Any
@@ -52,7 +52,7 @@ class MicroBatch:
     ends_step: bool
 
 
-def micro_batches(loader: Any, accumulate: int) -> Iterator[MicroBatch]:
+def parts_of_steps(loader: Any, accumulate: int) -> Iterator[PartOfStep]:
     """Yield the rest of the loader's epoch, `accumulate` batches per step, fewer in the last step."""
     state, size = loader.state_dict(), loader.global_batch_size
     place, done, total = state["position"], 0, 0
@@ -65,7 +65,7 @@ def micro_batches(loader: Any, accumulate: int) -> Iterator[MicroBatch]:
             total = own + min(left, (accumulate - 1) * size)
         done += 1
         ends_step = done == accumulate or left <= 0
-        yield MicroBatch(batch, own, own / total, begins_step=done == 1, ends_step=ends_step)
+        yield PartOfStep(batch, own, own / total, begins_step=done == 1, ends_step=ends_step)
         done = 0 if ends_step else done
 
 

@@ -40,15 +40,15 @@ from ddp.training.fit_state import state_of
 from ddp.training.losses_and_metrics import (
     Loss,
     Metric,
-    MicroBatch,
+    PartOfStep,
     Share,
     Totals,
     called,
     means,
     metrics_of,
-    micro_batches,
     on_device,
     on_tensors,
+    parts_of_steps,
     read_share,
     wide,
 )
@@ -227,7 +227,7 @@ class Trainer(Training):
         self.model.train()
         if self._is_over():
             return
-        for part in micro_batches(loader, self.accumulate):
+        for part in parts_of_steps(loader, self.accumulate):
             if part.begins_step:
                 self.weighted.begin_step(loader.global_batch_size)
                 self.callbacks.call("on_step_begin", self.step)
@@ -261,7 +261,7 @@ class Trainer(Training):
         self.totals.add_metrics(self.metrics, on_tensors(Tensor.detach, outputs), share)
         return self.weighted.mean(losses, share, batch)
 
-    def _backward(self, part: MicroBatch) -> None:
+    def _backward(self, part: PartOfStep) -> None:
         # Gradients are reduced with the last batch of a step.
         no_sync = contextlib.nullcontext if part.ends_step else getattr(self.model, "no_sync", contextlib.nullcontext)
         timeline.forward()
@@ -347,7 +347,7 @@ class Trainer(Training):
         self.strategy.sync()
         parts = []
         with self._evaluating():
-            for part in micro_batches(loader, 1):
+            for part in parts_of_steps(loader, 1):
                 with self._autocast():
                     share, outputs = self._forward(part.batch, loader)
                 gather = functools.partial(self._gather, count=share.count, size=part.size)

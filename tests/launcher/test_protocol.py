@@ -4,7 +4,7 @@ import ast
 import json
 import math
 import struct
-from dataclasses import Field, fields
+from dataclasses import Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -208,14 +208,22 @@ def test_a_field_of_another_type_is_an_error_or_a_message_of_the_right_types(
     changed = data.draw(st.dictionaries(st.sampled_from([*names, "data"]), JSON, max_size=3))
     said = {"kind": message.kind, **{name: getattr(message, name) for name in names}, **changed}
     try:
-        (arrived,) = _decode(_frame(json.dumps(said).encode()))
+        (arrived,) = _decode(_frame(json.dumps(said, default=_by_name).encode()))
     except ProtocolError:
         return
     assert type(arrived) is type(message)
     assert repr(_decode(encode(arrived))) == repr([arrived])  # NaN is not equal to itself
-    hints = get_type_hints(type(arrived))
-    for field in _fields(arrived):
-        _check_type(getattr(arrived, field.name), hints[field.name])
+    _check_fields(arrived)
+
+
+def _by_name(value: Any) -> dict[str, Any]:
+    return {field.name: getattr(value, field.name) for field in _fields(value)}
+
+
+def _check_fields(value: Any) -> None:
+    hints = get_type_hints(type(value))
+    for name, each in _by_name(value).items():
+        _check_type(each, hints[name])
 
 
 def _check_type(value: Any, kind: Any) -> None:
@@ -227,6 +235,8 @@ def _check_type(value: Any, kind: Any) -> None:
         assert math.isfinite(value)
     elif isinstance(kind, type) and not get_args(kind):
         assert type(value) is kind
+        if is_dataclass(kind):
+            _check_fields(value)
     elif type(None) in get_args(kind):
         if value is not None:
             _check_type(value, get_args(kind)[0])

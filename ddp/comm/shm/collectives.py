@@ -47,7 +47,8 @@ def all_reduce(rounds: Rounds, flat: torch.Tensor, reduction: str) -> Steps:
     nbytes = flat.nbytes
     if rounds.size <= 2 or nbytes <= _SMALL:
         return _all_reduce_each(rounds, flat, reduction)
-    return _all_reduce_sliced(rounds, flat, reduction)
+    words = header("all_reduce", flat.dtype, flat.numel(), reduction)
+    return _combine_sliced(rounds, words, flat, [flat], Shares.of(rounds.size, rounds.size), reduction)
 
 
 def _all_reduce_each(rounds: Rounds, flat: torch.Tensor, reduction: str) -> Steps:
@@ -71,62 +72,50 @@ def _all_reduce_each(rounds: Rounds, flat: torch.Tensor, reduction: str) -> Step
         combine(reduction, parts, out)
 
 
-def _all_reduce_sliced(rounds: Rounds, flat: torch.Tensor, reduction: str) -> Steps:
-    """Send in each round a chunk of this rank's values, and its slice of the results of the previous chunk."""
-    words = header("all_reduce", flat.dtype, flat.numel(), reduction)
-    address, itemsize, dtype = flat.data_ptr(), flat.itemsize, flat.dtype
-    own = rounds.own
-    results = _RESULT // itemsize
-    spans = _spans(flat.nbytes, _CHUNK)
-    for index in range(len(spans) + 1):
-        parity = rounds.begin(words)
-        if index < len(spans):
-            start, length = spans[index]
-            begin, end = _slices(length, rounds.size)[rounds.rank]  # no other rank reads this rank's slice
-            memmove(own.slots[parity], address + start, begin)
-            memmove(own.slots[parity] + end, address + start + end, length - end)
-        rounds.post()
-        yield
-        rounds.check()
-        if index:
-            _take_results(rounds, address, *spans[index - 1])
-        if index < len(spans):
-            start, length = spans[index]
-            begin, end = (each // itemsize for each in _slices(length, rounds.size)[rounds.rank])
-            if begin < end:
-                parts = [*rounds.parts(dtype, begin, end - begin)]
-                parts[rounds.rank] = flat[start // itemsize :][begin:end]
-                out = own.slot(1 - parity, dtype)[results : results + end - begin]  # the slot of the next round
-                combine(reduction, parts, out)
-
-
 def sum_rows(rounds: Rounds, out: torch.Tensor, rows: Sequence[torch.Tensor], shares: Shares) -> Steps:
     """Write the sum of all leaves to `out`; `rows` are the sums of this rank's subtrees, one of which may be `out`."""
+    return _combine_sliced(rounds, header("sum_rows", out.dtype, out.numel(), "SUM", shares.leaves), out, rows, shares)
+
+
+def _combine_sliced(
+    rounds: Rounds,
+    words: tuple[int, int],
+    out: torch.Tensor,
+    rows: Sequence[torch.Tensor],
+    shares: Shares,
+    reduction: str = "SUM",
+) -> Steps:
+    """Send in each round a chunk of this rank's rows, and its slice of the results of the previous chunk."""
     most = max(map(len, shares.starts))
     chunk = _CHUNK // most // _LINE * _LINE
-    words = header("sum_rows", out.dtype, out.numel(), "SUM", shares.leaves)
-    own, itemsize, dtype = rounds.own, out.itemsize, out.dtype
+    own, rank, itemsize, dtype = rounds.own, rounds.rank, out.itemsize, out.dtype
+    results = _RESULT // itemsize
     starts = [start for each in shares.starts for start in each]
     spans = _spans(out.nbytes, chunk)
     for index in range(len(spans) + 1):
         parity = rounds.begin(words)
         if index < len(spans):
             start, length = spans[index]
+            begin, end = _slices(length, rounds.size)[rank]  # no other rank reads this rank's slice
             for at, row in enumerate(rows):
-                memmove(own.slots[parity] + at * chunk, row.data_ptr() + start, length)
+                address, slot = row.data_ptr() + start, own.slots[parity] + at * chunk
+                memmove(slot, address, begin)
+                memmove(slot + end, address + end, length - end)
         rounds.post()
         yield
         rounds.check()
         if index:
             _take_results(rounds, out.data_ptr(), *spans[index - 1])
         if index < len(spans):
-            begin, end = (each // itemsize for each in _slices(length, rounds.size)[rounds.rank])
+            start, length = spans[index]
+            begin, end = (each // itemsize for each in _slices(length, rounds.size)[rank])
             if begin < end:
                 every = [rounds.parts(dtype, at * chunk // itemsize + begin, end - begin) for at in range(most)]
-                parts = [every[at][rank] for rank, each in enumerate(shares.starts) for at in range(len(each))]
-                first = _RESULT // itemsize
-                total = own.slot(1 - parity, dtype)[first : first + end - begin]  # the slot of the next round
-                combine("SUM", parts, total, starts=starts, leaves=shares.leaves)
+                parts = [every[at][peer] for peer, each in enumerate(shares.starts) for at in range(len(each))]
+                first = sum(map(len, shares.starts[:rank]))
+                parts[first : first + len(rows)] = [row[start // itemsize :][begin:end] for row in rows]
+                total = own.slot(1 - parity, dtype)[results : results + end - begin]  # the slot of the next round
+                combine(reduction, parts, total, starts=starts, leaves=shares.leaves)
 
 
 def _take_results(rounds: Rounds, address: int, start: int, length: int) -> None:

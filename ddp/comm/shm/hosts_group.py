@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddp.comm.combine import is_narrow
 from ddp.comm.shm.across_hosts import AcrossHosts
 from ddp.comm.shm.collectives import Steps
 from ddp.comm.shm.engine import Operation
@@ -61,8 +62,7 @@ class HostsGroup(ShmGroup):
         """Return whether each host has one subtree; the sums of 16-bit numbers are rounded on each host."""
         places = len(self._hosts[0])
         blocks = [tuple(range(at, at + places)) for at in range(0, self.size(), places)]
-        is_wide = not dtype.is_floating_point or dtype.itemsize >= 4
-        return is_wide and places & (places - 1) == 0 and [*map(tuple, self._hosts)] == blocks
+        return not is_narrow(dtype) and places & (places - 1) == 0 and [*map(tuple, self._hosts)] == blocks
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Run a barrier. Its error names ranks that did not arrive."""

@@ -21,7 +21,7 @@ from typing import Protocol, cast
 import torch
 import torch.distributed as dist
 
-from ddp.comm.combine import Shares
+from ddp.comm.combine import Shares, is_narrow
 from ddp.comm.small_sum import reduce_options
 from ddp.comm.tree_sum import start_tree_sum
 from ddp.data.micro_batch import MicroBatch
@@ -136,9 +136,13 @@ class Transfer(ABC):
         self._rows.append(row)
         while (node := self.micro_batch.shares.merged(self._nodes)) is not None:
             self._nodes[-2:] = [node]
-            row = self._rows.pop()
-            row += self._rows.pop()  # into the newer one, which may be the bucket itself; addition commutes
+            row, older = self._rows.pop(), self._rows.pop()
+            row += older  # into the newer one, which may be the bucket itself; addition commutes
             self._rows.append(row)
+            self._give_back(older)
+
+    def _give_back(self, row: torch.Tensor) -> None:  # noqa: B027  # a single gradient is its own row
+        """Note that a row is free for a later micro-batch."""
 
     def _start(self, flat: torch.Tensor) -> None:
         """Start the reduction of `flat`, which has this pass's gradients."""
@@ -341,6 +345,7 @@ class FlatTransfer(Transfer):
         self._places: list[torch.Tensor] = []  # ...these
         self._absent: list[_Place] = []
         self._old: dict[int, torch.Tensor] = {}  # old contents of the place of an absent gradient, by index
+        self._unused: list[torch.Tensor] = []  # rows for later micro-batches: new memory costs more than a sum
 
     def _renew(self) -> None:
         """Allocate new memory, filled with zeros since hooks also see the gaps between the places."""
@@ -444,16 +449,26 @@ class FlatTransfer(Transfer):
             view.copy_(dense(grad))
 
     def _row(self, touched: Mapping[int, None]) -> torch.Tensor:
-        row = torch.zeros_like(self._flat)
+        plan, divisor = self._plan, self.divisor
+        row = self._unused.pop() if self._unused else torch.zeros_like(self._flat)  # zeros in the gaps
         views, grads = [], []
-        for member, slot in zip(self.members, self._plan.slots, strict=True):
-            grad = member.parameter.grad
-            if grad is not None and member.index in touched:
-                views.append(slot_view(row, slot))
+        for at, (member, slot) in enumerate(zip(self.members, plan.slots, strict=True)):
+            view, grad = slot_view(row, slot), member.parameter.grad
+            if grad is None or member.index not in touched:
+                view.zero_()
+            elif at < plan.small_count:
+                views.append(view)
                 grads.append(dense(grad))
+            else:
+                torch.div(dense(grad), divisor, out=view)
         if grads:
             foreach_copy(views, grads)
-        return row.div_(self.divisor)
+        row[: plan.small_numel].div_(divisor)
+        return row
+
+    def _give_back(self, row: torch.Tensor) -> None:
+        if row.dtype == self._flat.dtype:
+            self._unused.append(row)
 
     def gather_nothing(self) -> None:
         if self._region.is_given_away:  # it has gradients of an older step, which the user may have kept
@@ -492,7 +507,7 @@ class FlatTransfer(Transfer):
 
 def _wide(row: torch.Tensor) -> torch.Tensor:
     """Return 16-bit numbers in float32, in which subtrees are added up."""
-    return row.float() if row.dtype.is_floating_point and row.itemsize < 4 else row
+    return row.float() if is_narrow(row.dtype) else row
 
 
 def ready_twice(member: Member) -> BackwardError:
