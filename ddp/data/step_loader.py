@@ -12,6 +12,7 @@ import math
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -278,10 +279,18 @@ def _seed(*what: object) -> None:
     """Seed the random numbers of torch, Python and, if it is loaded, numpy."""
     digest = hashlib.blake2b(repr(what).encode(), digest_size=8).digest()
     seed = int.from_bytes(digest, "little")
-    torch.manual_seed(seed)
+    if torch.cuda.is_initialized() or _has_other_devices():
+        torch.manual_seed(seed)
+    else:  # that would format the stack for each kind of device that is not in use
+        torch.default_generator.manual_seed(seed)
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed & 0xFFFFFFFF)
+
+
+@cache
+def _has_other_devices() -> bool:
+    return torch.backends.mps.is_available() or torch.xpu.is_available()
 
 
 def _machine() -> dict[str, str]:
