@@ -29,8 +29,9 @@ def device_script(folder: Path) -> Path:
     text = (WORLDS / "resilient_script.py").read_text()
     for old, new in (
         ("import torch\n\nimport ddp\n",
-         f"sys.path += {[str(WORLDS.parents[1]), str(WORLDS.parent)]!r}\n"
-         "import torch\n\nimport ddp\nfrom testbed.simulated_device import simulated_device\n\n"
+         "import torch\n\nimport ddp\n"
+         f"sys.path.append({str(WORLDS.parent)!r})\n"
+         "from testbed.simulated_device import simulated_device\n\n"
          "device = simulated_device(int(os.environ['SEED']) + int(os.environ['RANK']))\ndevice.__enter__()\n"),
         ("nn.BatchNorm1d(16), ", ""),
         ("nn.Dropout(0.3), ", ""),
@@ -57,7 +58,7 @@ def test_a_step_whose_averages_never_came_is_made_again(
     expected = said(undisturbed, "result")
     assert expected.keys() == {0, 1, 2}
     assert "nan" not in str(expected)
-    failures = ("1.2.load.kill", "0.4.forward.kill", "2.6.step.kill", "1.9.commit.kill", "0.13.forward.raise")
+    failures = ("1.2.load.kill", "2.6.step.kill", "0.13.forward.raise")
     result = run_script(script, tmp_path, *failures, ranks=3, restarts=len(failures))
     assert result.returncode == 0, result
     assert {each.name for each in tmp_path.iterdir()} >= {*failures}, "each rank failed where it was to"
