@@ -76,9 +76,9 @@ def test_a_pair_of_versions_has_an_environment_and_constraints_of_its_own(tmp_pa
     bin_.mkdir(parents=True)
     (bin_ / f"python{version}").symlink_to(getattr(sys, "_base_executable", sys.executable))
     environment = {"PATH": "/usr/bin:/bin", "PYENV_ROOT": str(tmp_path / "pyenv")}
-    told = _venv_sh(f'use_pair 2.9.1 {version}; echo "$venv"; cat "$constraints"', tmp_path, **environment)
-    assert told.returncode == 0, told.stderr
-    venv, *constraints = told.stdout.splitlines()
+    reported = _venv_sh(f'use_pair 2.9.1 {version}; echo "$venv"; cat "$constraints"', tmp_path, **environment)
+    assert reported.returncode == 0, reported.stderr
+    venv, *constraints = reported.stdout.splitlines()
     assert venv == f".venvs/torch2.9.1-py{version}"
     ours = (ROOT / "scripts/constraints.txt").read_text().splitlines()
     assert constraints == ["torch==2.9.1" if line.startswith("torch==") else line for line in ours]

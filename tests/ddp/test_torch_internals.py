@@ -119,17 +119,17 @@ def test_a_backward_pass_tells_its_number_its_nodes_and_its_end() -> None:
 
 def test_a_captured_leaf_is_an_error_to_ask_for() -> None:
     leaf = nn.Parameter(torch.ones(2))
-    node, told = get_gradient_edge(leaf).node, []
+    node, reported = get_gradient_edge(leaf).node, []
 
     def on_grad(_: torch.Tensor) -> None:
         with pytest.raises(RuntimeError):
             internals.will_be_reached(node)
-        told.append(True)
+        reported.append(True)
 
     output = leaf * 2
     output.register_hook(on_grad)
     torch.autograd.grad(output.sum(), leaf)
-    assert told
+    assert reported
 
 
 def test_gradient_hooks_are_those_in_the_order_of_registration() -> None:

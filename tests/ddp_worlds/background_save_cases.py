@@ -104,7 +104,7 @@ def a_failed_save_is_everybodys_error(folder: str) -> list[str]:
     checkpoint.save(1)
     checkpoint.wait()
     model = nn.Linear(1, 1)
-    told = []
+    reported = []
     steps = iter(range(2, 9))
     calls: list[Callable[[], object]] = [
         lambda: checkpoint.save(next(steps)),
@@ -117,7 +117,7 @@ def a_failed_save_is_everybodys_error(folder: str) -> list[str]:
         checkpoint.save(next(steps), weights=torch.zeros(10_000))
         with pytest.raises(ddp.errors.CheckpointError, match="rank 0: could not write step") as caught:
             call()
-        told.append(str(caught.value))
+        reported.append(str(caught.value))
         if dist.get_rank() == 0:
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         checkpoint.wait()  # the ranks are still in step
@@ -125,7 +125,7 @@ def a_failed_save_is_everybodys_error(folder: str) -> list[str]:
     checkpoint.save(9)
     assert checkpoint.load().step == 9
     assert counted == [1, 1]
-    return told
+    return reported
 
 
 def ranks_that_differ_in_how_they_save_are_told(folder: str) -> None:

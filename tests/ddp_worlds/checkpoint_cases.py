@@ -392,7 +392,7 @@ def _save_for_ever(folder: Path, done: int, in_background: bool) -> None:
 
 
 def a_warning_is_heard_in_one_step(folder: str, has_host_group: bool) -> None:
-    """Rank 1 hears SIGUSR1 twice: all ranks save in the same two steps, told by tensors in host memory."""
+    """Rank 1 hears SIGUSR1 twice: all ranks save in the same two steps, by tensors in host memory."""
     if not has_host_group:  # as of NCCL alone
         for module in (checkpoint, objects):
             module.device_of = lambda *_: torch.device("cuda")  # type: ignore[attr-defined]  # replaced in this process

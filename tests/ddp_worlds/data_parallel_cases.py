@@ -416,7 +416,7 @@ def user_replaced_gradients_are_reduced() -> None:
 
 
 def kept_gradients_stay(large_bytes: int, keep: str, *, counts: bool = True) -> None:
-    """Whoever keeps a gradient, or anything that shares its memory, finds it unchanged after the next steps.
+    """A gradient that is kept, or anything that shares its memory, is unchanged after the next steps.
 
     Unless torch `counts` who owns a tensor, every place that was given away is in doubt.
     """

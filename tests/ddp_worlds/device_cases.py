@@ -24,7 +24,7 @@ from ddp.data_parallel.planning import step_timer
 
 
 class Net(nn.Module):
-    """Layers, batch normalization and one layer that is used when it is told. x: (rows, 8) -> (rows, 8)."""
+    """Layers, batch normalization and one layer that is used on request. x: (rows, 8) -> (rows, 8)."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -305,7 +305,7 @@ def saved_with_a_hook_that_averages_nothing(folder: str) -> None:
 
 
 def compared_on_demand(folder: str) -> list[str]:
-    """Change one thing on rank 1 after another: what each rank is told by check_replicas, and by Checkpoint."""
+    """Change one thing on rank 1 after another: what check_replicas and Checkpoint say on each rank."""
     said = []
     net = nn.Sequential(build("mlp"), nn.BatchNorm1d(3)).double()
     model = ddp.DistributedDataParallel(net)
@@ -319,22 +319,22 @@ def compared_on_demand(folder: str) -> list[str]:
     layer = net[0].layers[2]
     is_late = dist.get_rank() == 1
 
-    def told(act: Callable[[], object]) -> None:
+    def reported(act: Callable[[], object]) -> None:
         with pytest.raises(DriftError) as caught:
             act()
         assert caught.value.ranks == (1,)
         said.append(f"{caught.value.parameter}: {caught.value}")
 
-    told(lambda: ddp.check_replicas(model, buffers=True))
+    reported(lambda: ddp.check_replicas(model, buffers=True))
     if is_late:
         optimizer.state[layer.weight]["exp_avg"][3, 3] += 1
     ddp.check_replicas(model)
-    told(lambda: ddp.check_replicas(model, optimizer))
+    reported(lambda: ddp.check_replicas(model, optimizer))
     if is_late:
         layer.weight.detach().view(torch.int64)[32, 5] ^= 1 << 63  # the sign of one number
-    told(lambda: ddp.check_replicas(model))
-    told(lambda: ddp.check_replicas(torch.nn.Sequential(net)))
-    told(lambda: checkpoint.save(2, model=model))
+    reported(lambda: ddp.check_replicas(model))
+    reported(lambda: ddp.check_replicas(torch.nn.Sequential(net)))
+    reported(lambda: checkpoint.save(2, model=model))
     assert sorted(path.name for path in Path(folder).glob("step*")) == ["step-0000000001.pt"]
     ddp.Checkpoint(f"{folder}/unchecked", check_replicas=False).save(2, model=model)
     if is_late:

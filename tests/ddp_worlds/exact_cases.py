@@ -1406,7 +1406,7 @@ def gradients_that_a_hook_takes_are_an_error(is_after: bool) -> None:
 
 
 class Repeated(nn.Module):
-    """A layer in as many reentrant checkpoints as it is told."""
+    """A layer in a given number of reentrant checkpoints."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -135,7 +135,7 @@ def _defined(statement: ast.stmt) -> str:
 
 
 def touched(hidden: str) -> set[str]:
-    """What the file defines by asking for the name, or by means of such a definition; "" if that cannot be told."""
+    """What the file defines by asking for the name, or by means of such a definition; "" if that is unknown."""
     body = _tree().body
     found = {_defined(each) for each in body if ast.dump(_Rename(hidden).visit(copy.deepcopy(each))) != ast.dump(each)}
     while more := {_defined(each) for each in body if not found.isdisjoint(_loaded(each))} - found:

@@ -79,18 +79,18 @@ def sharded_parameters_are_refused_alone() -> list[str]:
     sharded = distribute_tensor(tensor_parallel[1].weight.detach(), mesh, [Shard(0)])
     tensor_parallel[1].weight = nn.Parameter(sharded)
     fully_sharded = fully_shard(nn.Linear(4, 4), mesh=mesh)
-    told = []
+    reported = []
     if rank() == 0:
         modules: list[Any] = [tensor_parallel, fully_sharded]
         for module in modules:
             with pytest.raises(ddp.errors.UnsupportedError) as caught:
                 ddp.DistributedDataParallel(module)
-            told.append(str(caught.value))
+            reported.append(str(caught.value))
             with pytest.raises(ddp.errors.UnsupportedError) as caught:
                 DistributedOptimizer(torch.optim.SGD(module.parameters(), 0.1), module.named_parameters())
-            told.append(str(caught.value))
+            reported.append(str(caught.value))
     dist.barrier()
-    return told
+    return reported
 
 
 # DistributedOptimizer: equal to one process
@@ -873,9 +873,9 @@ def optimizer_states_are_those_of_the_root() -> None:
                 optimizer.param_groups[0]["lr"] = 0.5 / (1 + rank())
             broadcast_optimizer_state(optimizer, root_rank=0)
             broadcast_parameters(model.state_dict(), root_rank=0)
-            told = allgather_object(optimizer.state_dict())
-            for other in told[1:]:
-                assert_same(other, told[0])
+            reported = allgather_object(optimizer.state_dict())
+            for other in reported[1:]:
+                assert_same(other, reported[0])
             assert optimizer.param_groups[0]["lr"] == 0.5
             wrapped = DistributedOptimizer(optimizer, model.named_parameters())
             broadcast_optimizer_state(wrapped, root_rank=0)

@@ -59,5 +59,5 @@ def steps(
             optimizer.zero_grad()
             done = step
     are_finite = all(bool(parameter.isfinite().all()) for parameter in model.parameters())
-    told = [str(each.message) for each in warned if "infinite or NaN" in str(each.message)]
-    return told, error, are_finite, done
+    reported = [str(each.message) for each in warned if "infinite or NaN" in str(each.message)]
+    return reported, error, are_finite, done

@@ -284,9 +284,9 @@ def a_rank_that_raises_where_ranks_agree_is_an_error_on_all_at_once(place: str, 
         else:
             with pytest.raises(
                 ddp.errors.PeerFailedError, match=r"failed on rank 1, .* RuntimeError: no memory"
-            ) as told:
+            ) as reported:
                 loss.backward()
-            assert ("the next step can go on" in str(told.value)) == goes_on
+            assert ("the next step can go on" in str(reported.value)) == goes_on
         assert time.monotonic() - began < reducer.report.timeout_s / 2
         assert all(parameter.grad is None for parameter in model.parameters())
         if not goes_on:

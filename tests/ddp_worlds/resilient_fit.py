@@ -98,12 +98,12 @@ def main() -> None:
         TensorDataset(x[:46], y[:46]), epochs=9, validation=TensorDataset(x[46:], y[46:]), global_batch_size=6
     )
     sums = [f"{value.double().sum().item():.17g}" for value in net.state_dict().values()]
-    told = json.dumps([history.history, fails.seen, stopping.best, stopping.wait, trainer.step])
-    print("history", told, flush=True)
+    reported = json.dumps([history.history, fails.seen, stopping.best, stopping.wait, trainer.step])
+    print("history", reported, flush=True)
     draws = torch.rand(1).item()
     table = hashlib.sha256(Path("log.csv").read_bytes()).hexdigest()
     best = [f"{each.double().sum().item():.17g}" for each in torch.load("saved/best.pt", weights_only=True).values()]
-    print("result", *sums, hashlib.sha256(told.encode()).hexdigest(), draws, table, *best, flush=True)
+    print("result", *sums, hashlib.sha256(reported.encode()).hexdigest(), draws, table, *best, flush=True)
     saved = sorted(path.name for path in Path("saved").glob("step-*"))
     print("saved", world.rank, *saved, flush=True)
 

@@ -212,9 +212,9 @@ def exchanged_lists_and_objects() -> None:
     found: list[Any] = [None] * size
     dist.all_gather_object(found, {"rank": rank, "long": "x" * 100_000 * rank}, group=group)
     assert [each["rank"] for each in found] == [*range(size)]
-    told = ["from 0", 1] if rank == 0 else [None, None]
-    dist.broadcast_object_list(told, 0, group=group)
-    assert told == ["from 0", 1]
+    reported = ["from 0", 1] if rank == 0 else [None, None]
+    dist.broadcast_object_list(reported, 0, group=group)
+    assert reported == ["from 0", 1]
     got: list[Any] = [None] * size
     dist.gather_object(rank, got if rank == 0 else None, 0, group=group)
     assert rank or got == [*range(size)]
@@ -227,7 +227,7 @@ def an_asynchronous_call_does_not_wait() -> None:
     """Rank 0 starts sums and then sends; the others receive first. Then several in flight, waited for out of order."""
     group, rank, size = make(), dist.get_rank(), dist.get_world_size()
     for count in (10, 3_000_000):
-        tensor, told = torch.ones(count), torch.zeros(3)
+        tensor, reported = torch.ones(count), torch.zeros(3)
         if rank == 0:
             work = dist.all_reduce(tensor, group=group, async_op=True)
             assert work is not None
@@ -236,9 +236,9 @@ def an_asynchronous_call_does_not_wait() -> None:
                 dist.send(torch.full((3,), 7.0), other, group=group)
             work.wait()
         else:
-            dist.recv(told, 0, group=group)
+            dist.recv(reported, 0, group=group)
             dist.all_reduce(tensor, group=group)
-            assert (told == 7).all()
+            assert (reported == 7).all()
         assert (tensor == size).all()
     tensors = [torch.full((1000 * index + 1,), float(index)) for index in range(20)]
     works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]

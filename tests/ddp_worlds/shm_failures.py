@@ -282,12 +282,12 @@ def all_threads_that_wait_learn_of_a_dead_rank(folder: str) -> None:
 
     rounds.sleep = sleep_until_woken
     works = [group.allreduce([torch.ones(3)]) for _ in range(6)]
-    told: list[str] = []
+    reported: list[str] = []
 
     def wait(work: Any) -> None:
         with pytest.raises(CollectiveError) as caught:
             work.wait()
-        told.append(str(caught.value))
+        reported.append(str(caught.value))
 
     threads = [threading.Thread(target=wait, args=(work,), daemon=True) for work in works]
     for thread in threads:
@@ -295,8 +295,8 @@ def all_threads_that_wait_learn_of_a_dead_rank(folder: str) -> None:
     until = time.monotonic() + LIMIT_S / 2
     for thread in threads:
         thread.join(max(0.0, until - time.monotonic()))
-    assert len(told) == 6
-    assert all(f"rank {last} (pid" in each for each in told)
+    assert len(reported) == 6
+    assert all(f"rank {last} (pid" in each for each in reported)
 
 
 def a_callback_that_waits_ends_with_the_group(folder: str) -> None:

@@ -67,7 +67,7 @@ class Place:
 
 
 class Net(nn.Module):
-    """Layers, batch normalization, and one layer that is used when it is told. x: (rows, 6) -> (rows, 6)."""
+    """Layers, batch normalization, and one layer that is used on request. x: (rows, 6) -> (rows, 6)."""
 
     def __init__(self, *, has_norm: bool = True) -> None:
         super().__init__()

@@ -406,10 +406,10 @@ def failures(folder: Path, size: int) -> dict[int, str]:
     if rank:
         stall_report.tell_failure(7, f"ValueError: bad\x1b[31m batch {rank}\n" + "x" * 10_000)
     dist.barrier()
-    told = stall_report.failures(7, expected=2)
+    reported = stall_report.failures(7, expected=2)
     assert stall_report.failures(8, patience_s=0.1) == {}
     dist.barrier()
-    return told
+    return reported
 
 
 def blocks(folder: Path, size: int) -> str | None:

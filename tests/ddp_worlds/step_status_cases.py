@@ -26,7 +26,7 @@ from ddp.torch_internals import call_after_backward
 
 
 class Fragile(nn.Module):
-    """Fails in forward or backward when it is told to."""
+    """Fails in forward or backward on request."""
 
     def __init__(self) -> None:
         super().__init__()

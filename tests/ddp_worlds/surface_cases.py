@@ -190,9 +190,9 @@ def what_others_read_of_a_wrapper() -> None:
     assert model.eval().module.training is False
     assert model.train().module.training is True
     assert "Mlp" in repr(model)
-    told, torchs = model._get_ddp_logging_data(), theirs._get_ddp_logging_data()
+    reported, torchs = model._get_ddp_logging_data(), theirs._get_ddp_logging_data()
     for name in ("world_size", "rank", "module_name", "find_unused_parameters", "gradient_as_bucket_view"):
-        assert told[name] == torchs[name], name
+        assert reported[name] == torchs[name], name
     hooked = ddp.DistributedDataParallel(build("mlp"))
     for wrapper in (hooked, theirs):
         wrapper._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)

@@ -66,8 +66,8 @@ def test_an_example_for_all_strategies_runs_unchanged(tmp_path: Path) -> None:
     ours, plain = re.findall(r"accuracy ([\d.]+)%", result.stdout)[-2:]
     assert ours == plain
     assert float(ours) > 50
-    (told, by_program) = re.findall(r"\[\d(?:, \d)*\]", result.stdout)[-2:]
-    assert told == by_program
+    (reported, by_program) = re.findall(r"\[\d(?:, \d)*\]", result.stdout)[-2:]
+    assert reported == by_program
 
 
 @pytest.mark.parametrize(

@@ -208,7 +208,7 @@ def messages(commands: Iterable[Command], kind: type[M]) -> list[M]:
     return [tell.message for tell in tells(commands) if isinstance(tell.message, kind)]
 
 
-def told(commands: Iterable[Command], kind: type) -> list[str]:
+def receivers(commands: Iterable[Command], kind: type) -> list[str]:
     return [tell.host for tell in tells(commands) if isinstance(tell.message, kind)]
 
 

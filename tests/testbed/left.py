@@ -2,8 +2,8 @@
 
 A program that a test starts (processes.py) has a mark of its own, which all that it starts inherits: the first part is
 the test's, the rest counts its starts. So its processes are known from those of other tests and of other starts. What
-has no mark is told apart by where and when it was made: each test has a folder of its own for temporary files and one
-for the list of runs, and what there is of lab hosts, shared memory and control groups is looked at unless another
+has no mark is distinguished by where and when it was made: each test has a folder of its own for temporary files and
+one for the list of runs, and what there is of lab hosts, shared memory and control groups is looked at unless another
 program of this test runs, or was killed or left something on purpose: that is for the end of the test to find gone.
 """
 

@@ -1,4 +1,4 @@
-"""The programs by which namespaces and networks are made: where they are, what they are told, what they say."""
+"""The programs by which namespaces and networks are made: where they are, their arguments, their output."""
 
 import os
 import select
@@ -10,7 +10,7 @@ SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 def find_part(name: str) -> str | None:
-    """The path of a program, or None; /usr/sbin is not on everybody's PATH."""
+    """The path of a program, or None; /usr/sbin is not on every user's PATH."""
     return shutil.which(name, path=f"{os.environ.get('PATH', '')}:{SYSTEM_PATH}")
 
 

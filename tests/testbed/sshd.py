@@ -383,7 +383,7 @@ def no_penalties(sshd: str, host_key: Path) -> str:
     """The line of sshd's configuration by which failed logins have no consequences; empty where it knows none.
 
     From 9.8 on sshd shuts out an address whose logins fail; here all clients have the same one. Older ones refuse
-    to start when they are told of it.
+    to start when they learn of it.
     """
     probe = [sshd, "-T", "-f", "/dev/null", "-h", str(host_key), "-o", "PerSourcePenalties=no"]
     known = subprocess.run(probe, capture_output=True).returncode == 0

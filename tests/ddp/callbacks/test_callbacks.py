@@ -22,14 +22,14 @@ from ddp.callbacks.monitors import Monitor
 CASES = "ddp_worlds.trainer_cases"
 
 
-def test_an_error_on_one_replica_is_told_on_all(nursery: Nursery) -> None:
+def test_an_error_on_one_replica_is_raised_on_all(nursery: Nursery) -> None:
     hooks = {"on_step_end": 2, "on_epoch_end": 4, "on_evaluate_begin": 4}
-    told = nursery.run(3, f"{CASES}:breaks_on_one_replica", hooks=list(hooks))
+    reported = nursery.run(3, f"{CASES}:breaks_on_one_replica", hooks=list(hooks))
     for number, (hook, step) in enumerate(hooks.items()):
         what = f"the callback Breaks failed in {hook}, at step {step}"
         for replica in (0, 1):
-            assert told[replica][number] == f"{what}, on rank 2: see its output"
-        assert told[2][number] == f"{what}: KeyError: 'no such thing'"
+            assert reported[replica][number] == f"{what}, on rank 2: see its output"
+        assert reported[2][number] == f"{what}: KeyError: 'no such thing'"
 
 
 def test_all_replicas_stop_at_the_same_step(nursery: Nursery) -> None:

@@ -666,7 +666,7 @@ def test_a_rank_that_cannot_open_what_its_host_has_read_receives_it(nursery: Nur
     nursery.run(3, "ddp_worlds.checkpoint_cases:one_that_cannot_open_it_receives_the_file", folder=str(tmp_path))
 
 
-def test_ranks_that_save_different_things_are_told(nursery: Nursery, tmp_path: Path) -> None:
+def test_ranks_that_save_different_things_are_named(nursery: Nursery, tmp_path: Path) -> None:
     messages = nursery.run(
         2, "ddp_worlds.checkpoint_cases:differing_arguments_are_refused_by_all", folder=str(tmp_path)
     )

@@ -472,7 +472,7 @@ def test_the_end_of_an_epoch_leaves_nothing_of_it() -> None:
     assert len(resumed) == 4
 
 
-def test_a_position_that_no_one_told_is_not_guessed() -> None:
+def test_a_position_that_is_not_known_is_not_guessed() -> None:
     sampler = ddp.DistributedSampler(range(10), 1, 0)
     assert sampler.state_dict()["position"] == 0
     list(sampler)

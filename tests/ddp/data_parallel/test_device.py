@@ -38,16 +38,16 @@ def test_no_plain_step_waits_for_the_device(nursery: Nursery, only_device: bool)
 
 
 def test_a_failure_on_one_rank_is_everybodys(nursery: Nursery) -> None:
-    told, own = nursery.run(2, CASES + "a_failure_reaches_ranks_whose_model_is_on_a_device")
+    reported, own = nursery.run(2, CASES + "a_failure_reaches_ranks_whose_model_is_on_a_device")
     assert own == "a bad batch"
-    assert "step 3 failed on rank 1" in told
+    assert "step 3 failed on rank 1" in reported
 
 
-def test_unused_parameters_are_told(nursery: Nursery) -> None:
+def test_unused_parameters_are_reported(nursery: Nursery) -> None:
     nursery.run(2, CASES + "a_parameter_that_no_rank_uses_keeps_its_gradient")
 
 
-def test_a_skipped_backward_is_told(nursery: Nursery) -> None:
+def test_a_skipped_backward_is_reported(nursery: Nursery) -> None:
     for text in nursery.run(2, CASES + "a_skipped_backward_is_told"):
         assert "rank 1 made 1" in text
 

@@ -1,4 +1,4 @@
-"""Replicas that would differ are told of, on every rank, and what keeps them equal is let alone."""
+"""Replicas that would differ are reported on every rank, and what keeps them equal is left alone."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ddp.comm.fingerprint import Digest
 
 @pytest.mark.parametrize("who", [[0, 1], [1]])
 def test_an_optimizer_that_steps_in_a_hook_before_the_average_is_an_error(nursery: Nursery, who: list[int]) -> None:
-    told = nursery.run(2, "ddp_worlds.drift_cases:optimizer_steps_in_a_hook", who=who)
-    for rank, (kind, text) in enumerate(told):
+    reported = nursery.run(2, "ddp_worlds.drift_cases:optimizer_steps_in_a_hook", who=who)
+    for rank, (kind, text) in enumerate(reported):
         assert kind == ("BackwardError" if rank in who else "PeerFailedError")
         assert "SGD stepped 'layers." in text
         assert "within backward, before its gradient was averaged" in text
@@ -32,9 +32,9 @@ def test_an_optimizer_that_steps_in_a_hook_before_the_average_is_an_error(nurser
     ],
 )
 def test_a_step_of_one_rank_is_an_error_of_all(nursery: Nursery, how: str, kind: str, said: str) -> None:
-    for told in nursery.run(2, "ddp_worlds.drift_cases:one_rank_steps_alone", how=how):
-        assert told[0] == kind
-        assert said in told[1]
+    for reported in nursery.run(2, "ddp_worlds.drift_cases:one_rank_steps_alone", how=how):
+        assert reported[0] == kind
+        assert said in reported[1]
 
 
 @pytest.mark.parametrize("static_graph", [False, True])
@@ -59,9 +59,9 @@ def test_a_save_does_not_compare_replicas_that_a_hook_lets_differ(nursery: Nurse
 
 
 def test_an_optimizer_whose_step_has_raised_hides_no_other_after_the_next_pass(nursery: Nursery) -> None:
-    for told in nursery.run(2, "ddp_worlds.drift_cases:one_rank_steps_alone_after_a_step_that_raised"):
-        assert told[0] == "DriftError"
-        assert "stepped 1 time on rank 0, 2 times on rank 1" in told[1]
+    for reported in nursery.run(2, "ddp_worlds.drift_cases:one_rank_steps_alone_after_a_step_that_raised"):
+        assert reported[0] == "DriftError"
+        assert "stepped 1 time on rank 0, 2 times on rank 1" in reported[1]
 
 
 _DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.uint8, torch.bool, torch.complex64]

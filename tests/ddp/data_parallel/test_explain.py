@@ -76,7 +76,7 @@ def test_compression_and_local_sgd_pay_where_the_link_is_slow_and_not_where_it_i
     assert 0 <= fast["LocalSGD, every=8"].gain < 0.01
 
 
-def test_of_a_compressed_step_the_way_without_compression_is_told() -> None:
+def test_of_a_compressed_step_the_way_without_compression_is_named() -> None:
     report = explained(SLOW, compression=INT8)
     assert [way.title for way in report.ways] == ["no compression", "LocalSGD, every=8"]
     assert report.ways[0].gain < 0

@@ -52,7 +52,7 @@ def test_a_failure_on_every_rank_leaves_them_in_step(nursery: Nursery) -> None:
     nursery.run(2, "ddp_worlds.step_status_cases:all_fail_and_go_on")
 
 
-def test_a_skipped_backward_is_told_in_the_next_reduction(nursery: Nursery) -> None:
+def test_a_skipped_backward_is_reported_in_the_next_reduction(nursery: Nursery) -> None:
     for text in nursery.run(2, "ddp_worlds.step_status_cases:skipped_backward_is_told"):
         assert "rank 1 made 1" in text
         assert "the others 0" in text

@@ -1,4 +1,4 @@
-"""Whoever knows torch's DistributedDataParallel finds the same interface, with the same numbers behind it."""
+"""The interface is that of torch's DistributedDataParallel, with the same numbers behind it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives in Horovod's words equal what one process computes, and ranks that differ are told who called what."""
+"""Collectives of Horovod's interface equal what one process computes; ranks that differ see who called what."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_states_and_objects_are_those_of_the_root(nursery: Nursery, world_size: 
     nursery.in_turn(world_size, CASES, cases)
 
 
-def test_ranks_that_call_different_things_are_told_and_can_go_on(nursery: Nursery) -> None:
+def test_ranks_that_call_different_things_are_named_and_can_go_on(nursery: Nursery) -> None:
     cases = ["different_calls_are_errors_that_name_them", "groups_and_places"]
     nursery.in_turn(3, CASES, cases)
 

@@ -49,7 +49,7 @@ def test_it_is_the_users_optimizer(nursery: Nursery, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_that_differ_are_told(nursery: Nursery, world_size: int) -> None:
+def test_ranks_that_differ_are_named(nursery: Nursery, world_size: int) -> None:
     cases = [
         "different_parameters_are_errors",
         "unequal_replicas_are_an_error",
@@ -60,10 +60,10 @@ def test_ranks_that_differ_are_told(nursery: Nursery, world_size: int) -> None:
 
 
 def test_sharded_parameters_are_refused_before_anything_communicates(nursery: Nursery) -> None:
-    told, nothing = nursery.run(2, f"{CASES}:sharded_parameters_are_refused_alone")
+    reported, nothing = nursery.run(2, f"{CASES}:sharded_parameters_are_refused_alone")
     assert nothing == []
-    assert ["'1.weight'" in text for text in told] == [True, True, False, False]
-    for text in told:
+    assert ["'1.weight'" in text for text in reported] == [True, True, False, False]
+    for text in reported:
         assert text.startswith("parameter '")
         assert "is a DTensor" in text
         assert "without fully_shard() or parallelize_module()" in text

@@ -223,7 +223,7 @@ def test_a_stopped_or_killed_rank_does_not_answer_and_a_lost_store_is_said(world
         assert ended.errors == ["", "", ""]
 
 
-def test_groups_and_models_are_told_apart(worlds: Worlds) -> None:
+def test_groups_and_models_are_distinguished(worlds: Worlds) -> None:
     ended = worlds.run("two_groups", 3, "file")
     assert ended.codes == [0, 0, 0]
     of_all, of_pair, _ = ended.results
@@ -250,13 +250,13 @@ def test_a_forked_child_inherits_nothing_of_it(worlds: Worlds) -> None:
     assert worlds.run("forks", 2, "file").codes == [0, 0]
 
 
-def test_exceptions_are_told_under_the_number_of_their_round(worlds: Worlds) -> None:
+def test_exceptions_are_reported_under_the_number_of_their_round(worlds: Worlds) -> None:
     ended = worlds.run("failures", 3, "tcp")
     assert ended.codes == [0, 0, 0]
-    for told in ended.results:
-        assert sorted(told) == ["1", "2"]
-        assert told["1"].startswith("ValueError: bad [31m batch 1 xxx")
-        assert len(told["1"]) == 400
+    for reported in ended.results:
+        assert sorted(reported) == ["1", "2"]
+        assert reported["1"].startswith("ValueError: bad [31m batch 1 xxx")
+        assert len(reported["1"]) == 400
 
 
 def test_what_blocks_without_a_work_is_reported_while_it_does(worlds: Worlds) -> None:

@@ -83,7 +83,7 @@ class Devices:
         self.aborted += 1
 
 
-def test_collectives_that_were_ended_while_the_host_waited_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collectives_that_were_ended_while_the_host_waited_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     devices, collectives = Devices(monkeypatch), DeviceCollectives()
     collectives.settle([CUDA])
     devices.end = lambda: collectives.end(0)
@@ -151,7 +151,7 @@ def test_what_gloo_moves_on_devices_is_not_aborted_with_them(monkeypatch: pytest
     assert aborted == []
 
 
-def test_ranks_that_leave_errors_to_others_or_to_torch_are_told() -> None:
+def test_ranks_that_leave_errors_to_others_or_to_torch_are_named() -> None:
     assert device_choice.difference([("nccl", "cuda", True), ("nccl", "cuda", True)]) is None
     assert device_choice.difference([(None, "cuda", False), (None, "cuda", False)]) is None
     said = device_choice.difference([(None, "cuda", False), (None, "cuda", True)])

@@ -302,7 +302,7 @@ def connect(member, store):
         dies("while it connects", *(f"rank {rank} connects in {member.joining}" for rank in (0, 2)))
         dies("while it connects again", f"rank 0 connects in {member.joining}", "rank 2 has met")
     if member.joining > 0 and world.rank == 0 and is_first("rank 0 waits"):
-        time.sleep(600)  # as gloo waits for a rank that has told where it is to be found, and whose host is off now
+        time.sleep(600)  # as gloo waits for a rank that has given its address, and whose host is off now
     really_connect(member, store)
 
 

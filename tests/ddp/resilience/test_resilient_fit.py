@@ -32,7 +32,7 @@ def test_failures_change_neither_weights_nor_history_nor_what_callbacks_see(
     assert len(undisturbed) == 2
 
 
-def test_a_fit_that_is_told_not_to_starts_again_as_a_whole(tmp_path: Path, undisturbed: dict[int, str]) -> None:
+def test_a_fit_that_is_not_resilient_starts_again_as_a_whole(tmp_path: Path, undisturbed: dict[int, str]) -> None:
     result = run(SCRIPT, tmp_path, "plain", "1.on_step_begin.7", restarts=1)
     assert "attempt 1 begins" in result.stderr, result
     assert "only this worker restarts" not in result.stderr

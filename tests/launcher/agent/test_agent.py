@@ -1,4 +1,4 @@
-"""The agent on its own: attempts one after another, the lease, suspension, and that nothing is left, whoever is killed.
+"""The agent on its own: attempts one after another, the lease, suspension, and that nothing is left after a kill.
 
 A real agent is driven over its pipes. Every process of a test's workers holds a lock: only when all are gone, whatever
 became of their environment, session or parent, can it be had.
@@ -413,7 +413,7 @@ def test_agent_and_guard_killed_together_are_cleaned_up_after_by_the_next_agent(
 def test_a_daemon_that_cleared_its_environment_is_found(
     agent: AgentProcess, family: Family, tmp_path: Path, way: str
 ) -> None:
-    """In both ways, each on its own: the next agent is not told of the other."""
+    """In both ways, each on its own: the next agent does not know of the other."""
     agent.prepare()
     family.start(agent, "cleared daemon", "exit")
     agent.expect(Exited)

@@ -159,7 +159,7 @@ def test_only_the_newest_stack_counts(workers: Workers) -> None:
     assert "in first" not in workers.stack_file(0).read_text(), "the file does not grow for ever"
 
 
-def test_main_thread_is_told_from_others(workers: Workers) -> None:
+def test_main_thread_is_distinguished_from_others(workers: Workers) -> None:
     workers.start(
         """
         import threading, time

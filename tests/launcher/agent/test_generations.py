@@ -16,7 +16,7 @@ from launcher.protocol.commands import NextGeneration, OpenStore, RestartWorker
 from launcher.protocol.reports import Exited, Output, Started, StoreOpened
 from launcher.protocol.two_way import Heartbeat
 
-# Prints its first generation, then what its predecessor left, then each number that it is told; rank 1 ends at "end".
+# Prints its first generation, then what its predecessor left, then each number that it gets; rank 1 ends at "end".
 LISTENS = """\
 import os, signal, struct, sys
 state = os.open(os.environ["DTRAIN_STATE_FILE"], os.O_RDWR)
@@ -51,7 +51,7 @@ def read_until(agent: AgentProcess, text: bytes, times: int = 1) -> None:
         agent.expect(Output)
 
 
-def test_living_workers_are_told_and_a_successor_starts_with_the_newest(agent: AgentProcess) -> None:
+def test_living_workers_are_notified_and_a_successor_starts_with_the_newest(agent: AgentProcess) -> None:
     for rank in (0, 1):
         agent.start(LISTENS, str(rank), rank=rank)
         agent.expect_output(b"first 0 nothing\n")
@@ -75,7 +75,7 @@ def test_living_workers_are_told_and_a_successor_starts_with_the_newest(agent: A
     agent.stop()
 
 
-def test_a_first_life_that_starts_late_is_told_what_the_others_were(agent: AgentProcess) -> None:
+def test_a_first_life_that_starts_late_learns_what_the_others_were(agent: AgentProcess) -> None:
     agent.start(LISTENS, "0")
     agent.tell(NextGeneration(attempt=0, number=4))
     agent.expect_output(b"rank 0 told 4\n")
@@ -178,7 +178,7 @@ def test_no_descriptor_stays_open_after_an_attempt(agent: AgentProcess) -> None:
     agent.stop()
 
 
-# Makes a step every 50 ms, and none for 8 s once it is told of a generation.
+# Makes a step every 50 ms, and none for 8 s once it gets a generation.
 WAITS = """\
 import os, select, struct, time
 pipe = os.open(os.environ["DTRAIN_GENERATION_PIPE"], os.O_RDONLY)

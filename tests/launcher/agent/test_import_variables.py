@@ -141,7 +141,7 @@ def test_a_worker_that_has_variables_which_a_package_looked_for_is_started_by_ex
     assert re.search(r"seen \['1', '0', ", known.stdout), known
 
 
-def test_everybody_is_told_which_package_prevents_a_fork_and_what_that_costs(installed: Path, tmp_path: Path) -> None:
+def test_each_user_sees_which_package_prevents_a_fork_and_what_that_costs(installed: Path, tmp_path: Path) -> None:
     (installed / "heavy.py").write_text("import time\ntime.sleep(0.3)\nimport settings\ntime.sleep(5)")
     (installed / "settings.py").write_text(IMPORTS + "seen = dict(os.environ).get('RANK')")
     (tmp_path / "script.py").write_text("import heavy\nprint('seen', heavy.settings.seen)")

@@ -213,7 +213,7 @@ def test_one_that_a_debugger_has_is_not_stopped_by_a_signal() -> None:
             looks.look()
             assert (looks.look().stopped, is_traced(process.pid), is_traced(os.getpid())) == ([], True, False)
         finally:
-            os.kill(process.pid, signal.SIGKILL)  # Popen takes a stop that its tracer is told of for the end
+            os.kill(process.pid, signal.SIGKILL)  # Popen takes a stop that its tracer sees for the end
             while not os.WIFSIGNALED(os.waitpid(process.pid, 0)[1]):
                 pass
             process.returncode = -signal.SIGKILL

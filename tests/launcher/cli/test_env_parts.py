@@ -76,7 +76,7 @@ def test_a_torch_that_hangs_is_not_waited_for(stand_in: Path, monkeypatch: pytes
 # ---- SLURM, py-spy -------------------------------------------------------------------------------------------
 
 
-def test_slurm_s_job_is_told_without_names() -> None:
+def test_slurm_s_job_is_notified_without_names() -> None:
     assert slurm_job({}) == {}
     env = {
         "SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "secret[1-2]", "SLURM_JOB_NUM_NODES": "2",
@@ -151,7 +151,7 @@ def test_a_machine_with_amd_s_gpus_is_described(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("built", "said"), [(None, "none: AMD's need a torch built for ROCm"), ("hip", "none")])
-def test_why_workers_get_no_gpus_is_told(tmp_path: Path, built: str | None, said: str) -> None:
+def test_why_workers_get_no_gpus_is_reported(tmp_path: Path, built: str | None, said: str) -> None:
     machine = GpuMachine(tmp_path / "machine")
     machine.add_cpu_node()
     machine.add_amd(1, "0000:01:00.0", product_name="MI300X")

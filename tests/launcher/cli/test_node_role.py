@@ -94,7 +94,7 @@ def test_on_one_machine_no_token_is_needed(tmp_path: Path, port: int) -> None:
         assert [_ends(node)[0] for node in nodes] == [0, 0, 0]
 
 
-def test_a_failure_on_one_node_is_told_on_all_with_its_code(tmp_path: Path, port: int) -> None:
+def test_a_failure_on_one_node_is_reported_on_all_with_its_code(tmp_path: Path, port: int) -> None:
     (tmp_path / "fail.py").write_text("import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(60)")
     with _nodes(tmp_path, port, [0, 1], "fail.py", DTRAIN_TOKEN=TOKEN) as nodes:
         ends = [_ends(node) for node in nodes]

@@ -211,7 +211,7 @@ def read_all(stream: Stream) -> bytes:
 def test_a_key_exchange_that_stalls_loses_the_host_when_much_is_read(ssh_hosts: SshHosts) -> None:
     stream = stalled(ssh_hosts, "yes")
     with pytest.raises(StreamError, match="Key-exchange timed out"):
-        read_all(stream)  # what is read makes room, and the other end has to be told so
+        read_all(stream)  # what is read makes room, and the other end has to know
     stream.finish(0.0)
 
 

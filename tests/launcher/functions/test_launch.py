@@ -135,7 +135,7 @@ def test_the_error_of_a_worker_has_its_host_rank_traceback_and_exception() -> No
     assert "its whole output: runs/" in str(error)
 
 
-def test_an_exception_that_cannot_be_pickled_is_told_without_it() -> None:
+def test_an_exception_that_cannot_be_pickled_is_reported_without_it() -> None:
     def fails() -> None:
         error = ValueError("no way")
         error.lock = threading.Lock()  # type: ignore[attr-defined]
@@ -365,7 +365,7 @@ def test_functions_on_ssh_hosts_return_large_results(ssh_hosts: SshHosts) -> Non
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "reported"),
     [
         ("launcher.agent.agent.sys.version_info = (3, 9, 1)", "is Python 3.9.1, here it is {}; name a Python {}"),
         (
@@ -374,7 +374,7 @@ def test_functions_on_ssh_hosts_return_large_results(ssh_hosts: SshHosts) -> Non
         ),
     ],
 )
-def test_a_host_that_cannot_run_functions_says_why(change: str, told: str, folder: Path) -> None:
+def test_a_host_that_cannot_run_functions_says_why(change: str, reported: str, folder: Path) -> None:
     python = folder / "python"
     code = f"import launcher.agent.main, launcher.agent.host_facts\n{change}\nlauncher.agent.main.main()"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{code}"\n')
@@ -382,7 +382,7 @@ def test_a_host_that_cannot_run_functions_says_why(change: str, told: str, folde
     here = "{}.{}.{}".format(*sys.version_info[:3])
     with pytest.raises(HostError) as caught:
         launch(_rank, python=python, nproc_per_node=1)
-    assert told.format(here, here.rpartition(".")[0]) in str(caught.value)
+    assert reported.format(here, here.rpartition(".")[0]) in str(caught.value)
 
 
 def test_a_module_that_a_worker_has_not_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Which GPUs a worker really sees: CUDA's own answer against what NVML told the launcher."""
+"""Which GPUs a worker really sees: CUDA's own answer against what NVML reported to the launcher."""
 
 import json
 import os
@@ -107,9 +107,9 @@ def test_more_workers_than_devices_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_worker_is_bound_near_its_device(tmp_path: Path) -> None:
-    told = [pci_folder(bus_id) / "numa_node" for bus_id in _found().bus_ids]
-    told += [SYSFS / "devices/system/node", SYSFS / "devices/system/cpu/cpu0/topology/thread_siblings_list"]
-    if missing := [str(path) for path in told if not path.exists()]:
+    reported = [pci_folder(bus_id) / "numa_node" for bus_id in _found().bus_ids]
+    reported += [SYSFS / "devices/system/node", SYSFS / "devices/system/cpu/cpu0/topology/thread_siblings_list"]
+    if missing := [str(path) for path in reported if not path.exists()]:
         pytest.skip(f"this kernel does not say how the processors and GPUs lie: no {missing[0]}")
     bound = _run(tmp_path, "print('ran')", "-q", "--nproc-per-node", "1", "--numa-binding", "node")
     assert (bound.returncode, "ran" in bound.stdout) == (0, True), bound

@@ -1,4 +1,4 @@
-"""What SLURM's variables say, what srun is told and says, and the scripts that sbatch gets. Without a SLURM."""
+"""SLURM's variables, the arguments and the output of srun, and the scripts that sbatch gets. Without a SLURM."""
 
 import os
 import shlex
@@ -251,7 +251,7 @@ def test_a_script_holds_the_options_and_runs_what_was_typed() -> None:
     assert script.endswith("\nexec /b/dtrain run --nproc-per-node 4 train.py --lr 1\n")
 
 
-def test_a_job_that_may_be_queued_again_is_told_of_its_end() -> None:
+def test_a_job_that_may_be_queued_again_is_notified_of_its_end() -> None:
     lines = batch_script(["--requeue", "--time", "1-0"], ["train.py"], dtrain=["dtrain"]).splitlines()
     assert {"#SBATCH --signal=B:USR1@120", "#SBATCH --open-mode=append"} <= set(lines)
     assert lines[-1] == "exec dtrain run --requeue train.py"

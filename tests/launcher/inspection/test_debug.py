@@ -186,7 +186,7 @@ def test_a_killed_command_lets_the_rank_go_on(at: str, folder: Path) -> None:
     end()
 
 
-def test_the_end_of_the_rank_is_told(folder: Path) -> None:
+def test_the_end_of_the_rank_is_reported(folder: Path) -> None:
     detached("--nproc-per-node", "2", "script.py")
     with dtrain_on_terminal("debug", "r", "--rank", "1", cwd=folder) as terminal:
         debugger = Debugger(terminal, 1)
@@ -199,7 +199,7 @@ def test_the_end_of_the_rank_is_told(folder: Path) -> None:
     end(128 + signal.SIGKILL)
 
 
-def test_the_end_of_the_run_is_told_and_is_not_held_up(folder: Path) -> None:
+def test_the_end_of_the_run_is_reported_and_is_not_held_up(folder: Path) -> None:
     detached("--nproc-per-node", "2", "script.py")
     with dtrain_on_terminal("debug", "r", "--rank", "1", cwd=folder) as terminal:
         debugger = Debugger(terminal, 1)

@@ -179,7 +179,7 @@ def _listens(pid: int) -> bool:
     ],
     ids=["missing", "fails", "closes", "used"],
 )
-def test_a_debugpy_that_does_not_open_is_told_with_an_exit_code(code: str, text: str, folder: Path) -> None:
+def test_a_debugpy_that_does_not_open_is_reported_with_an_exit_code(code: str, text: str, folder: Path) -> None:
     (folder / "script.py").write_text(SCRIPT)
     (folder / "debugpy").mkdir()
     (folder / "debugpy/__init__.py").write_text(code)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from testbed.job_drive import Drive, messages, notices, told
+from testbed.job_drive import Drive, messages, notices, receivers
 from testbed.present import present
 
 from launcher.hangs.watch import HangPolicy
@@ -87,7 +87,7 @@ def test_where_all_start_again_steps_are_lost_since_the_newest_checkpoint(
         return {"steps": 57, "saved": saved, "unsaved": unsaved}
 
     ends(drive, order, **exited(order.rank))
-    assert told(drive.collected(), EndAttempt) == ["a", "b"]
+    assert receivers(drive.collected(), EndAttempt) == ["a", "b"]
     for rank in {*range(4)} - {order.rank}:
         host = drive.host_of(rank)
         drive.say(host, drive.exited(host, rank, -15, provoked=True, **exited(rank)))
@@ -107,7 +107,7 @@ def test_a_simulated_host_is_lost_with_all_that_is_on_it() -> None:
     hosts = tuple(Host(name, HostKind.SIMULATED, slots=2, part=part, parts=2) for part, name in enumerate("ab"))
     drive = running("kill host every 10s, seed 4", hosts=hosts)
     commands = drive.wait(10, heard="ab")
-    (host,) = told(commands, LoseHost)
+    (host,) = receivers(commands, LoseHost)
     link = drive.job.fleet.states[host].link
     drive.event(Lost(host, link, "its agent ended with status -9"), after_s=0.25)
     drive.collected("b" if host == "a" else "a")
@@ -190,7 +190,7 @@ def lost(drive: Drive, hosts: str) -> str:
     for _ in range(20):
         for name in hosts:
             drive.say(name, Heartbeat(drive.time(name), resilient=True))
-        if ordered := told(drive.wait(1.0), LoseHost):
+        if ordered := receivers(drive.wait(1.0), LoseHost):
             drive.lose(ordered[0])
             return ordered[0]
     raise AssertionError("no host was lost")
@@ -206,7 +206,7 @@ def test_lost_hosts_cost_no_restart_and_are_not_excluded() -> None:
         other = "b" if hit[-1] == "a" else "a"
         drive.say(other, Heartbeat(drive.time(other), resilient=True))
         commands = drive.back(hit[-1])
-        for host in told(commands, OpenStore):
+        for host in receivers(commands, OpenStore):
             commands += drive.say(host, StoreOpened(0, "127.0.0.1", 1234))
         starts = messages(commands, StartWorker)
         assert len(starts) == 2

@@ -209,7 +209,7 @@ def test_a_lease_that_rests_never_ends() -> None:
     fleet.suspend(False, 100.0)
     for state in fleet:
         fleet.occupy(state)
-    fleet.hear(fleet.states["b"], Heartbeat(106.1), 106.1)  # sent after it was told to go on
+    fleet.hear(fleet.states["b"], Heartbeat(106.1), 106.1)  # sent after it was continued
     for state in fleet:
         fleet.lost(state, "the connection broke", 107.0)
     assert [state.fenced_at == NEVER for state in fleet] == [True, False]

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from testbed.job_drive import Drive, messages, notices, tells, told
+from testbed.job_drive import Drive, messages, notices, receivers, tells
 
 from launcher.hangs.watch import Blame, HangPolicy, WaitingRanks
 from launcher.job.events import Command, Notice, SaveEvidence, Signalled, Tick
@@ -49,7 +49,7 @@ def seen(drive: Drive, *, stopped: tuple[int, ...], last: Sequence[int] = ()) ->
 
 def hang(drive: Drive) -> list[Command]:
     beat(drive, "a")
-    assert told(beat(drive, "b", stopped=(3,)), Collect) == ["a", "b"]
+    assert receivers(beat(drive, "b", stopped=(3,)), Collect) == ["a", "b"]
     return seen(drive, stopped=(3,))
 
 
@@ -98,7 +98,7 @@ def test_a_resilient_rank_that_hangs_is_killed_and_replaced_alone() -> None:
     drive = running(AUTO, max_restarts=1)
     commands = hang(drive)
     (order,) = messages(commands, KillWorker)
-    assert (order.rank, order.attempt, order.signum, told(commands, KillWorker)) == (3, 0, signal.SIGKILL, ["b"])
+    assert (order.rank, order.attempt, order.signum, receivers(commands, KillWorker)) == (3, 0, signal.SIGKILL, ["b"])
     (keep,) = [command for command in commands if isinstance(command, SaveEvidence)]
     assert (len(keep.evidence), keep.asked) == (4, False)
     assert beat(drive, "b", stopped=(3,)) == [], "one at a time"
@@ -114,8 +114,8 @@ def test_another_rank_that_hangs_ends_the_attempt_and_is_its_cause() -> None:
     drive = running(AUTO)
     hang(drive)
     commands = killed(drive)
-    assert told(commands, Collect) == [], "all were looked at before"
-    assert told(commands, Stop) == ["a", "b"]
+    assert receivers(commands, Collect) == [], "all were looked at before"
+    assert receivers(commands, Stop) == ["a", "b"]
     drive.stop_all()
     cause = drive.cause
     assert (cause.kind, cause.rank, drive.outcome.exit_code) == (FailureKind.HUNG, 3, 1)
@@ -125,10 +125,10 @@ def test_another_rank_that_hangs_ends_the_attempt_and_is_its_cause() -> None:
 def test_with_restarts_left_the_attempt_is_made_again() -> None:
     drive = running(AUTO, max_restarts=1)
     hang(drive)
-    assert told(killed(drive), EndAttempt) == ["a", "b"]
+    assert receivers(killed(drive), EndAttempt) == ["a", "b"]
 
 
-def test_the_user_is_told_once() -> None:
+def test_the_user_is_notified_once() -> None:
     drive = running(REPORT)
     commands = hang(drive)
     (said,) = notices(commands)
@@ -136,7 +136,7 @@ def test_the_user_is_told_once() -> None:
     assert "--hang auto" in said
     assert [c.asked for c in commands if isinstance(c, SaveEvidence)] == [True]
     drive.wait(60, heard="ab")
-    assert told(beat(drive, "b", stopped=(3,)), Collect) == ["a", "b"]
+    assert receivers(beat(drive, "b", stopped=(3,)), Collect) == ["a", "b"]
     assert notices(seen(drive, stopped=(3,))) == []
     drive.end_well()
     assert drive.outcome.exit_code == 0
@@ -188,12 +188,12 @@ def test_a_look_that_finds_nothing_is_forgotten(stopped: tuple[int, ...]) -> Non
 def test_a_look_gives_way_to_what_the_user_asks_for_and_to_a_failure() -> None:
     drive = running(AUTO)
     beat(drive, "b", stopped=(3,))
-    assert told(drive.event(Signalled(signal.SIGQUIT)), Collect) == ["a", "b"]
+    assert receivers(drive.event(Signalled(signal.SIGQUIT)), Collect) == ["a", "b"]
     (shown,) = [c for c in seen(drive, stopped=(3,)) if isinstance(c, SaveEvidence)]
     assert shown.asked
     drive.wait(60, heard="ab")
-    assert told(beat(drive, "b", stopped=(3,)), Collect) == ["a", "b"]
-    assert told(drive.say("a", drive.exited("a", 0, 1)), Collect) == ["a", "b"]
+    assert receivers(beat(drive, "b", stopped=(3,)), Collect) == ["a", "b"]
+    assert receivers(drive.say("a", drive.exited("a", 0, 1)), Collect) == ["a", "b"]
     assert drive.job.phase is Phase.EVIDENCE_ROUND
 
 
@@ -217,7 +217,7 @@ def test_one_that_has_ended_by_itself_meanwhile_did_not_hang() -> None:
 
 
 @pytest.mark.parametrize("policy", [AUTO, REPORT])
-def test_after_the_loss_of_a_host_the_right_one_is_told_to_kill_the_rank(policy: HangPolicy) -> None:
+def test_after_the_loss_of_a_host_the_right_one_kills_the_rank(policy: HangPolicy) -> None:
     drive = three(policy)
     without(drive, "b", others="ac")
     beats(drive, "ac", stopped=(5,))
@@ -249,8 +249,8 @@ def test_others_are_watched_after_a_rank_that_was_killed_has_ended_otherwise(end
         beats(drive, "c")
     drive.wait(60, heard="ab" if end == "its host is lost" else "abc")
     commands = beats(drive, "ab", stopped=(3,))
-    assert "b" in told(commands, Collect)
-    assert told(look(drive, stopped=(3,)), KillWorker) == ["b"]
+    assert "b" in receivers(commands, Collect)
+    assert receivers(look(drive, stopped=(3,)), KillWorker) == ["b"]
 
 
 def test_a_host_that_is_lost_is_suspected_no_longer() -> None:
@@ -282,7 +282,7 @@ def test_looks_that_a_host_does_not_answer_become_rarer(known: dict[str, Any]) -
 def test_no_one_looks_while_the_others_wait_for_hosts_to_take_over() -> None:
     drive = three()
     drive.lose("c")
-    assert told(beats(drive, "ab", stopped=(3,)), Collect) == []
+    assert receivers(beats(drive, "ab", stopped=(3,)), Collect) == []
 
 
 def silent(drive: Drive, after_s: float) -> None:
@@ -297,7 +297,7 @@ def silent(drive: Drive, after_s: float) -> None:
 def test_a_run_that_shows_life_is_stopped_at_once() -> None:
     drive = running(REPORT)
     silent(drive, 5.0)
-    assert told(drive.event(Signalled(signal.SIGTERM)), Stop) == ["a", "b"]
+    assert receivers(drive.event(Signalled(signal.SIGTERM)), Stop) == ["a", "b"]
     assert not messages(drive.commands, Collect)
 
 
@@ -305,9 +305,9 @@ def test_a_run_that_seems_to_hang_is_looked_at_before_it_is_stopped() -> None:
     drive = running(REPORT)
     silent(drive, 12.0)
     commands = drive.event(Signalled(signal.SIGTERM))
-    assert (told(commands, Collect), told(commands, Stop)) == (["a", "b"], [])
+    assert (receivers(commands, Collect), receivers(commands, Stop)) == (["a", "b"], [])
     commands = seen(drive, stopped=())
-    assert told(commands, Stop) == ["a", "b"]
+    assert receivers(commands, Stop) == ["a", "b"]
     assert [len(command.evidence) for command in commands if isinstance(command, SaveEvidence)] == [4]
     assert {stop.signum for stop in messages(drive.commands, Stop)} == {signal.SIGTERM}
 
@@ -317,7 +317,7 @@ def test_hosts_that_do_not_answer_do_not_keep_it_from_its_end() -> None:
     silent(drive, 12.0)
     drive.event(Signalled(signal.SIGTERM))
     assert drive.job.deadline() <= drive.now + COLLECT_S
-    assert told(drive.event(Tick(), after_s=COLLECT_S), Stop) == ["a", "b"]
+    assert receivers(drive.event(Tick(), after_s=COLLECT_S), Stop) == ["a", "b"]
 
 
 @pytest.mark.parametrize(
@@ -327,7 +327,7 @@ def test_hosts_that_do_not_answer_do_not_keep_it_from_its_end() -> None:
 def test_a_second_signal_does_not_wait_for_the_look(first: int, second: int, expected: int) -> None:
     drive = running(REPORT)
     silent(drive, 12.0)
-    assert told(drive.event(Signalled(first)), Stop) == []
+    assert receivers(drive.event(Signalled(first)), Stop) == []
     drive.event(Signalled(second))
     assert messages(drive.commands, Stop)[-1].signum == expected
 

@@ -4,7 +4,7 @@ import signal
 from typing import Any
 
 import pytest
-from testbed.job_drive import Drive, messages, told
+from testbed.job_drive import Drive, messages, receivers
 
 from launcher.hangs.watch import HangPolicy
 from launcher.job.events import (
@@ -53,12 +53,12 @@ def collected(drive: Drive, host: str, *ranks: int) -> list[Command]:
 
 def test_two_who_ask_for_the_same_meanwhile_share_the_next_round() -> None:
     drive = running()
-    assert told(stacks(drive, 1), Collect) == ["a", "b"]
+    assert receivers(stacks(drive, 1), Collect) == ["a", "b"]
     assert stacks(drive, 2) == []
     assert stacks(drive, 3) == []
     collected(drive, "a", 0, 1)
     commands = collected(drive, "b", 2, 3)
-    assert told(commands, Collect) == ["a", "b"], "those who came later see what is later"
+    assert receivers(commands, Collect) == ["a", "b"], "those who came later see what is later"
     assert [each.rank for each in answers(commands)[1]["evidence"]] == [0, 1, 2, 3]
     assert answers(commands)[1]["missing"] == {}
     collected(drive, "a", 0, 1)
@@ -79,13 +79,13 @@ def test_only_the_hosts_of_the_ranks_are_asked_and_native_frames_have_more_time(
     drive = running()
     commands = stacks(drive, 1, 3, native=True)
     (order,) = messages(commands, Collect)
-    assert (told(commands, Collect), order.ranks, order.native) == (["b"], [3], True)
+    assert (receivers(commands, Collect), order.ranks, order.native) == (["b"], [3], True)
     assert order.limit_s < NATIVE_S
     assert answers(collected(drive, "b", 3))[1]["missing"] == {}
     assert answers(stacks(drive, 2, 9))[2] == {"error": "there is no rank 9; the run has ranks 0 to 3"}
 
 
-def test_a_failure_ends_the_round_and_who_asks_then_is_told() -> None:
+def test_a_failure_ends_the_round_and_who_asks_then_gets_it() -> None:
     drive = running()
     stacks(drive, 1, native=True)
     drive.say("a", evidence(drive, 0))
@@ -93,7 +93,7 @@ def test_a_failure_ends_the_round_and_who_asks_then_is_told() -> None:
     answer = answers(commands)[1]
     assert [each.rank for each in answer["evidence"]] == [0]
     assert answer["missing"] == {"a": [1], "b": [3]}, "rank 2 has ended"
-    assert told(commands, Collect) == ["a", "b"], "for the report"
+    assert receivers(commands, Collect) == ["a", "b"], "for the report"
     (error,) = answers(stacks(drive, 2)).values()
     assert error["error"].startswith("no worker can be looked at now: looking where the ranks stand")
 
@@ -105,12 +105,12 @@ def test_sigquit_during_a_round_of_a_command_is_answered_after_it() -> None:
     collected(drive, "a", 0, 1)
     commands = collected(drive, "b", 2, 3)
     assert answers(commands).keys() == {1}
-    assert told(commands, Collect) == ["a", "b"]
+    assert receivers(commands, Collect) == ["a", "b"]
     collected(drive, "a", 0, 1)
     (shown,) = collected(drive, "b", 2, 3)
     assert isinstance(shown, SaveEvidence)
     assert (shown.asked, [each.rank for each in shown.evidence]) == (True, [0, 1, 2, 3])
-    assert told(drive.wait(1.0, heard="ab"), Collect) == []
+    assert receivers(drive.wait(1.0, heard="ab"), Collect) == []
 
 
 def test_one_who_has_left_gets_no_answer() -> None:
@@ -122,7 +122,7 @@ def test_one_who_has_left_gets_no_answer() -> None:
     collected(drive, "a", 0, 1)
     commands = collected(drive, "b", 2, 3)
     assert answers(commands) == {}
-    assert told(commands, Collect) == [], "no round begins for the second one"
+    assert receivers(commands, Collect) == [], "no round begins for the second one"
 
 
 def test_no_one_can_be_looked_at_before_there_are_workers() -> None:
@@ -147,7 +147,7 @@ def test_what_both_ends_of_a_debugger_say_is_passed_on() -> None:
     drive = running()
     commands = debug(drive)
     (order,) = messages(commands, OpenDebugger)
-    assert (told(commands, OpenDebugger), order.channel, order.rank, order.debugger) == (["b"], 1, 3, "pdb")
+    assert (receivers(commands, OpenDebugger), order.channel, order.rank, order.debugger) == (["b"], 1, 3, "pdb")
     assert [c for c in commands if isinstance(c, Answer)] == [Answer(1, {"host": "b"}, is_last=False)]
     drive.say("b", DebuggerOpened(1))
     assert drive.say("b", ChannelData(1, b"prompt")) == [PassOn(ChannelData(1, b"prompt"))]
@@ -156,16 +156,16 @@ def test_what_both_ends_of_a_debugger_say_is_passed_on() -> None:
     assert drive.say("b", ChannelTaken(1, 4)) == [PassOn(ChannelTaken(1, 4))]
     assert drive.say("a", ChannelData(1, b"of another host")) == []
     commands = drive.event(AskerLeft(1))
-    assert told(commands, CloseDebugger) == ["b"]
+    assert receivers(commands, CloseDebugger) == ["b"]
     assert drive.event(AskerSent(ChannelData(1, b"late"))) == []
 
 
 def test_a_rank_has_one_debugger_and_another_rank_another() -> None:
     drive = opened()
     assert "debugged already" in answers(debug(drive, 2))[2]["error"]
-    assert told(debug(drive, 3, rank=0), OpenDebugger) == ["a"]
+    assert receivers(debug(drive, 3, rank=0), OpenDebugger) == ["a"]
     assert answers(drive.say("b", DebuggerClosed(1, "")))[1] == {"ended": ""}
-    assert told(debug(drive, 4), OpenDebugger) == ["b"]
+    assert receivers(debug(drive, 4), OpenDebugger) == ["b"]
 
 
 def test_the_end_of_the_rank_or_of_its_host_ends_the_debugger() -> None:
@@ -180,18 +180,18 @@ def test_the_end_of_the_rank_or_of_its_host_ends_the_debugger() -> None:
 def test_all_clocks_of_stalls_rest_while_a_debugger_is_open() -> None:
     drive = running(stall_timeout_s=60.0, hang=HangPolicy(acts=True))
     commands = debug(drive)
-    assert told(commands, RestClocks) == [], "it may hang in truth"
+    assert receivers(commands, RestClocks) == [], "it may hang in truth"
     commands = drive.say("b", DebuggerOpened(1))
-    assert sorted(told(commands, RestClocks)) == ["a", "b"]
+    assert sorted(receivers(commands, RestClocks)) == ["a", "b"]
     commands = drive.wait(1000.0, heard="ab")
     for host in "ab":
         commands += drive.say(host, Heartbeat(drive.time(host), steps=50, silent_s=900.0, stopped=[2, 3]))
-    assert told(commands, Stop) + told(commands, Collect) + told(commands, KillWorker) == []
+    assert receivers(commands, Stop) + receivers(commands, Collect) + receivers(commands, KillWorker) == []
     drive.wait(1.0, heard="ab")
     commands = drive.event(AskerLeft(1))
     assert [each.resting for each in messages(commands, RestClocks)] == [False, False]
-    assert told(drive.wait(59.0, heard="ab"), Collect) == [], "the time begins again"
-    assert told(drive.wait(2.0, heard="ab"), Collect) == ["a", "b"]
+    assert receivers(drive.wait(59.0, heard="ab"), Collect) == [], "the time begins again"
+    assert receivers(drive.wait(2.0, heard="ab"), Collect) == ["a", "b"]
     assert drive.job.phase is Phase.EVIDENCE_ROUND
 
 
@@ -200,14 +200,14 @@ def test_a_look_that_was_under_way_blames_no_one_once_a_debugger_is_open() -> No
     debug(drive)
     beat: dict[str, Any] = {"steps": 50, "longest_s": [0.5, 0.0, 0.0]}
     drive.say("a", Heartbeat(drive.time("a"), **beat))
-    assert told(drive.say("b", Heartbeat(drive.time("b"), stopped=[3], **beat)), Collect) == ["a", "b"]
+    assert receivers(drive.say("b", Heartbeat(drive.time("b"), stopped=[3], **beat)), Collect) == ["a", "b"]
     drive.say("b", DebuggerOpened(1))
     number = messages(drive.commands, Collect)[-1].number
     for rank in range(4):
         state = "T" if rank == 3 else "S"
         drive.say(drive.host_of(rank), Evidence(number, 0, rank, 100 + rank, state, "", 1, 0.0, "", steps=25))
     drive.say("a", Collected(number))
-    assert told(drive.say("b", Collected(number)), KillWorker) == []
+    assert receivers(drive.say("b", Collected(number)), KillWorker) == []
 
 
 @pytest.mark.parametrize("resting", [True, False])

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from testbed.job_drive import Drive, T, closed, messages, notices, opened, tells, told
+from testbed.job_drive import Drive, T, closed, messages, notices, opened, receivers, tells
 from testbed.outcomes import STOOD
 from testbed.present import present
 
@@ -102,7 +102,7 @@ def test_two_hosts_from_the_first_connection_to_the_end() -> None:
     (tell,) = tells(drive.say("b", drive.facts("b")))
     assert (tell.host, tell.message) == ("a", OpenStore(0, "", "b", 29500, exact=False))
     begun = drive.say("a", StoreOpened(0, "10.0.0.9", 29501))
-    assert told(begun, StartWorker) == ["a", "a", "b", "b"]
+    assert receivers(begun, StartWorker) == ["a", "a", "b", "b"]
     starts = messages(begun, StartWorker)
     assert [start.rank for start in starts] == [0, 1, 2, 3]
     assert {(start.through, *start.argv) for start in starts} == {("script", "train.py", "--lr", "1")}
@@ -115,7 +115,7 @@ def test_two_hosts_from_the_first_connection_to_the_end() -> None:
     for rank in range(4):
         host = "ab"[rank // 2]
         commands = drive.say(host, drive.exited(host, rank), after_s=1)
-    assert told(commands, Stop) == ["a", "b"]
+    assert receivers(commands, Stop) == ["a", "b"]
     drive.goodbye("a")
     assert drive.job.outcome is None
     drive.goodbye("b")
@@ -134,16 +134,16 @@ def test_hosts_may_answer_in_any_order() -> None:
     drive.check("b")
     assert messages(drive.commands, OpenStore) == []
     drive.check("a")
-    assert told(drive.commands, OpenStore) == ["a"]
+    assert receivers(drive.commands, OpenStore) == ["a"]
 
 
 def test_a_host_not_reached_and_a_host_with_a_problem_are_named_in_one_error() -> None:
     drive = Drive("a", "b", "c")
     drive.join("a", "b")
     drive.check("a")
-    assert told(drive.say("b", drive.facts("b", problems=["no /work", "no GPU 7"])), Stop) == ["b"]
+    assert receivers(drive.say("b", drive.facts("b", problems=["no /work", "no GPU 7"])), Stop) == ["b"]
     assert drive.job.phase is Phase.GATHERING, "the third may have a problem as well"
-    assert told(drive.lose("c", "connection refused"), Stop) == ["a"]
+    assert receivers(drive.lose("c", "connection refused"), Stop) == ["a"]
     drive.goodbye("a", "b")
     error = drive.outcome.error
     assert isinstance(error, StartError)
@@ -182,7 +182,7 @@ def test_another_version_on_a_host_is_found_before_anything_starts(changes: dict
     drive.goodbye()
     assert isinstance(drive.outcome.error, StartError)
     assert reason in drive.outcome.error.reasons["b"]
-    assert told(drive.commands, Prepare) == ["a"]
+    assert receivers(drive.commands, Prepare) == ["a"]
 
 
 def test_only_ordinary_workers_are_bound_to_processors() -> None:
@@ -269,10 +269,10 @@ def test_hosts_that_are_not_ready_in_time_are_all_named() -> None:
     drive.join("a", "b")
     drive.check("a")
     drive.connect("c")
-    assert told(drive.wait(19.9, heard="ab"), Stop) == []
+    assert receivers(drive.wait(19.9, heard="ab"), Stop) == []
     commands = drive.wait(0.1)
     assert closed(commands) == ["c", "d"]
-    assert told(commands, Stop) == ["a", "b"]
+    assert receivers(commands, Stop) == ["a", "b"]
     drive.goodbye("a", "b")
     assert isinstance(drive.outcome.error, StartError)
     limit = "within 20 s (--start-timeout-s)"
@@ -288,7 +288,7 @@ def test_a_store_that_does_not_open_in_time_is_an_error_of_its_host() -> None:
     drive = Drive("a", "b", start_timeout_s=20.0)
     drive.join()
     drive.check()
-    assert told(drive.wait(20, heard="ab"), Stop) == ["a", "b"]
+    assert receivers(drive.wait(20, heard="ab"), Stop) == ["a", "b"]
     assert drive.say("a", drive.opened()) == [], "too late"
     drive.goodbye()
     assert isinstance(drive.outcome.error, HostError)
@@ -303,7 +303,7 @@ def test_workers_that_do_not_start_in_time_are_named_with_their_host() -> None:
     drive.say("a", Started(0, 0, 100, drive.now), Started(0, 1, 101, drive.now))
     drive.say("b", Started(0, 2, 102, drive.now))
     assert drive.job.progress == "3 of 4 workers started"
-    assert told(drive.wait(20, heard="ab"), Stop) == ["a", "b"]
+    assert receivers(drive.wait(20, heard="ab"), Stop) == ["a", "b"]
     drive.stop_all()
     assert str(drive.outcome.error) == "b: rank 3 was not started within 20 s (--start-timeout-s)"
     assert drive.outcome.exit_code == 1
@@ -416,7 +416,7 @@ def test_a_lost_host_ends_the_run_and_is_the_cause() -> None:
     drive = running("a", "b")
     commands = drive.lose("b", after_s=5)
     assert closed(commands) == ["b"]
-    assert told(drive.collected("a"), Stop) == ["a"]
+    assert receivers(drive.collected("a"), Stop) == ["a"]
     drive.say("a", drive.exited("a", 0, -signal.SIGTERM, provoked=True))
     assert drive.event(AgentMessage("b", 1, drive.exited("b", 2, 9))) == [], "nothing is heard from the dead"
     drive.goodbye("a")
@@ -445,7 +445,7 @@ def test_an_agent_that_someone_else_ends_is_a_lost_host() -> None:
     drive.say("b", drive.exited("b", 2, 0, provoked=True), drive.exited("b", 3, -15, provoked=True))
     at = drive.now
     drive.say("b", Bye(0, [], "it received SIGTERM"), after_s=7)
-    assert told(drive.collected("a"), Stop) == ["a"]
+    assert receivers(drive.collected("a"), Stop) == ["a"]
     drive.goodbye("a")
     cause = drive.cause
     assert (cause.kind, cause.message) == (FailureKind.HOST_LOST, "it received SIGTERM")
@@ -475,7 +475,7 @@ def test_a_store_that_cannot_be_opened_is_an_error_before_any_worker() -> None:
     drive = Drive("a", "b")
     drive.join()
     drive.check()
-    assert told(drive.say("a", StoreFailed(0, "port 29500 is in use by pid 7", drive.now)), Stop) == ["a", "b"]
+    assert receivers(drive.say("a", StoreFailed(0, "port 29500 is in use by pid 7", drive.now)), Stop) == ["a", "b"]
     drive.goodbye()
     assert isinstance(drive.outcome.error, StoreError)
     assert str(drive.outcome.error) == "a: port 29500 is in use by pid 7"
@@ -512,12 +512,12 @@ def evidence(number: int, rank: int) -> Evidence:
 def test_where_the_secondary_failures_stand_is_asked_before_they_are_stopped() -> None:
     drive = running("a", "b")
     commands = drive.say("a", drive.exited("a", 0, 1))
-    assert (told(commands, Collect), told(commands, Stop)) == (["a", "b"], [])
+    assert (receivers(commands, Collect), receivers(commands, Stop)) == (["a", "b"], [])
     assert drive.say("a", evidence(1, 1), Collected(1)) == []
     commands = drive.say("b", evidence(1, 3), evidence(1, 2), Collected(1))
     (keep,) = [command for command in commands if isinstance(command, SaveEvidence)]
     assert [found.rank for found in keep.evidence] == [1, 2, 3]
-    assert (keep.attempt, keep.asked, told(commands, Stop)) == (0, False, ["a", "b"])
+    assert (keep.attempt, keep.asked, receivers(commands, Stop)) == (0, False, ["a", "b"])
     drive.stop_all()
     assert drive.outcome.evidence == keep.evidence
 
@@ -582,21 +582,21 @@ def test_evidence_is_not_waited_for_beyond_its_time() -> None:
     drive = running("a", "b")
     drive.say("a", drive.exited("a", 0, 1))
     drive.say("a", evidence(1, 1), Collected(1))
-    assert told(drive.wait(COLLECT_S - 0.01), Stop) == []
+    assert receivers(drive.wait(COLLECT_S - 0.01), Stop) == []
     commands = drive.wait(0.01)
     assert [type(command) for command in commands[:2]] == [SaveEvidence, Send]
-    assert told(commands, Stop) == ["a", "b"]
+    assert receivers(commands, Stop) == ["a", "b"]
 
 
 def test_sigquit_shows_where_the_ranks_stand_and_the_run_goes_on() -> None:
     drive = running("a", "b")
-    assert told(drive.event(Signalled(signal.SIGQUIT)), Collect) == ["a", "b"]
+    assert receivers(drive.event(Signalled(signal.SIGQUIT)), Collect) == ["a", "b"]
     assert drive.event(Signalled(signal.SIGQUIT)) == [], "one at a time"
     drive.say("a", evidence(1, 0), Collected(1))
     (keep,) = [c for c in drive.wait(COLLECT_S, heard="ab") if isinstance(c, SaveEvidence)]
     assert (keep.asked, len(keep.evidence)) == (True, 1)
     assert drive.job.phase is Phase.RUNNING
-    assert told(drive.event(Signalled(signal.SIGQUIT)), Collect) == ["a", "b"]
+    assert receivers(drive.event(Signalled(signal.SIGQUIT)), Collect) == ["a", "b"]
     drive.say("a", evidence(2, 0))
     commands = drive.say("b", drive.exited("b", 2, 1))
     assert [type(command) for command in commands] == [SaveEvidence, Send, Send], (
@@ -608,9 +608,9 @@ def test_a_lost_connection_waits_a_little_for_what_it_is_the_consequence_of() ->
     closed_by_peer = {"type": "RuntimeError", "message": "Connection closed by peer [10.0.0.2]:1", "where": ""}
     drive = running("a", "b", "c")
     drive.say("a", drive.exited("a", 0, 1, error=closed_by_peer))
-    assert told(drive.collected(), Stop) == []
+    assert receivers(drive.collected(), Stop) == []
     commands = drive.say("b", drive.exited("b", 2, -9), after_s=ROOT_WAIT_S / 2)
-    assert told(commands, Stop) == ["a", "b", "c"]
+    assert receivers(commands, Stop) == ["a", "b", "c"]
     drive.goodbye()
     assert (drive.cause.rank, drive.outcome.exit_code) == (2, 137)
 
@@ -618,8 +618,8 @@ def test_a_lost_connection_waits_a_little_for_what_it_is_the_consequence_of() ->
 def test_of_consequences_alone_the_first_is_named_after_that() -> None:
     drive = running("a", "b")
     drive.say("a", drive.exited("a", 0, -6))
-    assert told(drive.collected(), Stop) == []
-    assert told(drive.wait(ROOT_WAIT_S, heard="ab"), Stop) == ["a", "b"]
+    assert receivers(drive.collected(), Stop) == []
+    assert receivers(drive.wait(ROOT_WAIT_S, heard="ab"), Stop) == ["a", "b"]
     drive.goodbye()
     assert drive.outcome.exit_code == 134
 
@@ -629,9 +629,9 @@ def test_a_host_that_is_silent_meanwhile_is_waited_for_and_is_the_cause() -> Non
     drive.say("a", drive.exited("a", 0, -6), after_s=1)
     drive.collected("a", "b")
     commands = drive.wait(T - 2, heard="ab")
-    assert told(commands, EndAttempt) == []
+    assert receivers(commands, EndAttempt) == []
     commands = drive.wait(2, heard="ab")
-    assert told(commands, EndAttempt) == ["a", "b"], "it costs no restart: there were none"
+    assert receivers(commands, EndAttempt) == ["a", "b"], "it costs no restart: there were none"
     drive.swept("a", "b")
     drive.wait(drive.job.fleet.fence_s, heard="ab")
     (ended, *_) = [text for text in notices(drive.commands) if "failed" in text]
@@ -643,9 +643,9 @@ def test_what_a_host_sent_before_it_was_lost_does_not_make_it_alive() -> None:
     delayed = Heartbeat(drive.time("c") + 1)
     drive.say("a", drive.exited("a", 0, -6), after_s=2)
     drive.collected("a", "b")
-    assert told(drive.wait(11, heard="ab"), EndAttempt) == []
-    assert told(drive.say("c", delayed), EndAttempt) == [], "it was under way all the time"
-    assert told(drive.lose("c"), EndAttempt) == ["a", "b"]
+    assert receivers(drive.wait(11, heard="ab"), EndAttempt) == []
+    assert receivers(drive.say("c", delayed), EndAttempt) == [], "it was under way all the time"
+    assert receivers(drive.lose("c"), EndAttempt) == ["a", "b"]
     cause = present(first_cause(present(drive.job.attempt).failures))
     assert (cause.kind, cause.at) == (FailureKind.HOST_LOST, drive.now - 12), "when it last sent something"
 
@@ -654,8 +654,8 @@ def test_a_host_that_sends_something_meanwhile_is_not_the_cause() -> None:
     drive = running("a", "b", "c", nnodes=(1, 3))
     drive.say("a", drive.exited("a", 0, -6), after_s=2)
     drive.collected("a", "b")
-    assert told(drive.wait(11, heard="ab"), EndAttempt) == []
-    assert told(drive.say("c", Heartbeat(drive.time("c") - 10)), Stop) == ["a", "b", "c"]
+    assert receivers(drive.wait(11, heard="ab"), EndAttempt) == []
+    assert receivers(drive.say("c", Heartbeat(drive.time("c") - 10)), Stop) == ["a", "b", "c"]
 
 
 def test_a_host_whose_clock_stood_still_is_waited_for_as_long_as_a_silent_one() -> None:
@@ -663,8 +663,8 @@ def test_a_host_whose_clock_stood_still_is_waited_for_as_long_as_a_silent_one() 
     drive.clocks["c"] = -60.0
     drive.say("a", drive.exited("a", 0, -6), after_s=2)
     drive.collected("a", "b")
-    assert told(drive.wait(T, heard="abc"), EndAttempt) == []
-    assert told(drive.wait(ROOT_WAIT_S, heard="abc"), Stop) == ["a", "b", "c"]
+    assert receivers(drive.wait(T, heard="abc"), EndAttempt) == []
+    assert receivers(drive.wait(ROOT_WAIT_S, heard="abc"), Stop) == ["a", "b", "c"]
 
 
 def test_a_stall_is_a_failure_of_its_own() -> None:
@@ -673,8 +673,8 @@ def test_a_stall_is_a_failure_of_its_own() -> None:
         drive.say("a", Heartbeat(drive.time("a"), progress), after_s=1)
         drive.say("b", Heartbeat(drive.time("b"), 7))
         assert messages(drive.event(Tick()), Collect) == []
-    assert told(drive.wait(20, heard="ab"), Collect) == [], "its own number has changed back, once"
-    assert told(drive.wait(20, heard="ab"), Collect) == ["a", "b"]
+    assert receivers(drive.wait(20, heard="ab"), Collect) == [], "its own number has changed back, once"
+    assert receivers(drive.wait(20, heard="ab"), Collect) == ["a", "b"]
     drive.collected()
     drive.stop_all()
     cause = drive.cause
@@ -687,16 +687,16 @@ def test_the_time_until_the_first_step_does_not_count_as_a_stall() -> None:
     drive = Drive("a", "b", stall_timeout_s=12.0, start_timeout_s=60.0, hang=OFF)
     drive.run()
     drive.say("a", Heartbeat(drive.time("a"), progress=17))  # what importing has printed
-    assert told(drive.wait(59, heard="ab"), Collect) == []
+    assert receivers(drive.wait(59, heard="ab"), Collect) == []
     drive.say("a", Heartbeat(drive.time("a"), progress=18, steps=1))
-    assert told(drive.wait(11.5, heard="b"), Collect) == []
-    assert told(drive.wait(0.5, heard="b"), Collect) == ["a", "b"]
+    assert receivers(drive.wait(11.5, heard="b"), Collect) == []
+    assert receivers(drive.wait(0.5, heard="b"), Collect) == ["a", "b"]
 
 
 def test_a_run_that_never_makes_a_step_stalls_once_the_time_for_its_start_is_over() -> None:
     drive = running("a", "b", stall_timeout_s=12.0, start_timeout_s=60.0, hang=OFF)
-    assert told(drive.wait(59.5, heard="ab"), Collect) == []
-    assert told(drive.wait(0.5, heard="ab"), Collect) == ["a", "b"]
+    assert receivers(drive.wait(59.5, heard="ab"), Collect) == []
+    assert receivers(drive.wait(0.5, heard="ab"), Collect) == ["a", "b"]
 
 
 # ---- a worker that has failed and whose process goes on ------------------------------------------------------
@@ -713,7 +713,7 @@ def test_a_failure_counts_though_its_process_goes_on(raised: bool) -> None:
     drive = running("a", "b", clocks={"b": 500.0})
     at = drive.now
     commands = drive.say("b", failing(drive, 3, 3, at=at, raised=raised), after_s=1)
-    assert told(commands, Collect) == ["a", "b"]
+    assert receivers(commands, Collect) == ["a", "b"]
     drive.collected()
     drive.say("b", drive.exited("b", 3, 3, at=at, error=failing(drive, 3, at=at, raised=raised).error), after_s=10)
     drive.stop_all()
@@ -734,7 +734,7 @@ def test_how_a_failing_process_ends_by_itself_is_its_exit_code() -> None:
     assert drive.outcome.secondary_failures == ()
 
 
-def test_a_failing_process_that_is_no_news_or_was_told_to_stop_is_left_to_its_end() -> None:
+def test_a_failing_process_that_is_no_news_or_has_to_stop_is_left_to_its_end() -> None:
     drive = running("a", "b")
     drive.fail(0)
     assert drive.say("b", failing(drive, 3, at=drive.now), after_s=0.5) == []
@@ -748,7 +748,7 @@ def test_a_failing_process_that_is_no_news_or_was_told_to_stop_is_left_to_its_en
 
 def test_a_failed_attempt_is_followed_by_another_once_all_its_workers_are_gone() -> None:
     drive = running("a", "b", max_restarts=1)
-    assert told(drive.fail(0, 7), EndAttempt) == ["a", "b"]
+    assert receivers(drive.fail(0, 7), EndAttempt) == ["a", "b"]
     assert drive.swept("a") == []
     commands = drive.swept("b")
     assert notices(commands) == [
@@ -771,7 +771,7 @@ def test_restarts_are_used_up_and_the_last_cause_decides() -> None:
         drive.swept()
         drive.wait(1, heard="a")
         drive.begin()
-    assert told(drive.fail(1, 5), Stop) == ["a"], "for good"
+    assert receivers(drive.fail(1, 5), Stop) == ["a"], "for good"
     drive.goodbye()
     outcome = drive.outcome
     assert (outcome.exit_code, outcome.attempts) == (5, 3)
@@ -823,7 +823,7 @@ def test_a_later_attempt_that_finds_no_file_is_tried_again() -> None:
     drive.fail(0, 7)
     drive.swept()
     drive.begin()
-    assert told(drive.fail(0, 1, error=error), EndAttempt) == ["a"]
+    assert receivers(drive.fail(0, 1, error=error), EndAttempt) == ["a"]
 
 
 @pytest.mark.parametrize("saved", [0, 1])
@@ -834,12 +834,12 @@ def test_a_crash_loop_without_progress_ends_early(saved: int) -> None:
         drive.swept(saved=saved)
         drive.wait(30, heard="a")
         drive.begin()
-    assert told(drive.fail(0, 1), EndAttempt) == ["a"], "whether it made progress is not known before it has ended"
+    assert receivers(drive.fail(0, 1), EndAttempt) == ["a"], "whether it made progress is not known before it has ended"
     commands = drive.swept(saved=saved)
     if saved:
         assert drive.job.phase is Phase.OPENING_STORE
         return
-    assert told(commands, Stop) == ["a"]
+    assert receivers(commands, Stop) == ["a"]
     drive.goodbye()
     assert (
         drive.outcome.no_restart_reason
@@ -858,7 +858,7 @@ def test_a_host_that_is_lost_between_attempts_is_waited_for() -> None:
     clean = messages(drive.commands, Prepare)[-1].lost_agents
     assert clean == ["b1"], "its new agent ends what the lost one left, before it answers"
     assert drive.job.phase is Phase.ENDING
-    assert told(drive.check("b"), OpenStore) == ["a"]
+    assert receivers(drive.check("b"), OpenStore) == ["a"]
 
 
 def test_too_few_hosts_end_the_run_with_the_last_cause() -> None:
@@ -867,7 +867,7 @@ def test_too_few_hosts_end_the_run_with_the_last_cause() -> None:
     drive.collected("a")
     drive.swept("a")
     commands = drive.wait(100, heard="a")
-    assert told(commands, Stop) == ["a"]
+    assert receivers(commands, Stop) == ["a"]
     drive.goodbye("a")
     drive.wait(CHECK_S)
     assert drive.outcome.no_restart_reason.startswith(
@@ -890,7 +890,9 @@ def test_a_host_is_fenced_by_the_end_of_its_lease() -> None:
     assert messages(commands, OpenStore) == []
     drive.lose("b", "no route to host")
     commands = drive.wait(0.1, heard="a")
-    assert told(commands, OpenStore) == ["a"], "its agent has heard no heartbeat for so long that it has ended them"
+    assert receivers(commands, OpenStore) == ["a"], (
+        "its agent has heard no heartbeat for so long that it has ended them"
+    )
     drive.begin()
     drive.end_well()
     drive.wait(CHECK_S)
@@ -948,10 +950,10 @@ def test_what_cannot_be_ended_keeps_its_host_out_of_the_next_attempt() -> None:
     drive = running("a", "b", "c", nnodes=(1, 2), max_restarts=1)
     drive.fail(0, 7)
     commands = drive.swept("a", left=["pid 9 (python, state D)"])
-    assert told(commands, Stop) == ["a"]
+    assert receivers(commands, Stop) == ["a"]
     assert notices(commands) == ["a cannot be used for now: processes cannot be ended there: pid 9 (python, state D)"]
     drive.goodbye("a", left=["pid 9 (python, state D)"])
-    assert told(drive.swept("b"), OpenStore) == ["c"]
+    assert receivers(drive.swept("b"), OpenStore) == ["c"]
     assert drive.members == ("c", "b")
     drive.begin()
     drive.end_well()
@@ -966,8 +968,8 @@ def test_leftovers_that_a_new_agent_cannot_end_are_named() -> None:
     drive.event(Tick())
     drive.join("a")
     commands = drive.say("a", drive.facts("a", left=["pid 9 (python, state D)"]))
-    assert told(commands, Stop) == ["a"]
-    assert told(commands, OpenStore) == ["b"]
+    assert receivers(commands, Stop) == ["a"]
+    assert receivers(commands, OpenStore) == ["b"]
     drive.goodbye("a")
     drive.begin()
     drive.end_well()
@@ -978,7 +980,7 @@ def test_an_agent_that_ends_by_itself_and_leaves_something_is_not_used_again() -
     drive = running("a", "b", nnodes=(1, 2))
     drive.say("b", Bye(0, ["pid 9 (python, state D)"], "it received SIGTERM"))
     drive.collected("a")
-    assert told(drive.swept("a"), OpenStore) == ["a"]
+    assert receivers(drive.swept("a"), OpenStore) == ["a"]
     drive.begin()
     assert opened(drive.wait(60, heard="a")) == []
     drive.end_well()
@@ -990,11 +992,11 @@ def test_what_an_agent_says_of_an_attempt_before_it_has_cleaned_up_proves_nothin
     drive.lose("b")
     drive.event(Tick())
     drive.join("b")
-    assert told(drive.collected("a"), EndAttempt) == ["a"], "it takes no part in the attempt"
+    assert receivers(drive.collected("a"), EndAttempt) == ["a"], "it takes no part in the attempt"
     drive.swept("a")
     drive.swept("b")
     assert (drive.job.phase, drive.job.fleet.dirty(drive.job.fleet.states["b"])) == (Phase.ENDING, True)
-    assert told(drive.check("b"), OpenStore) == ["a"]
+    assert receivers(drive.check("b"), OpenStore) == ["a"]
 
 
 def test_all_hosts_lost_at_once_may_all_come_back() -> None:
@@ -1078,8 +1080,8 @@ def test_a_returned_host_waits_for_the_next_attempt_unless_the_run_is_to_grow() 
             assert drive.job.phase is Phase.RUNNING
             continue
         assert notices(commands) == ["a has come; attempt 1 ends so that the next one can use it"]
-        assert told(commands, EndAttempt) == ["b"]
-        assert told(drive.swept("b"), OpenStore) == ["b"]
+        assert receivers(commands, EndAttempt) == ["b"]
+        assert receivers(drive.swept("b"), OpenStore) == ["b"]
         assert drive.members == ("b", "a"), "who stayed keeps its rank"
 
 
@@ -1092,7 +1094,7 @@ def test_a_host_that_comes_while_workers_start_is_used_once_they_have() -> None:
     drive.wait(1)
     drive.back("b")
     assert drive.say("a", Started(0, 0, 100, drive.now)) == []
-    assert told(drive.say("a", Started(0, 1, 101, drive.now)), EndAttempt) == ["a"]
+    assert receivers(drive.say("a", Started(0, 1, 101, drive.now)), EndAttempt) == ["a"]
 
 
 def test_a_run_about_to_end_does_not_grow() -> None:
@@ -1139,7 +1141,7 @@ def test_a_run_that_ended_an_attempt_to_grow_and_has_too_few_hosts_left_has_fail
     drive.say("b", Swept(0, 0, 0, ["pid 9 (python, state D)"]))
     drive.goodbye("b")
     commands = drive.wait(30, heard="a")
-    assert told(commands, Stop) == ["a"]
+    assert receivers(commands, Stop) == ["a"]
     drive.goodbye("a")
     assert (drive.cause.kind, drive.cause.host) == (FailureKind.HOST_LOST, "b")
     assert (drive.outcome.exit_code, drive.outcome.no_restart_reason != "") == (1, True)
@@ -1154,7 +1156,7 @@ def test_a_host_that_is_gone_whenever_the_run_has_made_room_for_it_is_left_out()
         drive.begin()
         while drive.job.fleet.states["b"].phase.name != "CONNECTING":
             drive.wait(0.5, heard="a")
-        assert told(drive.back("b"), EndAttempt) == ["a"]
+        assert receivers(drive.back("b"), EndAttempt) == ["a"]
         drive.lose("b")
         drive.swept("a")
         assert drive.members == ("a",)
@@ -1175,7 +1177,7 @@ def test_a_host_that_ends_two_attempts_in_a_row_is_left_out() -> None:
     drive.fail(2, 8)
     commands = drive.swept()
     assert "b is excluded from further attempts: it ended 2 attempts in a row" in notices(commands)
-    assert told(commands, Stop) == ["b"]
+    assert receivers(commands, Stop) == ["b"]
     drive.wait(1, heard="a")
     assert drive.members == ("a",)
 
@@ -1213,7 +1215,7 @@ def test_a_run_begins_with_enough_hosts_after_a_last_call() -> None:
     drive.join("a", "b")
     drive.check("a", "b")
     assert messages(drive.wait(14.9, heard="ab"), OpenStore) == []
-    assert told(drive.wait(0.1, heard="ab"), OpenStore) == ["a"]
+    assert receivers(drive.wait(0.1, heard="ab"), OpenStore) == ["a"]
     assert drive.members == ("a", "b")
 
 
@@ -1238,7 +1240,7 @@ def test_a_last_call_leaves_time_for_the_start() -> None:
     drive = Drive("a", "b", "c", nnodes=(2, 3), start_timeout_s=10.0)
     drive.join("a", "b")
     drive.check("a", "b")
-    assert told(drive.wait(10, heard="ab"), OpenStore) == ["a"], "c did not answer in all that time"
+    assert receivers(drive.wait(10, heard="ab"), OpenStore) == ["a"], "c did not answer in all that time"
     drive.wait(5, heard="ab")
     drive.begin()
 
@@ -1248,7 +1250,7 @@ def test_hosts_that_cannot_be_used_are_named_where_a_run_begins_without_them() -
     drive.join()
     commands = drive.say("b", drive.facts("b", problems=["no /work"]))
     assert notices(commands) == ["b cannot be used for now: no /work"]
-    assert told(drive.check("a"), OpenStore) == ["a"]
+    assert receivers(drive.check("a"), OpenStore) == ["a"]
 
 
 def test_a_host_on_which_the_workers_do_not_fit_is_left_out_where_secondary_failures_are_enough() -> None:
@@ -1258,7 +1260,7 @@ def test_a_host_on_which_the_workers_do_not_fit_is_left_out_where_secondary_fail
     drive.say("a", drive.facts("a", gpus=["0", "1"], gpus_verified=True))
     commands = drive.check("b")
     assert "b is excluded from further attempts: one worker for each GPU, but it has none" in notices(commands)
-    assert told(commands, OpenStore) == ["a"]
+    assert receivers(commands, OpenStore) == ["a"]
     assert drive.members == ("a",)
 
 
@@ -1269,7 +1271,7 @@ def test_below_the_least_number_the_run_waits_and_then_ends() -> None:
     drive.lose("b", "connection refused")
     drive.lose("c", "connection refused")
     assert "b" in opened(drive.wait(10, heard="a")), "it is tried again"
-    assert told(drive.wait(10, heard="a"), Stop) == ["a"]
+    assert receivers(drive.wait(10, heard="a"), Stop) == ["a"]
     drive.goodbye("a")
     assert isinstance(drive.outcome.error, StartError)
     assert drive.outcome.error.reasons["b"] == "connection refused"
@@ -1303,7 +1305,7 @@ def test_a_signal_between_two_attempts_ends_the_run() -> None:
     assert drive.job.phase is Phase.GATHERING
     assert drive.job.attempt is not None
     assert drive.job.attempt.evidence
-    assert told(drive.event(Signalled(signal.SIGINT)), Stop) == ["a"]
+    assert receivers(drive.event(Signalled(signal.SIGINT)), Stop) == ["a"]
     drive.goodbye()
     assert (drive.outcome.exit_code, drive.outcome.signum, drive.outcome.cause) == (130, 2, None)
     assert drive.outcome.evidence == (), "where the ranks of an earlier attempt stood is history as well"
@@ -1342,7 +1344,9 @@ def test_a_second_ctrl_c_looks_at_no_lost_host_again() -> None:
     drive.event(Tick())
     drive.connect("b")
     second = drive.event(Signalled(signal.SIGINT))
-    assert (told(second, Stop), closed(second)) == (["a"], ["b"]), "nothing is told to an agent that has not greeted"
+    assert (receivers(second, Stop), closed(second)) == (["a"], ["b"]), (
+        "nothing is sent to an agent that has not greeted"
+    )
     drive.goodbye("a")
     assert [name for name, _ in drive.outcome.unchecked] == ["b"]
 
@@ -1379,8 +1383,8 @@ def test_a_run_that_is_to_make_room_ends_at_its_next_checkpoint() -> None:
     drive = running("a", "b", requeue=True)
     drive.say("a", Heartbeat(drive.time("a"), saved=1))
     drive.event(Signalled(signal.SIGUSR1))
-    assert told(drive.say("a", Heartbeat(drive.time("a"), saved=1)), Stop) == []
-    assert told(drive.say("b", Heartbeat(drive.time("b"), saved=1)), Stop) == ["a", "b"]
+    assert receivers(drive.say("a", Heartbeat(drive.time("a"), saved=1)), Stop) == []
+    assert receivers(drive.say("b", Heartbeat(drive.time("b"), saved=1)), Stop) == ["a", "b"]
     drive.stop_all()
     assert (drive.outcome.preempted, drive.outcome.exit_code) == (True, 75)
 
@@ -1415,7 +1419,7 @@ def test_a_stop_while_hosts_still_connect_waits_for_none_of_them() -> None:
     drive.join("a")
     drive.connect("b")
     commands = drive.event(Signalled(signal.SIGINT))
-    assert (told(commands, Stop), closed(commands)) == (["a"], ["b", "c"])
+    assert (receivers(commands, Stop), closed(commands)) == (["a"], ["b", "c"])
     assert drive.connect("c") == []
     assert drive.say("b", drive.hello("b")) == []
     drive.goodbye("a")
@@ -1455,7 +1459,7 @@ def test_a_lost_host_is_looked_at_once_more_before_the_end() -> None:
     assert opened(drive.event(Tick())) == ["b"]
     drive.join("b")
     assert messages(drive.commands, Prepare)[-1].lost_agents == ["b1"]
-    assert told(drive.check("b"), Stop) == ["b"]
+    assert receivers(drive.check("b"), Stop) == ["b"]
     drive.goodbye("b")
     assert (drive.outcome.unchecked, drive.outcome.exit_code) == ((), 143)
 
@@ -1515,7 +1519,7 @@ def test_an_agent_that_ends_before_it_has_cleaned_up_proves_nothing() -> None:
     drive.wait(1, heard="a")
     drive.join("b")
     assert messages(drive.commands, Prepare)[-1].lost_agents[0] == "b1"
-    assert told(drive.check("b"), OpenStore) == ["a"]
+    assert receivers(drive.check("b"), OpenStore) == ["a"]
 
 
 def test_progress_says_what_is_waited_for() -> None:
@@ -1567,7 +1571,7 @@ def fails_alone(drive: Drive, rank: int, restart_policy: int = 1, status: int = 
     return drive.say(host, drive.exited(host, rank, status, restart_policy=restart_policy, **changes))
 
 
-def test_a_process_that_stands_alone_starts_again_and_no_one_else_is_told() -> None:
+def test_a_process_that_stands_alone_starts_again_and_no_other_is_notified() -> None:
     drive = running("a", "b", max_restarts=3)
     commands = fails_alone(drive, 3, ran_s=12.3)
     assert [(tell.host, tell.message) for tell in tells(commands)] == [("b", RestartWorker(3, 0, restart=1))]
@@ -1598,7 +1602,7 @@ def test_what_looks_like_a_consequence_waits_for_what_it_may_follow_from() -> No
     drive.swept()
     assert messages(drive.commands, RestartWorker) == []
     assert "rank 0 on a exited with code 7" in notices(drive.commands)[-2]
-    assert told(drive.commands, OpenStore) == ["a", "a"], "it took the one restart, not two"
+    assert receivers(drive.commands, OpenStore) == ["a", "a"], "it took the one restart, not two"
     drive.begin()
     fails_alone(drive, 3)
     drive.end_well()
@@ -1651,7 +1655,7 @@ def test_the_last_of_those_that_the_run_waits_for_ends_it() -> None:
     drive = running("a", max_restarts=0)
     fails_alone(drive, 0, status=3)
     drive.now += 50
-    assert told(fails_alone(drive, 1, status=4), Collect) == ["a"]
+    assert receivers(fails_alone(drive, 1, status=4), Collect) == ["a"]
     drive.collected()
     drive.goodbye()
     outcome = drive.outcome
@@ -1661,7 +1665,7 @@ def test_the_last_of_those_that_the_run_waits_for_ends_it() -> None:
 def test_the_last_of_them_may_be_left_out_where_another_has_succeeded() -> None:
     drive = running("a", max_restarts=0)
     drive.say("a", drive.exited("a", 0))
-    assert told(fails_alone(drive, 1), Stop) == ["a"]
+    assert receivers(fails_alone(drive, 1), Stop) == ["a"]
     drive.goodbye()
     assert drive.outcome.exit_code == 137
 

@@ -99,7 +99,7 @@ PEER = {"type": "RuntimeError", "message": "Connection closed by peer [10.0.0.2]
 class Worker:
     """A worker process. `hangs`: it does nothing more, until someone kills it. `restart_policy` as in Exited.
 
-    `generation` is the newest that it was told of, `when` it is to meet the others then, as one of `size`; `met` is
+    `generation` is the newest that it has received, `when` it is to meet the others then, as one of `size`; `met` is
     the one in which it met all of them.
     `failing`: it has failed, and its process goes on.
     """
@@ -406,15 +406,15 @@ class World:
         if starts:
             self.check_starts(starts)
         for number in sorted({send.message.number for send in news if isinstance(send.message, NextGeneration)}):
-            told = [send for send in news if getattr(send.message, "number", 0) == number]
-            self.check_generation(told, {start.host for start in starts})
+            reported = [send for send in news if getattr(send.message, "number", 0) == number]
+            self.check_generation(reported, {start.host for start in starts})
 
     def tell(self, command: Send) -> None:
         agent = self.links[command.host]
-        assert isinstance(agent, Agent), "told before it was connected"
+        assert isinstance(agent, Agent), "sent before it was connected"
         key = (command.host, agent.link)
-        assert key in self.greeted, f"told before it greeted: {command}"
-        assert key not in self.closed, f"told on a link that was given up: {command}"
+        assert key in self.greeted, f"sent before it greeted: {command}"
+        assert key not in self.closed, f"sent on a link that was given up: {command}"
         assert self.job.fleet.states[command.host].phase is not HostPhase.OUT or isinstance(command.message, Stop)
         message = command.message
         if isinstance(message, OpenStore) and message.attempt != self.attempt:
@@ -425,7 +425,7 @@ class World:
         of_an_attempt = OpenStore | StartWorker | RestartWorker | NextGeneration | EndAttempt | Collect | SignalWorkers
         of_an_attempt |= KillWorker
         if isinstance(message, of_an_attempt):
-            assert key in self.enlisted, f"told to an agent that takes no part: {command}"
+            assert key in self.enlisted, f"sent to an agent that takes no part: {command}"
         elif isinstance(message, Prepare) and message.lost_agents:
             self.cleaning.add(key)
         elif isinstance(message, Stop):
@@ -481,7 +481,7 @@ class World:
         if isinstance(message, Facts):
             self.cleaning.discard((name, agent.link))
         if accepted:
-            self.told(name, message)
+            self.reported(name, message)
         if isinstance(message, Exited | Failing | StoreFailed):
             self.note_clock_error(agent.node)
         if self.chance.random() < 0.01:
@@ -494,7 +494,7 @@ class World:
         if self.chance.random() < 0.01 and agent.link > 1:  # of an older link
             self.handle(AgentMessage(name, agent.link - 1, message))
 
-    def told(self, name: str, message: Report) -> None:
+    def reported(self, name: str, message: Report) -> None:
         for root in self.roots:
             if root.host != name:
                 continue
@@ -561,7 +561,7 @@ class World:
             self.hear(agent, message)
 
     def hear(self, agent: Agent, message: object) -> None:
-        """Let an agent do what it was told."""
+        """Let an agent carry out a command."""
         node = agent.node
         if not agent.alive:
             return
@@ -866,7 +866,7 @@ class World:
             for other in present.values():
                 other.met = number
             return
-        joins = worker.agent.node.host.name not in self.members  # it waits for the others to be told
+        joins = worker.agent.node.host.name not in self.members  # it waits until the others are notified
         if self.now > until and not joins:
             self.fail(agent, worker, 1, UNMET)
         self.later(0.5, self.meet, agent, worker, number, until)
@@ -1046,7 +1046,7 @@ class World:
         agent = node.agent
         if agent is None or not agent.alive or node.frozen or agent.ending:
             return
-        self.say(f"!! the agent of {node.host.name} is told to end")
+        self.say(f"!! the agent of {node.host.name} has to end")
         self.host_fails(node)
         self.end_workers(agent, self.spec.grace_s, then=Bye(0, [], "it received SIGTERM"))
 
@@ -1247,7 +1247,7 @@ class World:
                     assert node.host.name not in self.hosts.values(), f"generation {number} meets while {worker} lives"
 
     def check_restart(self, tell: Send, order: RestartWorker) -> None:
-        """One that is started again alone has failed, where it is, and is told that it is another life."""
+        """One that is started again alone has failed, where it is, and knows that it is another life."""
         key = (order.attempt, order.rank)
         assert self.job.phase is Phase.RUNNING
         assert order.attempt == self.attempt
@@ -1280,8 +1280,8 @@ class World:
         links = ((name, agent.link) for name in self.members if isinstance(agent := self.links[name], Agent))
         hosts = [name for name, link in links if (name, link) in self.enlisted and (name, link) not in self.closed]
         wanted = [name for name in hosts if name not in started]
-        told = [send.host for send in news if send.host in wanted]  # another may have been given up right after it
-        assert told == wanted
+        reported = [send.host for send in news if send.host in wanted]  # another may have been given up right after it
+        assert reported == wanted
 
     def check_composition(self, attempt: AttemptState, news: NextGeneration) -> None:
         """Others take part from now on; where some were lost, none of their workers may live."""
@@ -1348,14 +1348,14 @@ class World:
         if looks_like_consequence(cause) and any(r.alone and cause.at - 0.5 - slack < r.at <= cause.at for r in roots):
             return  # of a failure that had not ended the attempt by itself
         latest = cause.at + SLACK_S - self.clock_error  # what came later may have seemed too late to be the cause
-        told = [
+        reported = [
             root
             for root in roots
             if attempt.began <= root.told_at <= stopped_at
             and not root.alone
             and (root.at <= latest or root.kind is FailureKind.HOST_LOST)
         ]
-        assert same or not told, f"the cause is {cause}, but these came by themselves: {told}"
+        assert same or not reported, f"the cause is {cause}, but these came by themselves: {reported}"
         if same and sure:
             first = min(root.at for root in sure)
             assert min(root.at for root in same) <= first + slack, f"the cause is {cause}, not the first of {sure}"
@@ -1540,7 +1540,7 @@ class LargeJob:
         self.names = [host.name for host in listed]
         self.world_size = hosts * slots
         self.job = Job(spec, T0)
-        self.told: list[Command] = self.job.start()
+        self.reported: list[Command] = self.job.start()
 
     def phase(self) -> Phase:
         return self.job.phase
@@ -1550,7 +1550,7 @@ class LargeJob:
         self.steps += 1
         assert isinstance(self.job.progress, str)  # as the controller does
         self.job.deadline()
-        self.told += self.job.handle(event, self.now)
+        self.reported += self.job.handle(event, self.now)
 
     def say(self, host: str, message: Report) -> None:
         self.handle(AgentMessage(host, 1, message))
@@ -1563,9 +1563,11 @@ class LargeJob:
             self.say(name, Facts([], "CUDA_VISIBLE_DEVICES", False, [0], 1, [], self.now))
 
     def begin(self, attempt: int) -> None:
-        self.told = []
+        self.reported = []
         self.say(self.names[0], StoreOpened(attempt, "10.0.0.1", 29500))
-        starts = [(t.host, t.message) for t in self.told if isinstance(t, Send) and isinstance(t.message, StartWorker)]
+        starts = [
+            (t.host, t.message) for t in self.reported if isinstance(t, Send) and isinstance(t.message, StartWorker)
+        ]
         assert [start.rank for _, start in starts] == list(range(self.world_size))
         for host, start in starts:
             self.say(host, Started(attempt, start.rank, 100, self.now))
@@ -1580,7 +1582,7 @@ class LargeJob:
 
     def collect(self) -> None:
         """Answer the newest question of where the workers stand; while they beat there may have been others."""
-        asked = [t.message for t in self.told if isinstance(t, Send) and isinstance(t.message, Collect)]
+        asked = [t.message for t in self.reported if isinstance(t, Send) and isinstance(t.message, Collect)]
         for name in self.names:
             self.say(name, Collected(asked[-1].number))
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from testbed.job_drive import Drive, messages, notices, tells, told
+from testbed.job_drive import Drive, messages, notices, receivers, tells
 
 from launcher.errors import PlacementError
 from launcher.job.recovery.members import numbered
@@ -46,7 +46,7 @@ def started(drive: Drive, commands: list[Any]) -> list[Any]:
     ]
 
 
-def test_the_others_are_told_at_once_and_again_when_the_lost_host_is_fenced() -> None:
+def test_the_others_are_notified_at_once_and_again_when_the_lost_host_is_fenced() -> None:
     drive = running("a", "b", "c", nnodes=(1, 3))
     commands = drive.lose("c")
     assert [(send.host, send.message) for send in tells(commands)] == [
@@ -74,11 +74,11 @@ def test_a_spare_host_takes_the_ranks_and_only_those_are_started() -> None:
     drive.lose("b")
     commands = fence(drive, "ac")
     starts = messages(commands, StartWorker)
-    assert told(commands, StartWorker) == ["c", "c"]
+    assert receivers(commands, StartWorker) == ["c", "c"]
     assert [(start.rank, start.generation) for start in starts] == [(2, 2), (3, 2)]
     assert {start.restart_policy for start in starts} == {3}
     assert [start.env["TORCHELASTIC_RESTART_COUNT"] for start in starts] == ["1", "1"]
-    assert told(commands, NextGeneration) == ["a"]
+    assert receivers(commands, NextGeneration) == ["a"]
     started(drive, commands)
     assert drive.members == ("a", "c")
     drive.end_well()
@@ -106,14 +106,14 @@ def test_ranks_move_together_but_keep_their_numbers_in_the_attempt() -> None:
     assert moved == {"0": "0", "1": "1", "4": "2", "5": "3"}
     commands = drive.say("c", drive.exited("c", 5, -9, restart_policy=3))
     assert "rank 5 on c was killed by SIGKILL" in notices(commands)[0]
-    assert told(commands, NextGeneration) == ["a", "c"]
+    assert receivers(commands, NextGeneration) == ["a", "c"]
 
 
 def test_the_store_is_opened_on_another_host_first() -> None:
     drive = running("a", "b", "c", nnodes=(1, 3))
     drive.lose("a")
     commands = fence(drive, "bc")
-    assert told(commands, OpenStore) == ["b"]
+    assert receivers(commands, OpenStore) == ["b"]
     assert [one.when for one in messages(commands, NextGeneration)] == []
     news = messages(drive.say("b", StoreOpened(0, "10.0.0.7", 4711)), NextGeneration)
     assert {(env["MASTER_ADDR"], env["MASTER_PORT"]) for one in news for env in one.variables.values()} == {
@@ -192,7 +192,7 @@ def test_a_host_that_comes_back_joins_at_a_commit_once_its_workers_are_ready() -
     for name in "ab":
         say_resilient(drive, name)
     commands = say_resilient(drive, "c")
-    assert told(commands, NextGeneration) == [tell.host for tell in tells(commands)] == ["a", "b", "c"]
+    assert receivers(commands, NextGeneration) == [tell.host for tell in tells(commands)] == ["a", "b", "c"]
     assert [(news.number, news.when) for news in messages(commands, NextGeneration)] == [(4, "at_commit")] * 3
     assert {env["WORLD_SIZE"] for one in messages(commands, NextGeneration) for env in one.variables.values()} == {"6"}
     assert drive.members == ("a", "b", "c")
@@ -207,7 +207,7 @@ def test_what_fails_before_it_has_joined_ends_alone() -> None:
     fence(drive, "ab")
     started(drive, drive.back("c"))
     commands = drive.say("c", drive.exited("c", 4, 1))
-    assert told(commands, EndAttempt) == ["c"]
+    assert receivers(commands, EndAttempt) == ["c"]
     assert notices(commands) == ["c does not join: rank 4 on c exited with code 1 after 1.0 s"]
     assert drive.job.phase is Phase.RUNNING
     for name in "ab":
@@ -227,13 +227,13 @@ def test_a_host_that_was_to_join_takes_the_place_of_one_that_is_lost() -> None:
     for name in "ab":
         say_resilient(drive, name)
     drive.join("c")
-    assert told(drive.check("c"), StartWorker) == ["c", "c"]
+    assert receivers(drive.check("c"), StartWorker) == ["c", "c"]
     commands = drive.lose("b")
-    assert told(commands, EndAttempt) == ["c"]
+    assert receivers(commands, EndAttempt) == ["c"]
     assert "c does not join: b is lost" in notices(commands)
     drive.say("c", Swept(0, 0, 0, []))
     commands = fence(drive, "ac")
-    assert told(commands, StartWorker) == ["c", "c"]
+    assert receivers(commands, StartWorker) == ["c", "c"]
     assert drive.members == ("a", "c")
     assert drive.job.fleet.states["c"].failed_attempts == 0
 
@@ -243,7 +243,7 @@ def test_ranks_of_a_host_that_does_not_join_are_not_given_away_while_its_workers
     drive.lose("b")
     fence(drive, "ac")
     assert [start.rank for start in messages(drive.back("b"), StartWorker)] == [2, 3]
-    assert told(drive.lose("c"), EndAttempt) == ["b"]
+    assert receivers(drive.lose("c"), EndAttempt) == ["b"]
     drive.wait(1.0, heard="a")
     assert [start.rank for start in messages(drive.back("c"), StartWorker)] == [4, 5]
     for rank in (4, 5):
@@ -260,17 +260,17 @@ def test_the_time_for_another_store_begins_once_the_host_of_the_last_one_is_fenc
     commands = []
     for _ in range(int(1.1 * timeout_s) + 1):
         commands += say_resilient(drive, "b") + say_resilient(drive, "c") + drive.wait(1.0)
-    assert told(commands, OpenStore) == ["b"]
+    assert receivers(commands, OpenStore) == ["b"]
     drive.wait(50.0, heard="bc")
-    assert told(drive.say("b", StoreOpened(0, "10.0.0.7", 4711)), NextGeneration) == ["b", "c"]
+    assert receivers(drive.say("b", StoreOpened(0, "10.0.0.7", 4711)), NextGeneration) == ["b", "c"]
 
 
 def test_the_answer_to_an_earlier_order_for_a_store_is_not_taken_for_that_to_the_last_one() -> None:
     drive = running("a", "b", "c", nnodes=(1, 3))
     drive.lose("a")
-    assert told(fence(drive, "bc"), OpenStore) == ["b"]
+    assert receivers(fence(drive, "bc"), OpenStore) == ["b"]
     drive.lose("c")
-    assert told(fence(drive, "b"), OpenStore) == ["b"], "for others than before"
+    assert receivers(fence(drive, "b"), OpenStore) == ["b"], "for others than before"
     assert messages(drive.say("b", StoreOpened(0, "10.0.0.7", 4711)), NextGeneration) == [], (
         "closed by the second order"
     )

@@ -1,9 +1,9 @@
-"""Resilient processes: one that fails is replaced alone, and all others are told to meet its successor."""
+"""Resilient processes: one that fails is replaced alone, and all others have to meet its successor."""
 
 from typing import Any
 
 import pytest
-from testbed.job_drive import Drive, messages, notices, tells, told
+from testbed.job_drive import Drive, messages, notices, receivers, tells
 
 from launcher.job.events import Command, Send, Signalled
 from launcher.job.run import Phase
@@ -37,7 +37,7 @@ def exits(drive: Drive, rank: int, **changes: Any) -> list[Command]:
 
 
 @pytest.mark.parametrize("policy", [3, 4])
-def test_every_host_is_told_before_the_worker_starts_again(policy: int) -> None:
+def test_every_host_is_notified_before_the_worker_starts_again(policy: int) -> None:
     drive = running("a", "b", "c", max_restarts=3)
     commands = fails(drive, 3, restart_policy=policy)
     assert tells(commands) == [
@@ -70,7 +70,7 @@ def test_each_of_several_failures_has_a_number_of_its_own() -> None:
     assert drive.job.phase is Phase.RUNNING
 
 
-def test_of_failures_one_right_after_the_other_the_newest_number_is_told_before_their_successors_start() -> None:
+def test_of_failures_one_right_after_the_other_the_newest_number_is_sent_before_their_successors_start() -> None:
     drive = running("a", "b", max_restarts=9)
     assert len(tells(fails(drive, 1))) == 3
     assert tells(fails(drive, 2, after_s=0.001) + fails(drive, 3, after_s=0.001)) == []
@@ -92,13 +92,13 @@ def test_an_attempt_begins_with_generation_0() -> None:
     assert messages(fails(drive, 1), NextGeneration)[0] == NextGeneration(attempt=1, number=1)
 
 
-def test_without_restarts_left_the_attempt_ends_and_no_one_is_told_of_another_generation() -> None:
+def test_without_restarts_left_the_attempt_ends_and_no_other_generation_begins() -> None:
     drive = running("a", "b", max_restarts=1)
     fails(drive, 3)
     starts(drive, 3)
     commands = fails(drive, 3, after_s=40.0)
     assert messages(commands, NextGeneration) == []
-    assert told(commands, Collect) == ["a", "b"]
+    assert receivers(commands, Collect) == ["a", "b"]
 
 
 def test_once_a_rank_has_finished_a_failure_ends_the_attempt() -> None:
@@ -108,7 +108,7 @@ def test_once_a_rank_has_finished_a_failure_ends_the_attempt() -> None:
     drive.collected()
     assert drive.job.phase is Phase.ENDING
     drive.swept()
-    assert told(drive.commands, OpenStore) == ["a", "a"], "the restart is there for the attempt"
+    assert receivers(drive.commands, OpenStore) == ["a", "a"], "the restart is there for the attempt"
 
 
 def test_a_rank_that_finishes_before_the_successor_starts_ends_the_attempt_too() -> None:
@@ -118,7 +118,7 @@ def test_a_rank_that_finishes_before_the_successor_starts_ends_the_attempt_too()
         if not after_order:  # it waits for its time
             starts(drive, 3)
             fails(drive, 3)
-        assert told(exits(drive, 0), Collect) == ["a", "b"]
+        assert receivers(exits(drive, 0), Collect) == ["a", "b"]
         drive.collected()
         assert messages(drive.wait(5.0, heard="ab"), RestartWorker) == []
         drive.swept()
@@ -133,13 +133,13 @@ def test_a_rank_that_was_left_out_is_gone_for_good() -> None:
     drive = running("a", "b", max_restarts=0)
     host = drive.host_of(1)
     drive.say(host, drive.exited(host, 1, -9, restart_policy=1))
-    assert told(fails(drive, 3), Collect) == ["a", "b"]
+    assert receivers(fails(drive, 3), Collect) == ["a", "b"]
 
 
 def test_with_no_survivor_the_attempt_ends() -> None:
     drive = running("a", max_restarts=9)
     assert messages(fails(drive, 0), NextGeneration) == [NextGeneration(attempt=0, number=1)]
-    assert told(fails(drive, 1, after_s=0.1), Collect) == ["a"], "the other one is not back yet"
+    assert receivers(fails(drive, 1, after_s=0.1), Collect) == ["a"], "the other one is not back yet"
 
 
 def test_a_role_with_a_command_of_its_own_is_in_no_generation_of_the_others() -> None:

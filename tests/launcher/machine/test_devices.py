@@ -106,7 +106,7 @@ def test_a_lost_card_is_left_out_and_no_number_counts_on_how_cuda_counts_it(fake
     assert fake.find(FAKE_GPUS=3, FAKE_LOST="1") == f"CUDA_VISIBLE_DEVICES {' '.join(others)} verified"
 
 
-def test_numbers_of_different_cards_are_certain_only_where_cuda_is_told_to_number_as_the_driver_does(
+def test_numbers_of_different_cards_are_certain_only_where_cuda_numbers_as_the_driver_does(
     fake: Fake,
 ) -> None:
     assert fake.find(FAKE_GPUS=2, FAKE_T4="0") == "CUDA_VISIBLE_DEVICES 0 1 verified in any order"

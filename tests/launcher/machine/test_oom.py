@@ -1,4 +1,4 @@
-"""A worker that the kernel killed for want of memory is told from one that someone else killed."""
+"""A worker that the kernel killed for want of memory is distinguished from one that someone else killed."""
 
 import json
 import os

@@ -88,7 +88,7 @@ if os.fork() == 0:
     os.execve("/bin/sleep", ["sleep", "60"], {})
 os._exit(0)
 """,
-    "one that starts another when told to end": """
+    "one that starts another when it has to end": """
 import os, signal, sys, time
 def again(*_):
     if os.fork() == 0:

@@ -50,7 +50,7 @@ def test_wrong_ranks_are_an_error(text: str) -> None:
         parse_ranks(text, "--only-rank")
 
 
-def test_a_local_rank_is_the_worker_s_though_it_is_told_another(tmp_path: Path) -> None:
+def test_a_local_rank_is_the_worker_s_though_it_gets_another(tmp_path: Path) -> None:
     (tmp_path / "talk.py").write_text("import os\nprint('rank', os.environ['RANK'], os.environ['LOCAL_RANK'])")
     options = ["--nproc-per-node", "2", "--virtual-local-rank", "--local-ranks-filter", "1", "-q"]
     result = run_dtrain("run", *options, "talk.py", cwd=tmp_path)

@@ -39,7 +39,7 @@ def read_all(fd: int, seen: bytearray) -> None:
 
 @contextmanager
 def read_until_closed(fd: int) -> Iterator[bytearray]:
-    """Read in a thread; whoever has the other end closes it within the block."""
+    """Read in a thread; the other end is closed within the block."""
     seen = bytearray()
     reader = threading.Thread(target=read_all, args=(fd, seen))
     reader.start()

@@ -238,7 +238,7 @@ def test_other_ways_to_fail_are_counted_only() -> None:
     assert "and 3 more in other ways" in shown
 
 
-def test_victims_are_told_apart_by_what_they_were_in() -> None:
+def test_victims_are_distinguished_by_what_they_were_in() -> None:
     closed = gloo("pair.cc:554", 41952)
     others = [failure(rank=2, inside="barrier", message=closed), failure(rank=3, inside="all_reduce", message=closed)]
     assert [group.ranks for group in group_secondary_failures(others)] == [(2,), (3,)]

@@ -1,4 +1,4 @@
-"""Roles beside the ordinary workers: read, placed, told who they are, and waited for or not."""
+"""Roles beside the ordinary workers: read, placed, given their environment, and waited for or not."""
 
 import json
 import sys
@@ -164,7 +164,7 @@ def test_an_isolated_worker_sees_its_own_gpu() -> None:
     assert _fields(placement, "gpus", "visible") == [(("0",), "0"), (("1",), "1")]
 
 
-# ---- what they are told --------------------------------------------------------------------------------------
+# ---- their environment ---------------------------------------------------------------------------------------
 
 
 def _environments(wanted: tuple[str, ...], roles: Roles) -> list[dict[str, str]]:
@@ -268,7 +268,7 @@ def test_torchrun_s_variables_name_the_role() -> None:
     ]
 
 
-def test_every_process_is_told_all_roles_in_the_order_of_the_ranks() -> None:
+def test_every_process_gets_all_roles_in_the_order_of_the_ranks() -> None:
     assert roles_in_order(place([CPU, GPU], nproc=2, roles=TENSORFLOW)) == "chief:1,worker:3,ps:2,evaluator:1"
     assert roles_in_order(place([CPU, GPU], nproc=2)) == "default:4"
     assert roles_in_order(place([CPU], nproc=1, roles=roles_of([], chief=True, ps=1))) == "chief:1,ps:1"

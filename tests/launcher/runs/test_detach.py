@@ -68,9 +68,9 @@ def start(run_id: str, *words: str) -> None:
 def test_a_detached_run_goes_on_and_gives_its_exit_code(folder: Path) -> None:
     result = detached("script.py", "7")
     run_id = result.stdout.strip()
-    told = [line for line in result.stderr.splitlines() if "logind" not in line and "systemd-run" not in line]
+    reported = [line for line in result.stderr.splitlines() if "logind" not in line and "systemd-run" not in line]
     assert result.returncode == 0, result
-    assert all(line.endswith("up") for line in told), result
+    assert all(line.endswith("up") for line in reported), result
     (run,) = ps()
     assert (run["run_id"], run["state"], run["hosts"], run["workers"]) == (run_id, "running", 1, 2)
     assert run["folder"] == str(folder / "runs" / run_id)
@@ -186,7 +186,7 @@ def test_lost_runs_are_listed_where_the_home_cannot_be_written(folder: Path, mon
     run.close()
 
 
-def test_a_user_without_a_home_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home_gets_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def expanduser(_path: Path) -> Path:
         raise RuntimeError("Could not determine home directory.")
 
@@ -227,7 +227,7 @@ def test_ctrl_c_after_the_report_changes_nothing(folder: Path) -> None:
     assert [path.name for path in place().iterdir() if not path.name.startswith("run-")] == []
 
 
-def test_two_runs_at_once_are_told_apart(folder: Path) -> None:
+def test_two_runs_at_once_are_distinguished(folder: Path) -> None:
     start("exp-1")
     start("exp-2")
     assert [run["run_id"] for run in ps()] == ["exp-2", "exp-1"]
@@ -351,10 +351,10 @@ def test_a_home_that_cannot_be_written_keeps_no_run_from_its_work(folder: Path) 
         assert result.returncode == 0, result
         assert "dtrain ps" not in result.stderr
     env = {"XDG_STATE_HOME": "/proc"}
-    told = run_dtrain("run", "--detach", "--run-id", "unseen", "script.py", env=env, outlived=True)
-    assert (told.returncode, told.stdout) == (0, "unseen\n"), told
+    reported = run_dtrain("run", "--detach", "--run-id", "unseen", "script.py", env=env, outlived=True)
+    assert (reported.returncode, reported.stdout) == (0, "unseen\n"), reported
     wait_until(lambda: manifest("unseen")["state"] == "finished", "it ends well")
-    both = told.stderr + (folder / "runs/unseen/console.log").read_text()
+    both = reported.stderr + (folder / "runs/unseen/console.log").read_text()
     assert both.count("dtrain ps does not show this run") == 1
 
 

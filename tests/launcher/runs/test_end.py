@@ -344,7 +344,7 @@ def test_interrupt_typed_at_a_terminal_reaches_the_workers_once(tmp_path: Path) 
 
 
 def test_stopped_and_continued_dtrain_goes_on(tmp_path: Path) -> None:
-    """By SIGSTOP, of which no one here is told, for longer than a host may be silent."""
+    """By SIGSTOP, which no one here sees, for longer than a host may be silent."""
     (tmp_path / "script.py").write_text("import time\nprint('up', flush=True)\ntime.sleep(5)\nprint('done')")
     with started_dtrain("run", "--heartbeat-timeout-s", "2", "script.py", cwd=tmp_path) as process:
         wait_up(process, 1)

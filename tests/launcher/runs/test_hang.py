@@ -364,7 +364,7 @@ for step in range(60):
 
 
 @pytest.mark.parametrize(("who", "rank"), [("server", 2), ("worker", 1)])
-def test_a_parameter_server_that_hangs_or_has_nothing_to_do_is_told_apart(tmp_path: Path, who: str, rank: int) -> None:
+def test_a_parameter_server_that_hangs_is_distinguished_from_an_idle_one(tmp_path: Path, who: str, rank: int) -> None:
     script = tmp_path / "script.py"
     script.write_text(SERVED)
     options = ("--nproc-per-node", "2", "--ps", "1", "--max-restarts", "1", "--hang", "2s", "--grace-s", "1")

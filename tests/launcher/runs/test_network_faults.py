@@ -1,4 +1,4 @@
-"""Hosts that a real network takes away, without a word: what is told, what ends by itself, what goes on."""
+"""Hosts that a real network takes away, without a word: what is reported, what ends by itself, what goes on."""
 
 import signal
 import time

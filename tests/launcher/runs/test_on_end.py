@@ -17,7 +17,7 @@ from launcher.runs.on_end import run_on_end
 
 NAMES = ("DTRAIN_RUN", "DTRAIN_STATE", "DTRAIN_EXIT_CODE", "DTRAIN_CAUSE", "DTRAIN_FOLDER")
 TELL = "; ".join(f'echo "${name}"' for name in NAMES)
-COMMAND = f"({TELL}) > told.new; mv told.new told"
+COMMAND = f"({TELL}) > reported.new; mv reported.new reported"
 WAITS = "import pathlib, time\nprint('up', flush=True)\nwhile not pathlib.Path('go').exists(): time.sleep(0.05)\n"
 OUTCOME = Outcome(
     run_id="r", exit_code=1, error=LaunchError("why", exit_code=1),
@@ -31,17 +31,17 @@ def folder(own_runs: Path) -> Path:
     return own_runs
 
 
-def told() -> dict[str, str]:
-    return dict(zip(NAMES, Path("told").read_text().splitlines(), strict=True))
+def reported() -> dict[str, str]:
+    return dict(zip(NAMES, Path("reported").read_text().splitlines(), strict=True))
 
 
-def test_it_runs_after_a_success_and_is_told_of_it(folder: Path) -> None:
+def test_it_runs_after_a_success_and_is_notified_of_it(folder: Path) -> None:
     (folder / "script.py").write_text("")
     command = f'{COMMAND}; echo $0 $# > words; test -z "$DTRAIN_ON_END$DTRAIN_TOKEN" || echo passed on >> words'
     env = {"DTRAIN_ON_END": command, "DTRAIN_TOKEN": "hush"}
     result = run_dtrain("run", "--run-id", "well", "script.py", env=env)
     assert result.returncode == 0, result
-    assert told() == {
+    assert reported() == {
         "DTRAIN_RUN": "well",
         "DTRAIN_STATE": "finished",
         "DTRAIN_EXIT_CODE": "0",
@@ -51,11 +51,11 @@ def test_it_runs_after_a_success_and_is_told_of_it(folder: Path) -> None:
     assert Path("words").read_text() == "/bin/sh 0\n", "the text is one argument, and nothing of ours is in it"
 
 
-def test_it_runs_after_a_failure_whose_cause_it_is_told_without_secrets(folder: Path) -> None:
+def test_it_runs_after_a_failure_and_gets_its_cause_without_secrets(folder: Path) -> None:
     (folder / "script.py").write_text("raise ValueError('no $(touch injected) --api-key hush')\n")
     result = run_dtrain("run", "--on-end", f"{COMMAND}; echo out; echo err >&2; exit 3", "script.py")
     assert result.returncode == 1, "what becomes of the command changes nothing"
-    found = told()
+    found = reported()
     assert (found["DTRAIN_STATE"], found["DTRAIN_EXIT_CODE"]) == ("failed", "1")
     assert "raised ValueError" in found["DTRAIN_CAUSE"]
     assert found["DTRAIN_CAUSE"].endswith("no $(touch injected) --api-key ***")
@@ -67,8 +67,8 @@ def test_it_runs_after_a_failure_whose_cause_it_is_told_without_secrets(folder: 
 def test_it_runs_after_a_run_that_could_not_start(folder: Path) -> None:
     result = run_dtrain("run", "--on-end", COMMAND, "--no-python", "no-such-program")
     assert result.returncode == 1, result
-    assert told()["DTRAIN_STATE"] == "not started"
-    assert "no-such-program" in told()["DTRAIN_CAUSE"]
+    assert reported()["DTRAIN_STATE"] == "not started"
+    assert "no-such-program" in reported()["DTRAIN_CAUSE"]
 
 
 def test_it_runs_after_ctrl_c(folder: Path) -> None:
@@ -77,7 +77,7 @@ def test_it_runs_after_ctrl_c(folder: Path) -> None:
         assert run.stdout.readline().endswith(b"up\n")
         run.send_signal(signal.SIGINT)
         assert run.wait() == 130
-    assert (told()["DTRAIN_STATE"], told()["DTRAIN_CAUSE"]) == ("stopped", "stopped by SIGINT")
+    assert (reported()["DTRAIN_STATE"], reported()["DTRAIN_CAUSE"]) == ("stopped", "stopped by SIGINT")
 
 
 def test_it_runs_after_a_detached_run_and_again_with_rerun(folder: Path) -> None:
@@ -85,19 +85,19 @@ def test_it_runs_after_a_detached_run_and_again_with_rerun(folder: Path) -> None
     result = run_dtrain("run", "--detach", "--on-end", f"{COMMAND}; echo the end", "script.py", outlived=True)
     run_id = result.stdout.strip()
     assert result.returncode == 0, result
-    assert not Path("told").exists()
+    assert not Path("reported").exists()
     Path("go").touch()
-    wait_until(Path("told").exists, "the command has run")
-    assert told()["DTRAIN_RUN"] == run_id
+    wait_until(Path("reported").exists, "the command has run")
+    assert reported()["DTRAIN_RUN"] == run_id
     log = Path("runs", run_id, "console.log")
     wait_until(lambda: log.read_text().endswith("the end\n"), "what it writes is in the log")
     wait_until(lambda: not Path(f"runs/.{run_id}.lock").exists(), "dtrain has ended")
-    Path("told").unlink()
+    Path("reported").unlink()
     again = run_dtrain("rerun", run_id, outlived=True)
     assert again.returncode == 0, again
-    wait_until(Path("told").exists, "the command of the second run has run")
-    assert told()["DTRAIN_RUN"] != run_id
-    options = json.loads(Path("runs", told()["DTRAIN_RUN"], "run.json").read_text())["options"]
+    wait_until(Path("reported").exists, "the command of the second run has run")
+    assert reported()["DTRAIN_RUN"] != run_id
+    options = json.loads(Path("runs", reported()["DTRAIN_RUN"], "run.json").read_text())["options"]
     assert options["on_end"]["value"] == f"{COMMAND}; echo the end"
 
 

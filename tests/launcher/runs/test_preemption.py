@@ -46,7 +46,7 @@ def _saved(text: str) -> list[str]:
 
 
 def _scontrol(folder: Path, state: str = "RUNNING", *, refused: bool = False) -> dict[str, str]:
-    """Return the environment of a job whose scontrol notes what it is told, and says that the job is in this state."""
+    """Return the environment of a job whose scontrol notes its arguments, and says that the job is in this state."""
     program = folder / "bin" / "scontrol"
     program.parent.mkdir()
     answer = "echo Access denied >&2; exit 1" if refused else f"echo JobId=41 JobState={state} Reason=None"
@@ -71,7 +71,7 @@ def test_all_ranks_save_in_the_same_step_and_go_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize("refused", [False, True])
 def test_a_job_that_has_saved_is_queued_again(tmp_path: Path, refused: bool) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    told = tmp_path / "told"
+    reported = tmp_path / "told"
     env = _scontrol(tmp_path, refused=refused) | {"OMP_NUM_THREADS": "1"}
     with started_dtrain("run", "--nproc-per-node", "2", "--requeue", "train.py", cwd=tmp_path, env=env) as process:
         wait_up(process, 2)
@@ -79,7 +79,7 @@ def test_a_job_that_has_saved_is_queued_again(tmp_path: Path, refused: bool) -> 
         out, err = process.communicate(timeout=60)
     assert process.returncode == 75, (out, err)
     assert len(re.findall(r"saved \d+ in attempt 1\n", out.decode())) == 2
-    assert told.read_text() == "requeue 41\n"
+    assert reported.read_text() == "requeue 41\n"
     assert "to make room (USR1, --requeue); exit code 75" in err.decode()
     assert "requeueing the job" in err.decode()
     assert ("`scontrol requeue 41` failed: Access denied" in err.decode()) is refused
@@ -138,8 +138,8 @@ def test_who_cancels_after_the_warning_has_cancelled(
         process.send_signal(signum)
         _, err = process.communicate(timeout=60)
     assert process.returncode == code, err
-    told = (tmp_path / "told").read_text() if (tmp_path / "told").exists() else ""
-    assert ("requeue 41" in told) is requeued
+    reported = (tmp_path / "told").read_text() if (tmp_path / "told").exists() else ""
+    assert ("requeue 41" in reported) is requeued
 
 
 def test_attempts_of_earlier_lives_are_counted_on(tmp_path: Path) -> None:

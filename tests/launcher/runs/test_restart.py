@@ -194,9 +194,9 @@ def test_error_json_tells_a_program_what_the_screen_tells_a_person(script: Path)
     options = ["--nproc-per-node", "2", "--error-json", "e.json", "--run-id", "r"]
     result = run_dtrain("run", *options, script, cwd=script.parent)
     assert result.returncode == 1
-    told = json.loads((script.parent / "e.json").read_text())
-    cause = told["cause"]
-    assert (told["run_id"], told["exit_code"], told["ended"]) == ("r", 1, "failed")
+    reported = json.loads((script.parent / "e.json").read_text())
+    cause = reported["cause"]
+    assert (reported["run_id"], reported["exit_code"], reported["ended"]) == ("r", 1, "failed")
     assert (cause["kind"], cause["rank"], cause["error_type"]) == ("raised", 1, "ValueError")
     assert cause["message"] == "bad batch"
     assert cause["where"].startswith(f"{script}:2")

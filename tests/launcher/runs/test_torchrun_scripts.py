@@ -65,7 +65,7 @@ def test_scripts_for_torch_distributed_launch_get_their_argument(tmp_path: Path)
     words = f"--nproc_per_node 2 --pass-local-rank {WORKER} show x"
     assert _launch(DTRAIN_TORCHRUN, words, ours, {}).returncode == 0
     assert _seen(ours) == _seen(old)
-    assert {rank: told["local_rank"] for (rank, _), told in _seen(ours).items()} == {"0": 0, "1": 1}
+    assert {rank: reported["local_rank"] for (rank, _), reported in _seen(ours).items()} == {"0": 0, "1": 1}
 
 
 def test_a_recorded_error_is_in_its_file(tmp_path: Path) -> None:

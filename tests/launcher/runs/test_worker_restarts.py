@@ -111,9 +111,14 @@ def test_without_restarts_left_the_others_go_on_without_it(script: Path) -> None
     assert "the other workers continued without it to the end" in result.stderr
     assert "| last words" in result.stderr
     assert "runs/r/attempt_0/1/stdout.log" in result.stderr
-    told = json.loads((script.parent / "end.json").read_text())
-    assert (told["ended"], told["exit_code"], told["cause"]["rank"], told["stopped"]) == ("failed", 137, 1, 0)
-    assert [(failure["rank"], failure["signal"]) for failure in told["left_out"]] == [(1, "SIGKILL")]
+    reported = json.loads((script.parent / "end.json").read_text())
+    assert (reported["ended"], reported["exit_code"], reported["cause"]["rank"], reported["stopped"]) == (
+        "failed",
+        137,
+        1,
+        0,
+    )
+    assert [(failure["rank"], failure["signal"]) for failure in reported["left_out"]] == [(1, "SIGKILL")]
 
 
 def test_the_end_of_one_that_the_others_wait_for_is_everybody_s_without_restarts(script: Path) -> None:

@@ -153,7 +153,7 @@ def test_what_cannot_be_summed_up_loses_its_oldest_lines(tmp_path: Path) -> None
     assert [*found][-1] == lines[-1]
 
 
-def test_a_full_disk_is_told_once_and_costs_nothing_but_the_file(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_once_and_costs_nothing_but_the_file(tmp_path: Path) -> None:
     (tmp_path / TIMELINE).symlink_to("/dev/full")
     failed: list[OSError] = []
     file = TimelineFile(tmp_path, "r", failed.append)
@@ -164,7 +164,7 @@ def test_a_full_disk_is_told_once_and_costs_nothing_but_the_file(tmp_path: Path)
     assert [error.errno for error in failed] == [errno.ENOSPC]
 
 
-def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_reported(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
     (error,) = written(tmp_path / "run", ["event", "notice", 1.0, "x"])
     assert error.errno == errno.EEXIST

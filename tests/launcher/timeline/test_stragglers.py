@@ -296,7 +296,7 @@ def test_the_first_seconds_say_nothing(kind: str) -> None:
     assert reported == []
 
 
-def test_where_processors_are_shared_the_host_is_told_once_and_no_one_is_named() -> None:
+def test_where_processors_are_shared_the_host_is_named_once_and_no_rank_is() -> None:
     asked: list[tuple[int, float]] = []
 
     def queued_part(rank: int, since: float) -> float:

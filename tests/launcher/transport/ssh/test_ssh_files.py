@@ -131,7 +131,7 @@ def test_what_cannot_be_followed_is_named(tmp_path: Path, text: str, complaint: 
         address(config)
 
 
-def test_bad_configuration_is_told_in_the_words_of_ssh(tmp_path: Path) -> None:
+def test_bad_configuration_is_reported_in_the_words_of_ssh(tmp_path: Path) -> None:
     config = tmp_path / "config"
     config.write_text("Host *\n  Prot 22\n")
     with pytest.raises(HostError, match=re.escape(f"{config}: line 2: Bad configuration option: prot")):
@@ -179,7 +179,7 @@ def test_without_openssh_the_package_is_named(
         look_up(Target("x"), config, 5.0)
 
 
-def test_a_user_without_a_line_in_passwd_is_told_what_ssh_needs(
+def test_a_user_without_a_line_in_passwd_learns_what_ssh_needs(
     unknown_client: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refuses = tmp_path / "ssh"

@@ -147,7 +147,7 @@ def test_a_host_certificate_of_a_known_authority_is_enough(ssh_hosts: SshHosts, 
         certify(authority, ssh_hosts.host_key(1), name=name, host=True, valid=valid)
         ssh_hosts.configure(1, f"HostCertificate {certificate}")
         assert reason in refusal(write_config(ssh_hosts, 1, known_hosts=line, identity=True))
-    # A host that has none is told from one whose key is simply unknown; and one that is known as well is in.
+    # A host that has none is distinguished from one whose key is unknown; and one that is known as well is in.
     ssh_hosts.configure(1)
     assert "it has no certificate of the authority in" in refusal(
         write_config(ssh_hosts, 1, known_hosts=line, identity=True)

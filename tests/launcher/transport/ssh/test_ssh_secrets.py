@@ -107,7 +107,7 @@ def test_the_run_s_key_is_for_the_eyes_of_its_workers_alone(ssh_hosts: SshHosts,
     assert len(bytes.fromhex(key)) == 32
     assert any(b"launcher.agent" in line for line in seen)
     places = {str(line): line for line in seen}
-    places |= {f"{k}": (told.stdout + told.stderr).encode() for k, told in enumerate([result, *shown])}
+    places |= {f"{k}": (reported.stdout + reported.stderr).encode() for k, reported in enumerate([result, *shown])}
     places |= {
         str(file): file.read_bytes() for root in (work, ssh_hosts.folder) for file in root.rglob("*") if file.is_file()
     }

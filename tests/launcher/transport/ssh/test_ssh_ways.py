@@ -280,14 +280,14 @@ def server(
         (b"Go away\r\n", True, "closed the connection, saying 'Go away', before its greeting"),
     ],
 )
-def test_what_is_no_server_is_told_in_time(ssh_hosts: SshHosts, greeting: bytes, closes: bool, reason: str) -> None:
+def test_what_is_no_server_is_reported_in_time(ssh_hosts: SshHosts, greeting: bytes, closes: bool, reason: str) -> None:
     with server(ssh_hosts.ssh_config, greeting=greeting, closes=closes) as config:
         began = time.monotonic()
         assert reason in refusal(config, "odd", within_s=3)
         assert time.monotonic() - began < 15
 
 
-def test_a_server_that_turns_us_away_and_then_does_not_answer_is_told_by_what_it_said(ssh_hosts: SshHosts) -> None:
+def test_a_server_that_turns_us_away_and_then_does_not_answer_is_reported_by_what_it_said(ssh_hosts: SshHosts) -> None:
     with server(ssh_hosts.ssh_config, greeting=b"Not allowed at this time\r\n", closes=True, greeted=1) as config:
         assert "closed the connection, saying 'Not allowed at this time', before its greeting" in refusal(
             config, "odd", within_s=4
@@ -379,7 +379,9 @@ def test_a_noisy_slow_shell_and_a_banner_do_no_harm(
         rc.unlink()
 
 
-def test_start_up_files_that_end_or_wait_or_name_another_python_are_told(ssh_hosts: SshHosts, tmp_path: Path) -> None:
+def test_start_up_files_that_end_or_wait_or_name_another_python_are_reported(
+    ssh_hosts: SshHosts, tmp_path: Path
+) -> None:
     if Path(pwd.getpwuid(os.getuid()).pw_shell).name != "bash":
         pytest.skip("the account's shell does not read .bashrc")
     script = tmp_path / "script.py"

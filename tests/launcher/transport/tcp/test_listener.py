@@ -1,4 +1,4 @@
-"""Node 0's listener: the nodes of the run get in and get their slots; everybody else gets and costs nothing."""
+"""Node 0's listener: the nodes of the run get in and get their slots; all others get and cost nothing."""
 
 import contextlib
 import json
@@ -276,7 +276,7 @@ def test_nodes_without_a_rank_take_the_free_places_and_find_their_own_again(lab:
         ),
     ],
 )
-def test_a_node_that_does_not_belong_is_told_why_on_both_ends(lab: Lab, changes: dict[str, Any], why: str) -> None:
+def test_why_a_node_does_not_belong_is_reported_on_both_ends(lab: Lab, changes: dict[str, Any], why: str) -> None:
     for _ in range(3):
         with pytest.raises(JoinError, match=why):
             lab.join(1, **changes)
@@ -350,7 +350,7 @@ def test_a_node_whose_output_no_one_reads_keeps_its_slot_until_it_dials_again(la
 # ---- the end -------------------------------------------------------------------------------------------------
 
 
-def test_every_node_is_told_how_the_run_ended(lab: Lab) -> None:
+def test_every_node_learns_how_the_run_ended(lab: Lab) -> None:
     greeting = Greeting.ours(1, COMMAND)
     idle = lab.join(2)
     broken = lab.dial(greeting)
@@ -381,7 +381,7 @@ def test_every_node_is_told_how_the_run_ended(lab: Lab) -> None:
         lab.raw()
 
 
-# ---- everybody else ------------------------------------------------------------------------------------------
+# ---- all others --------------------------------------------------------------------------------------------
 
 
 def test_two_hundred_silent_connections_keep_no_one_out(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
