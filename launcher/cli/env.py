@@ -41,8 +41,8 @@ from launcher.machine import processors
 from launcher.machine.gpus.vendors import vendor_named
 from launcher.machine.gpus.visible import find_gpus
 from launcher.machine.packages import how_tested, torch_build, version_of
-from launcher.machine.secret_names import may_be_secret
 from launcher.machine.system_files import read_text
+from launcher.machine.variables import in_pod, may_be_secret
 from launcher.output.text import count, size
 
 FORMAT = 2
@@ -263,7 +263,7 @@ def _container() -> str:
         "docker": Path("/.dockerenv").exists(),
         "podman": Path("/run/.containerenv").exists(),
         "apptainer": "APPTAINER_CONTAINER" in env or "SINGULARITY_CONTAINER" in env,
-        "kubernetes": "KUBERNETES_SERVICE_HOST" in env,
+        "kubernetes": in_pod(env),
         "systemd-nspawn or lxc": env.get("container") in ("systemd-nspawn", "lxc"),
     }
     return ", ".join(hint for hint, here in hints.items() if here) or "none seen"

@@ -14,11 +14,11 @@ from typing import Any
 
 from launcher.cli.options import Options
 from launcher.errors import UsageError
+from launcher.machine.variables import in_pod
 from launcher.placement.job_spec import parse_nnodes
 
 TERMINATION_LOG = "/dev/termination-log"  # the file that Kubernetes makes in each container, for this message
 _MESSAGE_BYTES = 4096  # of which Kubernetes keeps no more
-_SIGN = "KUBERNETES_SERVICE_HOST"  # in every pod
 _OF_OTHERS = ("LOCAL_RANK", "SLURM_JOB_ID")  # this is a worker of a launcher, or a job of SLURM
 _SOURCES = ("hosts", "hostfile", "hosts_script", "simulate", "standalone", "print_commands")
 _PYTORCHJOB = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
@@ -31,11 +31,6 @@ _VARIABLES = {  # by option; those of one option must agree
     "master_port": ("PET_MASTER_PORT", "MASTER_PORT"),
 }
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
-
-
-def in_pod(env: Mapping[str, str]) -> bool:
-    """Return whether this process runs in a pod of Kubernetes."""
-    return _SIGN in env
 
 
 def with_pod_variables(options: Options, env: Mapping[str, str]) -> Options:

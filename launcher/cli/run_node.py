@@ -21,11 +21,11 @@ from typing import Any
 
 from launcher.cli.node_role import NodeRole
 from launcher.cli.options import Options
-from launcher.cli.pod import in_pod
 from launcher.cli.request import listed_hosts, parse_command
 from launcher.errors import NodeZeroTakenError, UsageError
 from launcher.hosts.host import Host
 from launcher.machine.network import addresses, choose_address, is_loopback, is_own
+from launcher.machine.variables import in_pod
 from launcher.output.text import count
 from launcher.placement.job_spec import CommandKind, JobSpec
 from launcher.protocol.message import AGENT_WORKDIR

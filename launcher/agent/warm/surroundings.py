@@ -14,8 +14,8 @@ import sys
 from collections.abc import Iterator
 
 from launcher import __version__
-from launcher.machine.secret_names import may_be_secret
 from launcher.machine.system_files import read_text
+from launcher.machine.variables import may_be_secret
 
 # Prefixes of variables that an interpreter reads at its start.
 _READ_AT_START = ("PYTHON", "LD_", "GLIBC_", "MALLOC_", "LANG", "LC_ALL", "LC_CTYPE")

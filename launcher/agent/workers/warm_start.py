@@ -28,7 +28,7 @@ from launcher.agent.warm.kept import extend, new_socket, stop
 from launcher.agent.workers.worker import Files, spawn
 from launcher.errors import SocketError
 from launcher.frozen import dataclass, field
-from launcher.machine.secret_names import may_be_secret
+from launcher.machine.variables import may_be_secret
 from launcher.protocol.commands import Prepare, StartWorker
 
 PROGRAM = Path(__file__).with_name("fork_server.py")

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from launcher.decode import decode_json
 from launcher.errors import ProtocolError, UsageError
+from launcher.machine.variables import in_pod
 
 DEFAULT_FILE = Path("~/.config/dtrain/token")
 MIN_CHARS = 16
@@ -47,16 +48,16 @@ def find_token(env: Mapping[str, str], token_file: Path | None = None) -> bytes 
     Raises UsageError for one that others can read or guess, and for a named file that does not exist. In a pod the
     group may read it: Kubernetes gives a Secret's file to a user other than root only by the group.
     """
-    in_pod = "KUBERNETES_SERVICE_HOST" in env
+    is_pod = in_pod(env)
     if env.get("DTRAIN_TOKEN"):
         return _checked(os.fsencode(env["DTRAIN_TOKEN"]), "DTRAIN_TOKEN")
     if token_file is not None:
-        return _read(token_file.expanduser(), f"--token-file {token_file}", in_pod=in_pod)
+        return _read(token_file.expanduser(), f"--token-file {token_file}", is_pod=is_pod)
     if env.get("DTRAIN_TOKEN_FILE"):
         named = env["DTRAIN_TOKEN_FILE"]
-        return _read(Path(named).expanduser(), f"DTRAIN_TOKEN_FILE={named}", in_pod=in_pod)
+        return _read(Path(named).expanduser(), f"DTRAIN_TOKEN_FILE={named}", is_pod=is_pod)
     default = DEFAULT_FILE.expanduser()
-    return _read(default, str(default), in_pod=in_pod) if default.exists() else None
+    return _read(default, str(default), is_pod=is_pod) if default.exists() else None
 
 
 def new_token() -> bytes:
@@ -64,7 +65,7 @@ def new_token() -> bytes:
     return secrets.token_hex(32).encode()
 
 
-def _read(path: Path, named: str, *, in_pod: bool) -> bytes:
+def _read(path: Path, named: str, *, is_pod: bool) -> bytes:
     try:
         with open(path, "rb", opener=_without_waiting) as file:
             status = os.fstat(file.fileno())
@@ -76,9 +77,9 @@ def _read(path: Path, named: str, *, in_pod: bool) -> bytes:
         raise UsageError(f"{named}: this is not a file; {_how_to_make(DEFAULT_FILE)}")
     if status.st_uid not in (0, os.geteuid()):
         raise UsageError(f"{named}: it belongs to another user (uid {status.st_uid}), who then knows the token")
-    if status.st_mode & (0o037 if in_pod and status.st_uid == 0 else 0o077):
+    if status.st_mode & (0o037 if is_pod and status.st_uid == 0 else 0o077):
         mode = stat.S_IMODE(status.st_mode)
-        mend = "set defaultMode: 0440 in its volume" if in_pod else f"type: chmod 600 {shlex.quote(str(path))}"
+        mend = "set defaultMode: 0440 in its volume" if is_pod else f"type: chmod 600 {shlex.quote(str(path))}"
         raise UsageError(f"{named}: others can read it (mode {mode:04o}); {mend}")
     return _checked(data, named)
 
