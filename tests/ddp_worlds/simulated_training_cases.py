@@ -26,7 +26,7 @@ from ddp.checkpoint.copies import HostCopy
 from ddp.comm.pinned_buffer import PinnedBuffer
 from ddp.compression import row_exchange
 from ddp.data_parallel.planning.step_timer import DeviceClock
-from ddp.errors import PeerFailedError
+from ddp.errors import BackwardError, PeerFailedError
 from ddp.strategies.central_storage import regions
 from ddp.strategies.central_storage.strategy import CentralStorage
 
@@ -112,7 +112,7 @@ def _train(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for step in range(STEPS + 2):
         before(step, net)
-        with place.without_waits() if step >= STEPS else contextlib.nullcontext():
+        with place.without_waits() if step >= 3 else contextlib.nullcontext():
             for number in range(passes - 1):
                 with model.no_sync():
                     model(place.inputs(10 * step + number, dtype)).square().mean().backward()
@@ -127,6 +127,23 @@ def plain(place: Place) -> Found:
     return _train(place)
 
 
+def only_device(place: Place) -> Found:
+    """A group that moves nothing in host memory."""
+    backend = "gloo" if place.device is None else "sim:nccl"
+    return _train(place, process_group=dist.new_group(backend=backend), bucket_cap_mb=1e-6)
+
+
+def skipped(place: Place) -> Found:
+    """A rank makes one backward pass less than the other: an error on both."""
+    model = ddp.DistributedDataParallel(Net().to(F64).to(place.name))
+    out = model(place.inputs(0)).sum()
+    if dist.get_rank() == 1:
+        out = model(place.inputs(1)).sum()
+    with pytest.raises(BackwardError, match="rank 1 made 1"):
+        out.backward()
+    return weights(model)
+
+
 def views(place: Place) -> Found:
     """Gradients that are views of their buckets; the wrapper moves the inputs."""
     device_ids = None if place.device is None else [0]
@@ -139,7 +156,7 @@ def accumulated(place: Place) -> Found:
 
 def unused(place: Place) -> Found:
     def before(step: int, net: Net) -> None:
-        net.uses_all = (dist.get_rank() == 0, False, True)[step % 3] if step < STEPS else True
+        net.uses_all = (dist.get_rank() == 0, False, True)[step % 3]
 
     return _train(place, before=before)
 
@@ -196,7 +213,9 @@ def status(place: Place, dtype: torch.dtype = F64, **settings: Any) -> Found:
             model(place.inputs(step, dtype)).square().mean().backward()
             optimizer.step()
         else:
-            with pytest.raises(ValueError if net.fails else PeerFailedError):
+            own = ValueError, "a bad batch"
+            kind, text = own if net.fails else (PeerFailedError, "step 3 failed on rank 1")
+            with pytest.raises(kind, match=text):
                 model(place.inputs(step, dtype)).square().mean().backward()
             assert all(p.grad is None for p in model.parameters())
         optimizer.zero_grad()
@@ -404,8 +423,9 @@ def pinned(place: Place) -> Found:
 WAYS: dict[str, Callable[[Place], Found]] = {
     way.__name__: way
     for way in (
-        plain, views, accumulated, unused, bf16, hooks, buffer_hook, checksum, status, status_int8, half, int8,
-        powersgd, local_sgd, horovod, central, background_saves, copied, scaled, explained, pinned,
+        plain, only_device, skipped, views, accumulated, unused, bf16, hooks, buffer_hook, checksum, status,
+        status_int8, half, int8, powersgd, local_sgd, horovod, central, background_saves, copied, scaled, explained,
+        pinned,
     )
 }  # fmt: skip
 # Of the CPU's numbers, which are rounded elsewhere.
