@@ -1,0 +1,113 @@
+"""Parts of ddp on the simulated device, alone: each gives the numbers of the CPU. See simulated_training_cases."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+import torch.distributed as dist
+from testbed.simulated_device import DEVICE, Stream
+
+from ddp.checkpoint.copies import HostCopy
+from ddp.comm.pinned_buffer import PinnedBuffer
+from ddp.generation import device_collectives
+from ddp.generation.device_collectives import DeviceCollectives
+from ddp.strategies.parameter_server.server_link import DeviceCopies
+from ddp.strategies.sharding.chunk_gradient import ChunkGradient
+from ddp.strategies.sharding.partition import partition
+
+if TYPE_CHECKING:
+    from ddp_worlds.simulated_training_cases import Found, Place
+
+
+def copied(place: Place) -> Found:
+    """A copy of a state for a checkpoint is that of its moment, and starting it does not wait."""
+    made = [torch.full((5,), float(value)).to(place.name) for value in range(3)]
+    with place.without_waits():
+        copy = HostCopy()
+        found = copy.of({"tensors": made})
+        for each in made:
+            each.add_(10)
+        del each, made
+    copy.wait()
+    return list(found["tensors"])
+
+
+def pinned(place: Place) -> Found:
+    """Transfers by one buffer, each as soon as it may start, on two streams; what is fetched is freed at once."""
+    generator = torch.Generator().manual_seed(5)
+    values = [torch.randn(6, generator=generator) for _ in range(12)]
+    if place.device is None:
+        return [each for value in values[::2] for each in (value, value * 2, value * 3)]
+    scheduler = place.device.scheduler
+    buffer = PinnedBuffer(6, torch.float32, torch.device(DEVICE))
+    other = Stream(scheduler, "other")
+    found: Found = []
+    for value, last in zip(values[::2], values[1::2], strict=True):
+        first, second = ([torch.zeros(2, 2).to(DEVICE), torch.zeros(2).to(DEVICE)] for _ in range(2))
+        given = value.clone()
+        scheduler.current = other
+        tripled = value.to(DEVICE) * 3
+        scheduler.current = scheduler.default
+        with place.without_waits():
+            buffer.start_sending([given], first)
+            given.zero_()
+            buffer.start_sending([last], second)
+            buffer.start_sending([value], second)
+            scheduler.current = other  # as a hook of a backward pass may have it
+            buffer.start_fetching([tripled])
+            scheduler.current = scheduler.default
+        third = torch.empty(6)
+        buffer.finish_fetching([third])
+        with place.without_waits():
+            buffer.start_fetching([each * 2 for each in second])
+        back = torch.empty(6)
+        buffer.finish_fetching([back])
+        found += [torch.cat([each.cpu().view(-1) for each in first]), back, third]
+    return found
+
+
+def chunks(place: Place) -> Found:
+    """Copies of a worker of parameter servers: gradients of which one is absent, and values by more chunks than memory.
+
+    The gradients change as soon as their copies have been started, and values as soon as they are sent.
+    """
+    generator = torch.Generator().manual_seed(5)
+    values = [torch.randn(3, 4, generator=generator) for _ in range(6)]
+    if place.device is None:
+        return [*values[1:], *(value * 2 for value in values)]
+    parameters = [torch.zeros(3, 4).to(DEVICE) for _ in values]
+    split = partition(parameters, servers=2, chunk_bytes=96)
+    copies = DeviceCopies(split, torch.device(DEVICE))
+    gradients = [value.to(DEVICE) * 1 for value in values]
+    with place.without_waits():
+        copies.start([None, *gradients[1:]])
+        for gradient in gradients:
+            gradient.zero_()
+    found = [torch.zeros(3, 4) for _ in values]
+    for chunk in split.chunks:
+        gradient = copies.gradient_of(chunk)
+        flat = gradient.flat if isinstance(gradient, ChunkGradient) else gradient
+        if flat is not None:
+            for to, piece in zip(chunk.in_parameters(found), chunk.in_flat(flat), strict=True):
+                to.copy_(piece)
+        sent = torch.cat([piece.reshape(-1) * 2 for piece in chunk.in_parameters(values)])
+        copies.install(chunk, sent, chunk.in_parameters(parameters))
+        sent.zero_()
+    return [*found[1:], *(each.cpu() for each in parameters)]
+
+
+def settled(place: Place) -> Found:
+    """After `settle`, `connect` and `let_go` the device has done what was queued."""
+    if place.device is None:
+        return []
+    devices, collectives, size = [torch.device(DEVICE)], DeviceCollectives(), dist.get_world_size()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_collectives, "abort_on_devices", lambda: None)  # the group is used after this
+        for waits in (collectives.settle, collectives.connect, collectives.let_go):
+            given = torch.ones(3).to(DEVICE)
+            dist.all_reduce(given, async_op=waits != collectives.settle)
+            waits(devices)
+            assert place.device.memory.below(given).tolist() == [size] * 3, waits.__name__
+    return []
