@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import math
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 import torch.distributed as dist
+from ddp_worlds.compression_cases import Bucket
 from testbed.simulated_device import DEVICE, Stream
 
 from ddp.checkpoint.copies import HostCopy
 from ddp.comm.pinned_buffer import PinnedBuffer
+from ddp.compression import Half, Int8, PowerSGD
 from ddp.generation import device_collectives
 from ddp.generation.device_collectives import DeviceCollectives
 from ddp.strategies.parameter_server.server_link import DeviceCopies
@@ -19,6 +24,10 @@ from ddp.strategies.sharding.partition import partition
 
 if TYPE_CHECKING:
     from ddp_worlds.simulated_training_cases import Found, Place
+
+COMPRESSORS: tuple[Half | Int8 | PowerSGD, ...] = (
+    Half(), Half(torch.float16), Int8(), Int8(error_feedback=False), PowerSGD(1, 2), PowerSGD(2, 2), PowerSGD(3, 2),
+)  # fmt: skip
 
 
 def copied(place: Place) -> Found:
@@ -96,6 +105,29 @@ def chunks(place: Place) -> Found:
         copies.install(chunk, sent, chunk.in_parameters(parameters))
         sent.zero_()
     return [*found[1:], *(each.cpu() for each in parameters)]
+
+
+def compressors(place: Place) -> Found:
+    """No compressor waits for the device, once it has what it keeps; gradients change places after some steps.
+
+    Their numbers are those of other ways.
+    """
+    if place.device is None:
+        return []
+    assert dist.group.WORLD is not None
+    shapes = [(40, 30), (7,), (), (0, 3), (6, 5, 3, 3)]
+    owners = [torch.empty(shape, device=DEVICE) for shape in shapes]
+    for dtype, method in itertools.product((torch.float32, torch.bfloat16, torch.float64), COMPRESSORS):
+        made = method.compressor(dist.group.WORLD, None)
+        for step in range(8):
+            if step == 5:
+                shapes[:2], owners[:2] = reversed(shapes[:2]), reversed(owners[:2])
+            flat = torch.zeros(sum(map(math.prod, shapes)), dtype=dtype, device=DEVICE)
+            with place.without_waits() if step > 2 else contextlib.nullcontext():
+                result = made.reduce(Bucket(0, flat, last=True, shapes=shapes, owners=owners)).wait()
+            assert (result.device.type, result.dtype, result.shape) == (flat.device.type, dtype, flat.shape)
+        made.close()
+    return []
 
 
 def settled(place: Place) -> Found:

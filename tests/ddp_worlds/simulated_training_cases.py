@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_worlds.simulated_part_cases import chunks, copied, pinned, settled
+from ddp_worlds.simulated_part_cases import chunks, compressors, copied, pinned, settled
 from testbed.simulated_device import BACKEND, DEVICE, Device, Stream, group_of_all, register, simulated_device
 from torch import nn
 from torch.distributed import PrefixStore
@@ -281,8 +281,13 @@ def horovod(place: Place) -> Found:
         optimizer.step()
         optimizer.zero_grad()
     given = torch.full((3,), dist.get_rank() + 1.0, dtype=F64).to(place.name)
-    handles = [hvd.allreduce_async(given * 2), hvd.broadcast_async(given + 1, root_rank=1)]
-    results = [hvd.synchronize(handle) for handle in handles]
+    short = given.bfloat16()
+    with place.without_waits():
+        handles = [hvd.allreduce_async(given * 2), hvd.broadcast_async(given + 1, root_rank=1)]
+        handles += [hvd.allreduce_async(given, op=hvd.Max), hvd.allgather_async(given)]
+        results = hvd.grouped_allreduce([given, short], compression="bf16")
+        assert hvd.poll(handles[-1]) in (True, False)
+        results += [hvd.synchronize(handle) for handle in handles]
     found = weights(net) + on_host(results)
     found += on_host([hvd.allgather(given[: dist.get_rank() + 1])])
     found += on_host([hvd.alltoall(torch.arange(4.0, dtype=F64).to(place.name))])
@@ -378,7 +383,7 @@ WAYS: dict[str, Callable[[Place], Found]] = {
     for way in (
         plain, only_device, skipped, views, accumulated, unused, bf16, hooks, buffer_hook, checksum, status,
         status_int8, half, int8, powersgd, local_sgd, horovod, central, background_saves, copied, scaled, explained,
-        pinned, chunks, settled,
+        pinned, chunks, compressors, settled,
     )
 }  # fmt: skip
 # Of the CPU's numbers, which are rounded elsewhere.

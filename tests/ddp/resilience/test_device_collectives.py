@@ -66,7 +66,10 @@ def test_a_step_whose_averages_never_came_is_made_again(
 
 
 class Devices:
-    """In the place of a device: `end` is called while the host waits for it."""
+    """In the place of a device: `end` is called while the host waits for it.
+
+    Not the simulated device: what ends its collectives is a timer, and here it is the wait itself.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.aborted = 0
