@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 from ddp_worlds.compression_cases import Bucket
 from testbed.simulated_device import DEVICE, Stream
+from torch import nn
 
 from ddp.checkpoint.copies import HostCopy
+from ddp.comm.broadcast import BufferSync
 from ddp.comm.pinned_buffer import PinnedBuffer
 from ddp.compression import Half, Int8, PowerSGD
 from ddp.generation import device_collectives
@@ -105,6 +107,20 @@ def chunks(place: Place) -> Found:
         copies.install(chunk, sent, chunk.in_parameters(parameters))
         sent.zero_()
     return [*found[1:], *(each.cpu() for each in parameters)]
+
+
+def packed(place: Place) -> Found:
+    """Buffers of rank 0 several times in a row, without a collective of another kind in between."""
+    module = nn.BatchNorm1d(5).to(place.name)
+    assert dist.group.WORLD is not None
+    sync = BufferSync(dist.group.WORLD, module, (), lambda work, what, *, device: work.wait())
+    found = []
+    for step in range(4):
+        for buffer in module.buffers():
+            buffer.fill_(10 * step + 5 * dist.get_rank())
+        sync.run()
+        found += [buffer.clone() for buffer in module.buffers()]
+    return [each.cpu() for each in found]
 
 
 def compressors(place: Place) -> Found:
