@@ -279,6 +279,9 @@ class Commits:
             for name, state in sent["parts"].items():
                 self.parts[name].receive(state)
             self._set_values(sent["values"])
+        if was_there:  # they are this rank's own; its page has those in host memory
+            for model in self._models.values():
+                model.restore_buffers()
         self._settle()
         self._stand_at(number, group.rank(), has_state=has_state)
 

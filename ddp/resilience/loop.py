@@ -101,9 +101,9 @@ def resilient(function: F) -> F:
     TORCH_NCCL_ASYNC_ERROR_HANDLING to another value than 0, since torch then ends the others when one is lost. The
     support of CUDA follows torch's documentation and has not been tested on a GPU yet. There the host waits for the
     device before each step of an optimizer, since nothing else shows whether the averages have arrived; a replaced rank
-    gets the buffers of another one; and if a device or a communicator does not recover, its process ends and is
-    replaced. Raises UnsupportedError for state that a replaced rank would lack: wrapped models outside of the State,
-    central storage, communication hooks of your own.
+    gets the buffers of another one, and so does one that had not reached the newest commit; and if a device or a
+    communicator does not recover, its process ends and is replaced. Raises UnsupportedError for state that a replaced
+    rank would lack: wrapped models outside of the State, central storage, communication hooks of your own.
     Replicas that step by themselves (`ddp.LocalSGD`, created before the function) continue from the state of one of
     them. `ddp.Trainer.fit` is such a function by itself.
 

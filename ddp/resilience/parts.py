@@ -184,6 +184,10 @@ class ModelPart(ReducingPart):
 
     def roll_back(self) -> None:
         super().roll_back()
+        self.restore_buffers()
+
+    def restore_buffers(self) -> None:
+        """Put back the buffers on devices, as of the newest commit of this rank."""
         if self._buffers:
             foreach_copy(self._on_devices(), self._buffers)
 

@@ -165,8 +165,7 @@ def say_if_slow(run: Run, now: float) -> list[Command]:
         return []
     run.timers.cancel(Timer.SLOW_STOP)
     attempt = None if run.signum is not None else run.attempt
-    cause, missing = (None, ()) if attempt is None else (first_cause(attempt.failures), _missing(attempt))
-    failed = did_not_come(missing) if missing else "" if cause is None else what_happened(cause)
+    failed = "" if attempt is None else why_failed(attempt)
     text = _what_is_waited_for(run, f", because {failed}" if failed else "", now)
     return [Notice(text)] if text else []
 
@@ -254,6 +253,14 @@ def _missing(attempt: AttemptState) -> tuple[MissingRank, ...]:
     if not awaited_in or 2 * number <= len(failures):
         return ()
     return tuple(MissingRank(f.rank or 0, f.host, f"{f.where}, inside {f.inside}", awaited_in) for f in others)
+
+
+def why_failed(attempt: AttemptState) -> str:
+    """Say in one line what failed first, or who did not come; empty if nothing has failed."""
+    if missing := _missing(attempt):
+        return did_not_come(missing)
+    cause = first_cause(attempt.failures)
+    return "" if cause is None else what_happened(cause)
 
 
 def did_not_come(missing: Sequence[MissingRank]) -> str:

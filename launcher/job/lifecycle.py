@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from launcher.errors import PlacementError
 from launcher.hosts.folding import StartError, some
 from launcher.job.attempt import AttemptState
-from launcher.job.ending import ANSWER_S, SLOW_S, advance_stop, fails_by_itself, say_if_slow, stop
+from launcher.job.ending import ANSWER_S, SLOW_S, advance_stop, fails_by_itself, say_if_slow, stop, why_failed
 from launcher.job.events import Command, Notice, Send
-from launcher.job.failure import Failure, FailureKind, first_cause, what_happened
+from launcher.job.failure import Failure, FailureKind, first_cause
 from launcher.job.fleet import HostPhase, HostState
 from launcher.job.gathering import Readiness, misfits
 from launcher.job.orders import open_store, reserve_ports, start_workers
@@ -323,16 +323,16 @@ def _attempt_over(run: Run, now: float) -> list[Command]:
         if decision.again_after_s is None:
             return stop(run, now, no_restart_reason=decision.reason)
         delay_s = decision.again_after_s
-        notices = [Notice(_attempt_ended(attempt.number, cause, delay_s))]
+        notices = [Notice(_attempt_ended(attempt, delay_s))]
     commands = run.gathering.leave_out(attempt, cause)
     run.enter(Phase.GATHERING)
     run.gathering.again(attempt.members, now, delay_s)
     return [*notices, *commands, *_gather(run, now)]
 
 
-def _attempt_ended(number: int, cause: Failure, delay_s: float) -> str:
+def _attempt_ended(attempt: AttemptState, delay_s: float) -> str:
     when = f"; the next one begins in {delay_s:g} s" if delay_s else ""
-    return f"attempt {number} failed: {what_happened(cause)}{when}"
+    return f"attempt {attempt.number} failed: {why_failed(attempt)}{when}"
 
 
 def look_then_stop(run: Run, now: float, signum: int) -> list[Command]:

@@ -60,7 +60,7 @@ from launcher.errors import DtrainError
 from launcher.hangs.positions import groups
 from launcher.hosts.folding import StartError
 from launcher.job.chaos import FaultCost
-from launcher.job.ending import Outcome
+from launcher.job.ending import MissingRank, Outcome, did_not_come
 from launcher.job.failure import Failure, FailureKind, group_secondary_failures, signal_name
 from launcher.output.json_file import write_json
 from launcher.output.logfiles import log_folder
@@ -158,6 +158,8 @@ def brief_cause(content: Mapping[str, Any]) -> str:
         return "made room (--requeue)"
     if cause is None:
         return f"stopped by {content['signal']}" if content["signal"] else ""
+    if missing := content.get("missing"):
+        return _brief(did_not_come([MissingRank(**each) for each in missing]))
     kind, rank = FailureKind(cause["kind"]), f"rank {cause['rank']}"
     if kind is FailureKind.HOST_LOST:
         return f"host {cause['host']} lost"

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 from launcher import __version__
 from launcher.job.attempt import AttemptState
-from launcher.job.failure import first_cause, what_happened
+from launcher.job.ending import why_failed
 from launcher.job.job import Job
 from launcher.job.run import Phase
 from launcher.machine.packages import installed
@@ -200,8 +200,7 @@ class RunRecord:
     def _end_attempt(self) -> None:
         if self._attempt is None or not self._attempts:
             return
-        cause = first_cause(self._attempt.failures)
-        how = None if cause is None else what_happened(cause)
+        how = why_failed(self._attempt) or None
         self._attempts[-1] = {**self._attempts[-1], "ended": time.time(), "cause": how}
 
     def _write(self) -> None:

@@ -6,9 +6,9 @@ from testbed.seeds import Seeds
 
 CASES = "ddp_worlds.simulated_training_cases"
 WAYS = (
-    "plain", "views", "accumulated", "unused", "bf16", "hooks", "buffer_hook", "checksum", "status", "status_int8",
-    "half", "int8", "powersgd", "local_sgd", "horovod", "central", "background_saves", "copied", "scaled", "explained",
-    "pinned",
+    "plain", "only_device", "skipped", "views", "accumulated", "unused", "bf16", "hooks", "buffer_hook", "checksum",
+    "status", "status_int8", "half", "int8", "powersgd", "local_sgd", "horovod", "central", "background_saves",
+    "copied", "scaled", "explained", "pinned", "packed", "chunks", "compressors", "settled",
 )  # fmt: skip
 
 

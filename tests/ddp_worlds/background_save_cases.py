@@ -13,12 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp_worlds.checkpoint_cases import listed
+from testbed.simulated_device import DEVICE, register, simulated_device
 from torch import nn
 
 import ddp
 from ddp.checkpoint import checkpoint as checkpoint_module
+from ddp.checkpoint import copies, writer
 from ddp.checkpoint import file as checkpoint_file
-from ddp.checkpoint import writer
+from ddp.checkpoint.copies import HostCopy, HostMemory
 
 _LIMIT_S = 60.0
 
@@ -133,3 +135,74 @@ def ranks_that_differ_in_how_they_save_are_told(folder: str) -> None:
     with pytest.raises(ddp.errors.CheckpointError, match="in_background is False on rank 1, but True on rank 0"):
         checkpoint.save(1)
     assert ddp.Checkpoint(folder).load() is None
+
+
+@contextlib.contextmanager
+def device_with_blocks(seed: int) -> Iterator[list[int]]:
+    """Have the simulated device; the sizes of the blocks that are pinned for copies from it."""
+    blocks: list[int] = []
+    with simulated_device(seed), pytest.MonkeyPatch.context() as patch:
+        pinned = copies._pinned
+
+        def note(size: int) -> torch.Tensor:
+            blocks.append(size)
+            return pinned(size)
+
+        patch.setattr(copies, "_pinned", note)
+        yield blocks
+
+
+def _trained(device: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    first, last = nn.Linear(100, 33).to(device), nn.Linear(33, 100).to(device)
+    last.weight = nn.Parameter(first.weight.t())
+    model = nn.Sequential(first, nn.BatchNorm1d(33).to(device), last)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(5, 100).to(device)).sum().backward()
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer, "none": torch.zeros(0, 2)}
+
+
+def copies_from_a_device_share_blocks_that_are_kept_and_are_saved_apart(folder: str, seed: int) -> None:
+    register()
+    ddp.Checkpoint(Path(folder, "plain"), in_background=False).save(1, **_trained("cpu"))
+    with device_with_blocks(seed) as blocks:
+        checkpoint, given = ddp.Checkpoint(Path(folder, "pinned")), _trained(DEVICE)
+        for _ in range(2):
+            checkpoint.save(1, **given)
+            checkpoint.wait()
+            plain, pinned = (Path(folder, way, "step-0000000001.pt").read_bytes() for way in ("plain", "pinned"))
+            assert pinned == plain
+    assert 0 < len(blocks) < 6
+    assert all(size & (size - 1) == 0 for size in blocks)
+
+
+def pinned_blocks_take_little_more_than_the_state(folder: str, seed: int) -> None:
+    layer = [768 * 3 * 768, 3 * 768, 768 * 768, 768, 4 * 768 * 768, 4 * 768, 4 * 768 * 768, *[768] * 5]
+    sizes = 3 * [4 * numel // 64 for numel in (50257 * 768, 1024 * 768, 768, 768, *12 * layer)]  # GPT-2, 64 times less
+    with device_with_blocks(seed) as blocks:
+        memory = HostMemory()
+        taken = memory.take(sizes)
+        assert [len(each) for each in taken] == sizes
+        for number, each in enumerate(taken):
+            each.fill_(number % 251)
+        assert all(each.eq(number % 251).all() for number, each in enumerate(taken))
+        assert sum(sizes) < sum(blocks) < 1.05 * sum(sizes)
+        memory.free()
+        assert [each.data_ptr() for each in memory.take(sizes)] == [each.data_ptr() for each in taken]
+
+
+def where_no_more_memory_can_be_pinned_ordinary_memory_is_taken(folder: str, seed: int) -> None:
+    def refuse(_: int) -> torch.Tensor:
+        raise RuntimeError("CUDA error: out of memory")
+
+    with device_with_blocks(seed) as blocks, pytest.MonkeyPatch.context() as patch:
+        memory = HostMemory()
+        memory.take([128])
+        memory.free()
+        patch.setattr(copies, "_pinned", refuse)
+        copy = HostCopy(memory)
+        copied = copy.of([torch.ones(size, device=DEVICE) for size in (16, 1000, 2000)])
+        copy.wait()
+        assert [tensor.sum() for tensor in copied] == [16, 1000, 2000]
+    assert blocks == [128]

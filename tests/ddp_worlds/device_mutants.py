@@ -24,13 +24,18 @@ _CALLS = {"wait", "synchronize", "record", "_record", "_started"}  # as statemen
 _HOST_ONLY = (
     "callbacks", "comm/shm", "comm/small_sum.py", "comm/allreduce_speed.py", "comm/call_check.py", "data/",
     "horovod/optimizer.py", "monitoring/t", "resilience/join_point.py", "training/trainer.py",
-    "strategies/parameter_server/c", "strategies/parameter_server/re", "strategies/parameter_server/s",
+    "strategies/parameter_server/",  # a worker's copies are by PinnedBuffer and chunk_gradient.py
 )  # fmt: skip
 _VALUES = {  # expressions, and what is left of them
     "self.wait()": "self._memory",
     "buffer.wait()": "buffer._memory",
+    "event.query()": "True",
     "all((work.wait(*timeout) for work in self._works))": "True",
     "[recorded_event(device) for device in {device for device, *_ in copied}]": "[]",
+}
+_NOT_NEEDED = {  # by a device, and why
+    "package.wait(wait)": "only gloo's failures are raised there, and NCCL's works keep what they send",
+    "all(work.wait(*timeout) for work in self._works)": "only gloo sends in pieces, in host memory",
 }
 
 
@@ -139,6 +144,9 @@ def run(folder: Path, seeds: int, only: str = "") -> int:
     with Nursery(folder) as nursery:
         ways = nursery.run(2, f"{cases}:hits", every=every, names=list(WAYS), seed=1, deadline_s=900.0)
         for number, each in enumerate(every):
+            if each.before in _NOT_NEEDED:
+                print(f"not needed {each}\n           {_NOT_NEEDED[each.before]}", flush=True)
+                continue
             names = [name for name in WAYS if any(number in found[name] for found in ways)]
             if not names:
                 unseen += 1

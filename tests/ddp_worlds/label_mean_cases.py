@@ -14,12 +14,14 @@ import torch
 import torch.distributed as dist
 from ddp_worlds.parameter_server_cases import in_roles
 from ddp_worlds.trainer_cases import BATCH, CLASSES, F64, SAMPLES, batches, flat
+from testbed.simulated_device import DEVICE, simulated_device
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import ddp
 from ddp.errors import ArgumentError, UnsupportedError
 from ddp.training import trainer
+from ddp.training.losses_and_metrics import Loss
 from ddp.training.trainer import Trainer
 
 PLACES = 4  # labels of a sample
@@ -244,3 +246,14 @@ def compressed_means_are_near(tolerances: dict[str, float]) -> None:
         one.fit(TensorDataset(x, y), epochs=2, global_batch_size=BATCH)
         difference = (flat(one.module) - expected).norm() / distance
         assert tolerance / 50 < difference < tolerance, (compression, difference)
+
+
+def labels_on_a_device_are_counted_without_a_wait(seed: int) -> None:
+    with simulated_device(seed) as device:
+        loss = Loss(nn.CrossEntropyLoss(torch.arange(3.0).to(DEVICE)))
+        labels = torch.tensor([1, 2, 2, -100]).to(DEVICE)
+        device.may_wait = False
+        weight = loss.weight(labels)
+        device.may_wait = True
+        assert weight is not None
+        assert (weight.device.type, weight.dtype, weight.item()) == (labels.device.type, torch.float64, 5)

@@ -41,7 +41,6 @@ _NO_FAULT = (  # what some versions say, and no one can mend
     "Sparse invariant checks are implicitly disabled",
     "Validating sparse tensor invariants because weights_only=True",
 )
-_ONLY_IN_RANKS = {"ddp_worlds.device_cases"}  # it registers a backend, which is for its own worlds alone
 _GRACE_S = 3.0  # what the other ranks may still say after one has failed
 
 
@@ -195,8 +194,6 @@ def _serve_client(connection: Connection) -> None:
 
 def _import_ahead(module: str) -> None:
     """Import it once, here, and not in every rank: torch's fsdp and tensor take a second of CPU."""
-    if module in _ONLY_IN_RANKS:
-        return
     if module not in sys.modules:
         with warnings.catch_warnings(), contextlib.suppress(ImportError):  # which the ranks meet as well
             _make_warnings_errors()

@@ -96,6 +96,8 @@ def the_host_waits_where_a_device_has_it_wait() -> None:
             x + torch.ones(4, 8)
         with pytest.raises(RuntimeError, match="must have same reduction dim"):
             x @ x
+        with pytest.raises(NotImplementedError, match="sparse_coo"):
+            torch.sparse_coo_tensor(torch.zeros(1, 1, dtype=torch.int64, device=DEVICE), x[0, :1], (3,))
         device.may_wait = True
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ddp_worlds.simulated_part_cases import chunks, compressors, copied, packed, pinned, settled
 from testbed.simulated_device import BACKEND, DEVICE, Device, Stream, group_of_all, register, simulated_device
 from torch import nn
 from torch.distributed import PrefixStore
@@ -22,13 +23,12 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import ddp
 import ddp.horovod as hvd
-from ddp.checkpoint.copies import HostCopy
-from ddp.comm.pinned_buffer import PinnedBuffer
 from ddp.compression import row_exchange
 from ddp.data_parallel.planning.step_timer import DeviceClock
-from ddp.errors import PeerFailedError
+from ddp.errors import BackwardError, PeerFailedError
 from ddp.strategies.central_storage import regions
 from ddp.strategies.central_storage.strategy import CentralStorage
+from ddp.training.losses_and_metrics import on_device
 
 F64 = torch.float64
 Found = list[torch.Tensor]
@@ -63,7 +63,7 @@ class Place:
             return made
         pinned = torch.empty(made.shape, dtype=dtype, pin_memory=True)
         pinned.copy_(made)
-        return pinned.to(DEVICE, non_blocking=True) if is_moved else pinned
+        return on_device(pinned, torch.device(DEVICE)) if is_moved else pinned
 
 
 class Net(nn.Module):
@@ -112,7 +112,7 @@ def _train(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for step in range(STEPS + 2):
         before(step, net)
-        with place.without_waits() if step >= STEPS else contextlib.nullcontext():
+        with place.without_waits() if step >= 3 else contextlib.nullcontext():
             for number in range(passes - 1):
                 with model.no_sync():
                     model(place.inputs(10 * step + number, dtype)).square().mean().backward()
@@ -127,6 +127,23 @@ def plain(place: Place) -> Found:
     return _train(place)
 
 
+def only_device(place: Place) -> Found:
+    """A group that moves nothing in host memory."""
+    backend = "gloo" if place.device is None else "sim:nccl"
+    return _train(place, process_group=dist.new_group(backend=backend), bucket_cap_mb=1e-6)
+
+
+def skipped(place: Place) -> Found:
+    """A rank makes one backward pass less than the other: an error on both."""
+    model = ddp.DistributedDataParallel(Net().to(F64).to(place.name))
+    out = model(place.inputs(0)).sum()
+    if dist.get_rank() == 1:
+        out = model(place.inputs(1)).sum()
+    with pytest.raises(BackwardError, match="rank 1 made 1"):
+        out.backward()
+    return weights(model)
+
+
 def views(place: Place) -> Found:
     """Gradients that are views of their buckets; the wrapper moves the inputs."""
     device_ids = None if place.device is None else [0]
@@ -139,7 +156,7 @@ def accumulated(place: Place) -> Found:
 
 def unused(place: Place) -> Found:
     def before(step: int, net: Net) -> None:
-        net.uses_all = (dist.get_rank() == 0, False, True)[step % 3] if step < STEPS else True
+        net.uses_all = (dist.get_rank() == 0, False, True)[step % 3]
 
     return _train(place, before=before)
 
@@ -196,7 +213,9 @@ def status(place: Place, dtype: torch.dtype = F64, **settings: Any) -> Found:
             model(place.inputs(step, dtype)).square().mean().backward()
             optimizer.step()
         else:
-            with pytest.raises(ValueError if net.fails else PeerFailedError):
+            own = ValueError, "a bad batch"
+            kind, text = own if net.fails else (PeerFailedError, "step 3 failed on rank 1")
+            with pytest.raises(kind, match=text):
                 model(place.inputs(step, dtype)).square().mean().backward()
             assert all(p.grad is None for p in model.parameters())
         optimizer.zero_grad()
@@ -262,8 +281,13 @@ def horovod(place: Place) -> Found:
         optimizer.step()
         optimizer.zero_grad()
     given = torch.full((3,), dist.get_rank() + 1.0, dtype=F64).to(place.name)
-    handles = [hvd.allreduce_async(given * 2), hvd.broadcast_async(given + 1, root_rank=1)]
-    results = [hvd.synchronize(handle) for handle in handles]
+    short = given.bfloat16()
+    with place.without_waits():
+        handles = [hvd.allreduce_async(given * 2), hvd.broadcast_async(given + 1, root_rank=1)]
+        handles += [hvd.allreduce_async(given, op=hvd.Max), hvd.allgather_async(given)]
+        results = hvd.grouped_allreduce([given, short], compression="bf16")
+        assert hvd.poll(handles[-1]) in (True, False)
+        results += [hvd.synchronize(handle) for handle in handles]
     found = weights(net) + on_host(results)
     found += on_host([hvd.allgather(given[: dist.get_rank() + 1])])
     found += on_host([hvd.alltoall(torch.arange(4.0, dtype=F64).to(place.name))])
@@ -314,19 +338,6 @@ def background_saves(place: Place) -> Found:
     return found
 
 
-def copied(place: Place) -> Found:
-    """A copy of a state for a checkpoint is that of its moment, and starting it does not wait."""
-    made = [torch.full((5,), float(value)).to(place.name) for value in range(3)]
-    with place.without_waits():
-        copy = HostCopy()
-        found = copy.of({"tensors": made})
-        for each in made:
-            each.add_(10)
-        del each, made
-    copy.wait()
-    return list(found["tensors"])
-
-
 def scaled(place: Place) -> Found:
     """A GradScaler, with gradients that are infinite in one step."""
     net = Net().to(place.name)
@@ -367,45 +378,12 @@ def explained(place: Place) -> Found:
     return weights(net)
 
 
-def pinned(place: Place) -> Found:
-    """Transfers by one buffer, each as soon as it may start, on two streams; what is fetched is freed at once."""
-    generator = torch.Generator().manual_seed(5)
-    values = [torch.randn(6, generator=generator) for _ in range(12)]
-    if place.device is None:
-        return [each for value in values[::2] for each in (value, value * 2, value * 3)]
-    scheduler = place.device.scheduler
-    buffer = PinnedBuffer(6, torch.float32, torch.device(DEVICE))
-    other = Stream(scheduler, "other")
-    found: Found = []
-    for value, last in zip(values[::2], values[1::2], strict=True):
-        first, second = ([torch.zeros(2, 2).to(DEVICE), torch.zeros(2).to(DEVICE)] for _ in range(2))
-        given = value.clone()
-        scheduler.current = other
-        tripled = value.to(DEVICE) * 3
-        scheduler.current = scheduler.default
-        with place.without_waits():
-            buffer.start_sending([given], first)
-            given.zero_()
-            buffer.start_sending([last], second)
-            buffer.start_sending([value], second)
-            scheduler.current = other  # as a hook of a backward pass may have it
-            buffer.start_fetching([tripled])
-            scheduler.current = scheduler.default
-        third = torch.empty(6)
-        buffer.finish_fetching([third])
-        with place.without_waits():
-            buffer.start_fetching([each * 2 for each in second])
-        back = torch.empty(6)
-        buffer.finish_fetching([back])
-        found += [torch.cat([each.cpu().view(-1) for each in first]), back, third]
-    return found
-
-
 WAYS: dict[str, Callable[[Place], Found]] = {
     way.__name__: way
     for way in (
-        plain, views, accumulated, unused, bf16, hooks, buffer_hook, checksum, status, status_int8, half, int8,
-        powersgd, local_sgd, horovod, central, background_saves, copied, scaled, explained, pinned,
+        plain, only_device, skipped, views, accumulated, unused, bf16, hooks, buffer_hook, checksum, status,
+        status_int8, half, int8, powersgd, local_sgd, horovod, central, background_saves, copied, scaled, explained,
+        pinned, packed, chunks, compressors, settled,
     )
 }  # fmt: skip
 # Of the CPU's numbers, which are rounded elsewhere.

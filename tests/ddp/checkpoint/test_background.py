@@ -14,11 +14,11 @@ import torch
 from ddp_worlds.checkpoint_cases import listed
 from ddp_worlds.nursery import Nursery
 from testbed.processes import Result
+from testbed.seeds import Seeds
 from torch import nn
 
 import ddp
-from ddp.checkpoint import copies
-from ddp.checkpoint.copies import HostCopy, HostMemory
+from ddp.checkpoint.copies import HostCopy
 
 CASES = "ddp_worlds.background_save_cases"
 
@@ -88,75 +88,16 @@ def test_a_copy_shares_no_memory_with_the_original_and_keeps_what_is_shared() ->
     assert copied["plain"] == {"a": [1, None, {2}], 3: torch.Size([1])}
 
 
-class _DoneEvent:
-    def synchronize(self) -> None:
-        """A copy on the host is over when it returns."""
-
-
-@pytest.fixture
-def device_copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Let host memory be that of a device with streams; the sizes of the blocks that are pinned."""
-    blocks: list[int] = []
-
-    def pinned(size: int) -> torch.Tensor:
-        blocks.append(size)
-        return torch.full((size,), 99, dtype=torch.uint8)
-
-    monkeypatch.setattr(copies, "_pinned", pinned)
-    monkeypatch.setattr(copies, "has_stream", lambda _: True)
-    monkeypatch.setattr(copies, "recorded_event", lambda _: _DoneEvent())
-    return blocks
-
-
-def test_copies_from_a_device_share_blocks_that_are_kept_and_are_saved_apart(
-    tmp_path: Path, device_copies: list[int]
-) -> None:
-    first, last = nn.Linear(100, 33), nn.Linear(33, 100)
-    last.weight = nn.Parameter(first.weight.t())
-    model = nn.Sequential(first, nn.BatchNorm1d(33), last)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.randn(5, 100)).sum().backward()
-    optimizer.step()
-    given: dict[str, Any] = {"model": model, "optimizer": optimizer, "none": torch.zeros(0, 2)}
-    ddp.Checkpoint(tmp_path / "plain", in_background=False).save(1, **given)
-    assert not device_copies
-    checkpoint = ddp.Checkpoint(tmp_path / "pinned")
-    for _ in range(2):
-        checkpoint.save(1, **given)
-        checkpoint.wait()
-        plain, pinned = ((tmp_path / way / "step-0000000001.pt").read_bytes() for way in ("plain", "pinned"))
-        assert pinned == plain
-    assert 0 < len(device_copies) < 6
-    assert all(size & (size - 1) == 0 for size in device_copies)
-
-
-def test_pinned_blocks_take_little_more_than_the_state(device_copies: list[int]) -> None:
-    layer = [768 * 3 * 768, 3 * 768, 768 * 768, 768, 4 * 768 * 768, 4 * 768, 4 * 768 * 768, *[768] * 5]
-    sizes = 3 * [4 * numel // 64 for numel in (50257 * 768, 1024 * 768, 768, 768, *12 * layer)]  # GPT-2, 64 times less
-    memory = HostMemory()
-    taken = memory.take(sizes)
-    assert [len(each) for each in taken] == sizes
-    for number, each in enumerate(taken):
-        each.fill_(number % 251)
-    assert all(each.eq(number % 251).all() for number, each in enumerate(taken))
-    assert sum(sizes) < sum(device_copies) < 1.05 * sum(sizes)
-    memory.free()
-    assert [each.data_ptr() for each in memory.take(sizes)] == [each.data_ptr() for each in taken]
-
-
-def test_where_no_more_memory_can_be_pinned_ordinary_memory_is_taken(
-    device_copies: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(_: int) -> torch.Tensor:
-        raise RuntimeError("CUDA error: out of memory")
-
-    memory = HostMemory()
-    memory.take([128])
-    memory.free()
-    monkeypatch.setattr(copies, "_pinned", refuse)
-    copied = HostCopy(memory).of([torch.ones(16), torch.ones(1000), torch.ones(2000)])
-    assert [tensor.sum() for tensor in copied] == [16, 1000, 2000]
-    assert device_copies == [128]
+@pytest.mark.parametrize(
+    "case",
+    [
+        "copies_from_a_device_share_blocks_that_are_kept_and_are_saved_apart",
+        "pinned_blocks_take_little_more_than_the_state",
+        "where_no_more_memory_can_be_pinned_ordinary_memory_is_taken",
+    ],
+)
+def test_a_device(nursery: Nursery, seeds: Seeds, case: str, tmp_path: Path) -> None:
+    nursery.run(1, f"{CASES}:{case}", folder=str(tmp_path), seed=seeds(1)[0])
 
 
 # The end of the process

@@ -24,8 +24,8 @@ WORLDS = Path(__file__).parents[2] / "ddp_worlds"
 CUDA = torch.device("cuda", 0)
 
 
-def device_script(folder: Path) -> Path:
-    """The resilient script on the simulated device; its ranks share no buffers, which a lost rank takes with it."""
+def device_script(folder: Path, *, has_norm: bool = False) -> Path:
+    """The resilient script on the simulated device; its ranks have no buffers, or do not share them."""
     text = (WORLDS / "resilient_script.py").read_text()
     for old, new in (
         ("import torch\n\nimport ddp\n",
@@ -33,7 +33,7 @@ def device_script(folder: Path) -> Path:
          f"sys.path.append({str(WORLDS.parent)!r})\n"
          "from testbed.simulated_device import simulated_device\n\n"
          "device = simulated_device(int(os.environ['SEED']) + int(os.environ['RANK']))\ndevice.__enter__()\n"),
-        ("nn.BatchNorm1d(16), ", ""),
+        ("Parallel(net)", "Parallel(net, broadcast_buffers=False)") if has_norm else ("nn.BatchNorm1d(16), ", ""),
         ("nn.Dropout(0.3), ", ""),
         ("nn.Linear(16, 3))\n", "nn.Linear(16, 3)).to(world.device)\nassert world.device.type == 'sim'\n"),
         ("        for x, y in loader:\n",
@@ -66,8 +66,24 @@ def test_a_step_whose_averages_never_came_is_made_again(
     assert said(result, "result") == expected
 
 
+def test_ranks_that_live_keep_their_buffers(tmp_path: Path, seeds: Seeds, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = device_script(tmp_path, has_norm=True)
+    monkeypatch.setenv("SEED", str(seeds(1)[0]))
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    expected = said(run_script(script, tmp_path, ranks=3), "result")
+    assert expected[0] != expected[2]
+    result = run_script(script, tmp_path, "1.2.load.kill", ranks=3, restarts=1)
+    assert result.returncode == 0, result
+    assert "only this worker restarts" in result.stderr
+    found = said(result, "result")
+    assert [found[rank] for rank in (0, 2)] == [expected[rank] for rank in (0, 2)]
+
+
 class Devices:
-    """In the place of a device: `end` is called while the host waits for it."""
+    """In the place of a device: `end` is called while the host waits for it.
+
+    Not the simulated device: what ends its collectives is a timer, and here it is the wait itself.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.aborted = 0

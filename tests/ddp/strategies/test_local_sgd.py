@@ -126,7 +126,7 @@ def test_ranks_that_cannot_become_equal_are_an_error_on_all(nursery: Nursery) ->
 def test_chunks_come_in_the_same_order_on_devices_of_other_numbers() -> None:
     orders = []
     for first in (0, 9):  # cuda:10 comes before cuda:9 in the alphabet
-        with FakeTensorMode():
+        with FakeTensorMode():  # the simulated device is one alone
             tensors = [torch.empty(2, device=f"cuda:{first + place}") for place in (0, 1, 0, 2, 1)]
             number_of = {id(tensor): number for number, tensor in enumerate(tensors)}
             orders.append([[number_of[id(tensor)] for tensor in chunk] for chunk in cut_into_chunks(tensors)])

@@ -13,7 +13,7 @@ from testbed.processes import wait_until
 
 from launcher.errors import UsageError
 from launcher.hosts.folding import StartError
-from launcher.job.ending import Outcome
+from launcher.job.ending import MissingRank, Outcome
 from launcher.job.failure import FailureKind
 from launcher.output.error_json import as_json, brief_cause, write_error_json, write_usage_error_json
 from launcher.timeline.goodput import Parts
@@ -118,6 +118,10 @@ def test_every_end_has_the_same_keys(tmp_path: Path, end: Outcome, ended: str) -
         (outcome(failure(kind=FailureKind.HOST_LOST, rank=None)), "host sim1 lost"),
         (outcome(failure(kind=FailureKind.STORE_LOST, rank=None)), "rendezvous store lost"),
         (outcome(failure(kind=FailureKind.STALLED, rank=None, message="no output for 60 s")), "no output for 60 s"),
+        (
+            outcome(failure(), missing=[MissingRank(2, "sim2", "train.py:7 in load", "all_reduce")]),
+            "rank 2 on sim2 did not come to all_reduce...",
+        ),
         (outcome(None, signum=signal.SIGTERM), "stopped by SIGTERM"),
         (outcome(None, preempted=True), "made room (--requeue)"),
         (outcome(None, error=UsageError("no such\nfile")), "no such"),

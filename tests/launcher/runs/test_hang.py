@@ -175,15 +175,20 @@ def test_victims_are_counted_by_what_they_say(tmp_path: Path) -> None:
 def test_a_rank_that_the_others_timed_out_for_is_named_first(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        HEADER + "import datetime, time\ndist.init_process_group('gloo', timeout=datetime.timedelta(seconds=5))\n"
-        "dist.barrier()\ndef load_shard():\n    time.sleep(600)\n"
-        "if dist.get_rank() == 2: load_shard()\ndist.all_reduce(torch.ones(4))"
+        HEADER + "import datetime, time\ndist.init_process_group('gloo')\n"
+        "group = dist.new_group(timeout=datetime.timedelta(seconds=5))\ndist.barrier()\n"
+        "def load_shard():\n    time.sleep(600)\n"
+        "if dist.get_rank() == 2: load_shard()\ndist.all_reduce(torch.ones(4), group=group)"
     )
     result = run_dtrain("run", "--simulate", "--nnodes", "3", "--nproc-per-node", "1", script, cwd=tmp_path)
     assert result.returncode == 1, result.stderr
     first = next(line for line in result.stderr.splitlines() if line.startswith("dtrain: rank"))
     line = script.read_text()[: script.read_text().index("time.sleep")].count("\n") + 1
-    assert first == f"dtrain: rank 2 on sim2 did not come to all_reduce: it was at {script}:{line} in load_shard"
+    cause = f"rank 2 on sim2 did not come to all_reduce: it was at {script}:{line} in load_shard"
+    assert first == f"dtrain: {cause}"
+    (manifest,) = tmp_path.glob("runs/*/run.json")
+    assert json.loads(manifest.read_text())["attempts"][0]["cause"] == cause
+    assert f"{cause[:41]}..." in run_dtrain("history", cwd=tmp_path).stdout
 
 
 def test_terminal_stop_suspends_every_process_of_the_run_and_continue_resumes(where: list[str], tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ raises ReadTooEarly; other code finds the old bytes. Collectives are as NCCL's, 
 It replaces, in the process: torch.Event, torch.accelerator, NCCL, and the names by which ddp knows a device.
 
 It does not show: several devices in a process, autograd's own streams (backward runs on the current stream of
-autograd's thread), kernels that run at the same time on the same memory, CUDA graphs, sparse tensors, how torch's
-allocator reuses memory (a freed tensor is overwritten in the order of its stream), and what NCCL does beside its order.
+autograd's thread), kernels that run at the same time on the same memory, CUDA graphs, how torch's allocator reuses
+memory (a freed tensor is overwritten in the order of its stream), and what NCCL does beside its order. Sparse tensors
+raise NotImplementedError: for a device of this kind, torch has no kernel that makes one.
 """
 
 from __future__ import annotations

@@ -230,6 +230,8 @@ class Device:
         return tensor  # type: ignore[no-any-return]
 
     def _like(self, meta: torch.Tensor) -> torch.Tensor:
+        if meta.layout is not torch.strided:
+            raise NotImplementedError(f"the simulated device has no tensors of layout {meta.layout}")
         return self.memory.allocate(meta.size(), meta.stride(), meta.dtype)
 
     def _upload(self, values: torch.Tensor) -> torch.Tensor:
