@@ -7,7 +7,7 @@ message is 4 bytes of length and JSON, compressed by zlib if it comes from the c
     what the run needs: its files, by hash            -> looks into its store
                                                       <- `need`: the files that it lacks, by number
     the contents of those, one after the other        -> verifies each by its hash, and stores it
-                                                      <- `ready`, and becomes the agent by exec
+                                                      <- `ready`, and becomes the agent
 
 All lies in one folder of the user's cache, which only the user can enter, in trees with lists of what is in them:
 
@@ -268,10 +268,15 @@ class Code:
                     with open(os.path.join(earlier, "record.json"), encoding="utf-8") as file:
                         has = json.load(file)
                 is_ours = name.startswith(run_of(self._name))  # whose agent was lost: the script's files stay
-                if not is_used(name) and (has is None or is_ours or _is_unchanged(earlier, has)):
+                marks = {} if has is None else _marks(os.path.join(earlier, "tree"), has)
+                is_unchanged = marks == {path: mark for path, (_, mark) in (has or {}).items()}
+                if not is_used(name) and (has is None or is_ours or is_unchanged):
                     os.rename(earlier, self._folder)  # of several that try, one succeeds
-                    self._has = self._valid(files) if has is None else _unchanged(self.tree, has)
-                    self._recorded = has is not None and len(self._has) == len(has)
+                    if has is None:
+                        self._has = self._valid(files)
+                    else:
+                        self._has = {path: each for path, each in has.items() if marks.get(path) == each[1]}
+                        self._recorded = is_unchanged
                     return
                 if has is not None:
                     self._others.append((os.path.join(earlier, "tree"), has))
@@ -358,17 +363,10 @@ class Code:
                 folder = os.path.dirname(folder)
 
 
-def _is_unchanged(folder: str, has: dict[str, Any]) -> bool:
-    """Return whether a tree has the recorded files as they were, and nothing else but compiled files of Python."""
-    tree = os.path.join(folder, "tree")
-    found = {path[len(tree) :]: _mark(entry) for path, entry in walk(tree, compiled=False)}
-    return found == {path: mark for path, (_, mark) in has.items() if f"/{_CACHED}/" not in path}
-
-
-def _unchanged(tree: str, has: dict[str, Any]) -> dict[str, Any]:
-    """Return what a tree has of the recorded files, as they were."""
-    there = {path: os.lstat(tree + path) for path in has if os.path.lexists(tree + path)}
-    return {path: has[path] for path, found in there.items() if _mark(found) == has[path][1]}
+def _marks(tree: str, has: dict[str, Any]) -> dict[str, list[int]]:
+    """Return the marks of all files in a tree, but of those that Python has compiled only if they are recorded."""
+    found = ((path[len(tree) :], entry) for path, entry in walk(tree, compiled=True))
+    return {path: _mark(entry) for path, entry in found if path in has or f"/{_CACHED}/" not in path}
 
 
 def _mark(found: os.stat_result) -> list[int]:
@@ -548,10 +546,11 @@ def removable(trees: Sequence[tuple[float, int, str]], now: float) -> list[str]:
 # --- the exchange
 
 
-def serve(offer: dict[str, Any], *, descriptors: tuple[int, int] = (0, 1)) -> tuple[list[str], dict[str, str]]:
-    """Take what the run needs; return the command of the agent and the variables that it gets in addition."""
+def serve(offer: dict[str, Any], *, descriptors: tuple[int, int] = (0, 1)) -> tuple[str, list[str], str]:
+    """Take what the run needs; return for the agent its Python, folders of modules, and the tree of the code."""
     stdin, stdout = descriptors
-    _check_python(offer)
+    if offer["environment"]:
+        _check_system(offer)
     root = open_store()
     tidy(root, time.time())
 
@@ -572,15 +571,32 @@ def serve(offer: dict[str, Any], *, descriptors: tuple[int, int] = (0, 1)) -> tu
     code.take_over(offer["files"])
     fetch(code.lacks(offer["files"]), offer["files"], Writer(code.tree, read_only=False))
     code.complete(offer["files"], offer["links"], offer["folders"])
-    variables = {"DTRAIN_AGENT_TREE": code.tree}
-    if environment is None:
-        python, trees = sys.executable, [code.tree]
-        paths = (code.tree + offer["dtrain"], os.environ.get("PYTHONPATH", ""))
-        variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    else:
-        python, trees = _make_venv(code, environment, offer["site"], offer["dtrain"]), [code.tree, environment.tree]
+    python, folders, trees = sys.executable, [code.tree + offer["dtrain"]], [code.tree]
+    if environment is not None:
+        python, folders = _make_venv(code, environment, offer["site"], offer["dtrain"]), []
+        trees.append(environment.tree)
     send(stdout, ready=trees)
-    return [python, *offer["command"]], variables
+    return python, folders, code.tree
+
+
+def become(python: str, folders: list[str], tree: str) -> None:
+    """Go on as `PYTHON -m MODULE ...`, in this process: to start another Python takes as long as all else here.
+
+    The arguments are those of this program.
+    """
+    import runpy
+    import site
+
+    os.environ["DTRAIN_AGENT_TREE"] = tree
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*folders, os.environ.get("PYTHONPATH", "")]))
+    sys.path[:0] = folders
+    if python != sys.executable:
+        sys.executable, sys.prefix = python, os.path.dirname(os.path.dirname(python))
+        sys.exec_prefix = sys.prefix
+    site.main()
+    module = sys.argv[2]
+    del sys.argv[1:3]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def fetch(order: dict[str, Any]) -> None:
@@ -619,7 +635,7 @@ def _make_venv(code: Code, environment: Environment, site: Sequence[str], dtrain
     """Make a virtual environment whose packages are those that were sent; return its Python."""
     base = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
     venv = os.path.join(code.folder, "venv")
-    packages = os.path.join(venv, "lib", f"python{_minor(sys.version_info)}", "site-packages")
+    packages = os.path.join(venv, "lib", "python{}.{}".format(*sys.version_info[:2]), "site-packages")
     remove_tree(venv)
     os.makedirs(packages)
     os.makedirs(os.path.join(venv, "bin"))
@@ -637,17 +653,8 @@ def _make_venv(code: Code, environment: Environment, site: Sequence[str], dtrain
     return python
 
 
-def _minor(version: Sequence[Any]) -> str:
-    return f"{version[0]}.{version[1]}"
-
-
-def _check_python(offer: dict[str, Any]) -> None:
-    """Raise SyncError if this Python, or this system, cannot run what is sent."""
-    if _minor(sys.version_info) != (wanted := _minor(offer["python"])):
-        found = f"{sys.executable} there is Python {_minor(sys.version_info)}, here it is {wanted}"
-        raise SyncError(f"{found}; install Python {wanted} there, or name one with --python")
-    if not offer["environment"]:
-        return
+def _check_system(offer: dict[str, Any]) -> None:
+    """Raise SyncError if this system cannot run the packages that are sent."""
     import sysconfig
 
     advice = "install the packages there, and use --sync code"
@@ -676,7 +683,7 @@ def main() -> None:
         if "fetch" in order:
             fetch(order)
             return
-        command, variables = serve(order)
+        agent = serve(order)
     except EOFError as error:
         sys.exit(f"dtrain receiver: {error}")
     except SyncError as error:
@@ -686,7 +693,8 @@ def main() -> None:
         advice = "free some space, or set XDG_CACHE_HOME there to a folder that can be written"
         send(1, error=f"{error.filename or 'the store'} there: {error.strerror}; {advice}")
         sys.exit(1)
-    os.execve(command[0], command, {**os.environ, **variables})
+    del order  # a list of all files
+    become(*agent)
 
 
 if __name__ == "__main__":

@@ -74,13 +74,17 @@ class Connector:
             return self._open(host, command, deadline, first_bytes(self._spec))
         from launcher.transport.synced import outgoing_of
 
-        return outgoing_of(self._spec).begin(host, self.open_receiver(host, deadline), self._spec, command[1:])
+        stream = self.open_receiver(host, deadline, command[1:])
+        return outgoing_of(self._spec).begin(host, stream, self._spec)
 
-    def open_receiver(self, host: Host, deadline: float) -> Stream:
-        """Open a stream to the program that takes files on a remote host, or sends them. Raises HostError."""
+    def open_receiver(self, host: Host, deadline: float, args: Sequence[str] = ()) -> Stream:
+        """Open a stream to the program that takes files on a remote host, or sends them. Raises HostError.
+
+        `args` are those of Python for what it becomes then.
+        """
         from launcher.transport.synced import receiver_command  # only for runs that send files, or fetch some
 
-        return self._open(host, receiver_command(self._spec), deadline, b"")
+        return self._open(host, receiver_command(self._spec, args), deadline, b"")
 
     def _open(self, host: Host, command: list[str], deadline: float, first: bytes) -> Stream:
         """Start a command on a host, or here, which reads `first` from its input. Raises HostError."""

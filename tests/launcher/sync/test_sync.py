@@ -235,6 +235,21 @@ def test_a_host_without_python_is_named(bare_hosts: BareHosts, project: Path) ->
     assert "there is no Python there (/opt/none/bin/python); install Python 3." in result.stderr
 
 
+def test_another_python_is_named(bare_hosts: BareHosts, project: Path, tmp_path: Path) -> None:
+    other = write(
+        tmp_path,
+        "python",
+        f"""\
+        #!/bin/sh
+        exec {os.path.realpath(sys.executable)} -S -c "import sys; sys.version_info = (3, 9, 1); $3"
+        """,
+    )
+    other.chmod(0o755)
+    result = run(bare_hosts, project, "--python", str(other), "train.py", names="node1")
+    wanted = "Python {}.{}".format(*sys.version_info[:2])
+    assert f"node1: it is Python 3.9 there, and {wanted} here; install {wanted} there, or name one" in result.stderr
+
+
 def test_a_repository_s_module_and_names_of_any_bytes(bare_hosts: BareHosts, project: Path) -> None:
     subprocess.run(["git", "init", "-q", str(project)], check=True)
     odd = ["with space", "new\nline", os.fsdecode(b"no-\xff-utf8")]
@@ -269,7 +284,7 @@ def receivers(hosts: BareHosts) -> list[psutil.Process]:
     found = []
     for process in marked({hosts.mark}):
         with contextlib.suppress(psutil.Error):  # it has just ended
-            if any("dtrain-receiver" in arg for arg in process.cmdline()):
+            if any("marshal.loads" in arg for arg in process.cmdline()):
                 found.append(process)
     return found
 
