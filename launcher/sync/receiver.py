@@ -47,6 +47,7 @@ _DAY_S = 86400.0
 _PIECE_BYTES = 1 << 20
 _LOOKED_AT = 4  # trees of earlier runs
 _CACHED = "__pycache__"
+_ENVIRONMENT = "environment"  # the name of a link to it
 PACKAGES = ("site-packages", "dist-packages")  # names of folders with packages
 
 
@@ -512,20 +513,38 @@ def tidy(root: str, now: float) -> None:
     with open(stamp, "w", encoding="ascii"):
         os.utime(stamp, (now, now))
     for path in removable(kept(root), now):
-        if os.path.isdir(path):
-            remove_tree(path)
-            if os.path.exists(path + ".list"):
-                os.unlink(path + ".list")
+        _remove_kept(path)
+
+
+def show_cache(*, clear: bool) -> None:
+    """Send what is kept: of which run it is, empty for an environment, its size and age; with `clear`, remove it."""
+    found, root = [], open_store()
+    env = os.path.join(root, "env")
+    for used, size, path in sorted(kept(root)):
+        name = os.path.basename(path)
+        is_code = os.path.dirname(path) != env
+        found.append([name.lstrip(".").partition("+")[0] if is_code else "", size, time.time() - used])
+        if clear:
+            _remove_kept(path)
+    send(1, cache=found)
+
+
+def _remove_kept(path: str) -> None:
+    remove_tree(path)
+    if os.path.exists(path + ".list"):
+        os.unlink(path + ".list")
 
 
 def kept(root: str) -> list[tuple[float, int, str]]:
-    """Return the trees that no process owns: when each was last used, its size, its path."""
+    """Return the trees that no process uses: when each was last used, its size, its path."""
     code, env = os.path.join(root, "code"), os.path.join(root, "env")
     paths = [os.path.join(code, key, name) for key in os.listdir(code) for name in os.listdir(os.path.join(code, key))]
     paths += [os.path.join(env, name) for name in os.listdir(env) if not name.endswith(".list")]
     found = []
+    in_use = {path for path in paths if is_used(os.path.basename(path))}
+    in_use |= {os.path.realpath(os.path.join(path, "venv", _ENVIRONMENT)) for path in in_use}
     for path in paths:
-        if not is_used(os.path.basename(path)):
+        if path not in in_use:
             used = path + ".list" if os.path.exists(path + ".list") else path
             size = sum(entry.st_size for _, entry in walk(path, compiled=True))
             found.append((os.stat(used).st_mtime, size, path))
@@ -639,6 +658,7 @@ def _make_venv(code: Code, environment: Environment, site: Sequence[str], dtrain
     remove_tree(venv)
     os.makedirs(packages)
     os.makedirs(os.path.join(venv, "bin"))
+    os.symlink(environment.tree, os.path.join(venv, _ENVIRONMENT))  # which is thus in use, see kept()
     with open(os.path.join(venv, "pyvenv.cfg"), "w", encoding="utf-8") as file:
         file.write(f"home = {os.path.dirname(base)}\ninclude-system-site-packages = false\n")
     lines = []
@@ -682,6 +702,9 @@ def main() -> None:
         order = json.loads(read_block(0))
         if "fetch" in order:
             fetch(order)
+            return
+        if "clear" in order:
+            show_cache(clear=order["clear"])
             return
         agent = serve(order)
     except EOFError as error:

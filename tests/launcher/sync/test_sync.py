@@ -179,6 +179,34 @@ def test_what_cannot_be_fetched_is_said(bare_hosts: BareHosts, project: Path) ->
     assert "--fetch: node1: no file matches out/*.pt there" in result.stderr
 
 
+def test_what_is_kept_is_listed_and_removed_but_not_what_a_run_uses(
+    bare_hosts: BareHosts, project: Path, tmp_path: Path, small_python: Path
+) -> None:
+    hosts = ["--hosts", "node1", "--ssh-config", str(bare_hosts.ssh_config)]
+
+    def cache(*options: str) -> Result:
+        return run_dtrain("cache", *options, *hosts, cwd=project, outlived=True)
+
+    write(
+        project,
+        "train.py",
+        "import os, sys, time, helper\nwhile os.path.exists(sys.argv[1]): time.sleep(0.05)\n"
+        "import click\nprint(click.__name__)",
+    )
+    flag = write(tmp_path, "flag", "")
+    argv = ["-m", "launcher", "run", "--sync", *hosts, "--run-id", "job", "train.py", str(flag)]
+    with subprocess.Popen([small_python, *argv], cwd=project, stdout=subprocess.PIPE, text=True) as running:
+        wait_until(lambda: [*bare_hosts.cache(1).glob("code/*/job+*")], "the code is there")
+        assert "nothing is kept there that no run uses" in cache().stderr
+        assert "node1: removed 0 trees" in cache("--clear").stderr
+        flag.unlink()
+        assert running.communicate(timeout=60)[0] == "[node1:0] click\n"
+    rows = cache().stdout.splitlines()[2:]
+    assert sorted(row.split("  ")[1].strip() for row in rows) == ["code of run job", "packages"], rows
+    assert "node1: removed 2 trees" in cache("--clear").stderr
+    assert not [*bare_hosts.cache(1).glob("code/*/*"), *bare_hosts.cache(1).glob("env/*")]
+
+
 def test_files_that_look_like_secrets_stay_here_unless_they_are_named(bare_hosts: BareHosts, project: Path) -> None:
     write(project, "train.py", "import os\nprint(*sorted(os.listdir()))\n")
     for name in (".env", "server.key", "named.pem"):
