@@ -32,6 +32,7 @@ from launcher.sync import receiver
 from launcher.sync.contents import BLOCK_BYTES, Block, Blocks, Pace, compressed_block
 from launcher.sync.tree import Code, find_code, root_of, some
 from launcher.transport.not_started import why_not_started
+from launcher.transport.setup import after_setup, why_setup_failed
 from launcher.transport.stream import Stream
 from launcher.transport.sync_progress import Progress
 
@@ -70,7 +71,7 @@ def receiver_command(spec: JobSpec, args: Sequence[str] = ()) -> list[str]:
     `args` are those of Python for what the receiver becomes: `-m launcher.agent`.
     """
     boot = _BOOT.format(version=sys.version_info[:2], begin=list(receiver.BEGIN), size=len(receiver_program()))
-    return ["sh", "-c", _START.format(pythons=shlex.join(pythons(spec))), "sh", boot, *args]
+    return after_setup(spec, ["sh", "-c", _START.format(pythons=shlex.join(pythons(spec))), "sh", boot, *args])
 
 
 def pythons(spec: JobSpec) -> list[str]:
@@ -335,6 +336,8 @@ class Exchange:
 
     def _why_ended(self) -> str:
         status, words = self._stream.finish(2.0)
+        if why := why_setup_failed(words):
+            return why
         wanted = "Python {}.{}".format(*sys.version_info[:2])
         if status == _OTHER_PYTHON and not self._begun:
             *_, found = ["another", *self.rest.decode("utf-8", "replace").split()]

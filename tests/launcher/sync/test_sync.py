@@ -50,11 +50,28 @@ def test_code_is_sent_to_hosts_that_have_nothing(bare_hosts: BareHosts, project:
     assert shown(run(bare_hosts, project, *client, "train.py")) == ["[node1:0] first", "[node2:1] first"]
 
 
-@pytest.mark.parametrize("option", ["--setup", "--agent-prefix"])
-def test_what_prepares_the_agent_does_not_go_with_it(tmp_path: Path, option: str) -> None:
-    refused = run_dtrain("run", "--sync", "--hosts", "a", option, "true", "train.py", cwd=tmp_path)
+@pytest.mark.parametrize("client", [[], ["--ssh-command", "ssh"]], ids=["paramiko", "openssh"])
+def test_the_environment_that_setup_leaves_has_the_python_that_takes_the_files(
+    bare_hosts: BareHosts, project: Path, tmp_path: Path, client: list[str]
+) -> None:
+    write(
+        project, "train.py", "import os, helper\nprint(helper.text(), os.environ['SHOWN'])\nopen('left', 'w').close()"
+    )
+    write(tmp_path, "env.sh", f"echo loaded\nalias_of() {{ :; }}\nPATH={tmp_path}:$PATH; export SHOWN='a \"b\"'\n")
+    (tmp_path / "python-of-site").symlink_to(os.path.realpath(sys.executable))
+    options = ["--python", "python-of-site", "--fetch", "left", "--run-id", "job", *client]
+    result = run(bare_hosts, project, *options, "--setup", f"source {tmp_path}/env.sh", "train.py")
+    assert shown(result) == ['[node1:0] first a "b"', '[node2:1] first a "b"']
+    assert "--fetch: 2 files" in result.stderr
+    failed = run(bare_hosts, project, *options[:2], *client, "--setup", "echo no; no_such_command", "train.py")
+    assert failed.returncode == 1
+    assert "--setup ended there with status 127: no; " in failed.stderr
+
+
+def test_a_container_around_the_agent_does_not_go_with_it(tmp_path: Path) -> None:
+    refused = run_dtrain("run", "--sync", "--hosts", "a", "--agent-prefix", "true", "train.py", cwd=tmp_path)
     assert refused.returncode == 2
-    assert "--sync does not go with --setup or --agent-prefix" in refused.stderr
+    assert "--sync does not go with --agent-prefix" in refused.stderr
 
 
 def test_a_changed_line_runs_and_what_a_script_has_written_is_not_seen_by_the_next(
