@@ -46,6 +46,14 @@ SPARE_BYTES = 64 << 20  # of a disk that is left free
 _DAY_S = 86400.0
 _PIECE_BYTES = 1 << 20
 _LOOKED_AT = 4  # trees of earlier runs
+# A program of a package. By sh, since a kernel limits the length of an interpreter's path, and allows no space in it.
+_PROGRAM = """#!/bin/sh
+'''exec' {} "$0" "$@"
+' '''
+import sys
+from {} import {}
+sys.exit({}())
+"""
 _CACHED = "__pycache__"
 _ENVIRONMENT = "environment"  # the name of a link to it
 PACKAGES = ("site-packages", "dist-packages")  # names of folders with packages
@@ -612,6 +620,7 @@ def become(python: str, folders: list[str], tree: str) -> None:
     if python != sys.executable:
         sys.executable, sys.prefix = python, os.path.dirname(os.path.dirname(python))
         sys.exec_prefix = sys.prefix
+        os.environ["PATH"] = os.pathsep.join((os.path.dirname(python), os.environ.get("PATH", os.defpath)))
     site.main()
     module = sys.argv[2]
     del sys.argv[1:3]
@@ -670,7 +679,29 @@ def _make_venv(code: Code, environment: Environment, site: Sequence[str], dtrain
     python = os.path.join(venv, "bin", "python")
     for name in ("python", "python3"):
         os.symlink(base, os.path.join(venv, "bin", name))
+    for path in site:
+        if os.path.basename(path) in PACKAGES:
+            _make_programs(environment.tree + path, python)
     return python
+
+
+def _make_programs(packages: str, python: str) -> None:
+    """Make the programs of packages beside a Python, as an installation does; their names are in what was sent."""
+    import shlex
+
+    for each in sorted(os.listdir(packages)) if os.path.isdir(packages) else ():
+        try:
+            with open(os.path.join(packages, each, "entry_points.txt"), encoding="utf-8") as file:
+                lines = file.read().partition("[console_scripts]")[2].partition("\n[")[0].splitlines()
+        except OSError:  # it has none
+            continue
+        for line in lines:
+            name, _, target = (part.strip() for part in line.partition("="))
+            module, _, function = target.partition("[")[0].strip().partition(":")
+            path = os.path.join(os.path.dirname(python), os.path.basename(name))
+            if function and not os.path.lexists(path):
+                with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o700), "w", encoding="utf-8") as out:
+                    out.write(_PROGRAM.format(shlex.quote(python), module, function.partition(".")[0], function))
 
 
 def _check_system(offer: dict[str, Any]) -> None:

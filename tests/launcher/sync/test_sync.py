@@ -127,6 +127,28 @@ def small_python(_bare_lab: BareHosts) -> Path:
     write(_bare_lab.here, "editable/src/mine/__init__.py", "VALUE = 1\n")
     (packages / "__editable__.mine.pth").write_text(f"{_bare_lab.here}/editable/src\n{ROOT}\n")
     (packages / "of_debian-1.0.egg-info").touch()
+    write(
+        _bare_lab.here,
+        "editable/src/mine/tool.py",
+        """\
+        import sys
+        def main():
+            print(sys.argv[1:])
+            return 3
+        """,
+    )
+    points = """\
+        [gui_scripts]
+        other = mine:no
+
+        [console_scripts]
+        python = mine:no
+        mine-tool = mine.tool:main [extra]
+        [mine]
+        another = mine:no
+        """
+    write(packages, "mine-1.0.dist-info/entry_points.txt", points)
+    write(packages, "mine-1.0.dist-info/RECORD", "mine-1.0.dist-info/entry_points.txt,,\n../../../bin/mine-tool,,\n")
     return venv / "bin/python"
 
 
@@ -148,6 +170,21 @@ def test_packages_of_this_python_are_sent_and_those_in_editable_mode_as_they_are
     write(bare_hosts.here, "editable/src/mine/__init__.py", "VALUE = 2\n")
     again = run_program(small_python, "-m", "launcher", "run", *options, cwd=project)
     assert shown(again) == ["[node1:0] 2 True True True", "[node2:1] 2 True True True"]
+
+
+def test_console_scripts_of_packages_are_in_path(bare_hosts: BareHosts, project: Path, small_python: Path) -> None:
+    write(
+        project,
+        "train.py",
+        """\
+        import shutil, subprocess
+        print(subprocess.run(["mine-tool", "a b"]).returncode, shutil.which("other"), shutil.which("another"))
+        print(subprocess.run(["python", "-c", "import click"]).returncode)
+        """,
+    )
+    options = ["--sync", "--hosts", "node1", "--ssh-config", str(bare_hosts.ssh_config), "train.py"]
+    result = run_program(small_python, "-m", "launcher", "run", *options, cwd=project)
+    assert shown(result) == ["[node1:0] 0", "[node1:0] 3 None None", "[node1:0] ['a b']"]
 
 
 def test_all_packages_of_this_python_are_sent_and_train(bare_hosts: BareHosts, project: Path) -> None:
