@@ -184,7 +184,9 @@ class JobSpec:
         self._check_keep_warm()
         self._check_setup()
         if self.sync and any(host.kind is HostKind.JOINED for host in self.hosts):
-            raise UsageError("--sync sends files to hosts that dtrain starts on; nodes started by hand use their own")
+            raise UsageError(
+                "--sync sends nothing to nodes that are started by hand; name hosts with --hosts, or copy it there"
+            )
         self._check_chaos()
         if not 1 <= self.min_hosts <= self.max_hosts:
             raise UsageError(f"--nnodes is {self.min_hosts}:{self.max_hosts}; write MIN:MAX with 1 <= MIN <= MAX")
