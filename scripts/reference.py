@@ -20,8 +20,8 @@ from launcher.cli.main import cli
 from launcher.cli.sbatch import USAGE
 
 LAUNCHER = Path(__file__).resolve().parent.parent / "launcher"
-_RUN = "run"  # the command whose options plan, check and warm take too
-_TAKES_RUN_S = ("plan", "check", "warm")
+_RUN = "run"  # the command whose options plan, check, cache and warm take too
+_TAKES_RUN_S = ("plan", "check", "cache", "warm")
 
 Groups = dict[str, list[click.Option]]
 

@@ -197,6 +197,21 @@ def check(options: Options, as_json: bool, no_allreduce: bool) -> None:
     sys.exit(run_check(request.spec, as_json=as_json, say=_complain, allreduce=not no_allreduce))
 
 
+@cli.command(context_settings=_PASS_ON, short_help="List or remove what --sync keeps on hosts.")
+@takes_options
+@click.option("--clear", is_flag=True, help="Remove it; what a run uses stays.")
+def cache(options: Options, clear: bool) -> None:
+    """List the code and packages that `dtrain run --sync` keeps on the hosts for later runs.
+
+    Accepts the options of `dtrain run` that name hosts. What was not used for 30 days goes by itself, and the oldest
+    if all has more than 20 GB.
+    """
+    from launcher.cli.cache import run_cache
+
+    options = replace(options, command=("launcher",), module=True, no_python=False, keep_warm=None)
+    sys.exit(run_cache(read_request(options).spec, clear=clear, say=_complain))
+
+
 @cli.command(context_settings=_PASS_ON, short_help="List, start or stop processes kept warm between runs.")
 @takes_options
 @click.option("--start", is_flag=True, help="Import SCRIPT's packages now, for --keep-warm (10m).")

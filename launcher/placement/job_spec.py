@@ -184,7 +184,9 @@ class JobSpec:
         self._check_keep_warm()
         self._check_setup()
         if self.sync and any(host.kind is HostKind.JOINED for host in self.hosts):
-            raise UsageError("--sync sends files to hosts that dtrain starts on; nodes started by hand use their own")
+            raise UsageError(
+                "--sync sends nothing to nodes that are started by hand; name hosts with --hosts, or copy it there"
+            )
         self._check_chaos()
         if not 1 <= self.min_hosts <= self.max_hosts:
             raise UsageError(f"--nnodes is {self.min_hosts}:{self.max_hosts}; write MIN:MAX with 1 <= MIN <= MAX")
@@ -204,8 +206,8 @@ class JobSpec:
     def _check_setup(self) -> None:
         if len(self.setup) > MAX_SETUP:
             raise UsageError(f"--setup has {len(self.setup)} characters; put more than {MAX_SETUP} into a file there")
-        if self.sync and (self.setup or self.agent_prefix):
-            raise UsageError("--sync does not go with --setup or --agent-prefix yet; leave one of them out")
+        if self.sync and self.agent_prefix:
+            raise UsageError("--sync does not go with --agent-prefix yet; leave one of them out")
         if self.setup and any(host.parts > 1 for host in self.hosts):
             raise UsageError("--setup is not for hosts that are simulated; run its line here, before dtrain")
 

@@ -7,7 +7,7 @@ message is 4 bytes of length and JSON, compressed by zlib if it comes from the c
     what the run needs: its files, by hash            -> looks into its store
                                                       <- `need`: the files that it lacks, by number
     the contents of those, one after the other        -> verifies each by its hash, and stores it
-                                                      <- `ready`, and becomes the agent by exec
+                                                      <- `ready`, and becomes the agent
 
 All lies in one folder of the user's cache, which only the user can enter, in trees with lists of what is in them:
 
@@ -46,7 +46,16 @@ SPARE_BYTES = 64 << 20  # of a disk that is left free
 _DAY_S = 86400.0
 _PIECE_BYTES = 1 << 20
 _LOOKED_AT = 4  # trees of earlier runs
+# A program of a package. By sh, since a kernel limits the length of an interpreter's path, and allows no space in it.
+_PROGRAM = """#!/bin/sh
+'''exec' {} "$0" "$@"
+' '''
+import sys
+from {} import {}
+sys.exit({}())
+"""
 _CACHED = "__pycache__"
+_ENVIRONMENT = "environment"  # the name of a link to it
 PACKAGES = ("site-packages", "dist-packages")  # names of folders with packages
 
 
@@ -268,10 +277,15 @@ class Code:
                     with open(os.path.join(earlier, "record.json"), encoding="utf-8") as file:
                         has = json.load(file)
                 is_ours = name.startswith(run_of(self._name))  # whose agent was lost: the script's files stay
-                if not is_used(name) and (has is None or is_ours or _is_unchanged(earlier, has)):
+                marks = {} if has is None else _marks(os.path.join(earlier, "tree"), has)
+                is_unchanged = marks == {path: mark for path, (_, mark) in (has or {}).items()}
+                if not is_used(name) and (has is None or is_ours or is_unchanged):
                     os.rename(earlier, self._folder)  # of several that try, one succeeds
-                    self._has = self._valid(files) if has is None else _unchanged(self.tree, has)
-                    self._recorded = has is not None and len(self._has) == len(has)
+                    if has is None:
+                        self._has = self._valid(files)
+                    else:
+                        self._has = {path: each for path, each in has.items() if marks.get(path) == each[1]}
+                        self._recorded = is_unchanged
                     return
                 if has is not None:
                     self._others.append((os.path.join(earlier, "tree"), has))
@@ -358,17 +372,10 @@ class Code:
                 folder = os.path.dirname(folder)
 
 
-def _is_unchanged(folder: str, has: dict[str, Any]) -> bool:
-    """Return whether a tree has the recorded files as they were, and nothing else but compiled files of Python."""
-    tree = os.path.join(folder, "tree")
-    found = {path[len(tree) :]: _mark(entry) for path, entry in walk(tree, compiled=False)}
-    return found == {path: mark for path, (_, mark) in has.items() if f"/{_CACHED}/" not in path}
-
-
-def _unchanged(tree: str, has: dict[str, Any]) -> dict[str, Any]:
-    """Return what a tree has of the recorded files, as they were."""
-    there = {path: os.lstat(tree + path) for path in has if os.path.lexists(tree + path)}
-    return {path: has[path] for path, found in there.items() if _mark(found) == has[path][1]}
+def _marks(tree: str, has: dict[str, Any]) -> dict[str, list[int]]:
+    """Return the marks of all files in a tree, but of those that Python has compiled only if they are recorded."""
+    found = ((path[len(tree) :], entry) for path, entry in walk(tree, compiled=True))
+    return {path: _mark(entry) for path, entry in found if path in has or f"/{_CACHED}/" not in path}
 
 
 def _mark(found: os.stat_result) -> list[int]:
@@ -514,20 +521,38 @@ def tidy(root: str, now: float) -> None:
     with open(stamp, "w", encoding="ascii"):
         os.utime(stamp, (now, now))
     for path in removable(kept(root), now):
-        if os.path.isdir(path):
-            remove_tree(path)
-            if os.path.exists(path + ".list"):
-                os.unlink(path + ".list")
+        _remove_kept(path)
+
+
+def show_cache(*, clear: bool) -> None:
+    """Send what is kept: of which run it is, empty for an environment, its size and age; with `clear`, remove it."""
+    found, root = [], open_store()
+    env = os.path.join(root, "env")
+    for used, size, path in sorted(kept(root)):
+        name = os.path.basename(path)
+        is_code = os.path.dirname(path) != env
+        found.append([name.lstrip(".").partition("+")[0] if is_code else "", size, time.time() - used])
+        if clear:
+            _remove_kept(path)
+    send(1, cache=found)
+
+
+def _remove_kept(path: str) -> None:
+    remove_tree(path)
+    if os.path.exists(path + ".list"):
+        os.unlink(path + ".list")
 
 
 def kept(root: str) -> list[tuple[float, int, str]]:
-    """Return the trees that no process owns: when each was last used, its size, its path."""
+    """Return the trees that no process uses: when each was last used, its size, its path."""
     code, env = os.path.join(root, "code"), os.path.join(root, "env")
     paths = [os.path.join(code, key, name) for key in os.listdir(code) for name in os.listdir(os.path.join(code, key))]
     paths += [os.path.join(env, name) for name in os.listdir(env) if not name.endswith(".list")]
     found = []
+    in_use = {path for path in paths if is_used(os.path.basename(path))}
+    in_use |= {os.path.realpath(os.path.join(path, "venv", _ENVIRONMENT)) for path in in_use}
     for path in paths:
-        if not is_used(os.path.basename(path)):
+        if path not in in_use:
             used = path + ".list" if os.path.exists(path + ".list") else path
             size = sum(entry.st_size for _, entry in walk(path, compiled=True))
             found.append((os.stat(used).st_mtime, size, path))
@@ -548,10 +573,11 @@ def removable(trees: Sequence[tuple[float, int, str]], now: float) -> list[str]:
 # --- the exchange
 
 
-def serve(offer: dict[str, Any], *, descriptors: tuple[int, int] = (0, 1)) -> tuple[list[str], dict[str, str]]:
-    """Take what the run needs; return the command of the agent and the variables that it gets in addition."""
+def serve(offer: dict[str, Any], *, descriptors: tuple[int, int] = (0, 1)) -> tuple[str, list[str], str]:
+    """Take what the run needs; return for the agent its Python, folders of modules, and the tree of the code."""
     stdin, stdout = descriptors
-    _check_python(offer)
+    if offer["environment"]:
+        _check_system(offer)
     root = open_store()
     tidy(root, time.time())
 
@@ -572,15 +598,33 @@ def serve(offer: dict[str, Any], *, descriptors: tuple[int, int] = (0, 1)) -> tu
     code.take_over(offer["files"])
     fetch(code.lacks(offer["files"]), offer["files"], Writer(code.tree, read_only=False))
     code.complete(offer["files"], offer["links"], offer["folders"])
-    variables = {"DTRAIN_AGENT_TREE": code.tree}
-    if environment is None:
-        python, trees = sys.executable, [code.tree]
-        paths = (code.tree + offer["dtrain"], os.environ.get("PYTHONPATH", ""))
-        variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    else:
-        python, trees = _make_venv(code, environment, offer["site"], offer["dtrain"]), [code.tree, environment.tree]
+    python, folders, trees = sys.executable, [code.tree + offer["dtrain"]], [code.tree]
+    if environment is not None:
+        python, folders = _make_venv(code, environment, offer["site"], offer["dtrain"]), []
+        trees.append(environment.tree)
     send(stdout, ready=trees)
-    return [python, *offer["command"]], variables
+    return python, folders, code.tree
+
+
+def become(python: str, folders: list[str], tree: str) -> None:
+    """Go on as `PYTHON -m MODULE ...`, in this process: to start another Python takes as long as all else here.
+
+    The arguments are those of this program.
+    """
+    import runpy
+    import site
+
+    os.environ["DTRAIN_AGENT_TREE"] = tree
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*folders, os.environ.get("PYTHONPATH", "")]))
+    sys.path[:0] = folders
+    if python != sys.executable:
+        sys.executable, sys.prefix = python, os.path.dirname(os.path.dirname(python))
+        sys.exec_prefix = sys.prefix
+        os.environ["PATH"] = os.pathsep.join((os.path.dirname(python), os.environ.get("PATH", os.defpath)))
+    site.main()
+    module = sys.argv[2]
+    del sys.argv[1:3]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def fetch(order: dict[str, Any]) -> None:
@@ -619,10 +663,11 @@ def _make_venv(code: Code, environment: Environment, site: Sequence[str], dtrain
     """Make a virtual environment whose packages are those that were sent; return its Python."""
     base = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
     venv = os.path.join(code.folder, "venv")
-    packages = os.path.join(venv, "lib", f"python{_minor(sys.version_info)}", "site-packages")
+    packages = os.path.join(venv, "lib", "python{}.{}".format(*sys.version_info[:2]), "site-packages")
     remove_tree(venv)
     os.makedirs(packages)
     os.makedirs(os.path.join(venv, "bin"))
+    os.symlink(environment.tree, os.path.join(venv, _ENVIRONMENT))  # which is thus in use, see kept()
     with open(os.path.join(venv, "pyvenv.cfg"), "w", encoding="utf-8") as file:
         file.write(f"home = {os.path.dirname(base)}\ninclude-system-site-packages = false\n")
     lines = []
@@ -634,20 +679,33 @@ def _make_venv(code: Code, environment: Environment, site: Sequence[str], dtrain
     python = os.path.join(venv, "bin", "python")
     for name in ("python", "python3"):
         os.symlink(base, os.path.join(venv, "bin", name))
+    for path in site:
+        if os.path.basename(path) in PACKAGES:
+            _make_programs(environment.tree + path, python)
     return python
 
 
-def _minor(version: Sequence[Any]) -> str:
-    return f"{version[0]}.{version[1]}"
+def _make_programs(packages: str, python: str) -> None:
+    """Make the programs of packages beside a Python, as an installation does; their names are in what was sent."""
+    import shlex
+
+    for each in sorted(os.listdir(packages)) if os.path.isdir(packages) else ():
+        try:
+            with open(os.path.join(packages, each, "entry_points.txt"), encoding="utf-8") as file:
+                lines = file.read().partition("[console_scripts]")[2].partition("\n[")[0].splitlines()
+        except OSError:  # it has none
+            continue
+        for line in lines:
+            name, _, target = (part.strip() for part in line.partition("="))
+            module, _, function = target.partition("[")[0].strip().partition(":")
+            path = os.path.join(os.path.dirname(python), os.path.basename(name))
+            if function and not os.path.lexists(path):
+                with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o700), "w", encoding="utf-8") as out:
+                    out.write(_PROGRAM.format(shlex.quote(python), module, function.partition(".")[0], function))
 
 
-def _check_python(offer: dict[str, Any]) -> None:
-    """Raise SyncError if this Python, or this system, cannot run what is sent."""
-    if _minor(sys.version_info) != (wanted := _minor(offer["python"])):
-        found = f"{sys.executable} there is Python {_minor(sys.version_info)}, here it is {wanted}"
-        raise SyncError(f"{found}; install Python {wanted} there, or name one with --python")
-    if not offer["environment"]:
-        return
+def _check_system(offer: dict[str, Any]) -> None:
+    """Raise SyncError if this system cannot run the packages that are sent."""
     import sysconfig
 
     advice = "install the packages there, and use --sync code"
@@ -676,7 +734,10 @@ def main() -> None:
         if "fetch" in order:
             fetch(order)
             return
-        command, variables = serve(order)
+        if "clear" in order:
+            show_cache(clear=order["clear"])
+            return
+        agent = serve(order)
     except EOFError as error:
         sys.exit(f"dtrain receiver: {error}")
     except SyncError as error:
@@ -686,7 +747,8 @@ def main() -> None:
         advice = "free some space, or set XDG_CACHE_HOME there to a folder that can be written"
         send(1, error=f"{error.filename or 'the store'} there: {error.strerror}; {advice}")
         sys.exit(1)
-    os.execve(command[0], command, {**os.environ, **variables})
+    del order  # a list of all files
+    become(*agent)
 
 
 if __name__ == "__main__":

@@ -68,19 +68,23 @@ class Connector:
         if host.kind is HostKind.JOINED:
             assert self._listener is not None
             return self._listener.wait(host.name, deadline - LISTENER_S)
+        if self._spec.sync and host.remote:
+            from launcher.transport.synced import outgoing_of
+
+            stream = self.open_receiver(host, deadline, ["-m", self._module])
+            return outgoing_of(self._spec).begin(host, stream, self._spec)
         is_agent = self._module == AGENT
         command = agent_command(self._spec, host) if is_agent else host_command(self._spec, self._module)
-        if not self._spec.sync or not host.remote:
-            return self._open(host, command, deadline, first_bytes(self._spec))
-        from launcher.transport.synced import outgoing_of
+        return self._open(host, command, deadline, first_bytes(self._spec))
 
-        return outgoing_of(self._spec).begin(host, self.open_receiver(host, deadline), self._spec, command[1:])
+    def open_receiver(self, host: Host, deadline: float, args: Sequence[str] = ()) -> Stream:
+        """Open a stream to the program that takes files on a remote host, or sends them. Raises HostError.
 
-    def open_receiver(self, host: Host, deadline: float) -> Stream:
-        """Open a stream to the program that takes files on a remote host, or sends them. Raises HostError."""
+        `args` are those of Python for what it becomes then.
+        """
         from launcher.transport.synced import receiver_command  # only for runs that send files, or fetch some
 
-        return self._open(host, receiver_command(self._spec), deadline, b"")
+        return self._open(host, receiver_command(self._spec, args), deadline, first_bytes(self._spec))
 
     def _open(self, host: Host, command: list[str], deadline: float, first: bytes) -> Stream:
         """Start a command on a host, or here, which reads `first` from its input. Raises HostError."""

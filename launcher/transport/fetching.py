@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from launcher.errors import DtrainError, HostError
 from launcher.frozen import dataclass
@@ -78,34 +80,39 @@ def _fetch(connector: Connector, spec: JobSpec, host: Host, folder: Path, given_
     """Fetch from one host."""
     files = size = 0
     problem = ""
+    tree = outgoing_of(spec).trees.get(host.name, "") if spec.sync else ""
+    order = {"fetch": spec.fetch, "folder": str(spec.workdir), "tree": tree}
     try:
-        stream = connector.open_receiver(host, time.monotonic() + CONNECT_S)
-    except DtrainError as error:
-        return Fetched(host.name, problem=error.reason if isinstance(error, HostError) else str(error))
-    exchange = Exchange(host, stream, spec)
-    threading.Thread(target=exchange.watch, name=f"watch {host.name}", daemon=True).start()
-    try:
-        exchange.write(receiver_program())
-        tree = outgoing_of(spec).trees.get(host.name, "") if spec.sync else ""
-        order = {"fetch": spec.fetch, "folder": str(spec.workdir), "tree": tree}
-        exchange.write(message_block(json.dumps(order).encode()))
-        while "done" not in (message := exchange.read_message()) and not given_up():
-            if "skipped" in message:
-                problem = f"{message['skipped']} cannot be read: {message.get('why')}"
-                continue
-            path = folder / check_path("/" + str(message["file"]).lstrip("/"))[1:]
-            if not _write(path, exchange, int(message["size"])):
-                problem = f"{path} is there already; it was not overwritten"
-                continue
-            files, size = files + 1, size + int(message["size"])
+        with ordered(connector, spec, host, order) as exchange:
+            while "done" not in (message := exchange.read_message()) and not given_up():
+                if "skipped" in message:
+                    problem = f"{message['skipped']} cannot be read: {message.get('why')}"
+                    continue
+                path = folder / check_path("/" + str(message["file"]).lstrip("/"))[1:]
+                if not _write(path, exchange, int(message["size"])):
+                    problem = f"{path} is there already; it was not overwritten"
+                    continue
+                files, size = files + 1, size + int(message["size"])
         if not files and not problem:
             problem = f"no file matches {' '.join(spec.fetch)} there"
     except (DtrainError, SyncError, OSError, LookupError, ValueError) as error:
         problem = error.reason if isinstance(error, HostError) else str(error)
+    return Fetched(host.name, files, size, problem)
+
+
+@contextlib.contextmanager
+def ordered(connector: Connector, spec: JobSpec, host: Host, order: dict[str, Any]) -> Iterator[Exchange]:
+    """Give an order to a receiver on a host; its answers are read from the exchange. Raises HostError."""
+    stream = connector.open_receiver(host, time.monotonic() + CONNECT_S)
+    exchange = Exchange(host, stream, spec)
+    threading.Thread(target=exchange.watch, name=f"watch {host.name}", daemon=True).start()
+    try:
+        exchange.write(receiver_program())
+        exchange.write(message_block(json.dumps(order).encode()))
+        yield exchange
     finally:
         exchange.over.set()
         give_up(stream)
-    return Fetched(host.name, files, size, problem)
 
 
 def _write(path: Path, exchange: Exchange, size: int) -> bool:

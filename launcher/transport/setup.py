@@ -32,15 +32,23 @@ _PROGRAM = "; ".join((
 
 def host_command(spec: JobSpec, *args: str) -> list[str]:
     """Return the command that runs `python -m ARGS` on a host of a run, for its agent; `first_bytes` are its input."""
-    command = [*spec.agent_prefix, spec.python, "-m", *args]
+    return after_setup(spec, [*spec.agent_prefix, spec.python, "-m", *args])
+
+
+def after_setup(spec: JobSpec, command: list[str]) -> list[str]:
+    """Return the command that runs --setup before another one, whose input then follows `first_bytes`."""
     return ["sh", "-c", _CHOOSE, "sh", _PROGRAM + shlex.join(command)] if spec.setup else command
 
 
 def first_bytes(spec: JobSpec) -> bytes:
-    """Return what the command must read first: the line that runs in the workers' folder, with its escapes doubled."""
+    """Return what the command must read first, with its escapes doubled: the line, in the workers' folder.
+
+    A folder that is sent (--sync) is not there yet: the line runs where the shell starts.
+    """
     if not spec.setup:
         return b""
-    line = f"cd {shlex.quote(str(spec.workdir))}\n{spec.setup}"
+    is_there = "code" not in spec.sync or spec.names_workdir
+    line = f"cd {shlex.quote(str(spec.workdir))}\n{spec.setup}" if is_there else spec.setup
     return os.fsencode(line.replace("\\", "\\\\").replace("\n", "\\n")) + b"\n"
 
 

@@ -11,14 +11,17 @@ import contextlib
 import functools
 import hashlib
 import json
+import marshal
 import os
+import shlex
 import sys
 import threading
 import time
 import zlib
 from collections.abc import Iterator, Sequence
+from importlib.abc import InspectLoader
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from launcher.errors import DtrainError, HostError, ProtocolError, StreamError, UsageError
 from launcher.frozen import dataclass
@@ -29,6 +32,7 @@ from launcher.sync import receiver
 from launcher.sync.contents import BLOCK_BYTES, Block, Blocks, Pace, compressed_block
 from launcher.sync.tree import Code, find_code, root_of, some
 from launcher.transport.not_started import why_not_started
+from launcher.transport.setup import after_setup, why_setup_failed
 from launcher.transport.stream import Stream
 from launcher.transport.sync_progress import Progress
 
@@ -41,25 +45,33 @@ _MESSAGE_BYTES = 1 << 26
 _FOUND_FOR = 4  # runs of one process
 
 # Runs the first of the given interpreters that exists. By sh, since a login shell may be any.
-_START = """c=$1; shift; for p; do command -v "$p" >/dev/null 2>&1 && exec "$p" -IS -c "$c"; done; exit 127"""
-# Reads the receiver from standard input, no byte further. One line without quotes that csh or fish would change.
+_START = """for p in {pythons}; do command -v "$p" >/dev/null 2>&1 && exec "$p" -S -c "$@"; done; exit 127"""
+# Reads the receiver from standard input, no byte further. One line without quotes that csh or fish would change. The
+# home folder, where it starts, is no place for modules. 4 is for another version of Python.
 _BOOT = (
-    "import os,sys;os.write(1,bytes({begin}));b=bytearray();"
+    "import sys;sys.path[:]=filter(None,sys.path);import marshal,os,zlib;"
+    'sys.version_info[:2]=={version} or sys.exit(os.write(1,b" %d.%d"%sys.version_info[:2]) and 4);'
+    "os.write(1,bytes({begin}));b=bytearray();"
     "[b.extend(os.read(0,{size}-len(b)) or sys.exit(3)) for _ in iter(lambda:len(b)<{size},False)];"
-    'exec(compile(bytes(b),"dtrain-receiver","exec"),{{"__name__":"__main__"}})'
+    'exec(marshal.loads(zlib.decompress(b)),{{"__name__":"__main__"}})'
 )
+_OTHER_PYTHON, _NO_PYTHON = 4, 127
 
 
 @functools.lru_cache(_FOUND_FOR)
 def receiver_program() -> bytes:
-    assert receiver.__file__ is not None
-    return Path(receiver.__file__).read_bytes()
+    """Return the receiver's code. Compiled: that takes a host as long as starting Python."""
+    loader = cast(InspectLoader, receiver.__loader__)
+    return zlib.compress(marshal.dumps(loader.get_code(receiver.__name__)), 1)
 
 
-def receiver_command(spec: JobSpec) -> list[str]:
-    """Return the command that starts the receiver on a host, by the first Python that is there."""
-    boot = _BOOT.format(begin=list(receiver.BEGIN), size=len(receiver_program()))
-    return ["sh", "-c", _START, "sh", boot, *pythons(spec)]
+def receiver_command(spec: JobSpec, args: Sequence[str] = ()) -> list[str]:
+    """Return the command that starts the receiver on a host, by the first Python that is there.
+
+    `args` are those of Python for what the receiver becomes: `-m launcher.agent`.
+    """
+    boot = _BOOT.format(version=sys.version_info[:2], begin=list(receiver.BEGIN), size=len(receiver_program()))
+    return after_setup(spec, ["sh", "-c", _START.format(pythons=shlex.join(pythons(spec))), "sh", boot, *args])
 
 
 def pythons(spec: JobSpec) -> list[str]:
@@ -114,8 +126,8 @@ class Outgoing:
     def progress(self) -> Progress:
         return self._progress
 
-    def begin(self, host: Host, stream: Stream, spec: JobSpec, command: Sequence[str]) -> SyncedStream:
-        """Send a host what it lacks for the run; return the stream to the agent, `command` being its arguments.
+    def begin(self, host: Host, stream: Stream, spec: JobSpec) -> SyncedStream:
+        """Send a host what it lacks for the run; return the stream to the agent.
 
         Blocks while bytes flow, at most STALL_S more. Raises HostError.
         """
@@ -124,7 +136,7 @@ class Outgoing:
         watch.start()
         try:
             exchange.write(receiver_program())
-            exchange.write(self._offer(spec, command))
+            exchange.write(self._offer(spec))
             while "ready" not in (message := exchange.read_message()):
                 self._answer(message, exchange, spec)
             trees = tuple(map(str, message["ready"]))
@@ -157,19 +169,17 @@ class Outgoing:
             self._progress.sent(exchange.host.name, len(block.data))
         self._progress.ends(exchange.host.name)
 
-    def _offer(self, spec: JobSpec, command: Sequence[str]) -> bytes:
+    def _offer(self, spec: JobSpec) -> bytes:
         found = self._find(spec)
         code, environment = found.code, found.environment
         folders = [str(spec.workdir)] if _is_moved(spec, code) else []
         offer = {
             "run": spec.run_id,
             "key": hashlib.sha256(os.fsencode(code.root)).hexdigest()[:16],
-            "python": list(sys.version_info[:2]),
             "files": [file.as_list() for file in code.files],
             "links": code.links,
             "folders": folders,
             "dtrain": found.dtrain,
-            "command": [*command],
             "environment": environment.digest if environment is not None else "",
             "site": environment.site if environment is not None else (),
             "libc": environment.libc if environment is not None else (),
@@ -326,8 +336,13 @@ class Exchange:
 
     def _why_ended(self) -> str:
         status, words = self._stream.finish(2.0)
-        if status == 127:
-            wanted = "Python {}.{}".format(*sys.version_info[:2])
+        if why := why_setup_failed(words):
+            return why
+        wanted = "Python {}.{}".format(*sys.version_info[:2])
+        if status == _OTHER_PYTHON and not self._begun:
+            *_, found = ["another", *self.rest.decode("utf-8", "replace").split()]
+            return f"it is Python {found} there, and {wanted} here; install {wanted} there, or name one with --python"
+        if status == _NO_PYTHON:
             tried = ", ".join(pythons(self._spec))
             return f"there is no Python there ({tried}); install {wanted} there, or name one with --python"
         if self._begun:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -190,6 +191,35 @@ def test_between_the_signals_of_the_end_of_all_pods_checkpoints_are_saved(pods: 
     assert (code, code1) == (143, 143), (err, err1)
     assert [(tmp_path / f"checkpoint{rank}").read_text() for rank in (0, 1)] == ["whole", "whole"], (err, err1)
     assert first.termination_message.startswith("stopped by SIGTERM after")
+
+
+def test_pods_that_are_killed_after_sigterm_go_on_from_what_they_saved_in_between(pods: Pods, tmp_path: Path) -> None:
+    """Of workers that do not end by themselves, when the pod's grace period ends before --grace-s."""
+    (tmp_path / "train.py").write_text(
+        "import os, signal, time\nfrom pathlib import Path\n"
+        "saved = Path('saved-' + os.environ['RANK'])\n"
+        "if saved.exists():\n    print('begins at', saved.read_text())\n    raise SystemExit\n"
+        "def save(*_):\n    time.sleep(1)\n    saved.with_suffix('.new').write_text('7')\n"
+        "    saved.with_suffix('.new').replace(saved)\n    time.sleep(600)\n"
+        "signal.signal(signal.SIGTERM, save)\nprint('up', flush=True)\ntime.sleep(600)"
+    )
+    words = ["--grace-s", "600", "train.py"]
+    with _indexed(pods, 0, *words, cwd=tmp_path) as first, _indexed(pods, 1, *words, cwd=tmp_path) as second:
+        pods.publish(MASTER, first.address)
+        _up(first, b"up")
+        _up(first, b"up")
+        for pod in (first, second):
+            pod.init.send_signal(signal.SIGTERM)
+        wait_until(lambda: all((tmp_path / f"saved-{rank}").exists() for rank in (0, 1)), "checkpoints")
+        assert (first.program.poll(), second.program.poll()) == (None, None), "they have not ended"
+        for pod in (first, second):
+            pod.init.kill()
+            pod.init.wait(60)
+            shutil.rmtree(pod.folder / "tmp")  # the files of a pod end with it
+    with _indexed(pods, 0, *words, cwd=tmp_path) as first, _indexed(pods, 1, *words, cwd=tmp_path) as second:
+        pods.publish(MASTER, first.address)
+        (code, out, err), (code1, _, err1) = first.end(), second.end()
+    assert (code, code1, out.count("begins at 7")) == (0, 0, 2), (out, err, err1)
 
 
 def test_process_1_reaps_orphans_and_leaves_nothing(pods: Pods, tmp_path: Path) -> None:

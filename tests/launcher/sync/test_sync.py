@@ -50,11 +50,28 @@ def test_code_is_sent_to_hosts_that_have_nothing(bare_hosts: BareHosts, project:
     assert shown(run(bare_hosts, project, *client, "train.py")) == ["[node1:0] first", "[node2:1] first"]
 
 
-@pytest.mark.parametrize("option", ["--setup", "--agent-prefix"])
-def test_what_prepares_the_agent_does_not_go_with_it(tmp_path: Path, option: str) -> None:
-    refused = run_dtrain("run", "--sync", "--hosts", "a", option, "true", "train.py", cwd=tmp_path)
+@pytest.mark.parametrize("client", [[], ["--ssh-command", "ssh"]], ids=["paramiko", "openssh"])
+def test_the_environment_that_setup_leaves_has_the_python_that_takes_the_files(
+    bare_hosts: BareHosts, project: Path, tmp_path: Path, client: list[str]
+) -> None:
+    write(
+        project, "train.py", "import os, helper\nprint(helper.text(), os.environ['SHOWN'])\nopen('left', 'w').close()"
+    )
+    write(tmp_path, "env.sh", f"echo loaded\nalias_of() {{ :; }}\nPATH={tmp_path}:$PATH; export SHOWN='a \"b\"'\n")
+    (tmp_path / "python-of-site").symlink_to(os.path.realpath(sys.executable))
+    options = ["--python", "python-of-site", "--fetch", "left", "--run-id", "job", *client]
+    result = run(bare_hosts, project, *options, "--setup", f"source {tmp_path}/env.sh", "train.py")
+    assert shown(result) == ['[node1:0] first a "b"', '[node2:1] first a "b"']
+    assert "--fetch: 2 files" in result.stderr
+    failed = run(bare_hosts, project, *options[:2], *client, "--setup", "echo no; no_such_command", "train.py")
+    assert failed.returncode == 1
+    assert "--setup ended there with status 127: no; " in failed.stderr
+
+
+def test_a_container_around_the_agent_does_not_go_with_it(tmp_path: Path) -> None:
+    refused = run_dtrain("run", "--sync", "--hosts", "a", "--agent-prefix", "true", "train.py", cwd=tmp_path)
     assert refused.returncode == 2
-    assert "--sync does not go with --setup or --agent-prefix" in refused.stderr
+    assert "--sync does not go with --agent-prefix" in refused.stderr
 
 
 def test_a_changed_line_runs_and_what_a_script_has_written_is_not_seen_by_the_next(
@@ -110,6 +127,28 @@ def small_python(_bare_lab: BareHosts) -> Path:
     write(_bare_lab.here, "editable/src/mine/__init__.py", "VALUE = 1\n")
     (packages / "__editable__.mine.pth").write_text(f"{_bare_lab.here}/editable/src\n{ROOT}\n")
     (packages / "of_debian-1.0.egg-info").touch()
+    write(
+        _bare_lab.here,
+        "editable/src/mine/tool.py",
+        """\
+        import sys
+        def main():
+            print(sys.argv[1:])
+            return 3
+        """,
+    )
+    points = """\
+        [gui_scripts]
+        other = mine:no
+
+        [console_scripts]
+        python = mine:no
+        mine-tool = mine.tool:main [extra]
+        [mine]
+        another = mine:no
+        """
+    write(packages, "mine-1.0.dist-info/entry_points.txt", points)
+    write(packages, "mine-1.0.dist-info/RECORD", "mine-1.0.dist-info/entry_points.txt,,\n../../../bin/mine-tool,,\n")
     return venv / "bin/python"
 
 
@@ -131,6 +170,21 @@ def test_packages_of_this_python_are_sent_and_those_in_editable_mode_as_they_are
     write(bare_hosts.here, "editable/src/mine/__init__.py", "VALUE = 2\n")
     again = run_program(small_python, "-m", "launcher", "run", *options, cwd=project)
     assert shown(again) == ["[node1:0] 2 True True True", "[node2:1] 2 True True True"]
+
+
+def test_console_scripts_of_packages_are_in_path(bare_hosts: BareHosts, project: Path, small_python: Path) -> None:
+    write(
+        project,
+        "train.py",
+        """\
+        import shutil, subprocess
+        print(subprocess.run(["mine-tool", "a b"]).returncode, shutil.which("other"), shutil.which("another"))
+        print(subprocess.run(["python", "-c", "import click"]).returncode)
+        """,
+    )
+    options = ["--sync", "--hosts", "node1", "--ssh-config", str(bare_hosts.ssh_config), "train.py"]
+    result = run_program(small_python, "-m", "launcher", "run", *options, cwd=project)
+    assert shown(result) == ["[node1:0] 0", "[node1:0] 3 None None", "[node1:0] ['a b']"]
 
 
 def test_all_packages_of_this_python_are_sent_and_train(bare_hosts: BareHosts, project: Path) -> None:
@@ -177,6 +231,34 @@ def test_what_cannot_be_fetched_is_said(bare_hosts: BareHosts, project: Path) ->
     result = run(bare_hosts, project, "--fetch", "out/*.pt", "train.py", names="node1")
     assert shown(result) == ["[node1:0] first"]
     assert "--fetch: node1: no file matches out/*.pt there" in result.stderr
+
+
+def test_what_is_kept_is_listed_and_removed_but_not_what_a_run_uses(
+    bare_hosts: BareHosts, project: Path, tmp_path: Path, small_python: Path
+) -> None:
+    hosts = ["--hosts", "node1", "--ssh-config", str(bare_hosts.ssh_config)]
+
+    def cache(*options: str) -> Result:
+        return run_dtrain("cache", *options, *hosts, cwd=project, outlived=True)
+
+    write(
+        project,
+        "train.py",
+        "import os, sys, time, helper\nwhile os.path.exists(sys.argv[1]): time.sleep(0.05)\n"
+        "import click\nprint(click.__name__)",
+    )
+    flag = write(tmp_path, "flag", "")
+    argv = ["-m", "launcher", "run", "--sync", *hosts, "--run-id", "job", "train.py", str(flag)]
+    with subprocess.Popen([small_python, *argv], cwd=project, stdout=subprocess.PIPE, text=True) as running:
+        wait_until(lambda: [*bare_hosts.cache(1).glob("code/*/job+*")], "the code is there")
+        assert "nothing is kept there that no run uses" in cache().stderr
+        assert "node1: removed 0 trees" in cache("--clear").stderr
+        flag.unlink()
+        assert running.communicate(timeout=60)[0] == "[node1:0] click\n"
+    rows = cache().stdout.splitlines()[2:]
+    assert sorted(row.split("  ")[1].strip() for row in rows) == ["code of run job", "packages"], rows
+    assert "node1: removed 2 trees" in cache("--clear").stderr
+    assert not [*bare_hosts.cache(1).glob("code/*/*"), *bare_hosts.cache(1).glob("env/*")]
 
 
 def test_files_that_look_like_secrets_stay_here_unless_they_are_named(bare_hosts: BareHosts, project: Path) -> None:
@@ -235,6 +317,21 @@ def test_a_host_without_python_is_named(bare_hosts: BareHosts, project: Path) ->
     assert "there is no Python there (/opt/none/bin/python); install Python 3." in result.stderr
 
 
+def test_another_python_is_named(bare_hosts: BareHosts, project: Path, tmp_path: Path) -> None:
+    other = write(
+        tmp_path,
+        "python",
+        f"""\
+        #!/bin/sh
+        exec {os.path.realpath(sys.executable)} -S -c "import sys; sys.version_info = (3, 9, 1); $3"
+        """,
+    )
+    other.chmod(0o755)
+    result = run(bare_hosts, project, "--python", str(other), "train.py", names="node1")
+    wanted = "Python {}.{}".format(*sys.version_info[:2])
+    assert f"node1: it is Python 3.9 there, and {wanted} here; install {wanted} there, or name one" in result.stderr
+
+
 def test_a_repository_s_module_and_names_of_any_bytes(bare_hosts: BareHosts, project: Path) -> None:
     subprocess.run(["git", "init", "-q", str(project)], check=True)
     odd = ["with space", "new\nline", os.fsdecode(b"no-\xff-utf8")]
@@ -269,7 +366,7 @@ def receivers(hosts: BareHosts) -> list[psutil.Process]:
     found = []
     for process in marked({hosts.mark}):
         with contextlib.suppress(psutil.Error):  # it has just ended
-            if any("dtrain-receiver" in arg for arg in process.cmdline()):
+            if any("marshal.loads" in arg for arg in process.cmdline()):
                 found.append(process)
     return found
 
