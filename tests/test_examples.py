@@ -21,6 +21,7 @@ from testbed.require import require
 EXAMPLES = Path(__file__).parents[1] / "scripts" / "examples"
 GPT = EXAMPLES / "train_gpt.py"
 DIGITS = EXAMPLES / "train_digits.py"
+STEPS = EXAMPLES / "train_steps.py"
 PS = EXAMPLES / "train_ps.py"
 
 # Small, and odd on purpose: 99 blocks for training and 25 for validation divide neither by the batch nor by
@@ -193,6 +194,20 @@ def test_other_styles_train_the_digits(example: str, tmp_path: Path) -> None:
         assert "exported program" in found
     else:
         assert re.search(r"epoch +1 .*accuracy", found), found
+
+
+def test_steps_have_the_same_losses_to_the_bit_on_other_ranks_and_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "alone").mkdir()
+    alone = _step_losses(_run([sys.executable, str(STEPS), "--steps", "14", "--log-every", "2"], tmp_path / "alone"))
+    assert len(alone) == 7
+    words = [str(STEPS), "--log-every", "2", "--checkpoint-dir", "saved", "--steps"]
+    first = _step_losses(_run([*DTRAIN[:-1], "3", *words, "10"], tmp_path))
+    rest = _step_losses(_run([*DTRAIN, *words, "14"], tmp_path))
+    assert [*first, *rest] == alone
+
+
+def _step_losses(result: Result) -> list[tuple[str, str]]:
+    return re.findall(r"step +(\d+)  loss (\S+)", result.stdout)
 
 
 def _train_gpt(launcher: list[str], folder: Path) -> Result:

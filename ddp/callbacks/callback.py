@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp.data.replica_loader import ReplicaLoader
+from ddp.data.step_loader import StepLoader
 from ddp.errors import ArgumentError, DdpError, PeerFailedError
 from ddp.strategies.strategy import Strategy
 
@@ -26,7 +27,7 @@ class Training(Protocol):
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
-    train_loader: ReplicaLoader | None = None
+    train_loader: ReplicaLoader | StepLoader | None = None
 
     epoch: int = 0  # the current one, or the next
     epochs: int = 0

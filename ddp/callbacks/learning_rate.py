@@ -1,4 +1,4 @@
-"""Learning rates: schedules by epoch or step, and linear scaling with the number of replicas."""
+"""Learning rates: schedules by epoch or step, and linear scaling with the number of replicas or micro-batches."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 
 from ddp.callbacks.callback import Callback
+from ddp.data.step_loader import StepLoader
 from ddp.errors import ArgumentError
 
 
@@ -95,7 +96,8 @@ class LearningRateScheduler(Callback):
 class LinearScaling(Callback):
     """Multiply the optimizer's learning rate by the number of replicas, reached over `warmup_epochs` epochs.
 
-    For a global batch that grows with the replicas. During the warm-up the rate rises from the optimizer's own by equal
+    For a global batch that grows with the replicas. With a `ddp.StepLoader` it is the number of micro-batches of a
+    step, on any number of replicas. During the warm-up the rate rises from the optimizer's own by equal
     amounts from step to step (Goyal et al. 2017, "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour",
     arXiv:1706.02677). Schedules still set the rate of one replica: the factor is applied on top, only within the step.
     """
@@ -104,7 +106,9 @@ class LinearScaling(Callback):
         self.warmup_epochs = warmup_epochs
 
     def on_step_begin(self, step: int) -> None:
-        trainer, replicas = self.trainer, self.trainer.strategy.replicas
+        trainer = self.trainer
+        loader = trainer.train_loader
+        count = loader.micro_batches if isinstance(loader, StepLoader) else trainer.strategy.replicas
         done = trainer.epoch + trainer.epoch_step / trainer.steps
         part = min(1.0, done / self.warmup_epochs) if self.warmup_epochs else 1.0
-        trainer.rate_factor = 1 + (replicas - 1) * part
+        trainer.rate_factor = 1 + (count - 1) * part

@@ -7,6 +7,7 @@ depend on the loader's arguments alone; the ranks only share them out. The idea 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 import random
@@ -52,6 +53,7 @@ class StepLoader:
     A step has `global_batch_size` samples, the last one of an epoch perhaps fewer, unless `drop_last`. Its
     micro-batches differ by one sample at most and have `micro_batch_size` at most; each counts by its samples. Ranks
     beyond the number of micro-batches have none. A rank keeps up to 1 + log2 of its number of micro-batches gradients.
+    In `ddp.Trainer.fit`, leave `micro_batch_size` out to have `accumulate` micro-batches.
 
     `seed` chooses the order of samples, with `shuffle`, and all random numbers. All other arguments of torch's
     DataLoader are passed on, but those that say what is in a batch, and `persistent_workers`.
@@ -66,7 +68,7 @@ class StepLoader:
         dataset: Dataset[Any] | Sequence[Any],
         *,
         global_batch_size: int,
-        micro_batch_size: int,
+        micro_batch_size: int | None = None,
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
@@ -79,13 +81,13 @@ class StepLoader:
                 raise ArgumentError(f"StepLoader({name}=...): it decides that by itself; leave {name} out")
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise ArgumentError(f"StepLoader({type(dataset).__name__}): it takes a data set with a length")
-        if not 1 <= micro_batch_size <= global_batch_size:
+        if not 1 <= (1 if micro_batch_size is None else micro_batch_size) <= global_batch_size:
             raise ArgumentError(
                 f"micro_batch_size={micro_batch_size} and global_batch_size={global_batch_size}: a micro-batch has 1 "
                 "sample or more, and a step one micro-batch or more"
             )
         self.dataset: Any = dataset
-        self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
+        self.global_batch_size, self._micro_batch_size = global_batch_size, micro_batch_size
         self.shuffle, self.seed, self.drop_last, self.strict = shuffle, seed, drop_last, strict
         self.epoch = 0
         self._position = 0  # samples of the epoch in the steps so far
@@ -94,9 +96,33 @@ class StepLoader:
         self._loading = loading
 
     @property
+    def micro_batch_size(self) -> int:
+        """The largest number of samples in a micro-batch. Raises ArgumentError if it was not given."""
+        if self._micro_batch_size is None:
+            raise ArgumentError(
+                "StepLoader() without micro_batch_size: give it, or, for Trainer.fit, Trainer(accumulate=) the number "
+                "of micro-batches of a step"
+            )
+        return self._micro_batch_size
+
+    @property
     def micro_batches(self) -> int:
         """The number of micro-batches of a whole step."""
         return -(-self.global_batch_size // self.micro_batch_size)
+
+    def accumulate(self, count: int) -> None:
+        """Divide steps into `count` micro-batches if no micro_batch_size was given.
+
+        Raises ArgumentError if `micro_batch_size` makes it another number.
+        """
+        if self._micro_batch_size is None:
+            self._micro_batch_size = -(-self.global_batch_size // count)
+        if self.micro_batches != count:
+            raise ArgumentError(
+                f"accumulate={count}, but the loader's steps of {self.global_batch_size} samples have "
+                f"{self.micro_batches} micro-batches of {self.micro_batch_size}: leave one of the two out, or choose "
+                "an accumulate that divides the samples"
+            )
 
     def __len__(self) -> int:
         """Return the number of steps of an epoch."""
@@ -127,6 +153,21 @@ class StepLoader:
                 if self.epoch != epoch:
                     raise ArgumentError("a StepLoader's state was loaded between two steps: call epochs() again")
             self.epoch, self._position = epoch + 1, 0
+
+    def evaluation(self) -> Iterator[Any]:
+        """Yield this rank's micro-batches of all steps of epoch 0, without gradients; the place stays as it is.
+
+        Every rank must call it; the first micro-batch blocks until all do.
+        """
+        whole = copy.copy(self)
+        whole.epoch = whole._position = 0
+        for step in whole.epochs(1):
+            yield from step.without_gradients()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Move to the beginning of `epoch`, unless the loader is in it."""
+        if epoch != self.epoch:
+            self.epoch, self._position = epoch, 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place in the data: the steps yielded so far count as done. The same for any number of ranks."""
@@ -193,6 +234,19 @@ class Step:
         first = self._shares.firsts[self._rank]
         return range(first, first + self._shares.counts[self._rank])
 
+    @property
+    def sizes(self) -> list[int]:
+        """The numbers of samples of this rank's micro-batches."""
+        return [self._samples(index) for index in self.micro_batches]
+
+    def without_gradients(self) -> Iterator[Any]:
+        """Yield this rank's micro-batches, and set the random numbers of each; models add nothing up."""
+        for index in self.micro_batches:
+            batch = next(self._batches)
+            _seed(*self._seeds, index)
+            yield batch
+        _seed(*self._seeds, _AFTER)
+
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's micro-batches, and set the random numbers of each. A rank without any takes part, too."""
         current.step, current.is_used = self, False
@@ -224,7 +278,7 @@ class Step:
             raise ArgumentError(
                 f"mean() of {len(losses)} losses, but this rank has {len(self.micro_batches)} micro-batches"
             )
-        mine = [float(loss) * self._samples(index) for index, loss in zip(self.micro_batches, losses, strict=True)]
+        mine = [float(loss) * size for size, loss in zip(self.sizes, losses, strict=True)]
         every = gather_values(mine) if dist.is_available() and dist.is_initialized() else [mine]
         return math.fsum(value for values in every for value in values) / self.samples
 

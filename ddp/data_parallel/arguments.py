@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -105,13 +106,37 @@ def checked_device(parameters: Sequence[tuple[str, nn.Parameter]]) -> torch.devi
     return first.device
 
 
-def checked_deterministic(deterministic: bool | None, device: torch.device, compression: object) -> bool | None:
-    """Return the argument, after checking that it is possible: raises UnsupportedError or ArgumentError."""
-    if deterministic and device.type != "cpu":
-        raise UnsupportedError(f"deterministic=True for a module on {device}: it is for modules on the CPU")
+Deterministic = bool | Literal["device"] | None
+
+
+def checked_deterministic(deterministic: Deterministic, device: torch.device, compression: object) -> bool | str | None:
+    """Return the argument, after checking that it is possible: raises UnsupportedError or ArgumentError.
+
+    With "device", prepare the process for a module on a device, and return the device's name, which must be the same on
+    all ranks; on the CPU, return True.
+    """
+    if deterministic not in (True, False, None, "device"):
+        raise ArgumentError(f"deterministic={deterministic!r}: give True, False or 'device'")
+    if deterministic is True and device.type != "cpu":
+        raise UnsupportedError(
+            f"deterministic=True for a module on {device}: it is for modules on the CPU; deterministic='device' makes "
+            "the operators deterministic, and not the order of NCCL's sums"
+        )
     if deterministic and compression is not None:
-        raise ArgumentError("deterministic=True and compression, which rounds on each rank: leave one of them out")
-    return deterministic
+        raise ArgumentError(
+            f"deterministic={deterministic!r} and compression, which rounds on each rank: leave one of them out"
+        )
+    if deterministic != "device":
+        return deterministic
+    return True if device.type == "cpu" else _made_deterministic(device)
+
+
+def _made_deterministic(device: torch.device) -> str:
+    """Let this process use deterministic operators only; return the device's name."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False  # it picks algorithms by their time
+    return f"on {torch.cuda.get_device_name(device) if device.type == 'cuda' else device.type}"
 
 
 def checked_group(group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup:

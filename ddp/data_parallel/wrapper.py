@@ -24,6 +24,7 @@ from ddp.compression.compressors import named
 from ddp.compression.powersgd import PowerSGDCompressor
 from ddp.data.micro_batch import MicroBatch, current
 from ddp.data_parallel.arguments import (
+    Deterministic,
     bucket_limits,
     check_torchs_arguments,
     checked_deterministic,
@@ -100,7 +101,10 @@ class DistributedDataParallel(TorchSurface):
     - `deterministic`: with True, on the CPU, the bits of a sum depend on the ranks' gradients alone: not on buckets,
       the backend, or which ranks share a host. The ranks are added in pairs, the pairs in pairs, and so on; 16-bit
       gradients in float32. By default so in a function of `@ddp.resilient`, and with the backend `shm` on one host.
-      Not with compression or a communication hook.
+      Not with compression or a communication hook. With "device", for a module on a GPU: deterministic operators for
+      this process (`torch.use_deterministic_algorithms`, CUBLAS_WORKSPACE_CONFIG; wrap before the first operation
+      there), and LayoutMismatchError unless all ranks have one model of GPU. A run with the same ranks then has the
+      same bits, as far as NCCL's sums have. No GPU has run it yet. On the CPU it is True.
     - `measure`: by default, on the CPU, collectives of three sizes are timed here (about 0.1 s at most on links of 10
       MB/s and more), and the first steps; buckets of the second and third step wait for the end of backward.
       `measurement` has the figures. With True also on a device, for `explain` only: by its events, which are read once
@@ -156,7 +160,7 @@ class DistributedDataParallel(TorchSurface):
         lazy_bucket_allocation: bool = False,
         *,
         compression: str | Half | Int8 | PowerSGD | None = None,
-        deterministic: bool | None = None,
+        deterministic: Deterministic = None,
         weight_checksum: bool = False,
         measure: bool | None = None,
         stall_timeout_s: float | None = None,
@@ -213,7 +217,7 @@ class DistributedDataParallel(TorchSurface):
                     self._equalise(channel, 0, with_buffers=with_buffers)
                 planner = None
                 if self._replanning is not None:
-                    by_tree = bool(self._deterministic)
+                    by_tree = self._deterministic is True
                     planner = BucketPlanner.of(channel, parameters, self._replanning, by_tree=by_tree)
                 self._attach(channel, planner)
         if compression is not None and is_waiting:
@@ -255,7 +259,7 @@ class DistributedDataParallel(TorchSurface):
             self._limits,
             sparse=sparse_names(self.module),
             as_views=self.gradient_as_bucket_view,
-            by_tree=self._deterministic,
+            by_tree=self._deterministic if isinstance(self._deterministic, bool) else None,
             planner=planner,
         )
         sync = None

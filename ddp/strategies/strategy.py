@@ -36,6 +36,7 @@ from torch.utils.data import Dataset
 
 from ddp.comm.objects import gather_bytes
 from ddp.comm.reduction import combine, payload_of
+from ddp.data.micro_batch import current
 from ddp.data.replica_loader import ReplicaLoader
 from ddp.data_parallel.wrapper import DistributedDataParallel
 from ddp.environment import roles_of
@@ -256,6 +257,8 @@ class Strategy(ABC):
         The gradient is multiplied by the number of replicas, because strategies average the gradients of the
         replicas: after `backward()` and averaging, it is the gradient of the global mean.
 
+        In a step of `ddp.StepLoader` it is the mean over the micro-batch, whose gradient that loader weighs.
+
         Does not communicate. Raises ArgumentError for a single number, for weights of another shape, and for a global
         batch of fewer samples than this replica's.
         """
@@ -269,6 +272,8 @@ class Strategy(ABC):
             if weights.shape != losses.shape:
                 raise ArgumentError(f"mean(): {len(losses)} losses, but weights of shape {tuple(weights.shape)}")
             losses = losses * weights.to(losses)
+        if current.micro_batch is not None:
+            return losses.sum() / len(losses)
         size = global_batch_size or self._global_size(len(losses))
         if size < len(losses):
             raise ArgumentError(

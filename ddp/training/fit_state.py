@@ -12,6 +12,7 @@ from typing import Any
 
 from ddp.comm.objects import gather_values
 from ddp.data.replica_loader import ReplicaLoader
+from ddp.data.step_loader import StepLoader
 from ddp.errors import ArgumentError, ReplacementError
 from ddp.monitoring.progress import set_restart_policy
 from ddp.resilience.loop import can_go_on, is_replacement
@@ -54,7 +55,7 @@ class FitState:
         trainer.totals.set(totals)
 
 
-def state_of(trainer: Any, loader: ReplicaLoader) -> State | None:
+def state_of(trainer: Any, loader: ReplicaLoader | StepLoader) -> State | None:
     """Return the state of a fit that survives a failure; None on all replicas if one of them has an obstacle.
 
     Every replica must call it; all but replacements of failed ones block until they have agreed. Raises
@@ -84,7 +85,7 @@ def state_of(trainer: Any, loader: ReplicaLoader) -> State | None:
     return None
 
 
-def _state(trainer: Any, loader: ReplicaLoader) -> State:
+def _state(trainer: Any, loader: ReplicaLoader | StepLoader) -> State:
     parts: dict[str, Any] = {
         "model": trainer.model,
         "optimizer": trainer.optimizer,

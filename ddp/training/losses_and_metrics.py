@@ -1,6 +1,6 @@
 """A trainer's view of a batch: its parts, and losses and metrics as sums and counts that add up exactly.
 
-Called by `ddp.training.trainer`. It does not know other replicas: its callers add up the totals of several.
+Called by `ddp.training.trainer`, which adds up the totals of several replicas, unless they are `StepTotals`.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddp.comm.objects import gather_values
 from ddp.errors import ArgumentError
 from ddp.torch_internals import tree_leaves, tree_map_only, version_of
 
@@ -69,13 +71,15 @@ def parts_of_steps(loader: Any, accumulate: int) -> Iterator[PartOfStep]:
         done = 0 if ends_step else done
 
 
-def read_share(batch: Any, device: torch.device, stand_in: Callable[[], Any]) -> Share:
+def read_share(batch: Any, device: torch.device, stand_in: Callable[[], Any] | None) -> Share:
     """Split a batch into its parts: a tensor, (x,), (x, y), (x, y, weights), or a dict, both inputs and targets.
 
-    Raises ArgumentError for anything else.
+    Raises ArgumentError for anything else, and for a batch without samples if there is no `stand_in`.
     """
     count = _count(batch)
     if not count:
+        if stand_in is None:
+            raise ArgumentError("a micro-batch has no samples: let collate_fn keep one at least")
         batch = stand_in()
     inputs, targets, weights = _parts(on_device(batch, device))
     return Share(inputs, targets, None if weights is None else weights[:count], count)
@@ -280,6 +284,8 @@ def _sums(name: str, metric: Metric, outputs: Any, share: Share) -> tuple[Any, A
 class Totals:
     """Sums and counts by name, in float64, on the device of the computation: reading them waits for it."""
 
+    is_common: ClassVar[bool] = False  # whether they are those of all replicas already
+
     def __init__(self, names: Iterable[str]) -> None:
         self._of: dict[str, list[Any]] = {name: [0.0, 0.0] for name in names}
 
@@ -316,6 +322,38 @@ class Totals:
             return math.fsum(numbers) if place == 0 else 0.0
 
         self._of = {name: [own(numbers) for numbers in pair] for name, pair in spread.items()}
+
+
+class StepTotals(Totals):
+    """The totals of all replicas, with the same bits on any number of them: for steps of `ddp.StepLoader`.
+
+    Those of each micro-batch are kept apart, until `end_step` adds them to the epoch's.
+    """
+
+    is_common = True
+
+    def __init__(self, names: Iterable[str]) -> None:
+        super().__init__(names)
+        self._parts: list[Totals] = []
+
+    def begin_micro_batch(self) -> None:
+        self._parts.append(Totals(self._of))
+
+    def add(self, name: str, total: Any, count: Any) -> None:
+        (self._parts[-1].add if self._parts else super().add)(name, total, count)
+
+    def end_step(self) -> dict[str, tuple[float, float]]:
+        """Return the exact totals of the step, rounded once. Every replica must call it; blocks."""
+        mine = [part.numbers() for part in self._parts]
+        self._parts = []
+        every = gather_values(mine) if dist.is_available() and dist.is_initialized() else [mine]
+        of_step = [part for parts in every for part in parts]
+        found: dict[str, tuple[float, float]] = {}
+        for name in {name: None for part in of_step for name in part}:
+            pairs = [part[name] for part in of_step if name in part]
+            found[name] = math.fsum(total for total, _ in pairs), math.fsum(count for _, count in pairs)
+            self.add(name, *found[name])
+        return found
 
 
 def means(numbers: Mapping[str, Any]) -> dict[str, float]:

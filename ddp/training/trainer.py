@@ -26,7 +26,8 @@ from ddp.callbacks.reports import History
 from ddp.checkpoint import rng
 from ddp.data.metrics import gather_samples
 from ddp.data.replica_loader import ReplicaLoader
-from ddp.errors import ArgumentError, DdpError
+from ddp.data.step_loader import StepLoader
+from ddp.errors import ArgumentError, DdpError, UnsupportedError
 from ddp.monitoring import timeline
 from ddp.monitoring.interrupts import is_interrupt
 from ddp.monitoring.progress import EVALUATION, SAVE, phase
@@ -42,6 +43,7 @@ from ddp.training.losses_and_metrics import (
     Metric,
     PartOfStep,
     Share,
+    StepTotals,
     Totals,
     called,
     means,
@@ -55,6 +57,7 @@ from ddp.training.losses_and_metrics import (
 from ddp.training.optimizer_step import average_gradients, needs_average, scaled_rates
 from ddp.training.weighted_means import WeightedMeans
 
+_Loader = ReplicaLoader | StepLoader
 _BATCH_SIZE = 32  # as in Keras
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -78,7 +81,8 @@ class Trainer(Training):
     - `metrics`: names ("accuracy", ...), functions (outputs, targets), or a dict of them, that return values of the
       samples (averaged by weight), (sum, count), or their mean. Sums over all replicas are exact.
     - `precision` "bfloat16" or "float16": forward and loss under autocast; the latter with a GradScaler.
-    - `accumulate`: batches per step of the optimizer; the gradient is that of the mean over all of their samples.
+    - `accumulate`: batches per step of the optimizer; the gradient is that of the mean over all of their samples. For a
+      `ddp.StepLoader`: micro-batches of a step, if it has no `micro_batch_size`.
     - `max_grad_norm`: clip the averaged gradients to this norm.
     - `log_every`: steps between two exchanges of the logs of steps. Replicas without a process group do not exchange
       them, and have their own.
@@ -147,25 +151,31 @@ class Trainer(Training):
         """Train until `epochs` epochs are done, counted from the start of the training; return their logs.
 
         `train` and `validation` are map-style data sets, read in global batches of `global_batch_size` (default 32),
-        `train` in a new order each epoch; or loaders of the strategy. A second call, or a run that a ModelCheckpoint
-        resumes, trains the remaining epochs. `steps_per_epoch` ends epochs earlier. Every replica must call it; blocks.
-        An evaluator evaluates `validation` until the training ends.
+        `train` in a new order each epoch; or loaders of the strategy. With "all_reduce" on the CPU, they may be
+        `ddp.StepLoader`s: weights, logs and evaluations then have the same bits on any number of replicas, and a data
+        set in `validation` is read in micro-batches of the size of those of `train`.
+
+        A second call, or a run that a ModelCheckpoint resumes, trains the remaining epochs. `steps_per_epoch` ends
+        epochs earlier. Every replica must call it; blocks. An evaluator evaluates `validation` until the training ends.
 
         Raises what the model, the data or the loss raise; DdpError on all replicas if a callback raises.
         """
         if self.strategy.role == "evaluator":
             return self._follow(validation, global_batch_size)
         loader = self._loader(train, global_batch_size, shuffle=True)
-        held_out = None if validation is None else self._loader(validation, global_batch_size)
+        steps = loader if isinstance(loader, StepLoader) else None
+        held_out = None if validation is None else self._loader(validation, global_batch_size, like=steps)
         self.train_loader, self.epochs, self.steps_per_epoch = loader, epochs, steps_per_epoch
+        if self.totals.is_common != (steps is not None):
+            self.totals = self._new_totals(loader)
         if self.seed is not None and not self.step:
-            rng.seed_torch(self.seed + self.strategy.replica)
+            rng.seed_torch(self.seed + (self.strategy.replica if steps is None else 0))
         self.asks_to_stop = self.is_stopped = self.is_ending_step = False
         self._state = state_of(self, loader) if self._resilient else None
         with self.callbacks.closing() as closes:
             if self._state is None or not is_replacement():
                 self.callbacks.call("on_restore")
-            if self.strategy.goes_on:
+            if self.strategy.goes_on and isinstance(loader, ReplicaLoader):
                 self.epoch = max(self.epoch, loader.catch_up())
             closes.pop_all()  # by what follows
 
@@ -180,7 +190,7 @@ class Trainer(Training):
             self._state = None
         return self.history
 
-    def _fit(self, loader: ReplicaLoader, validation: ReplicaLoader | None) -> None:
+    def _fit(self, loader: _Loader, validation: _Loader | None) -> None:
         with self.callbacks.closing():
             self.callbacks.call("on_fit_begin")
             self._exchange()
@@ -189,7 +199,7 @@ class Trainer(Training):
             self.callbacks.call("on_fit_end")
             self._exchange()
 
-    def _fit_epoch(self, loader: ReplicaLoader, validation: ReplicaLoader | None) -> None:
+    def _fit_epoch(self, loader: _Loader, validation: _Loader | None) -> None:
         epoch = self.epoch
         self.callbacks.call("on_epoch_begin", epoch)
         if self.is_ending_step:
@@ -202,7 +212,7 @@ class Trainer(Training):
         if validation is not None:
             logs |= {f"val_{name}": value for name, value in self.evaluate(validation).items()}
         self.epoch, self.epoch_step, self.logs = epoch + 1, 0, {}
-        self.totals = Totals(["loss", *self.metrics])
+        self.totals = self._new_totals(loader)
         self.callbacks.call("on_epoch_end", epoch, logs)
         if self._state is not None:
             self._state.commits.sending()
@@ -223,9 +233,12 @@ class Trainer(Training):
             self.callbacks.call("on_fit_end")
         return self.history
 
-    def _train(self, loader: ReplicaLoader) -> None:
+    def _train(self, loader: _Loader) -> None:
         self.model.train()
         if self._is_over():
+            return
+        if isinstance(loader, StepLoader):
+            self._train_steps(loader)
             return
         for part in parts_of_steps(loader, self.accumulate):
             if part.begins_step:
@@ -233,14 +246,31 @@ class Trainer(Training):
                 self.callbacks.call("on_step_begin", self.step)
             self._backward(part)
             if part.ends_step:
-                self._optimize()
-                self.step, self.epoch_step = self.step + 1, self.epoch_step + 1
-                self.is_ending_step = True
-                if self._state is not None:
-                    self._state.commit()
-                self._end_step()
+                self._step_optimizer()
                 if self._is_over():
                     return
+
+    def _train_steps(self, loader: StepLoader) -> None:
+        totals = self.totals
+        assert isinstance(totals, StepTotals)
+        for step in loader.epochs(self.epoch + 1):
+            self.callbacks.call("on_step_begin", self.step)
+            for batch, size in zip(step, step.sizes, strict=True):
+                totals.begin_micro_batch()
+                self._backward(PartOfStep(batch, size, 1.0, begins_step=False, ends_step=True))
+            _, weight = totals.end_step()["loss"]
+            self.weighted.end_step(self.module, step.samples, weight)
+            self._step_optimizer()
+            if self._is_over():
+                return
+
+    def _step_optimizer(self) -> None:
+        self._optimize()
+        self.step, self.epoch_step = self.step + 1, self.epoch_step + 1
+        self.is_ending_step = True
+        if self._state is not None:
+            self._state.commit()
+        self._end_step()
 
     def _end_step(self) -> None:
         if self.epoch_step == 1 or self.step % self.log_every == 0:
@@ -274,11 +304,15 @@ class Trainer(Training):
                 timeline.follow((loss,))
             weight = self.weighted.of_batch
             if weight is None:
-                self.record("loss", loss.detach().double() * part.size, part.size if self.strategy.replica == 0 else 0)
+                counts = self.strategy.replica == 0 or self.totals.is_common
+                self.record("loss", loss.detach().double() * part.size, part.size if counts else 0)
                 self.scaler.scale(loss if part.weight == 1 else loss * part.weight).backward()
             else:
                 self.record("loss", loss.detach().double() * weight, weight)
-                self.weighted.backward(self.model, self.scaler.scale(loss), ends_step=part.ends_step)
+                if self.totals.is_common:
+                    self.weighted.backward_micro_batch(self.scaler.scale(loss), part.size)
+                else:
+                    self.weighted.backward(self.model, self.scaler.scale(loss), ends_step=part.ends_step)
 
     def _optimize(self) -> None:
         if self._averages_first:
@@ -304,7 +338,8 @@ class Trainer(Training):
     def steps(self) -> int:
         """Number of steps of a whole epoch."""
         assert self.train_loader is not None
-        steps = max(1, -(-len(self.train_loader) // self.accumulate))
+        batches = 1 if isinstance(self.train_loader, StepLoader) else self.accumulate
+        steps = max(1, -(-len(self.train_loader) // batches))
         return min(steps, self.steps_per_epoch or steps)
 
     @phase(EVALUATION)
@@ -319,16 +354,16 @@ class Trainer(Training):
             raise ArgumentError("evaluate() counts every sample, but this loader leaves some out: drop_last=False")
         self.strategy.sync()
         self.callbacks.call("on_evaluate_begin")
-        totals = Totals(["loss", *self.metrics])
+        totals = self._new_totals(loader)
         with self._evaluating():
-            for batch in loader:
+            for batch in self._micro_batches(loader, totals) if isinstance(loader, StepLoader) else loader:
                 with self._autocast():
                     share, outputs = self._forward(batch, loader)
                     losses, weight = self.loss(outputs, share), self.loss.weight(share.labels)
                 weighted = losses if share.weights is None else losses * share.weights
                 totals.add("loss", weighted.double().sum(), share.count if weight is None else weight)
                 totals.add_metrics(self.metrics, outputs, share)
-        logs = means(self.strategy.reduce("sum", totals.numbers()))
+        logs = means(totals.numbers() if totals.is_common else self.strategy.reduce("sum", totals.numbers()))
         self.callbacks.call("on_evaluate_end", logs)
         self._exchange()
         return logs
@@ -342,6 +377,8 @@ class Trainer(Training):
         Every replica must call it; blocks.
         """
         loader = self._loader(data, global_batch_size)
+        if isinstance(loader, StepLoader):
+            raise ArgumentError("predict() of a ddp.StepLoader: give the data set, or the loader of the strategy")
         if loader.shuffle or loader.drop_last:
             raise ArgumentError("predict() keeps the order of the data set: its loader must not shuffle or drop_last")
         self.strategy.sync()
@@ -411,8 +448,8 @@ class Trainer(Training):
 
         Every replica must call it at the same step, if they have a process group.
         """
-        place, count = (self.strategy.replica, self.strategy.replicas) if self.strategy.collective else (0, 1)
-        totals = self.totals.spread(place, count)
+        together = self.strategy.collective and not self.totals.is_common
+        totals = self.totals.spread(*((self.strategy.replica, self.strategy.replicas) if together else (0, 1)))
         return {
             "epoch": self.epoch,
             "step": self.step,
@@ -420,7 +457,7 @@ class Trainer(Training):
             "learning_rate": self.learning_rate,
             "stopping": self.asks_to_stop or self.is_stopped,
             "logs": dict(self.logs),
-            "totals": self.strategy.reduce("sum", totals) if self.strategy.collective else totals,
+            "totals": self.strategy.reduce("sum", totals) if together else totals,
             "weight_unit": self.weighted.unit,
             "callbacks": self.callbacks.states(),
         }
@@ -430,7 +467,8 @@ class Trainer(Training):
         self.epoch, self.step, self.epoch_step = state["epoch"], state["step"], state["epoch_step"]
         self.learning_rate = state["learning_rate"]
         self.asks_to_stop, self.logs = state["stopping"], dict(state["logs"])
-        self.totals.load(state["totals"], self.strategy.replica, self.strategy.replicas)
+        place = (0, 1) if self.totals.is_common else (self.strategy.replica, self.strategy.replicas)
+        self.totals.load(state["totals"], *place)
         self.weighted.load(state.get("weight_unit", 0.0))  # older files have none
         self.callbacks.load_states(state["callbacks"])
 
@@ -439,8 +477,9 @@ class Trainer(Training):
 
         Every replica must call it, unless not `together`.
         """
+        counts = self.strategy.replica == 0 or not self.totals.is_common
         mine = {
-            "totals": self.totals.numbers(),
+            "totals": {name: pair if counts else [0.0, 0.0] for name, pair in self.totals.numbers().items()},
             "asks_to_stop": self.asks_to_stop,
             "weight": self.weighted.of_step,
             "failed": self.callbacks.has_failed,
@@ -473,8 +512,21 @@ class Trainer(Training):
                 together.failed_ranks = ()
             raise together from problem
 
-    def _loader(self, data: Any, global_batch_size: int | None, *, shuffle: bool = False) -> ReplicaLoader:
-        if isinstance(data, ReplicaLoader):
+    def _new_totals(self, loader: _Loader) -> Totals:
+        return (StepTotals if isinstance(loader, StepLoader) else Totals)(["loss", *self.metrics])
+
+    def _loader(
+        self, data: Any, global_batch_size: int | None, *, shuffle: bool = False, like: StepLoader | None = None
+    ) -> _Loader:
+        if isinstance(data, StepLoader):
+            if self.strategy.name != "all_reduce":
+                raise UnsupportedError(
+                    f'a ddp.StepLoader under strategy {self.strategy.name!r}: it is for "all_reduce"; give the data '
+                    "set, or strategy.loader(dataset, ...)"
+                )
+            if self.accumulate > 1:
+                data.accumulate(self.accumulate)
+        if isinstance(data, ReplicaLoader | StepLoader):
             if global_batch_size not in (None, data.global_batch_size) and shuffle:
                 raise ArgumentError(
                     f"global_batch_size={global_batch_size}, but the loader has {data.global_batch_size}: leave it out"
@@ -486,12 +538,25 @@ class Trainer(Training):
             )
         if isinstance(data, tuple) and all(hasattr(item, "shape") for item in data):  # else a data set of two samples
             raise ArgumentError("a tuple of tensors is not a data set: give torch.utils.data.TensorDataset(x, y)")
+        if like is not None:
+            size, micro = global_batch_size or like.global_batch_size, like.micro_batch_size
+            return StepLoader(
+                data, global_batch_size=size, micro_batch_size=min(micro, size), shuffle=False, seed=like.seed
+            )
         size = _BATCH_SIZE if global_batch_size is None else global_batch_size
         return self.strategy.loader(data, global_batch_size=size, shuffle=shuffle, seed=self.seed or 0)
 
-    def _forward(self, batch: Any, loader: ReplicaLoader) -> tuple[Share, Any]:
+    def _micro_batches(self, loader: StepLoader, totals: Totals) -> Iterator[Any]:
+        """Yield this replica's micro-batches of the whole data, each with totals of its own; then add up all."""
+        assert isinstance(totals, StepTotals)
+        for batch in loader.evaluation():
+            totals.begin_micro_batch()
+            yield batch
+        totals.end_step()
+
+    def _forward(self, batch: Any, loader: _Loader) -> tuple[Share, Any]:
         """Return this replica's share of a batch, and the model's outputs for it, in single precision at least."""
-        share = read_share(batch, self.device, loader.stand_in)
+        share = read_share(batch, self.device, loader.stand_in if isinstance(loader, ReplicaLoader) else None)
         return share, on_tensors(wide, called(self.model, share.inputs, self._names))
 
     def _autocast(self) -> torch.autocast:

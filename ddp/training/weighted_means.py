@@ -101,6 +101,21 @@ class WeightedMeans:
                     parameter.grad.mul_(factor)
         loss.backward(gradient=torch.full_like(loss, weight))
 
+    def backward_micro_batch(self, loss: Tensor, samples: int) -> None:
+        """Differentiate the mean loss over labels of a micro-batch of `samples`, as their part of a mean over samples.
+
+        The step of `ddp.StepLoader` weighs it by its samples, since labels are counted at the end: see `end_step`.
+        """
+        assert self.of_batch is not None
+        loss.backward(gradient=torch.full_like(loss, self.of_batch / samples))
+
+    def end_step(self, model: nn.Module, samples: int, weight: float) -> None:
+        """Turn gradients that were divided by the step's samples into those of the mean over its labels."""
+        factor = samples / weight if weight else 0.0
+        for parameter in model.parameters() if factor != 1 else ():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
     def _factor(self) -> float:
         """Return the factor from this replica's sum of the step to its part of the replicas' average."""
         total = self.of_step / self.unit

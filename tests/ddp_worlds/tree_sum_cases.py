@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -16,6 +17,7 @@ from torch import nn
 import ddp
 from ddp.comm.shm.hosts_group import HostsGroup
 from ddp.comm.tree_sum import adds_by_tree, start_tree_sum
+from ddp.data_parallel import wrapper
 from ddp.data_parallel.arguments import checked_deterministic
 from ddp.errors import ArgumentError, LayoutMismatchError, UnsupportedError
 
@@ -113,5 +115,23 @@ def what_cannot_be_deterministic_is_refused() -> None:
         model.register_comm_hook(None, lambda _, bucket: bucket.buffer())
     with pytest.raises(UnsupportedError, match="deterministic=True for a module on cuda"):
         checked_deterministic(True, torch.device("cuda"), None)
+    with pytest.raises(ArgumentError, match="give True, False or 'device'"):
+        ddp.DistributedDataParallel(nn.Linear(2, 2), deterministic="gpu")  # type: ignore[arg-type]
     with pytest.raises(LayoutMismatchError, match="deterministic"):
         ddp.DistributedDataParallel(nn.Linear(2, 2), deterministic=dist.get_rank() == 0)
+
+
+def operators_of_a_device_are_deterministic(names: list[str]) -> None:
+    """Each rank has a GPU of another name; the wrapper compares what is returned."""
+    torch.cuda.get_device_name = lambda device=None: names[dist.get_rank()]
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    assert checked_deterministic("device", torch.device("cpu"), None) is True
+    assert not torch.are_deterministic_algorithms_enabled()
+    found = checked_deterministic("device", torch.device("cuda:0"), None)
+    assert found == f"on {names[dist.get_rank()]}"
+    assert torch.are_deterministic_algorithms_enabled()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wrapper, "checked_deterministic", lambda *_: found)
+        with pytest.raises(LayoutMismatchError, match=names[0]):
+            ddp.DistributedDataParallel(nn.Linear(2, 2), deterministic="device")

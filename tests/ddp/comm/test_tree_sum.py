@@ -32,5 +32,9 @@ def test_gradients_have_the_bits_of_the_tree(nursery: Nursery, backend: str, det
     nursery.run(3, f"{CASES}:gradients_have_the_bits_of_the_tree", group=backend, deterministic=deterministic)
 
 
+def test_operators_of_a_device_are_deterministic_and_its_name_is_compared(nursery: Nursery) -> None:
+    nursery.run(2, f"{CASES}:operators_of_a_device_are_deterministic", names=["GPU A", "GPU B"])
+
+
 def test_what_cannot_be_deterministic_is_refused(nursery: Nursery) -> None:
     nursery.run(2, f"{CASES}:what_cannot_be_deterministic_is_refused")
