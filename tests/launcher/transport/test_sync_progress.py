@@ -84,4 +84,4 @@ def test_a_cut_network_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     host = Host("alpha", HostKind.SSH)
     spec = JobSpec(WorkerCommand(CommandKind.SCRIPT, "train.py"), (host,), workdir=tmp_path, sync=("code",), run_id="r")
     with pytest.raises(HostError, match=r"no byte arrived for 0\.1 s while files were sent; start the run again"):
-        synced.Outgoing().begin(host, Silent(), spec, [])
+        synced.Outgoing().begin(host, Silent(), spec)
