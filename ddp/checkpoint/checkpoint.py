@@ -42,7 +42,7 @@ from ddp.checkpoint.loading import LoadNote, Restored, find, identity, open_agai
 from ddp.checkpoint.state import Stateful, check_plain, given_parts, wrapper_of
 from ddp.checkpoint.writer import OnError, Writer
 from ddp.comm.objects import control_group, device_of
-from ddp.comm.small_sum import reduce_options
+from ddp.comm.sums.small_sum import reduce_options
 from ddp.errors import ArgumentError, CheckpointError
 from ddp.generation.pending_group import is_pending
 from ddp.monitoring.progress import SAVE, count_checkpoint, phase

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore
 
 from ddp.comm.codec import decode, encode
-from ddp.comm.small_sum import add_up, pays
+from ddp.comm.sums.small_sum import add_up, pays
 from ddp.errors import ArgumentError, NotInitializedError
 from ddp.monitoring.stall_report import finish
 from ddp.torch_internals import default_store, device_types_of, host_group, timeout_of

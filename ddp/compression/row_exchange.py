@@ -52,7 +52,7 @@ _TORCHS_TIMEOUT = timedelta(minutes=30)
 # process; one that still waits for a missing rank does no harm.
 _SETTLE_S = 1.0
 
-_FIRST_TAG, _TAGS = (1 << 30) + (1 << 20), 1 << 20  # away from those of `ddp.comm.small_sum`, and from users' own
+_FIRST_TAG, _TAGS = (1 << 30) + (1 << 20), 1 << 20  # away from those of `ddp.comm.sums.small_sum`, and from users' own
 
 _open: weakref.WeakKeyDictionary[dist.ProcessGroup, RowExchange] = weakref.WeakKeyDictionary()
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()

@@ -78,10 +78,10 @@ class Reducer:
 
     `named` are the module's parameters in the order of registration, which all ranks share; those that do not require
     a gradient now are only watched. `sparse` names those with sparse gradients. With `as_views`, gradients in flat
-    buckets stay views of them. `by_tree`: whether sums are those of `ddp.comm.tree_sum`; None: from `sum_by_tree` on.
-    `planner` observes the first steps and may change the buckets. The owner sets `policy` before the first gradient.
-    Backward passes of one module must not run in two threads at once. If it is on several devices, the hooks in
-    autograd's threads run one at a time, and all buckets are sent at the end of backward.
+    buckets stay views of them. `by_tree`: whether sums are those of `ddp.comm.sums.tree_sum`; None: from `sum_by_tree`
+    on. `planner` observes the first steps and may change the buckets. The owner sets `policy` before the first
+    gradient. Backward passes of one module must not run in two threads at once. If it is on several devices, the hooks
+    in autograd's threads run one at a time, and all buckets are sent at the end of backward.
     """
 
     policy: PassPolicy

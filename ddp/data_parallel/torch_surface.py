@@ -15,7 +15,7 @@ from torch.distributed.algorithms.join import Join, JoinHook
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 from ddp.comm.channel import Channel
-from ddp.comm.small_sum import reduce_options
+from ddp.comm.sums.small_sum import reduce_options
 from ddp.data_parallel.buckets.bucket_plan import BucketLimits
 from ddp.data_parallel.buckets.comm_hook import CommHook, builtin_hook, checked_hook
 from ddp.data_parallel.forward_buffers import BufferHook, ForwardBuffers

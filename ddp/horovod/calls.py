@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ddp.comm.call_check import Call, CallCheck, host_side, no_rank, title
 from ddp.comm.objects import member_group
-from ddp.comm.small_sum import reduce_options
+from ddp.comm.sums.small_sum import reduce_options
 from ddp.compression import Half
 from ddp.monitoring.stall_report import report_of
 from ddp.torch_internals import allgather_flat

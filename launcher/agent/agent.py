@@ -23,9 +23,9 @@ from launcher.agent.cleanup.lease import ENDS_WITHIN_S, Lease, Limits
 from launcher.agent.cleanup.leftovers import AgentIdentity, LeftoverSweep, find_killed_runs, leave_identity
 from launcher.agent.cleanup.run_tag import RunTag, make_folder
 from launcher.agent.debugging.channels import DebuggerChannels, Rest
-from launcher.agent.evidence import EvidenceRound
 from launcher.agent.host_facts import find_facts, likely_workers
 from launcher.agent.kept_copy import KeptCopy
+from launcher.agent.observation.evidence import EvidenceRound
 from launcher.agent.rendezvous import StoreProcess
 from launcher.agent.sent_files import moved_orders, moved_start
 from launcher.agent.stream_writer import StreamWriter

@@ -14,12 +14,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from launcher.agent.cleanup.run_tag import RunTag, clear_folder
-from launcher.agent.flight_recorder import read_of_failed, recorder_variables
 from launcher.agent.host_use import HostUseWatch
 from launcher.agent.kept_copy import KeptCopy
+from launcher.agent.observation.flight_recorder import read_of_failed, recorder_variables
+from launcher.agent.observation.signs_of_life import SignsOfLife
+from launcher.agent.observation.step_times import StepTimesReader
 from launcher.agent.rendezvous import Rendezvous, StoreProcess
-from launcher.agent.signs_of_life import SignsOfLife
-from launcher.agent.step_times import StepTimesReader
 from launcher.agent.stream_writer import StreamWriter
 from launcher.agent.workers.memory_file import MemoryFile
 from launcher.agent.workers.output_pipes import OutputPipes

@@ -149,7 +149,7 @@ class StoreProcess:
         status = os.waitstatus_to_exitcode(wait_status)
         if status >= 0:
             return f"it ended with status {status}"
-        from launcher.job.failure import signal_name  # slow to import, only needed here
+        from launcher.job.failures.failure import signal_name  # slow to import, only needed here
 
         return f"it was killed by {signal_name(-status)}"
 

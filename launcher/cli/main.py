@@ -206,7 +206,7 @@ def cache(options: Options, clear: bool) -> None:
     Accepts the options of `dtrain run` that name hosts. What was not used for 30 days goes by itself, and the oldest
     if all has more than 20 GB.
     """
-    from launcher.cli.cache import run_cache
+    from launcher.cli.hosts.cache import run_cache
 
     options = replace(options, command=("launcher",), module=True, no_python=False, keep_warm=None)
     sys.exit(run_cache(read_request(options).spec, clear=clear, say=_complain))
@@ -222,7 +222,7 @@ def warm(options: Options, start: bool, stop: bool, as_json: bool) -> None:
 
     Accepts every option of `dtrain run`; SCRIPT only with --start. Only processes of this user are listed.
     """
-    from launcher.cli.warm import list_warm, start_warm, stop_warm
+    from launcher.cli.hosts.warm import list_warm, start_warm, stop_warm
 
     if start and stop:
         raise UsageError("--start and --stop exclude each other")
@@ -427,7 +427,7 @@ def env(as_json: bool, with_torch: bool) -> None:
 
     Only the names of variables that may be secret are shown; user and host names are left out.
     """
-    from launcher.cli.env import run_env
+    from launcher.cli.hosts.env import run_env
 
     sys.exit(run_env(cli.read_config_file().values, as_json=as_json, with_torch=with_torch))
 

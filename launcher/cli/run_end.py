@@ -43,7 +43,7 @@ class Ended:
     @property
     def line(self) -> str:
         """The report's first line, with the message of an exception; all of an error, if no worker was started."""
-        from launcher.job.failure import FailureKind
+        from launcher.job.failures.failure import FailureKind
 
         if self.outcome.error is not None:
             return " ".join(str(self.outcome.error).split())

@@ -24,7 +24,7 @@ from launcher.cli.run_end import Ended, run_at_end
 from launcher.errors import LaunchError, UsageError, WorkerError
 from launcher.functions.keywords import argv_of, options_of
 from launcher.functions.packing import Packed, Returns, pack
-from launcher.job.failure import what_happened
+from launcher.job.failures.failure import what_happened
 from launcher.machine.processes import restore_file_limit
 from launcher.placement.job_spec import CommandKind, WorkerCommand
 from launcher.runs.housekeeping import Limits, hold

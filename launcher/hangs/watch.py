@@ -1,8 +1,8 @@
 """Detection of hanging ranks: how long a silence is too long, learned from the run itself, and which rank is to blame.
 Pure.
 
-Signs of life are those of launcher/agent/signs_of_life.py. A silence that is too long only starts inspections of all
-ranks. A rank is blamed only if
+Signs of life are those of launcher/agent/observation/signs_of_life.py. A silence that is too long only starts
+inspections of all ranks. A rank is blamed only if
 
 - the others wait for it: at least half of the ranks are in some communication, and it is not (positions.py), and
 - two consecutive inspections find it idle: it and its children use no CPU time, none waits for a disk, and its line

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from launcher.job.failure import Failure, FailureKind, looks_like_consequence
+from launcher.job.failures.failure import Failure, FailureKind, looks_like_consequence
 from launcher.job.ranks import Rank, Ranks, RankState
 from launcher.job.timers import NEVER, Timer, Timers
 from launcher.placement.placement import Placement

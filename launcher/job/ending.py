@@ -18,7 +18,7 @@ from launcher.hosts.folding import some
 from launcher.job.attempt import AttemptState
 from launcher.job.chaos import FaultCost
 from launcher.job.events import Command, Notice
-from launcher.job.failure import (
+from launcher.job.failures.failure import (
     SLACK_S,
     Failure,
     FailureKind,

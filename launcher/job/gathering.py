@@ -14,7 +14,7 @@ from launcher.hosts.folding import lines_by_reason, some
 from launcher.hosts.host import Host, HostKind
 from launcher.job.attempt import AttemptState
 from launcher.job.events import Command, Notice, Send
-from launcher.job.failure import Failure, FailureKind
+from launcher.job.failures.failure import Failure, FailureKind
 from launcher.job.fleet import Fleet, HostPhase, HostState
 from launcher.job.orders import mismatch, prepare
 from launcher.job.timers import NEVER, Timer, Timers

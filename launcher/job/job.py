@@ -32,7 +32,7 @@ from launcher.job.events import (
     SuspendSelf,
     Tick,
 )
-from launcher.job.failure import FailureKind
+from launcher.job.failures.failure import FailureKind
 from launcher.job.fleet import HostPhase, HostState
 from launcher.job.inspection import TERMINAL, refuse
 from launcher.job.lifecycle import advance, fail, grow_with, look_then_stop

@@ -18,7 +18,7 @@ from launcher.hosts.folding import StartError, some
 from launcher.job.attempt import AttemptState
 from launcher.job.ending import ANSWER_S, SLOW_S, advance_stop, fails_by_itself, say_if_slow, stop, why_failed
 from launcher.job.events import Command, Notice, Send
-from launcher.job.failure import Failure, FailureKind, first_cause
+from launcher.job.failures.failure import Failure, FailureKind, first_cause
 from launcher.job.fleet import HostPhase, HostState
 from launcher.job.gathering import Readiness, misfits
 from launcher.job.orders import open_store, reserve_ports, start_workers

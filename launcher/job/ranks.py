@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from launcher.job.failure import Failure
+from launcher.job.failures.failure import Failure
 from launcher.placement.placement import WorkerPlace
 from launcher.protocol.reports import Exited
 

@@ -8,7 +8,7 @@ from launcher.errors import DtrainError
 from launcher.hosts.folding import some
 from launcher.job.attempt import AttemptState
 from launcher.job.chaos import Chaos
-from launcher.job.failure import FailedAttempt
+from launcher.job.failures.failure import FailedAttempt
 from launcher.job.fleet import Fleet, HostPhase
 from launcher.job.gathering import Gathering
 from launcher.job.inspection import Debuggers, EvidenceRounds

@@ -6,7 +6,7 @@ from launcher.errors import StoreError
 from launcher.job.attempt import AttemptState
 from launcher.job.ending import fails_by_itself, stop
 from launcher.job.events import Command
-from launcher.job.failure import FailureKind, failure_of, what_happened
+from launcher.job.failures.failure import FailureKind, failure_of, what_happened
 from launcher.job.fleet import HostPhase, HostState
 from launcher.job.lifecycle import fail, grow_with, look_for_hangs, opened
 from launcher.job.ranks import ENDED, JOINS, Rank, RankState

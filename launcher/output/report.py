@@ -13,7 +13,7 @@ from pathlib import Path
 
 from launcher.hangs.positions import groups
 from launcher.job.ending import Outcome, did_not_come
-from launcher.job.failure import (
+from launcher.job.failures.failure import (
     Failure,
     FailureKind,
     SecondaryFailures,

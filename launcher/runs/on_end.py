@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from launcher.job.ending import Outcome, did_not_come
-from launcher.job.failure import signal_name, what_happened
+from launcher.job.failures.failure import signal_name, what_happened
 from launcher.output.text import printable
 from launcher.runs.secrets import without_secrets
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from launcher.errors import ProtocolError
 from launcher.job.events import AgentMessage, Command, Connected, Event, Lost, Notice, Open, Send, Signalled
-from launcher.job.failure import signal_name
+from launcher.job.failures.failure import signal_name
 from launcher.job.job import Job
 from launcher.placement.placement import Placement
 from launcher.protocol.commands import OpenStore, Prepare, ReservePorts, RestartWorker, StartWorker

@@ -1,9 +1,9 @@
 """Records of what ranks spend their time on: steps with their phases, spans outside of steps, and details of a step;
 and the Timeline, which distributes them to subscribers.
 
-Agents (launcher/agent/step_times.py) make them from what ranks record (ddp/monitoring/timeline.py) and send them as the
-payload of `Timings`; `pack` and `unpack` define its format. Times are seconds on a monotonic clock: the host's in a
-message, the controller's after `unpack`.
+Agents (launcher/agent/observation/step_times.py) make them from what ranks record (ddp/monitoring/timeline.py) and send
+them as the payload of `Timings`; `pack` and `unpack` define its format. Times are seconds on a monotonic clock: the
+host's in a message, the controller's after `unpack`.
 """
 
 from __future__ import annotations

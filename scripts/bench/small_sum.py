@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 import torch.distributed as dist
 
-from ddp.comm import small_sum
+from ddp.comm.sums import small_sum
 
 SUMS = 30
 

@@ -13,10 +13,11 @@ import torch.distributed as dist
 from testbed.present import present
 from torch import nn
 
-from ddp.comm import broadcast, objects, small_sum
+from ddp.comm import broadcast, objects
 from ddp.comm.broadcast import BufferSync, broadcast_tensors
 from ddp.comm.objects import gather_values
-from ddp.comm.small_sum import SmallAdder, add_up
+from ddp.comm.sums import small_sum
+from ddp.comm.sums.small_sum import SmallAdder, add_up
 from ddp.torch_internals import not_split_off
 
 LIMIT_BYTES = 1000

@@ -43,8 +43,8 @@ from torch.utils.checkpoint import checkpoint
 import ddp
 import ddp.comm.channel
 import ddp.data_parallel.buckets.bucket_plan
-from ddp.comm import small_sum
 from ddp.comm.objects import control_group, gather_values
+from ddp.comm.sums import small_sum
 from ddp.data_parallel import wrapper
 from ddp.horovod import DistributedOptimizer
 from ddp.horovod import optimizer as horovod_optimizer

@@ -28,9 +28,9 @@ from ddp_worlds.nursery import BACKEND
 from testbed.present import present
 
 import ddp
-from ddp.comm import small_sum
 from ddp.comm.failures import failing_together
-from ddp.comm.small_sum import SmallAdder
+from ddp.comm.sums import small_sum
+from ddp.comm.sums.small_sum import SmallAdder
 from ddp.data_parallel.buckets import gradient_sums, unbucketed
 from ddp.errors import CollectiveError
 from ddp.monitoring import stall_report as stall_report_module

@@ -16,7 +16,7 @@ from torch import nn
 
 import ddp
 from ddp.comm.shm.hosts_group import HostsGroup
-from ddp.comm.tree_sum import adds_by_tree, start_tree_sum
+from ddp.comm.sums.tree_sum import adds_by_tree, start_tree_sum
 from ddp.data_parallel import wrapper
 from ddp.data_parallel.arguments import checked_deterministic
 from ddp.errors import ArgumentError, LayoutMismatchError, UnsupportedError

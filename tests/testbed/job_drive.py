@@ -22,7 +22,7 @@ from launcher.job.events import (
     Send,
     Tick,
 )
-from launcher.job.failure import Failure
+from launcher.job.failures.failure import Failure
 from launcher.job.job import Job
 from launcher.job.run import Phase
 from launcher.placement.job_spec import CommandKind, JobSpec

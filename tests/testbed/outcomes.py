@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from launcher.job.ending import Outcome
-from launcher.job.failure import Failure, FailureKind
+from launcher.job.failures.failure import Failure, FailureKind
 from launcher.protocol.reports import Evidence
 
 _FAILURE = Failure(

@@ -160,7 +160,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]  # a class of type Any
         return True
 
     def sum_rows(self, out: torch.Tensor, rows: Sequence[torch.Tensor], shares: Shares) -> dist.Work:
-        """Start writing the sum of all leaves to `out`, see `ddp.comm.tree_sum`."""
+        """Start writing the sum of all leaves to `out`, see `ddp.comm.sums.tree_sum`."""
         flats = Flats()
         each = [self._algorithms.sum_rows(flats.write(out), [flats.read(row) for row in rows], shares)]
         return self._run("all_reduce", each, flats, [out], None, None)

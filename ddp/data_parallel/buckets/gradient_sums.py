@@ -20,7 +20,7 @@ import torch
 from ddp.comm.broadcast import broadcast_tensors
 from ddp.comm.channel import Channel
 from ddp.comm.failures import changing_together
-from ddp.comm.small_sum import SmallAdder
+from ddp.comm.sums.small_sum import SmallAdder
 from ddp.data.micro_batch import MicroBatch
 from ddp.data_parallel.buckets.bucket_plan import (
     BucketLimits,
@@ -54,7 +54,7 @@ class GradientSums:
 
     `sparse` are the indices of members whose gradients are sparse: they are in no bucket. `own_status` returns this
     rank's status; it is called before the last bucket is sent. With `by_tree` the bits of a sum depend on the ranks
-    alone (`ddp.comm.tree_sum`).
+    alone (`ddp.comm.sums.tree_sum`).
     """
 
     def __init__(

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from ddp.comm.combine import Shares, is_narrow
-from ddp.comm.small_sum import reduce_options
-from ddp.comm.tree_sum import start_tree_sum
+from ddp.comm.sums.small_sum import reduce_options
+from ddp.comm.sums.tree_sum import start_tree_sum
 from ddp.data.micro_batch import MicroBatch
 from ddp.data_parallel.buckets.bucket_plan import BucketPlan, Member, slot_view
 from ddp.errors import BackwardError
@@ -58,7 +58,7 @@ class Adder:
     If the backend averages by itself (NCCL), gradients are not divided. Otherwise each rank divides its share by
     `divisor` before the sum: then float16 does not overflow, and a copy that is made anyway divides at no cost. NCCL
     does the same. A tensor of more than `piece_bytes` is sent in pieces. With `by_tree`, for host memory alone, sums
-    are those of `ddp.comm.tree_sum`.
+    are those of `ddp.comm.sums.tree_sum`.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Adder:
         return _Pieces([self._start(piece) for piece in torch.split(flat, self._piece_bytes // flat.itemsize)])
 
     def start_rows(self, flat: torch.Tensor, rows: Sequence[torch.Tensor], shares: Shares) -> Pending:
-        """Start writing the sum of a step's micro-batches to `flat`; see `ddp.comm.tree_sum`."""
+        """Start writing the sum of a step's micro-batches to `flat`; see `ddp.comm.sums.tree_sum`."""
         return start_tree_sum(self._group, flat, rows, shares)
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ddp.comm.channel import Channel
 from ddp.comm.objects import gather_values
-from ddp.comm.tree_sum import start_tree_sum
+from ddp.comm.sums.tree_sum import start_tree_sum
 from ddp.data_parallel.buckets.bucket_plan import Member
 from ddp.errors import BackwardError
 from ddp.monitoring.stall_report import finish

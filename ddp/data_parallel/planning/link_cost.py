@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ddp.comm.channel import Channel
-from ddp.comm.small_sum import reduce_options
+from ddp.comm.sums.small_sum import reduce_options
 from ddp.data_parallel.planning.step_timer import clock_of
 from ddp.monitoring.stall_report import finish
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from launcher.agent.attempt import Attempt
-from launcher.agent.evidence import catches, read_proc
+from launcher.agent.observation.evidence import catches, read_proc
 from launcher.agent.stream_writer import StreamWriter
 from launcher.agent.workers.worker import DEBUGGER_FILE, Worker
 from launcher.machine.socket_folder import peer

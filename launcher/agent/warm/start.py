@@ -1,7 +1,7 @@
 """Import a script's packages in a process that stays warm: `dtrain warm --start`.
 
-Started by cli/warm.py as an agent would be, as `python -m launcher.agent.warm.start KEY`, with a Prepare as JSON on its
-standard input. It prints why nothing stays warm, or nothing if a process does.
+Started by cli/hosts/warm.py as an agent would be, as `python -m launcher.agent.warm.start KEY`, with a Prepare as JSON
+on its standard input. It prints why nothing stays warm, or nothing if a process does.
 """
 
 from __future__ import annotations

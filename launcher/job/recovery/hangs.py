@@ -15,7 +15,7 @@ from launcher.hangs.positions import rank_position
 from launcher.hangs.watch import Blame, HangPolicy, HangWatch, MeetingWatch, WaitingRanks
 from launcher.job.attempt import AttemptState
 from launcher.job.events import Command, Notice, SaveEvidence, Send
-from launcher.job.failure import FailureKind
+from launcher.job.failures.failure import FailureKind
 from launcher.job.ranks import RankState
 from launcher.protocol.commands import KillWorker
 from launcher.protocol.reports import Evidence

@@ -26,7 +26,7 @@ from launcher.errors import PlacementError
 from launcher.hosts.folding import some
 from launcher.job.attempt import AttemptState
 from launcher.job.events import Command, Notice, Send
-from launcher.job.failure import PROGRESS_S, FailedAttempt, Failure, what_happened
+from launcher.job.failures.failure import PROGRESS_S, FailedAttempt, Failure, what_happened
 from launcher.job.fleet import HostPhase, HostState
 from launcher.job.gathering import Readiness, misfits
 from launcher.job.orders import composed_workers, open_store

@@ -26,7 +26,14 @@ from collections.abc import Iterable, Sequence
 from launcher.frozen import dataclass, replace
 from launcher.job.attempt import AttemptState
 from launcher.job.events import Command, Notice, Send
-from launcher.job.failure import SLACK_S, FailedAttempt, Failure, FailureKind, looks_like_consequence, what_happened
+from launcher.job.failures.failure import (
+    SLACK_S,
+    FailedAttempt,
+    Failure,
+    FailureKind,
+    looks_like_consequence,
+    what_happened,
+)
 from launcher.job.ranks import ENDED, Rank, RankState
 from launcher.job.run import Run
 from launcher.job.timers import NEVER, Timer

@@ -24,7 +24,7 @@ from testbed.processes import MARK, Result, run_dtrain, run_program, started_dtr
 from testbed.require import require
 
 from launcher.agent.cleanup.run_tag import RunTag
-from launcher.agent.evidence import find_py_spy
+from launcher.agent.observation.evidence import find_py_spy
 from launcher.agent.warm.kept import describe, stop
 from launcher.agent.workers.preload import find_preloads
 from launcher.agent.workers.warm_start import ForkServer, Warmth

@@ -13,8 +13,8 @@ from testbed.gpu_machine import GpuMachine
 from testbed.processes import run_dtrain, run_program
 from testbed.require import require
 
-from launcher.cli import env
-from launcher.cli.env import ptrace, slurm_job
+from launcher.cli.hosts import env
+from launcher.cli.hosts.env import ptrace, slurm_job
 from launcher.machine.packages import TESTED_TORCH, how_tested
 
 LISTS = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"))

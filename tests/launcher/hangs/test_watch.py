@@ -9,7 +9,7 @@ import pytest
 from testbed.present import present
 from testbed.seeds import Seeds
 
-from launcher.agent.signs_of_life import PHASES
+from launcher.agent.observation.signs_of_life import PHASES
 from launcher.hangs.watch import BUSY, FACTOR, QUIET_S, Blame, HangPolicy, HangWatch
 from launcher.protocol.reports import Evidence
 from launcher.protocol.two_way import START, Heartbeat

@@ -15,7 +15,7 @@ from testbed.processes import Result, run_dtrain, started_dtrain, wait_until
 from testbed.require import require
 from testbed.sshd import SshHosts
 
-from launcher.agent.evidence import find_py_spy
+from launcher.agent.observation.evidence import find_py_spy
 from launcher.runs.control import question
 from launcher.runs.registry import entries, place
 

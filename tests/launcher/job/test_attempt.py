@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from testbed.present import present
 
 from launcher.job.attempt import HUNG_S, AttemptState
-from launcher.job.failure import FailureKind
+from launcher.job.failures.failure import FailureKind
 from launcher.job.ranks import RankState
 from launcher.job.recovery.members import choose_members
 from launcher.job.timers import Timer, Timers

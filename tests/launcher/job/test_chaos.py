@@ -11,7 +11,7 @@ from testbed.present import present
 from launcher.hangs.watch import HangPolicy
 from launcher.hosts.host import Host, HostKind
 from launcher.job.events import Command, Lost
-from launcher.job.failure import FailureKind
+from launcher.job.failures.failure import FailureKind
 from launcher.job.run import Phase
 from launcher.placement.chaos_plan import parse_chaos
 from launcher.protocol.commands import EndAttempt, KillWorker, LoseHost, OpenStore, RestartWorker, StartWorker

@@ -11,7 +11,7 @@ from testbed.job_drive import Drive, messages, notices, receivers, tells
 
 from launcher.hangs.watch import Blame, HangPolicy, WaitingRanks
 from launcher.job.events import Command, Notice, SaveEvidence, Signalled, Tick
-from launcher.job.failure import FailureKind
+from launcher.job.failures.failure import FailureKind
 from launcher.job.inspection import COLLECT_S
 from launcher.job.recovery.hangs import Hangs
 from launcher.job.run import Phase

@@ -31,7 +31,7 @@ from launcher.job.events import (
     SuspendSelf,
     Tick,
 )
-from launcher.job.failure import FailureKind, first_cause
+from launcher.job.failures.failure import FailureKind, first_cause
 from launcher.job.fleet import HostPhase
 from launcher.job.inspection import COLLECT_S
 from launcher.job.lifecycle import ROOT_WAIT_S

@@ -45,7 +45,7 @@ from launcher.job.events import (
     SuspendSelf,
     Tick,
 )
-from launcher.job.failure import SLACK_S, Failure, FailureKind, looks_like_consequence
+from launcher.job.failures.failure import SLACK_S, Failure, FailureKind, looks_like_consequence
 from launcher.job.fleet import BEAT, HostPhase
 from launcher.job.job import Job
 from launcher.job.recovery.restarts import is_free

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from launcher.hosts.host import Host, HostKind
-from launcher.job.failure import FailedAttempt, Failure, FailureKind
+from launcher.job.failures.failure import FailedAttempt, Failure, FailureKind
 from launcher.job.recovery.restarts import LOOP, failed_attempt, judge, judge_early
 from launcher.placement.job_spec import CommandKind, JobSpec, WorkerCommand
 

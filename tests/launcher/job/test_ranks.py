@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from testbed.present import present
 
-from launcher.job.failure import Failure, FailureKind
+from launcher.job.failures.failure import Failure, FailureKind
 from launcher.job.ranks import ENDED, JOINS, MAKE_UP, Ranks, RankState
 from launcher.placement.placement import HostOffer, WorkerPlace, place
 from launcher.protocol.reports import Exited

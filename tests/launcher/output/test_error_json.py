@@ -14,7 +14,7 @@ from testbed.processes import wait_until
 from launcher.errors import UsageError
 from launcher.hosts.folding import StartError
 from launcher.job.ending import MissingRank, Outcome
-from launcher.job.failure import FailureKind
+from launcher.job.failures.failure import FailureKind
 from launcher.output.error_json import as_json, brief_cause, write_error_json, write_usage_error_json
 from launcher.timeline.goodput import Parts
 from launcher.timeline.stragglers import Straggler

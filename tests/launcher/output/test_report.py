@@ -13,7 +13,7 @@ from testbed.processes import run_dtrain
 from launcher.hosts.folding import StartError
 from launcher.job.chaos import FaultCost
 from launcher.job.ending import MissingRank, Outcome
-from launcher.job.failure import FailureKind, group_secondary_failures, plain_message
+from launcher.job.failures.failure import FailureKind, group_secondary_failures, plain_message
 from launcher.output.report import SCREEN_LINES, report
 
 FOLDER = Path("runs/r1")

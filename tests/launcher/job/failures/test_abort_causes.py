@@ -6,8 +6,15 @@ import signal
 
 import pytest
 
-from launcher.job.abort_causes import abort_cause
-from launcher.job.failure import Failure, FailureKind, failure_of, first_cause, looks_like_consequence, what_happened
+from launcher.job.failures.abort_causes import abort_cause
+from launcher.job.failures.failure import (
+    Failure,
+    FailureKind,
+    failure_of,
+    first_cause,
+    looks_like_consequence,
+    what_happened,
+)
 from launcher.protocol.reports import Exited
 
 FRAMES = "".join(

@@ -17,9 +17,9 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from launcher.agent import flight_recorder
 from launcher.agent.attempt import Attempt
-from launcher.agent.signs_of_life import is_traced
+from launcher.agent.observation import flight_recorder
+from launcher.agent.observation.signs_of_life import is_traced
 from launcher.agent.stream_writer import StreamWriter
 from launcher.agent.workers.warm_start import PROGRAM
 from launcher.agent.workers.worker import BOOTSTRAP, Files, spawn

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from testbed.present import present
 
-from launcher.job.failure import (
+from launcher.job.failures.failure import (
     LINE_CHARACTERS,
     SLACK_S,
     Failure,

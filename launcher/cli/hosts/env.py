@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import __version__
-from launcher.agent.evidence import find_py_spy
+from launcher.agent.observation.evidence import find_py_spy
 from launcher.check.examiner_gpus import find_cards
 from launcher.check.examiner_host import (
     code_digest,

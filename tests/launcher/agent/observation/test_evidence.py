@@ -17,8 +17,8 @@ from testbed.ports import free_port
 from testbed.processes import Program, started, wait_until
 from testbed.require import require
 
-from launcher.agent import evidence as evidence_module
-from launcher.agent.evidence import MAX_BYTES, STACK_SIGNAL, Collection, Subject
+from launcher.agent.observation import evidence as evidence_module
+from launcher.agent.observation.evidence import MAX_BYTES, STACK_SIGNAL, Collection, Subject
 from launcher.hangs.positions import rank_position
 from launcher.protocol.reports import Evidence
 

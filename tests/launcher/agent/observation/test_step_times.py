@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from testbed.agent import AgentProcess
 
-from launcher.agent.step_times import RECORDS, StepTimesReader
+from launcher.agent.observation.step_times import RECORDS, StepTimesReader
 from launcher.agent.stream_writer import StreamWriter
 from launcher.protocol.reports import Exited, Timings
 from launcher.protocol.two_way import Heartbeat

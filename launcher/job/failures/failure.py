@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from enum import Enum
 
 from launcher.frozen import dataclass
-from launcher.job.abort_causes import AbortCause, abort_cause
+from launcher.job.failures.abort_causes import AbortCause, abort_cause
 from launcher.protocol.reports import Exited, Failing
 
 MESSAGE_CHARACTERS = 120

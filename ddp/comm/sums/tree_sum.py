@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 
 from ddp.comm.combine import Shares, combine, is_narrow
-from ddp.comm.small_sum import Exchange, reduce_options
+from ddp.comm.sums.small_sum import Exchange, reduce_options
 from ddp.monitoring.stall_report import Pending
 from ddp.torch_internals import backend_of
 
 _WHOLE_BYTES = 1 << 15  # up to this size every rank gets the whole tensors: one message after another less
-# Away from the tags of `ddp.comm.small_sum`, of `ddp.compression.row_exchange`, and of users' own messages.
+# Away from the tags of `ddp.comm.sums.small_sum`, of `ddp.compression.row_exchange`, and of users' own messages.
 _FIRST_TAG, _TAGS = (1 << 30) + (2 << 20), 1 << 20
 _TAGS_OF_ONE = 64  # a rank has at most two subtrees of each size
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from testbed.processes import wait_until
 
-from launcher.agent.signs_of_life import OUTPUTS, SignsOfLife, is_traced
+from launcher.agent.observation.signs_of_life import OUTPUTS, SignsOfLife, is_traced
 from launcher.agent.workers.worker import Worker
 from launcher.protocol.two_way import START, STEPS
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from testbed.present import present
 
-from launcher.agent.flight_recorder import ask, read, recorder_variables, version
+from launcher.agent.observation.flight_recorder import ask, read, recorder_variables, version
 from launcher.agent.workers.worker import Files
 from launcher.protocol.reports import Collective
 

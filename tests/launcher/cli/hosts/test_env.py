@@ -11,7 +11,7 @@ import pytest
 from testbed.processes import run_dtrain
 
 from launcher import __version__
-from launcher.cli.env import scrub
+from launcher.cli.hosts.env import scrub
 
 CANARY = "canary-7f3a91"
 SECRETS = {
@@ -81,7 +81,7 @@ def test_it_has_versions_and_settings_but_no_secret(folder: Path) -> None:
 
 
 def test_names_and_addresses_are_replaced_as_words_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("launcher.cli.env._user", lambda: "ann")
+    monkeypatch.setattr("launcher.cli.hosts.env._user", lambda: "ann")
     monkeypatch.setattr(socket, "gethostname", lambda: "box7.lab.example")
     monkeypatch.setenv("HOME", "/data/people/ann")
     monkeypatch.setenv("LOGNAME", "ann")

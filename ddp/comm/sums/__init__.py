@@ -1,0 +1,1 @@
+"""Sums over ranks by a fixed tree, and of a few numbers."""

@@ -1,0 +1,1 @@
+"""What the agent sees of its workers: signs of life, steps, stacks, collectives."""

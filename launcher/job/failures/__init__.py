@@ -1,0 +1,1 @@
+"""What a failure is, and which of several is the cause. Pure."""
