@@ -145,6 +145,8 @@ def _compare_bits(args: argparse.Namespace) -> None:
             with tempfile.TemporaryDirectory() as folder:
                 part = Part(hosts, size // hosts, args.backend if hosts == 1 else "", args.steps)
                 ended = run_part(part, args.model, Path(folder))
+            if ended.code:
+                sys.exit(f"{ended.text}\n{part} ended with {ended.code}")
             print(f"{size:2} ranks  {hosts} hosts  {args.steps} steps  {', '.join(ended.results)}", flush=True)
             digests |= ended.results
     if len(digests) != 1:
