@@ -259,8 +259,9 @@ class Checkpoint:
         rank reads and verifies the file; the others read it from the page cache.
 
         Each rank's random number generators continue from their saved states if the world has the same size;
-        otherwise they are seeded from the saved state of rank 0 and the rank. A DataLoader without a `generator`
-        of its own draws one number whenever it is iterated, so also when a resumed run enters an epoch again.
+        otherwise they are seeded from the saved state of rank 0 and the rank, or, with a `ddp.StepLoader`, go on from
+        that of rank 0. A DataLoader without a `generator` of its own draws one number whenever it is iterated, so also
+        when a resumed run enters an epoch again.
 
         Raises CheckpointError on every rank if there are files but none is complete, if `path` is not, if an argument
         is missing in the file or the other way round, or if the model has other keys or shapes. The model is only

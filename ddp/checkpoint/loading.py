@@ -22,6 +22,7 @@ from ddp.checkpoint import kept_copy, rng
 from ddp.checkpoint.agreement import place
 from ddp.checkpoint.state import Stateful, restore_parts, wrapper_of
 from ddp.comm.objects import device_of
+from ddp.data.step_loader import StepLoader
 from ddp.environment import run_of
 from ddp.errors import CheckpointError
 from ddp.monitoring.stall_report import at_files, finish, waiting_for_peers
@@ -135,6 +136,8 @@ def restore(
     random_states = state["random"]
     if len(random_states) == world_size:
         rng.restore(random_states[rank])
+    elif random_states and any(isinstance(part, StepLoader) for part in parts.values()):
+        rng.restore(random_states[0])  # after a step they are the same on every rank
     elif random_states:  # another program's checkpoint has none
         rng.reseed(random_states[0], rank)
     return Restored(state["step"], state["values"], path, state["world_size"])

@@ -175,13 +175,20 @@ class StepLoader:
         return {**self._where().state_dict(), **sizes, **_machine(), "threads": self._threads}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved `state`, on any number of ranks. Raises ArgumentError if its steps are others."""
+        """Continue from a saved `state`, on any number of ranks, with the random numbers that follow its last step.
+
+        Raises ArgumentError if its steps are others.
+        """
         epoch, position = self._where().going_on(state, "loader")
         for name in ("global_batch_size", "micro_batch_size"):
             if state[name] != getattr(self, name):
                 raise ArgumentError(f"the loader was saved with {name}={state[name]} and now has {getattr(self, name)}")
         self._check_machine(state, "the loader was saved with")
         self.epoch, self._position, self._threads = epoch, position, int(state["threads"])
+        if not position:  # its last step was that of the epoch before
+            epoch, position = epoch - 1, len(self) * self.global_batch_size
+        if epoch >= 0:
+            _seed(self.seed, epoch, (position - 1) // self.global_batch_size * self.global_batch_size, _AFTER)
 
     def _agree(self) -> None:
         """Use the threads of the first start everywhere. Every rank must call it; blocks."""

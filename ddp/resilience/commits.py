@@ -312,7 +312,8 @@ class Commits:
         if found is None and not has_state:
             # A replaced rank that was lost before it sent gradients after a commit is where it was at that commit.
             known, found = number - 1, self._page.at(number - 1)
-        self._page.restore_buffers(known)
+        if not any(sampler.is_of_steps for sampler in self._samplers):
+            self._page.restore_buffers(known)  # else all have those of the root, and a lost rank's are of another time
         for average, source in self._averages:
             _catch_up(average, source, self._page.before(number, [*average.buffers()]))
         random = None

@@ -382,6 +382,11 @@ class SamplerPart(Part):
             self.sampler.before_rest(before_rest)
 
     @property
+    def is_of_steps(self) -> bool:
+        """Whether all ranks have the same buffers and random numbers after each step."""
+        return isinstance(self.sampler, StepLoader)
+
+    @property
     def can_deal_over(self) -> bool:
         """Whether it can deal the rest of an epoch to another number of ranks."""
         return isinstance(self.sampler, DistributedSampler | StepLoader) or type(self.sampler) is ReplicaLoader

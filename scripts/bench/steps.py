@@ -1,20 +1,22 @@
 """Steps of ddp.StepLoader: what they cost beside the same micro-batches without it, and their bits, by number of ranks.
 
     python scripts/bench/steps.py [--ranks 1,2,3,4,5,6,7,8] [--backend shm] [--steps 40] [--rounds 5]
-    python scripts/bench/steps.py --bits [--steps 500] [--model cnn]
+    python scripts/bench/steps.py --bits [--steps 500] [--model cnn] [--hosts 1,2,3]
+    python scripts/bench/steps.py --schedules 100 [--steps 60] [--seed 1]
 
 Without `--bits`: ms of a step of 8 micro-batches, in turns: "plain" accumulates this rank's share of them with
 no_sync(), with the backend's sums; "steps" is the loop of ddp.StepLoader on the same samples, which are in memory. The
 medians of the rounds, and the ratio. Both have the loader's processor time in them, "plain" that of torch's DataLoader.
 
-With `--bits`: SHA-256 of parameters, buffers, the optimizer's state, losses and random numbers after so many steps.
+With `--bits`: SHA-256 of parameters, buffers, the optimizer's state, losses and random numbers after so many steps, by
+number of ranks and of simulated hosts. With `--schedules`: the same after random kills, lost hosts, hosts that join,
+and restarts from files on other ranks (step_runs/).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 import os
 import platform
 import statistics
@@ -29,24 +31,31 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from step_runs.schedules import Part, run_part, run_schedules
+from step_runs.training import MICRO_BATCHES, MODELS, SIZE, Training
+from torch.utils.data import DataLoader
 
 import ddp
-
-MICRO_BATCHES, SIZE, SAMPLES = 8, 4, 1000
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="1,2,3,4,5,6,7,8", help="world sizes [%(default)s]")
     parser.add_argument("--backend", default="shm", help="[%(default)s]")
-    parser.add_argument("--model", default="mlp", choices=["mlp", "cnn"], help="[%(default)s]")
+    parser.add_argument("--model", default="mlp", choices=MODELS, help="[%(default)s]")
     parser.add_argument("--steps", type=int, default=40, help="of a round [%(default)s]")
     parser.add_argument("--rounds", type=int, default=5, help="[%(default)s]")
     parser.add_argument("--bits", action="store_true", help="compare the bits instead of times")
+    parser.add_argument("--hosts", default="1", help="simulated, for --bits [%(default)s]")
+    parser.add_argument("--schedules", type=int, default=0, metavar="N", help="compare those of N random schedules")
+    parser.add_argument("--seed", type=int, default=1, help="of the first schedule [%(default)s]")
     args = parser.parse_args()
     print(f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}, {args.backend}, {args.model}")
+    if args.schedules:
+        sys.exit(run_schedules(args.schedules, args.seed, args.steps))
+    if args.bits:
+        _compare_bits(args)
+        return
     for size in map(int, args.ranks.split(",")):
         with tempfile.TemporaryDirectory() as folder:
             for pid in [_fork(rank, size, args, folder) for rank in range(size)]:
@@ -61,7 +70,7 @@ def _fork(rank: int, size: int, args: argparse.Namespace, folder: str) -> int:
             ddp.StepLoader  # noqa: B018  # registers shm
             store = dist.FileStore(f"{folder}/store", size)
             dist.init_process_group(args.backend, store=store, rank=rank, world_size=size, timeout=timedelta(minutes=5))
-            (_compare_bits if args.bits else _measure)(args)
+            _measure(args)
             dist.barrier()
             sys.stdout.flush()
         finally:
@@ -69,39 +78,9 @@ def _fork(rank: int, size: int, args: argparse.Namespace, folder: str) -> int:
     return pid
 
 
-class _Training:
-    def __init__(self, model: str) -> None:
-        torch.manual_seed(1)
-        if model == "cnn":
-            self.net: nn.Module = nn.Sequential(
-                nn.Conv2d(1, 16, 3),
-                nn.BatchNorm2d(16),
-                nn.ReLU(),
-                nn.Dropout(0.2),
-                nn.Flatten(),
-                nn.Linear(16 * 900, 10),
-            )
-        else:
-            self.net = nn.Sequential(nn.Flatten(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
-        numbers = torch.Generator().manual_seed(2)
-        inputs = torch.randn(SAMPLES, 1, 32, 32, generator=numbers)
-        self.data = TensorDataset(inputs, torch.randint(10, (SAMPLES,), generator=numbers))
-        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-3)
-        self.model = ddp.DistributedDataParallel(self.net)
-
-    def backward(self, x: torch.Tensor, y: torch.Tensor) -> float:
-        loss = nn.functional.cross_entropy(self.model(x), y)
-        loss.backward()
-        return loss.item()
-
-    def step(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-
 def _plain(model: str) -> Callable[[int], None]:
     """Return the usual loop: each rank accumulates its share of the micro-batches."""
-    training, rank, size = _Training(model), dist.get_rank(), dist.get_world_size()
+    training, rank, size = Training(model), dist.get_rank(), dist.get_world_size()
     share = MICRO_BATCHES // size + (rank < MICRO_BATCHES % size)
 
     def run(steps: int) -> None:
@@ -128,11 +107,8 @@ def _plain(model: str) -> Callable[[int], None]:
 
 
 def _steps(model: str) -> Callable[[int], None]:
-    training = _Training(model)
-    loader = ddp.StepLoader(
-        training.data, global_batch_size=MICRO_BATCHES * SIZE, micro_batch_size=SIZE, drop_last=True
-    )
-    epochs = loader.epochs(10**9)
+    training = Training(model)
+    epochs = training.loader(drop_last=True).epochs(10**9)
 
     def run(steps: int) -> None:
         for _, step in zip(range(steps), epochs, strict=False):
@@ -162,21 +138,19 @@ def _measure(args: argparse.Namespace) -> None:
 
 
 def _compare_bits(args: argparse.Namespace) -> None:
-    training, digest, left = _Training(args.model), hashlib.sha256(), args.steps
-    loader = ddp.StepLoader(training.data, global_batch_size=MICRO_BATCHES * SIZE, micro_batch_size=SIZE)
-    for step in loader.epochs(10**9):
-        losses = [training.backward(x, y) for x, y in step]
-        training.step()
-        digest.update(repr(step.mean(losses)).encode())
-        left -= 1
-        if not left:
-            break
-    state = training.optimizer.state_dict()["state"]
-    values = [*training.net.state_dict().values(), *(value for each in state.values() for value in each.values())]
-    for value in [*values, torch.rand(2)]:
-        digest.update(value.numpy().tobytes())
-    if dist.get_rank() == 0:
-        print(f"{dist.get_world_size():2} ranks  {args.steps} steps  {digest.hexdigest()}")
+    """Print the SHA-256 of each number of ranks and hosts; exit with 1 if they differ."""
+    digests = set()
+    for size in map(int, args.ranks.split(",")):
+        for hosts in [each for each in map(int, args.hosts.split(",")) if size % each == 0]:
+            with tempfile.TemporaryDirectory() as folder:
+                part = Part(hosts, size // hosts, args.backend if hosts == 1 else "", args.steps)
+                ended = run_part(part, args.model, Path(folder))
+            if ended.code:
+                sys.exit(f"{ended.text}\n{part} ended with {ended.code}")
+            print(f"{size:2} ranks  {hosts} hosts  {args.steps} steps  {', '.join(ended.results)}", flush=True)
+            digests |= ended.results
+    if len(digests) != 1:
+        sys.exit("the bits differ")
 
 
 if __name__ == "__main__":

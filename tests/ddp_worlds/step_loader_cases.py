@@ -139,6 +139,24 @@ def resumed(kind: str, steps: int, folder: str) -> str:
     return training.run(steps)
 
 
+def _saved_parts(training: Training) -> dict[str, Any]:
+    return {"model": training.model, "optimizer": training.optimizer, "sampler": training.loader}
+
+
+def random_numbers_saved(folder: str) -> list[float]:
+    training = Training("mlp")
+    training.run(3)
+    checkpoint = ddp.Checkpoint(folder)
+    checkpoint.save(3, **_saved_parts(training))
+    checkpoint.wait()
+    return [*torch.rand(2).tolist(), random.random()]
+
+
+def random_numbers_loaded(folder: str) -> list[float]:
+    assert ddp.Checkpoint(folder).load(**_saved_parts(Training("mlp")))
+    return [*torch.rand(2).tolist(), random.random()]
+
+
 def a_step_that_was_abandoned_changes_nothing() -> None:
     """Its iterator ends within a forward pass of a later step, as where the traceback of its failure lives on."""
     undisturbed, training = Training("mlp").run(2), Training("mlp")

@@ -63,6 +63,6 @@ def train(state: ddp.State) -> None:
 
 train(state)
 digest = hashlib.sha256(state.losses.encode())
-for value in net.state_dict().values():
+for value in [*net.state_dict().values(), torch.rand(2)]:
     digest.update(value.numpy().tobytes())
 print("result", state.step, digest.hexdigest(), flush=True)

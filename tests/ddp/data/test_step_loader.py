@@ -48,6 +48,13 @@ def test_a_training_goes_on_with_another_number_of_ranks(nursery: Nursery, tmp_p
     assert len({*digests}) == 1
 
 
+def test_random_numbers_go_on_from_a_checkpoint_on_other_ranks(nursery: Nursery, tmp_path: Path) -> None:
+    drawn = nursery.run(3, f"{CASES}:random_numbers_saved", folder=str(tmp_path))
+    for ranks in (2, 3, 4):
+        drawn += nursery.run(ranks, f"{CASES}:random_numbers_loaded", folder=str(tmp_path))
+    assert all(each == drawn[0] for each in drawn), drawn
+
+
 def test_what_a_step_cannot_take_is_refused(nursery: Nursery) -> None:
     cases = ["what_a_step_cannot_take_is_refused", "a_step_that_was_abandoned_changes_nothing"]
     nursery.in_turn(2, CASES, cases)
