@@ -18,9 +18,10 @@ from ddp.checkpoint.copies import HostCopy
 from ddp.comm.broadcast import BufferSync
 from ddp.comm.pinned_buffer import PinnedBuffer
 from ddp.compression import Half, Int8, PowerSGD
-from ddp.data_parallel.forward_buffers import BufferHook
+from ddp.data_parallel.forward_buffers import BufferHook, ForwardBuffers
 from ddp.generation import device_collectives
 from ddp.generation.device_collectives import DeviceCollectives
+from ddp.monitoring.stall_report import report_of
 from ddp.strategies.parameter_server.server_link import DeviceCopies
 from ddp.strategies.sharding.chunk_gradient import ChunkGradient
 from ddp.strategies.sharding.partition import partition
@@ -136,7 +137,7 @@ def hooked(place: Place) -> Found:
     hook = BufferHook(None, add_up, None)
     for _ in range(3):
         hook.run([("seen", buffer)])
-    hook.wait()
+    ForwardBuffers(report_of(dist.group.WORLD), None, hook).wait()  # as when backward has ended
     return [buffer.cpu()]
 
 
