@@ -8,7 +8,8 @@ CASES = "ddp_worlds.simulated_training_cases"
 WAYS = (
     "plain", "only_device", "skipped", "views", "accumulated", "unused", "bf16", "hooks", "buffer_hook", "checksum",
     "status", "status_int8", "half", "int8", "powersgd", "local_sgd", "horovod", "central", "background_saves",
-    "copied", "scaled", "explained", "pinned", "packed", "chunks", "compressors", "settled",
+    "copied", "scaled", "explained", "pinned", "packed", "hooked", "chunks", "compressors", "compressed_again",
+    "settled",
 )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -18,8 +18,10 @@ from ddp.checkpoint.copies import HostCopy
 from ddp.comm.broadcast import BufferSync
 from ddp.comm.pinned_buffer import PinnedBuffer
 from ddp.compression import Half, Int8, PowerSGD
+from ddp.data_parallel.forward_buffers import BufferHook, ForwardBuffers
 from ddp.generation import device_collectives
 from ddp.generation.device_collectives import DeviceCollectives
+from ddp.monitoring.stall_report import report_of
 from ddp.strategies.parameter_server.server_link import DeviceCopies
 from ddp.strategies.sharding.chunk_gradient import ChunkGradient
 from ddp.strategies.sharding.partition import partition
@@ -123,6 +125,22 @@ def packed(place: Place) -> Found:
     return [each.cpu() for each in found]
 
 
+def hooked(place: Place) -> Found:
+    """A user's hook for buffers runs again before anything has waited for it, as in a forward pass without backward."""
+    buffer = torch.ones(5).to(place.name)
+
+    def add_up(_: object, named: dict[str, torch.Tensor]) -> Any:
+        work = dist.all_reduce(named["seen"].add_(1), async_op=True)
+        assert work is not None
+        return work.get_future()
+
+    hook = BufferHook(None, add_up, None)
+    for _ in range(3):
+        hook.run([("seen", buffer)])
+    ForwardBuffers(report_of(dist.group.WORLD), None, hook).wait()  # as when backward has ended
+    return [buffer.cpu()]
+
+
 def compressors(place: Place) -> Found:
     """No compressor waits for the device, once it has what it keeps; gradients change places after some steps.
 
@@ -144,6 +162,18 @@ def compressors(place: Place) -> Found:
             assert (result.device.type, result.dtype, result.shape) == (flat.device.type, dtype, flat.shape)
         made.close()
     return []
+
+
+def compressed_again(place: Place) -> Found:
+    """A bucket is averaged again before anything has waited for its last average."""
+    assert dist.group.WORLD is not None
+    made = Half().compressor(dist.group.WORLD, None)
+    buckets = [torch.full((64,), 1.0 + number).to(place.name) for number in range(4)]
+    shapes, owners = [(64,)], [torch.empty(64).to(place.name)]
+    every = [made.reduce(Bucket(0, flat, last=True, shapes=shapes, owners=owners)) for flat in buckets]
+    found = [each.wait().cpu() for each in every]
+    made.close()
+    return found
 
 
 def settled(place: Place) -> Found:

@@ -15,7 +15,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_worlds.simulated_part_cases import chunks, compressors, copied, packed, pinned, settled
+from ddp_worlds.simulated_part_cases import (
+    chunks,
+    compressed_again,
+    compressors,
+    copied,
+    hooked,
+    packed,
+    pinned,
+    settled,
+)
 from testbed.simulated_device import BACKEND, DEVICE, Device, Stream, group_of_all, register, simulated_device
 from torch import nn
 from torch.distributed import PrefixStore
@@ -383,7 +392,7 @@ WAYS: dict[str, Callable[[Place], Found]] = {
     for way in (
         plain, only_device, skipped, views, accumulated, unused, bf16, hooks, buffer_hook, checksum, status,
         status_int8, half, int8, powersgd, local_sgd, horovod, central, background_saves, copied, scaled, explained,
-        pinned, packed, chunks, compressors, settled,
+        pinned, packed, hooked, chunks, compressors, compressed_again, settled,
     )
 }  # fmt: skip
 # Of the CPU's numbers, which are rounded elsewhere.
