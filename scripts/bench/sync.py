@@ -4,9 +4,11 @@
     python scripts/bench/sync.py --environment [--repeats 2]
 
 The hosts are real sshd on 127.0.0.2, .3, ..., each in a mount namespace of its own where the project, this Python's
-packages and the home folder are empty (as root). They share this machine's processors with dtrain. A row is what a run
-takes longer than the same run on hosts that have everything already; `tar` is `tar | ssh tar` to all hosts at once, of
-the same files. All in turns. Files are text, two thirds of which zlib can take away, as with source code.
+packages and the home folder are empty (as root); theirs is a Python without packages, since what this one loads at its
+start may take longer than all else. They share this machine's processors with dtrain. A row is what a run takes longer
+than the same run on hosts that have everything already; `tar` is `tar | ssh tar` to all hosts at once, of the same
+files. All in turns. Files are text, two thirds of which zlib can take away, as with source code. `cpu s` is the time of
+processors on both sides, which depends less on what else the machine does.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import argparse
 import os
 import platform
 import random
+import resource
 import shutil
 import statistics
 import subprocess
@@ -24,7 +27,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+from testbed.processes import wait_until
 from testbed.sshd import BareHosts, SshHosts
 
 ROWS = ("first", "again", "one line", "tar")
@@ -48,12 +54,14 @@ def main() -> None:
             os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
             project = bare.here / "project"
             make_project(project, args.files, args.mb << 20)
+            subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "python")], check=True)
             measure(bare, full, project, args.repeats, environment=args.environment)
 
 
 def measure(bare: BareHosts, full: SshHosts, project: Path, repeats: int, *, environment: bool) -> None:
-    sync = ["--sync", "both" if environment else "code"]
-    found: dict[str, list[float]] = {row: [] for row in ("without", *ROWS)}
+    python = Path(os.environ["XDG_CACHE_HOME"]).parent / "python" / "bin" / "python"
+    sync = ["--sync", "both" if environment else "code", "--python", str(python)]
+    found: dict[str, list[tuple[float, float]]] = {row: [] for row in ("without", *ROWS)}
     for turn in range(repeats):
         bare.reset()
         shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
@@ -67,14 +75,14 @@ def measure(bare: BareHosts, full: SshHosts, project: Path, repeats: int, *, env
         (project / "module0.py").write_text(f"# {turn}\n")
         found["one line"].append(run(bare, project, sync))
         found["tar"].append(tar(bare, project, environment=environment))
-    without_s = statistics.median(found["without"])
-    tar_s = statistics.median(found["tar"])
-    print(f"{'':10} {'s':>7} {'more s':>7} {'of tar':>7}")
-    print(f"{'without':10} {without_s:7.2f}")
-    for row in ROWS:
-        row_s = statistics.median(found[row])
-        more_s = row_s if row == "tar" else row_s - without_s
-        print(f"{row:10} {row_s:7.2f} {more_s:7.3f} {more_s / tar_s:7.2f}", flush=True)
+    print(f"{'':10} {'s':>7} {'more':>7} {'of tar':>7} {'cpu s':>7} {'more':>7} {'of tar':>7}")
+    medians = {row: [statistics.median(each) for each in zip(*costs, strict=True)] for row, costs in found.items()}
+    for row, costs in medians.items():
+        more = (
+            costs if row == "tar" else [ours - without for ours, without in zip(costs, medians["without"], strict=True)]
+        )
+        cells = zip(costs, more, medians["tar"], strict=True)
+        print(f"{row:10} " + " ".join(f"{s:7.2f} {more_s:7.3f} {more_s / tar_s:7.2f}" for s, more_s, tar_s in cells))
 
 
 def make_project(project: Path, files: int, size: int) -> None:
@@ -92,14 +100,14 @@ def make_project(project: Path, files: int, size: int) -> None:
         subprocess.run(["git", "-C", str(project), *words], check=True)
 
 
-def run(lab: SshHosts, project: Path, options: list[str]) -> float:
+def run(lab: SshHosts, project: Path, options: list[str]) -> tuple[float, float]:
     log_dir = str(Path(os.environ["XDG_CACHE_HOME"]).parent / "runs")
     hosts = ["--hosts", ",".join(lab.names), "--ssh-config", str(lab.ssh_config), "--log-dir", log_dir]
     argv = [sys.executable, "-m", "launcher", "run", *options, *hosts, "--start-timeout-s", "600", "train.py"]
-    return timed(lambda: subprocess.run(argv, cwd=project, capture_output=True, text=True))
+    return timed(lab, lambda: subprocess.run(argv, cwd=project, capture_output=True, text=True))
 
 
-def tar(lab: BareHosts, project: Path, *, environment: bool) -> float:
+def tar(lab: BareHosts, project: Path, *, environment: bool) -> tuple[float, float]:
     """Pack the same files once for each host, all at once, with ssh's own settings."""
     packages = [path for path in sys.path if path.endswith("site-packages")] if environment else []
     folders = " ".join([str(project), *packages])
@@ -109,16 +117,26 @@ def tar(lab: BareHosts, project: Path, *, environment: bool) -> float:
         for name in lab.names
     )
     script = f"{pipes} for pid in $pids; do wait $pid || exit 1; done"
-    return timed(lambda: subprocess.run(["sh", "-c", script], capture_output=True, text=True))
+    return timed(lab, lambda: subprocess.run(["sh", "-c", script], capture_output=True, text=True))
 
 
-def timed(call: Callable[[], subprocess.CompletedProcess[str]]) -> float:
+def timed(lab: SshHosts, call: Callable[[], subprocess.CompletedProcess[str]]) -> tuple[float, float]:
+    """Return how long a call takes, and the time of processors that it takes here and on the hosts."""
+    before_s = cpu_s(lab)
     began = time.perf_counter()
     done = call()
     wall_s = time.perf_counter() - began
     if done.returncode:
         sys.exit(f"{done.args} ended with {done.returncode}: {done.stderr}")
-    return wall_s
+    return wall_s, cpu_s(lab) - before_s
+
+
+def cpu_s(lab: SshHosts) -> float:
+    """Return the time of processors of all programs that have ended, here and on the hosts, once none runs there."""
+    wait_until(lambda: not any(map(lab.sessions, range(1, len(lab.names) + 1))), "all sessions have ended")
+    here = resource.getrusage(resource.RUSAGE_CHILDREN)
+    there = [psutil.Process(pid).cpu_times() for pid in lab.pids]
+    return here.ru_utime + here.ru_stime + sum(each.children_user + each.children_system for each in there)
 
 
 if __name__ == "__main__":
