@@ -8,8 +8,10 @@ DistributedDataParallel.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ddp.errors import UnsupportedError
-from ddp.torch_internals import in_backward_optimizers, version_of
+from ddp.torch_internals import in_backward_optimizers, not_traced, version_of
 
 
 class StepWatch:
@@ -34,13 +36,8 @@ class StepWatch:
         self._running: list[int] = []  # optimizers that step now, the outermost first, by id
         # A parameter, its gradient and the gradient's version.
         self._probe: tuple[torch.Tensor, weakref.ref[torch.Tensor], int] | None = None
-        before, after = weakref.WeakMethod(self._before), weakref.WeakMethod(self._after)
-        self._handles = [
-            register_optimizer_step_pre_hook(lambda optimizer, *_: _call(before, optimizer)),
-            register_optimizer_step_post_hook(lambda optimizer, *_: _call(after, optimizer)),
-        ]
-        for handle in self._handles:
-            weakref.finalize(self, handle.remove).atexit = False
+        _hook_optimizers()
+        _watches[next(_numbers)] = self
 
     def restart(self) -> None:
         """Reset, after replicas were made equal."""
@@ -70,7 +67,8 @@ class StepWatch:
             return False
         return True if grad is delivered() and version_of(grad) == version else None
 
-    def _before(self, optimizer: Any) -> None:
+    def before_step(self, optimizer: Any) -> None:
+        """Handle the start of an optimizer's step."""
         if not self._has_ours(optimizer):
             return
         if id(optimizer) in self._running:  # its last step has raised
@@ -79,7 +77,8 @@ class StepWatch:
         if len(self._running) == 1 and self._on_step(optimizer):
             self.steps += 1
 
-    def _after(self, optimizer: Any) -> None:
+    def after_step(self, optimizer: Any) -> None:
+        """Handle the end of an optimizer's step."""
         if id(optimizer) in self._running:
             del self._running[self._running.index(id(optimizer)) :]
 
@@ -88,9 +87,30 @@ class StepWatch:
         return any(not self._ids.isdisjoint(map(id, group["params"])) for group in optimizer.param_groups)
 
 
-def _call(method: weakref.WeakMethod[Any], optimizer: Any) -> None:
-    if (found := method()) is not None:
-        found(optimizer)
+_numbers = itertools.count()
+_watches: weakref.WeakValueDictionary[int, StepWatch] = weakref.WeakValueDictionary()
+
+
+@cache
+def _hook_optimizers() -> None:
+    """Call every watch in each step of an optimizer, by hooks that stay.
+
+    torch runs through its hooks during a step, and fails if the end of a watch removed one meanwhile.
+    """
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+
+
+@not_traced
+def _before_step(optimizer: Any, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+    for watch in list(_watches.values()):
+        watch.before_step(optimizer)
+
+
+@not_traced
+def _after_step(optimizer: Any, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+    for watch in list(_watches.values()):
+        watch.after_step(optimizer)
 
 
 class InBackwardOptimizers:
