@@ -28,13 +28,16 @@ def test_a_watch_may_end_during_a_step() -> None:
         gc.collect()
 
     parameter = torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.SGD([parameter])
     handles = [register(collect) for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook)]
     try:
         stays = Owner(parameter)
+        gc.disable()  # until the step
         Owner(parameter)
-        torch.optim.SGD([parameter]).step()
+        optimizer.step()
         assert (stays.steps, stays.watch.steps) == (1, 1)
     finally:
+        gc.enable()
         for handle in handles:
             handle.remove()
 
