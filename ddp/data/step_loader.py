@@ -12,6 +12,7 @@ import hashlib
 import math
 import random
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -94,6 +95,7 @@ class StepLoader:
         self._length = len(self.dataset)
         self._threads = 0  # of an operator; 0 until the first start
         self._loading = loading
+        self._has_warned = False
 
     @property
     def micro_batch_size(self) -> int:
@@ -135,8 +137,15 @@ class StepLoader:
         It continues where `load_state_dict` says, or the last call ended. Raises ArgumentError if the ranks' torch or
         processors differ.
         """
-        place = rank_and_size("StepLoader.epochs()")
+        rank, ranks = place = rank_and_size("StepLoader.epochs()")
         self._agree()
+        if rank == 0 and ranks > self.micro_batches and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{ranks} ranks, but only {self.micro_batches} micro-batches in a step of ddp.StepLoader: ranks from "
+                f"{self.micro_batches} on have none. Use fewer ranks or a smaller micro_batch_size",
+                stacklevel=2,
+            )
         while self.epoch < count:
             epoch, generator = self.epoch, torch.Generator().manual_seed(self.seed)
             batches = iter(

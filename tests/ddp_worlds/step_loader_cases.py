@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,15 @@ def random_numbers_saved(folder: str) -> list[float]:
 def random_numbers_loaded(folder: str) -> list[float]:
     assert ddp.Checkpoint(folder).load(**_saved_parts(Training("mlp")))
     return [*torch.rand(2).tolist(), random.random()]
+
+
+def ranks_without_micro_batches_are_named() -> list[str]:
+    loader = ddp.StepLoader(Data("mlp"), global_batch_size=8, micro_batch_size=4)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            next(iter(loader.epochs(1)))
+    return [str(each.message) for each in warned]
 
 
 def a_step_that_was_abandoned_changes_nothing() -> None:

@@ -55,6 +55,13 @@ def test_random_numbers_go_on_from_a_checkpoint_on_other_ranks(nursery: Nursery,
     assert all(each == drawn[0] for each in drawn), drawn
 
 
+def test_ranks_without_micro_batches_are_named_once(nursery: Nursery) -> None:
+    first, *others = nursery.run(3, "ddp_worlds.step_loader_cases:ranks_without_micro_batches_are_named")
+    (text,) = first
+    assert text.startswith("3 ranks, but only 2 micro-batches in a step of ddp.StepLoader: ranks from 2 on have none. ")
+    assert others == [[], []]
+
+
 def test_what_a_step_cannot_take_is_refused(nursery: Nursery) -> None:
     cases = ["what_a_step_cannot_take_is_refused", "a_step_that_was_abandoned_changes_nothing"]
     nursery.in_turn(2, CASES, cases)
