@@ -170,6 +170,7 @@ class StepLoader:
         """
         whole = copy.copy(self)
         whole.epoch = whole._position = 0
+        whole._has_warned = True  # a rank without micro-batches costs an evaluation nothing
         for step in whole.epochs(1):
             yield from step.without_gradients()
 
