@@ -210,7 +210,7 @@ def fail(run: Run, failure: Failure, now: float) -> list[Command]:
     """Note a failure; the first one ends the attempt, after a look at where the others stand."""
     attempt = run.current
     if attempt.stopped_at is not None and failure.at >= attempt.stopped_at:
-        # Told to stop by the user, or for growing, it may end as it likes; else it followed from another.
+        # Where the user or a growing run stopped it, it may end as it likes; else it followed from another.
         if run.signum is None and not attempt.grown_for:
             attempt.secondary_failures.append(failure)
         return []
