@@ -14,11 +14,10 @@ in step again in the next one.
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial, wraps
 from time import perf_counter
@@ -590,19 +589,15 @@ def _finish_together(passes: Sequence[tuple[Reducer, Pass]]) -> None:
     errors: list[BaseException] = []  # Ctrl-C too
     sent = []
     for reducer, pass_ in passes:
-        with _collecting(errors):
+        try:
             reducer._send(pass_)
             sent.append((reducer, pass_))
+        except BaseException as error:
+            errors.append(error)
     for reducer, pass_ in sent:
-        with _collecting(errors):
+        try:
             reducer._finish(pass_)
+        except BaseException as error:
+            errors.append(error)
     if errors:
         raise errors[0]
-
-
-@contextlib.contextmanager
-def _collecting(errors: list[BaseException]) -> Iterator[None]:
-    try:
-        yield
-    except BaseException as error:
-        errors.append(error)
