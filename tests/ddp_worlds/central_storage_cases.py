@@ -182,6 +182,7 @@ def a_late_device_equals_all_reduce(*, settings: list[tuple[str, str, int, float
             train(model, optimizer, range(5), parts=parts)
             found = {name: value.cpu() for name, value in model.state_dict().items()}
             assert next(model.parameters()).device == torch.device(DEVICE)
+            torch.accelerator.synchronize()  # else this rank's part of the last collectives may never run
             optimizer.close()
         assert_same(found, dict(theirs.module.state_dict()), f"{model_name} {maker}, seed {seed}")
 
