@@ -172,6 +172,19 @@ def test_the_others_join_a_first_pod_that_replaces_another(pods: Pods, tmp_path:
     assert "begins at 0" not in out
 
 
+@contextlib.contextmanager
+def _sigterm_to_both(pods: Pods, grace_s: str, folder: Path) -> Iterator[tuple[Pod, Pod]]:
+    """Start both pods of train.py, and send SIGTERM to each process 1 when both workers have printed "up"."""
+    words = ["--grace-s", grace_s, "train.py"]
+    with _indexed(pods, 0, *words, cwd=folder) as first, _indexed(pods, 1, *words, cwd=folder) as second:
+        pods.publish(MASTER, first.address)
+        _up(first, b"up")
+        _up(first, b"up")
+        for pod in (first, second):
+            pod.init.send_signal(signal.SIGTERM)
+        yield first, second
+
+
 def test_between_the_signals_of_the_end_of_all_pods_checkpoints_are_saved(pods: Pods, tmp_path: Path) -> None:
     """Kubernetes sends SIGTERM to each process 1, and SIGKILL after terminationGracePeriodSeconds."""
     (tmp_path / "train.py").write_text(
@@ -180,13 +193,7 @@ def test_between_the_signals_of_the_end_of_all_pods_checkpoints_are_saved(pods: 
         "    sys.exit(0)\n"
         "signal.signal(signal.SIGTERM, save)\nprint('up', flush=True)\ntime.sleep(60)"
     )
-    words = ["--grace-s", "25", "train.py"]
-    with _indexed(pods, 0, *words, cwd=tmp_path) as first, _indexed(pods, 1, *words, cwd=tmp_path) as second:
-        pods.publish(MASTER, first.address)
-        _up(first, b"up")
-        _up(first, b"up")
-        for pod in (first, second):
-            pod.init.send_signal(signal.SIGTERM)
+    with _sigterm_to_both(pods, "25", tmp_path) as (first, second):
         (code, _, err), (code1, _, err1) = first.end(), second.end()
     assert (code, code1) == (143, 143), (err, err1)
     assert [(tmp_path / f"checkpoint{rank}").read_text() for rank in (0, 1)] == ["whole", "whole"], (err, err1)
@@ -204,12 +211,7 @@ def test_pods_that_are_killed_after_sigterm_go_on_from_what_they_saved_in_betwee
         "signal.signal(signal.SIGTERM, save)\nprint('up', flush=True)\ntime.sleep(600)"
     )
     words = ["--grace-s", "600", "train.py"]
-    with _indexed(pods, 0, *words, cwd=tmp_path) as first, _indexed(pods, 1, *words, cwd=tmp_path) as second:
-        pods.publish(MASTER, first.address)
-        _up(first, b"up")
-        _up(first, b"up")
-        for pod in (first, second):
-            pod.init.send_signal(signal.SIGTERM)
+    with _sigterm_to_both(pods, "600", tmp_path) as (first, second):
         wait_until(lambda: all((tmp_path / f"saved-{rank}").exists() for rank in (0, 1)), "checkpoints")
         assert (first.program.poll(), second.program.poll()) == (None, None), "they have not ended"
         for pod in (first, second):
