@@ -1,7 +1,7 @@
 """Combines the parts of all ranks by a fixed binary tree: (rank 0 + rank 1) + (rank 2 + rank 3), and so on.
 
 Each node has a power of two of leaves in its first half, and the rest in the second. The leaves are the ranks, or
-micro-batches of which a rank has several, one after the other: a rank combines whole subtrees by itself (`Shares`).
+micro-batches, several of a rank one after the other: a rank combines whole subtrees by itself (`Shares`).
 The result of an element depends on the leaves' values of it alone, never on the limits of chunks and slices. Half
 precision, bfloat16 and float8 are combined in float32 and rounded once (gloo rounds each partial sum); bool is
 combined logically.
@@ -152,7 +152,7 @@ class Shares:
         return tuple(found)
 
     def merged(self, nodes: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
-        """Return the node of which the last two nodes, as (start, size), are the halves; None if they are not."""
+        """Return the node whose halves are the last two nodes, as (start, size); None if there is none."""
         if len(nodes) < 2:
             return None
         (start, size), (middle, other) = nodes[-2:]

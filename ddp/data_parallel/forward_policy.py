@@ -92,7 +92,7 @@ class ForwardPolicy:
                 member.parameter.grad = None  # zeros may be -0.0 after a sum, which a fresh gradient would not be
 
     def take_part(self, micro_batch: MicroBatch) -> None:
-        """Prepare for a reduction in a step of which this rank has no micro-batch."""
+        """Prepare for a reduction in a step in which this rank has no micro-batch."""
         self.micro_batch = micro_batch
 
     def announce_local(self) -> None:

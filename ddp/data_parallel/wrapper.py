@@ -379,7 +379,7 @@ class DistributedDataParallel(TorchSurface):
             self._attach(self._new_channel())
 
     def take_part(self, micro_batch: MicroBatch) -> None:
-        """Take part in the reduction of a step of which this rank has no micro-batch. Blocks; for `ddp.StepLoader`."""
+        """Take part in the reduction of a step in which this rank has no micro-batch. Blocks; for `ddp.StepLoader`."""
         self._take_micro_batches()
         reducer = self._reducer
         assert reducer is not None

@@ -525,7 +525,7 @@ def tidy(root: str, now: float) -> None:
 
 
 def show_cache(*, clear: bool) -> None:
-    """Send what is kept: of which run it is, empty for an environment, its size and age; with `clear`, remove it."""
+    """Send what is kept: its run, empty for an environment, its size and age; with `clear`, remove it."""
     found, root = [], open_store()
     env = os.path.join(root, "env")
     for used, size, path in sorted(kept(root)):

@@ -73,7 +73,7 @@ def _all_reduce_each(rounds: Rounds, flat: torch.Tensor, reduction: str) -> Step
 
 
 def sum_rows(rounds: Rounds, out: torch.Tensor, rows: Sequence[torch.Tensor], shares: Shares) -> Steps:
-    """Write the sum of all leaves to `out`; `rows` are the sums of this rank's subtrees, one of which may be `out`."""
+    """Write the sum of all leaves to `out`; `rows` are the sums of this rank's subtrees, and may include `out`."""
     return _combine_sliced(rounds, header("sum_rows", out.dtype, out.numel(), "SUM", shares.leaves), out, rows, shares)
 
 

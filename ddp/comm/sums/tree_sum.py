@@ -1,6 +1,6 @@
 """Sums over a group by the tree of `ddp.comm.combine`: the same bits for any backend, sizes and hosts.
 
-The leaves of the tree are the ranks, or micro-batches, of which a rank has several: it sends only whole subtrees.
+The leaves of the tree are the ranks, or micro-batches, several for a rank: it sends only whole subtrees.
 
 Where the backend adds by that tree itself (`shm`), it makes the sum. Otherwise ranks exchange messages: each gets one
 piece of the tensor from every rank, adds, and sends the sum to all. That moves the bytes of a ring, 2(n - 1)/n of the

@@ -18,7 +18,7 @@ from launcher.transport.fetching import ordered
 _AT_ONCE = 16
 _UNITS = ((86400, "day"), (3600, "hour"), (60, "minute"), (1, "second"))
 
-Kept = list[tuple[str, int, float]]  # of which run it is, or empty for packages; bytes; seconds since its last use
+Kept = list[tuple[str, int, float]]  # its run, or empty for packages; bytes; seconds since its last use
 
 
 def run_cache(spec: JobSpec, *, clear: bool, say: Callable[[str], None]) -> int:
