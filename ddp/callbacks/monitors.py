@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from ddp import rng
 from ddp.callbacks.callback import Callback
 from ddp.checkpoint import file as checkpoint_file
-from ddp.checkpoint import rng
 from ddp.checkpoint.checkpoint import Checkpoint
 from ddp.checkpoint.state import check_plain, restore_parts
 from ddp.checkpoint.writer import FailedSaves, OnError, Writer

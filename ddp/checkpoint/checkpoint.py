@@ -25,8 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddp import rng
 from ddp.checkpoint import file as checkpoint_file
-from ddp.checkpoint import kept_copy, rng, writer
+from ddp.checkpoint import kept_copy, writer
 from ddp.checkpoint.agreement import (
     SaveNote,
     Weights,

@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddp import rng
 from ddp.checkpoint import file as checkpoint_file
-from ddp.checkpoint import kept_copy, rng
+from ddp.checkpoint import kept_copy
 from ddp.checkpoint.agreement import place
 from ddp.checkpoint.state import Stateful, restore_parts, wrapper_of
 from ddp.comm.objects import device_of

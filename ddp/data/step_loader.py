@@ -10,8 +10,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-import random
-import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -21,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from ddp import rng
 from ddp.comm.combine import Shares
 from ddp.comm.objects import gather_values
 from ddp.data.micro_batch import MicroBatch, current
@@ -354,9 +353,7 @@ def _seed(*what: object) -> None:
         torch.manual_seed(seed)
     else:  # that would format the stack for each kind of device that is not in use
         torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(seed & 0xFFFFFFFF)
+    rng.seed_on_host(seed)
 
 
 @cache

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from ddp.checkpoint import rng
+from ddp import rng
 from ddp.comm.broadcast_objects import broadcast_object
 from ddp.errors import ArgumentError, CollectiveError, ReplacementError, UnsupportedError
 from ddp.generation.pending_group import left_out

@@ -94,7 +94,7 @@ class RankPage:
         self._write(2 + step % 2, step)
 
     def at(self, step: int) -> tuple[dict[str, Any], bytes] | None:
-        """Return the random states after `step`, in the format of `ddp.checkpoint.rng.restore`, and the data of `own`.
+        """Return the random states after `step`, in the format of `ddp.rng.restore`, and the data of `own`.
 
         None if they are not known.
         """
@@ -251,7 +251,7 @@ class _RandomStates:
         self._raw, self._has_gauss = raw, bool(state["has_gauss"])
 
     def at(self, record: int) -> dict[str, Any]:
-        """Return the states of a record, except torch's, in the format of `ddp.checkpoint.rng.restore`."""
+        """Return the states of a record, except torch's, in the format of `ddp.rng.restore`."""
         place = record * self._stride + _RANDOM_AT
         words = _WORDS.unpack_from(self._memory, place)
         has_gauss, gauss = _GAUSS.unpack_from(self._memory, place := place + _WORDS.size)

@@ -21,9 +21,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ddp import rng
 from ddp.callbacks.callback import Callback, CallbackList, Training
 from ddp.callbacks.reports import History
-from ddp.checkpoint import rng
 from ddp.data.metrics import gather_samples
 from ddp.data.replica_loader import ReplicaLoader
 from ddp.data.step_loader import StepLoader

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp.checkpoint import rng
+from ddp import rng
 from ddp.comm.objects import gather_values
 from ddp.data_parallel.wrapper import DistributedDataParallel
 from ddp.errors import ArgumentError

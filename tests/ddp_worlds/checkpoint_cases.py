@@ -25,7 +25,8 @@ import torch.distributed as dist
 from torch import nn
 
 import ddp
-from ddp.checkpoint import checkpoint, loading, rng, writer
+from ddp import rng
+from ddp.checkpoint import checkpoint, loading, writer
 from ddp.checkpoint import file as checkpoint_file
 from ddp.comm import objects
 from ddp.monitoring import progress

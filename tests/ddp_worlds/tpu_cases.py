@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import ddp
-from ddp.checkpoint import rng
+from ddp import rng
 from ddp.comm.objects import gather_values
 
 PER_PROCESS = 2

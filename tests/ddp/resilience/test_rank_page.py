@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from ddp.checkpoint import rng
+from ddp import rng
 from ddp.errors import ReplacementError, UnsupportedError
 from ddp.resilience.rank_page import RankPage
 

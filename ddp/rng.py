@@ -1,5 +1,5 @@
 """The states of this process's random number generators: Python's, NumPy's if it is loaded, torch's on the CPU and on
-the current CUDA device, and torch_xla's in SPMD mode. Used by checkpoints; never draws a number.
+the current CUDA device, and torch_xla's in SPMD mode. Never draws a number.
 """
 
 from __future__ import annotations
