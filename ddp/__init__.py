@@ -17,6 +17,7 @@ exceptions.
 from ddp import callbacks, compression, errors, horovod
 from ddp.checkpoint.checkpoint import Checkpoint
 from ddp.compression import make_compression
+from ddp.data.ledger import ledger
 from ddp.data.metrics import gather_metrics, gather_samples
 from ddp.data.sampler import DistributedSampler
 from ddp.data.step_loader import StepLoader
@@ -48,6 +49,7 @@ __all__ = [
     "gather_samples",
     "horovod",
     "init",
+    "ledger",
     "make_compression",
     "resilient",
     "strategy",

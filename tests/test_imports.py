@@ -177,7 +177,7 @@ def test_the_names_at_the_top_of_ddp_are_few() -> None:
     names = [
         "Checkpoint", "DistributedDataParallel", "DistributedSampler", "LocalSGD", "State", "StepLoader", "Trainer",
         "World", "callbacks", "check_replicas", "compression", "errors", "gather_metrics", "gather_samples", "horovod",
-        "init", "make_compression", "resilient", "strategy", "verify",
+        "init", "ledger", "make_compression", "resilient", "strategy", "verify",
     ]  # fmt: skip
     assert ddp.__all__ == names
     others = {name for name, value in vars(ddp).items() if not isinstance(value, types.ModuleType) and name[0] != "_"}

@@ -44,6 +44,9 @@ from ddp.checkpoint.state import Stateful, check_plain, given_parts, wrapper_of
 from ddp.checkpoint.writer import OnError, Writer
 from ddp.comm.objects import control_group, device_of
 from ddp.comm.sums.small_sum import reduce_options
+from ddp.data import replay
+from ddp.data.ledger import record
+from ddp.data.step_loader import StepLoader
 from ddp.errors import ArgumentError, CheckpointError
 from ddp.generation.pending_group import is_pending
 from ddp.monitoring.progress import SAVE, count_checkpoint, phase
@@ -111,7 +114,7 @@ class Checkpoint:
     ) -> None:
         if keep < 1:
             raise ArgumentError(f"keep={keep}; at least the last checkpoint must be kept")
-        self.folder = Path(folder)
+        self.folder = replay.folder(folder)
         self.keep = keep
         self.in_background = in_background
         self.check_replicas = check_replicas
@@ -205,6 +208,9 @@ class Checkpoint:
             content = {"step": step, "world_size": len(notes), **content, "random": random_states, "values": values}
             if reduction is not None:
                 content["reduction"] = reduction
+            if isinstance(sampler, StepLoader):
+                content["ledger_step"] = sampler.steps
+                record.add_checkpoint(checkpoint_file.path_of(self.folder, step), sampler.steps)
             with at_files(self.folder.absolute()):
                 self._writer.start(step, rank, content, keep=self.keep, in_background=note.in_background)
         self._is_uncounted = rank != 0
@@ -268,6 +274,10 @@ class Checkpoint:
         is missing in the file or the other way round, or if the model has other keys or shapes. The model is only
         changed if it fits; the rest may have been restored in part. CollectiveError if a rank is gone.
         """
+        if path is None and (replayed := replay.plan()) is not None:
+            if replayed.checkpoint is None:
+                return None
+            path = replayed.checkpoint
         if dist.is_initialized() and is_pending(dist.group.WORLD):
             return None  # this process replaces a failed rank, and receives the state from the others
         self._wait()

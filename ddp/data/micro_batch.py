@@ -11,13 +11,15 @@ from ddp.comm.combine import Shares
 class MicroBatch:
     """A micro-batch of this rank in a step; its gradients are a leaf in the tree of their sum.
 
-    `divisor` is by what they are divided first: all samples of the step, by those of the micro-batch.
+    `divisor` is by what they are divided first: all samples of the step, by those of the micro-batch. `step` is the
+    step's number over all epochs, for the ledger; None if that has no lines of its loader.
     """
 
     index: int  # in the step, over all ranks
     divisor: float
     shares: Shares
     rank: int
+    step: int | None = None
 
     @property
     def is_first(self) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -22,6 +23,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from ddp import rng
 from ddp.comm.combine import Shares
 from ddp.comm.objects import gather_values
+from ddp.data import replay
+from ddp.data.ledger import KINDS, Kind, record
 from ddp.data.micro_batch import MicroBatch, current
 from ddp.data.permutation import Position, choose
 from ddp.data.sampler import rank_and_size
@@ -61,6 +64,11 @@ class StepLoader:
     The bits are those of one build of torch and one kind of processor: with `strict`, ranks that differ raise
     ArgumentError, and so does a state of another kind. The number of threads of an operator is that of rank 0 at the
     first start, on every rank and after a restart.
+
+    Under `dtrain run`, or after `ddp.ledger`, each step has a line in the run's ledger, for `dtrain replay` and `dtrain
+    diff`, and hashes of gradients and parameters are compared between the ranks: DriftError if they differ. By default
+    they are those of as many parameters a step as 2 % of its time allows, all of them in turn; `ledger="full"` hashes
+    all in each step, and "off" none.
     """
 
     def __init__(
@@ -73,6 +81,7 @@ class StepLoader:
         seed: int = 0,
         drop_last: bool = False,
         strict: bool = True,
+        ledger: Kind = "sampled",
         **loading: Any,
     ) -> None:
         """Raises ArgumentError for a data set without a length, and for sizes that are not possible."""
@@ -86,9 +95,12 @@ class StepLoader:
                 f"micro_batch_size={micro_batch_size} and global_batch_size={global_batch_size}: a micro-batch has 1 "
                 "sample or more, and a step one micro-batch or more"
             )
+        if ledger not in KINDS:
+            raise ArgumentError(f"ledger={ledger!r}; it must be one of {', '.join(map(repr, KINDS))}")
         self.dataset: Any = dataset
         self.global_batch_size, self._micro_batch_size = global_batch_size, micro_batch_size
         self.shuffle, self.seed, self.drop_last, self.strict = shuffle, seed, drop_last, strict
+        self.ledger = ledger
         self.epoch = 0
         self._position = 0  # samples of the epoch in the steps so far
         self._length = len(self.dataset)
@@ -125,6 +137,11 @@ class StepLoader:
                 "an accumulate that divides the samples"
             )
 
+    @property
+    def steps(self) -> int:
+        """The number of steps so far, over all epochs: that of the next one, in the ledger."""
+        return self.epoch * len(self) - (-self._position // self.global_batch_size)
+
     def __len__(self) -> int:
         """Return the number of steps of an epoch."""
         full, over = divmod(self._length, self.global_batch_size)
@@ -145,6 +162,9 @@ class StepLoader:
                 f"{self.micro_batches} on have none. Use fewer ranks or a smaller micro_batch_size",
                 stacklevel=2,
             )
+        replay.begin()
+        kind: Kind = "full" if replay.plan() is not None and self.ledger != "off" else self.ledger
+        record.begin(self, rank, {"machine": {**_machine(), "threads": self._threads}, "loader": self._facts()}, kind)
         while self.epoch < count:
             epoch, generator = self.epoch, torch.Generator().manual_seed(self.seed)
             batches = iter(
@@ -157,7 +177,11 @@ class StepLoader:
             while size := self._size(self._position):
                 step = Step(self, batches, self._position, size, place)
                 self._position += size
-                yield step
+                try:
+                    yield step
+                finally:  # also if the loop ends with it
+                    record.end(step)
+                replay.end_step(step.recorded)
                 if self.epoch != epoch:
                     raise ArgumentError("a StepLoader's state was loaded between two steps: call epochs() again")
             self.epoch, self._position = epoch + 1, 0
@@ -169,6 +193,7 @@ class StepLoader:
         """
         whole = copy.copy(self)
         whole.epoch = whole._position = 0
+        whole.ledger = "off"
         whole._has_warned = True  # a rank without micro-batches costs an evaluation nothing
         for step in whole.epochs(1):
             yield from step.without_gradients()
@@ -201,11 +226,16 @@ class StepLoader:
 
     def _agree(self) -> None:
         """Use the threads of the first start everywhere. Every rank must call it; blocks."""
-        mine: dict[str, Any] = {**_machine(), "threads": self._threads or torch.get_num_threads()}
+        mine: dict[str, Any] = {**_machine(), "threads": self._threads or _first_threads()}
         first: dict[str, Any] = gather_values(mine)[0] if dist.is_available() and dist.is_initialized() else mine
         self._check_machine(first, "rank 0 has")
         self._threads = int(first["threads"])
         torch.set_num_threads(self._threads)
+
+    def _facts(self) -> dict[str, Any]:
+        sizes = {"global_batch_size": self.global_batch_size, "micro_batches": self.micro_batches}
+        order = {"seed": self.seed, "shuffle": self.shuffle}
+        return {"samples": self._length, "steps": len(self), **sizes, **order}
 
     def _check_machine(self, other: Mapping[str, Any], who: str) -> None:
         for name, value in _machine().items():
@@ -238,6 +268,8 @@ class Step:
     ) -> None:
         self.epoch, self.samples = loader.epoch, size
         self.number = position // loader.global_batch_size  # in the epoch
+        self.recorded: int | None = None  # its number in the ledger, once it is iterated and has a line there
+        self._loader = loader
         self._batches = batches
         self._bounds = loader._bounds(size)
         self._rank, ranks = place
@@ -266,11 +298,16 @@ class Step:
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's micro-batches, and set the random numbers of each. A rank without any takes part, too."""
         current.step, current.is_used = self, False
+        total = self.epoch * len(self._loader) + self.number
+        if record.begin_step(self._loader, self, total, self._shares.counts, self._rank):
+            self.recorded = total
         try:
             for index in self.micro_batches:
                 batch = next(self._batches)
-                current.micro_batch = MicroBatch(index, self.samples / self._samples(index), self._shares, self._rank)
+                divisor = self.samples / self._samples(index)
+                current.micro_batch = MicroBatch(index, divisor, self._shares, self._rank, self.recorded)
                 _seed(*self._seeds, index)
+                replay.reach(self.recorded, index, sys._getframe(1))
                 yield batch
             current.micro_batch = None
             if not self.micro_batches:
@@ -296,7 +333,9 @@ class Step:
             )
         mine = [float(loss) * size for size, loss in zip(self.sizes, losses, strict=True)]
         every = gather_values(mine) if dist.is_available() and dist.is_initialized() else [mine]
-        return math.fsum(value for values in every for value in values) / self.samples
+        mean = math.fsum(value for values in every for value in values) / self.samples
+        record.add_loss(self.recorded, mean)
+        return mean
 
     def _samples(self, index: int) -> int:
         return self._bounds[index + 1] - self._bounds[index]
@@ -310,7 +349,7 @@ class Step:
                 f"{len(models)} models: give each rank a micro-batch, by a smaller micro_batch_size or drop_last=True"
             )
         for model in models:
-            model.take_part(MicroBatch(_SPARE, 1.0, self._shares, self._rank))
+            model.take_part(MicroBatch(_SPARE, 1.0, self._shares, self._rank, self.recorded))
 
 
 class _Own:
@@ -359,6 +398,11 @@ def _seed(*what: object) -> None:
 @cache
 def _has_other_devices() -> bool:
     return torch.backends.mps.is_available() or torch.xpu.is_available()
+
+
+def _first_threads() -> int:
+    found = replay.plan()
+    return torch.get_num_threads() if found is None or found.threads is None else found.threads
 
 
 def _machine() -> dict[str, str]:

@@ -16,6 +16,7 @@ from ddp.data_parallel.buckets.step_status import RankStatus, StatusSum
 from ddp.data_parallel.checksum import WeightChecksum
 from ddp.data_parallel.forward_buffers import ForwardBuffers
 from ddp.data_parallel.status_errors import drifted_meanwhile, forwards_differ, starts_differ, steps_of_each
+from ddp.data_parallel.step_hashes import StepHashes
 from ddp.data_parallel.step_watch import InBackwardOptimizers, StepWatch
 from ddp.errors import BackwardError, DdpError, UnsupportedError
 
@@ -58,6 +59,7 @@ class ForwardPolicy:
         self._watch = step_watch
         self._buffers = buffers
         self._checksum = checksum
+        self._hashes = StepHashes(channel.number, members)
         self._next = Action.STRAY  # the last forward's announcement for the next gradients; STRAY after a pass
         self._forwards: list[Forward] = []
         self._in_backward_optimizers: InBackwardOptimizers | None = None  # from the first forward pass on
@@ -139,6 +141,7 @@ class ForwardPolicy:
         self._is_kept = None if self.micro_batch is not None else self._watch.is_kept()
         if self._checksum is not None:
             self._checksum.start()
+        self._hashes.start(self.micro_batch)
         self._close_opaque()
 
     def _close_opaque(self) -> None:
@@ -152,12 +155,16 @@ class ForwardPolicy:
             self._buffers.leave_step()
 
     def status(self, **common: Any) -> RankStatus:
+        hashed, digest, every = self._hashes.status()
         return RankStatus(
             open_forwards=self._open_forwards(),
             digest=0 if self._checksum is None else self._checksum.digest(),
             steps=self._watch.steps if self._equal_after_other_steps < _MOST_OF_EQUAL_REPLICAS else 0,
             kept=self._is_kept is True,
             emptied=self._is_kept is False,
+            hashed=hashed,
+            hash=digest,
+            every=every,
             **common,
         )
 
@@ -166,6 +173,8 @@ class ForwardPolicy:
 
     def disagreement(self, statuses: StatusSum, pass_: Pass) -> DdpError | None:
         channel, counts = self._channel, not pass_.has_joined
+        if (drift := self._hashes.check(channel, statuses)) is not None:
+            return drift
         if not statuses.same_forwards:
             return forwards_differ(channel, self._open_forwards())
         if self._checksum is not None and not statuses.same_digest:
@@ -190,6 +199,7 @@ class ForwardPolicy:
         self._buffers.wait()
         if self.micro_batch is not None:
             self._buffers.end_step()
+            self._hashes.delivered()
         if self._in_backward_optimizers is not None:
             self._in_backward_optimizers.step()
         self._watch.delivered(first_used)

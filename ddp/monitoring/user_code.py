@@ -27,6 +27,12 @@ def line_of_frame(frame: FrameType | None) -> str:
     return _line_among([] if frame is None else [*traceback.walk_stack(frame)])
 
 
+def user_frame(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame of the user's own code that leads to a running `frame`."""
+    spots = [] if frame is None else [*traceback.walk_stack(frame)]
+    return _own_among(spots)[0] if spots else None
+
+
 def line_of_traceback(trace: TracebackType | None) -> str:
     """Return the user's line that an exception came from."""
     return _line_among([*traceback.walk_tb(trace)][::-1])
@@ -36,11 +42,15 @@ def _line_among(spots: Sequence[_Spot]) -> str:
     """Return the innermost of the user's own lines, and what runs inside it; `spots` are innermost first."""
     if not spots:
         return "an unknown line"
-    own = min(spots, key=lambda spot: _foreignness(spot[0].f_code.co_filename))  # the first of the least foreign
+    own = _own_among(spots)
     inner = spots[0]
     is_shown = inner is own or inner[0].f_code.co_filename.startswith(_OURS)
     inside = "" if is_shown else f", inside {_spot_text(inner)}"
     return printable(_spot_text(own) + inside)
+
+
+def _own_among(spots: Sequence[_Spot]) -> _Spot:
+    return min(spots, key=lambda spot: _foreignness(spot[0].f_code.co_filename))  # the first of the least foreign
 
 
 def _foreignness(file: str) -> int:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ddp.checkpoint.checkpoint import checked_saves
 from ddp.comm.objects import gather_values
+from ddp.data import replay
 from ddp.errors import (
     ArgumentError,
     CollectiveError,
@@ -115,6 +116,8 @@ def resilient(function: F) -> F:
     def run(state: State, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(state, State):
             raise ArgumentError(f"{function.__name__}({type(state).__name__}): its first argument must be a ddp.State")
+        if (replayed := replay.plan()) is not None and replayed.state is not None:
+            state.snapshots.load(replayed.state)
         if lacks_error_handling():
             warnings.warn(
                 f"a failure in {function.__name__}() will end the attempt: on CUDA the others can go on only if "

@@ -15,6 +15,7 @@ from ddp.data.step_loader import StepLoader
 from ddp.errors import ArgumentError
 from ddp.resilience.commits import Commits
 from ddp.resilience.parts import ModelPart, OptimizerPart, Part, SamplerPart, StatefulPart
+from ddp.resilience.snapshots import Snapshots
 
 _ATOMS = frozenset({type(None), bool, int, float, str})
 
@@ -69,11 +70,13 @@ class State:
             setattr(self, name, value)
         parts = {name: _part(name, given) for name, given in objects.items()}
         owners = [each for each in objects.values() if hasattr(each, "own_state")]
+        own["snapshots"] = Snapshots(self.objects, self.values)
         own["commits"] = Commits(parts, self.values, owners[0] if owners else None)
 
     values: dict[str, Any]
     objects: dict[str, Any]  # everything except values
     commits: Commits
+    snapshots: Snapshots
 
     def __getattr__(self, name: str) -> Any:
         for found in (vars(self).get("values", {}), vars(self).get("objects", {})):
@@ -108,6 +111,7 @@ class State:
         pass that failed.
         """
         self.commits.take()
+        self.snapshots.committed()
         if (join_point := self.commits.join_point) is not None and self.commits.number is not None:
             join_point.committed(self.commits.number)
 

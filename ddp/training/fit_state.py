@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ddp.comm.objects import gather_values
+from ddp.data import replay
 from ddp.data.replica_loader import ReplicaLoader
 from ddp.data.step_loader import StepLoader
 from ddp.errors import ArgumentError, ReplacementError
@@ -61,6 +62,8 @@ def state_of(trainer: Any, loader: ReplicaLoader | StepLoader) -> State | None:
     Every replica must call it; all but replacements of failed ones block until they have agreed. Raises
     ReplacementError on a replacement that cannot do the same as the other replicas.
     """
+    if (replayed := replay.plan()) is not None and replayed.state is not None:
+        return _state(trainer, loader)
     if not (trainer.strategy.comes_back and can_go_on()):
         return None
     state, problem = None, ""

@@ -1,12 +1,15 @@
 """Steps of ddp.StepLoader: what they cost beside the same micro-batches without it, and their bits, by number of ranks.
 
     python scripts/bench/steps.py [--ranks 1,2,3,4,5,6,7,8] [--backend shm] [--steps 40] [--rounds 5]
+    python scripts/bench/steps.py --ledger sampled [--rounds 30]
     python scripts/bench/steps.py --bits [--steps 500] [--model cnn] [--hosts 1,2,3]
     python scripts/bench/steps.py --schedules 100 [--steps 60] [--seed 1]
 
 Without `--bits`: ms of a step of 8 micro-batches, in turns: "plain" accumulates this rank's share of them with
 no_sync(), with the backend's sums; "steps" is the loop of ddp.StepLoader on the same samples, which are in memory. The
 medians of the rounds, and the ratio. Both have the loader's processor time in them, "plain" that of torch's DataLoader.
+
+With `--ledger`: the loop of ddp.StepLoader without a ledger, and with one, sampled or full.
 
 With `--bits`: SHA-256 of parameters, buffers, the optimizer's state, losses and random numbers after so many steps, by
 number of ranks and of simulated hosts. With `--schedules`: the same after random kills, lost hosts, hosts that join,
@@ -26,6 +29,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -45,6 +49,7 @@ def main() -> None:
     parser.add_argument("--model", default="mlp", choices=MODELS, help="[%(default)s]")
     parser.add_argument("--steps", type=int, default=40, help="of a round [%(default)s]")
     parser.add_argument("--rounds", type=int, default=5, help="[%(default)s]")
+    parser.add_argument("--ledger", choices=("sampled", "full"), help="what a ledger costs instead")
     parser.add_argument("--bits", action="store_true", help="compare the bits instead of times")
     parser.add_argument("--hosts", default="1", help="simulated, for --bits [%(default)s]")
     parser.add_argument("--schedules", type=int, default=0, metavar="N", help="compare those of N random schedules")
@@ -70,7 +75,7 @@ def _fork(rank: int, size: int, args: argparse.Namespace, folder: str) -> int:
             ddp.StepLoader  # noqa: B018  # registers shm
             store = dist.FileStore(f"{folder}/store", size)
             dist.init_process_group(args.backend, store=store, rank=rank, world_size=size, timeout=timedelta(minutes=5))
-            _measure(args)
+            _measure(args, folder)
             dist.barrier()
             sys.stdout.flush()
         finally:
@@ -106,9 +111,9 @@ def _plain(model: str) -> Callable[[int], None]:
     return run
 
 
-def _steps(model: str) -> Callable[[int], None]:
+def _steps(model: str, **options: Any) -> Callable[[int], None]:
     training = Training(model)
-    epochs = training.loader(drop_last=True).epochs(10**9)
+    epochs = training.loader(drop_last=True, **options).epochs(10**9)
 
     def run(steps: int) -> None:
         for _, step in zip(range(steps), epochs, strict=False):
@@ -119,8 +124,12 @@ def _steps(model: str) -> Callable[[int], None]:
     return run
 
 
-def _measure(args: argparse.Namespace) -> None:
-    ways = {"plain": _plain(args.model), "steps": _steps(args.model)}
+def _measure(args: argparse.Namespace, folder: str) -> None:
+    if args.ledger:
+        ddp.ledger(f"{folder}/ledger")
+        ways = {"without": _steps(args.model, ledger="off"), args.ledger: _steps(args.model, ledger=args.ledger)}
+    else:
+        ways = {"plain": _plain(args.model), "steps": _steps(args.model)}
     found: dict[str, list[float]] = {name: [] for name in ways}
     for each in range(args.rounds + 1):  # the first one warms up
         for name, run in ways.items():
@@ -131,10 +140,10 @@ def _measure(args: argparse.Namespace) -> None:
             if each:
                 found[name].append(1e3 * (time.perf_counter() - began) / args.steps)
     if dist.get_rank() == 0:
-        plain, steps = (statistics.median(found[name]) for name in ways)
-        print(
-            f"{dist.get_world_size():2} ranks  plain {plain:7.2f} ms  steps {steps:7.2f} ms  ratio {steps / plain:.2f}"
-        )
+        first, second = (statistics.median(times) for times in found.values())
+        ratio = statistics.median(after / before for before, after in zip(*found.values(), strict=True))
+        shown = "  ".join(f"{name} {ms:7.2f} ms" for name, ms in zip(ways, (first, second), strict=True))
+        print(f"{dist.get_world_size():2} ranks  {shown}  ratio {ratio:.3f}")
 
 
 def _compare_bits(args: argparse.Namespace) -> None:

@@ -18,8 +18,8 @@ import torch
 _DIGITS = 8
 _DIGIT_BITS = 6
 _MOST = (1 << _DIGIT_BITS) - 1
-_FIELDS = 15
-HEADER_NUMEL = _FIELDS + 2 * _DIGITS
+_FIELDS = 17
+HEADER_NUMEL = _FIELDS + 4 * _DIGITS
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class RankStatus:
     everywhere. `steps`: number of optimizer steps since the last reduction. `kept` and `emptied`: the gradients of the
     last reduction were still there, unchanged, or gone, when this pass began; neither if that is unknown.
     `nonfinite`: its own gradients had a value that is infinite or NaN. `warned`: it was notified that the job's time is
-    nearly up, which the others may not know.
+    nearly up, which the others may not know. `hashed`: `hash` is 48 bits of what it hashed in the last step of a
+    StepLoader. `every`: in how many steps all is hashed from now on; of rank 0 alone.
     """
 
     failed: bool = False
@@ -48,6 +49,9 @@ class RankStatus:
     emptied: bool = False
     nonfinite: bool = False
     warned: bool = False
+    hashed: bool = False
+    hash: int = 0
+    every: int = 0
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,9 @@ class StatusSum:
     same_start: bool  # no rank kept gradients that another emptied
     nonfinite: int
     warned: int
+    hashed: int
+    same_hash: bool
+    every: int
 
 
 _PLAIN = RankStatus()
@@ -85,12 +92,13 @@ def write(status: RankStatus, place: torch.Tensor, absent: Sequence[int]) -> Non
 @lru_cache(maxsize=16)
 def _header(status: RankStatus, dtype: torch.dtype) -> torch.Tensor:
     """Return the header (HEADER_NUMEL,), which is the same in most steps."""
-    digits = [status.digest >> (_DIGIT_BITS * at) & _MOST for at in range(_DIGITS)]
+    digits = [number >> (_DIGIT_BITS * at) & _MOST for number in (status.digest, status.hash) for at in range(_DIGITS)]
     compared = [min(status.open_forwards, _MOST), status.number & _MOST, min(status.steps, _MOST), *digits]
     opened, number, steps, *digits = [0] * len(compared) if status.joined else compared
     header = [status.failed, status.joined, status.weight is not None, status.weight or 0.0, status.unfrozen]
     header += [opened, opened**2, number, number**2, steps, steps**2]
     header += [status.kept and not status.joined, status.emptied and not status.joined, status.nonfinite, status.warned]
+    header += [status.hashed, status.every]
     header += [*digits, *(digit**2 for digit in digits)]
     return torch.tensor(header, dtype=dtype, device="cpu")
 
@@ -99,7 +107,8 @@ def read(sums: torch.Tensor, size: int) -> StatusSum:
     """Read the sum of the statuses that `write` wrote on each of `size` ranks."""
     header = sums[:HEADER_NUMEL].tolist()
     failed, joined, weighted, weight, unfrozen, opened, opened2, number, number2, *rest = header
-    steps, steps2, kept, emptied, nonfinite, warned, *digits = rest
+    steps, steps2, kept, emptied, nonfinite, warned, hashed, every, *digits = rest
+    digits, squares = digits[: 2 * _DIGITS], digits[2 * _DIGITS :]
     active = size - round(joined)
     return StatusSum(
         active=active,
@@ -109,11 +118,14 @@ def read(sums: torch.Tensor, size: int) -> StatusSum:
         unfrozen=round(unfrozen),
         same_forwards=_are_equal(opened, opened2, active),
         same_number=_are_equal(number, number2, active),
-        same_digest=all(map(_are_equal, digits[:_DIGITS], digits[_DIGITS:], [active] * _DIGITS)),
+        same_digest=all(map(_are_equal, digits[:_DIGITS], squares[:_DIGITS], [active] * _DIGITS)),
         same_steps=_are_equal(steps, steps2, active),
         same_start=not (round(kept) and round(emptied)),
         nonfinite=round(nonfinite),
         warned=round(warned),
+        hashed=round(hashed),
+        same_hash=not hashed or all(map(_are_equal, digits[_DIGITS:], squares[_DIGITS:], [active] * _DIGITS)),
+        every=round(every),
     )
 
 

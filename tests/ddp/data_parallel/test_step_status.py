@@ -105,9 +105,10 @@ def test_digests_that_differ_in_one_bit_differ() -> None:
         sums = torch.zeros(HEADER_NUMEL)
         for digest in (0, 1 << bit):
             mine = torch.empty_like(sums)
-            write(RankStatus(digest=digest), mine, ())
+            write(RankStatus(digest=digest, hashed=True, hash=digest), mine, ())
             sums += mine
         assert not read(sums, 2).same_digest, bit
+        assert not read(sums, 2).same_hash, bit
 
 
 def test_sums_over_4000_ranks_are_exact() -> None:
@@ -121,7 +122,7 @@ def test_sums_over_4000_ranks_are_exact() -> None:
     same, different = read(sums + most, 4000), read(sums + other, 4000)
     assert (same.same_digest, same.same_number, same.same_forwards, same.same_steps) == (True,) * 4
     assert (different.same_digest, different.same_number, different.same_forwards, different.same_steps) == (False,) * 4
-    assert HEADER_NUMEL == 31  # what travels: 15 numbers, 8 digits of 6 bits and their squares
+    assert HEADER_NUMEL == 49  # what travels: 17 numbers, twice 8 digits of 6 bits, and their squares
 
 
 _statuses = st.builds(
@@ -137,6 +138,8 @@ _statuses = st.builds(
     emptied=st.booleans(),
     nonfinite=st.booleans(),
     warned=st.booleans(),
+    hashed=st.just(True),
+    hash=st.integers(0, (1 << 48) - 1) | st.just(5),
 )
 
 
@@ -158,6 +161,8 @@ def test_every_rank_reads_what_all_have_said(ranks: list[RankStatus], joined: in
     assert statuses.same_forwards == (len({status.open_forwards for status in ranks}) == 1)
     assert statuses.same_digest == (len({status.digest for status in ranks}) == 1)
     assert statuses.same_steps == (len({status.steps for status in ranks}) == 1)
+    assert statuses.hashed == len(ranks)
+    assert statuses.same_hash == (len({status.hash for status in ranks}) == 1)
     kept, emptied = (any(getattr(status, name) for status in ranks) for name in ("kept", "emptied"))
     assert statuses.same_start == (not (kept and emptied))
     assert statuses.nonfinite == sum(status.nonfinite for status in ranks)
