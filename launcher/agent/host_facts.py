@@ -20,7 +20,7 @@ from launcher.protocol.commands import Prepare
 from launcher.protocol.message import AGENT_MACHINE, AGENT_SLOTS
 from launcher.protocol.reports import Facts
 
-FILES_EACH = 6  # held by the agent for a worker: two streams, progress, generation pipe, state and timeline file
+FILES_EACH = 7  # held by the agent for a worker: two streams, ledger, progress, generations, state, timeline
 FILES_SPARE = 64  # the agent's own, also while it starts or inspects a worker
 PROCESSES_SPARE = 8  # agent, guard, store, and py-spy
 

@@ -1,5 +1,5 @@
 """The files of a run: `<log-dir>/<run-id>/attempt_<n>/<rank>/{stdout.log,stderr.log,error.json}` and, beside the ranks,
-`evidence-<number>.txt`: where every rank was at one time.
+`evidence-<number>.txt`: where every rank was at one time. A rank that writes a ledger has `ledger.jsonl` too.
 
 Also `run.json`, the manifest (runs/record.py), `report.txt`, and in each attempt `times.log`. `timeline.jsonl` has its
 own writer (timeline/file.py).
@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from launcher.output.json_file import write_json
+from launcher.protocol.message import LEDGER
 
 STREAM_NAMES = {1: "stdout", 2: "stderr"}
+LEDGER_FILE = "ledger.jsonl"
 
 
 class LogFiles:
@@ -48,10 +50,23 @@ class LogFiles:
             folder = log_folder(self.folder, self._attempt, rank)
             folder.mkdir(parents=True, exist_ok=True)
             for stream, name in STREAM_NAMES.items():
-                file = open(folder / f"{name}.log", "ab", buffering=0)  # noqa: SIM115  # closed by close
-                self._files[rank, stream] = file
+                self._open(rank, stream, folder / f"{name}.log")
 
         self._try(open_both)
+
+    def _open(self, rank: int, stream: int, path: Path) -> None:
+        self._files[rank, stream] = open(path, "ab", buffering=0)  # noqa: SIM115  # closed by close
+
+    def replace_worker(self, rank: int) -> None:
+        """End the line that a dead process of this rank may have begun in its ledger."""
+        if (rank, LEDGER) in self._files:
+            self.write_ledger(rank, b"\n")
+
+    def write_ledger(self, rank: int, data: bytes) -> None:
+        if self.usable and (rank, LEDGER) not in self._files:
+            self._try(lambda: self._open(rank, LEDGER, log_folder(self.folder, self._attempt, rank) / LEDGER_FILE))
+        if (file := self._files.get((rank, LEDGER))) is not None:
+            self._try(lambda: _write_all(file, data))
 
     def write(self, rank: int, stream: int, data: bytes) -> None:
         file = self._files.get((rank, stream))

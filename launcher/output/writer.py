@@ -20,6 +20,7 @@ from launcher.output.filter import OutputFilter
 from launcher.output.logfiles import LogFiles
 from launcher.output.stacks import one_line, write_out
 from launcher.output.text import printable
+from launcher.protocol.message import LEDGER
 from launcher.protocol.reports import Evidence
 
 QUEUE_BYTES = 4 << 20
@@ -64,7 +65,7 @@ class OutputThread:
         self._put(lambda: self._replace_worker(rank))
 
     def write(self, rank: int, stream: int, data: bytes) -> None:
-        """Add bytes of a worker's stdout (1) or stderr (2). Blocks while the queue is full."""
+        """Add bytes of a worker's stdout (1), stderr (2) or LEDGER. Blocks while the queue is full."""
         with self._lock:
             while self._bytes > QUEUE_BYTES and not self._closing:
                 self._room.wait()
@@ -219,6 +220,7 @@ class OutputThread:
     def _replace_worker(self, rank: int) -> None:
         self._forget_tails(rank)
         self._console.end_line(rank)
+        self._logs.replace_worker(rank)
 
     def _forget_tails(self, rank: int) -> None:
         for stream in (1, 2):
@@ -232,6 +234,9 @@ class OutputThread:
             self._console.say("\n".join(lines))
 
     def _write(self, rank: int, stream: int, data: bytes) -> None:
+        if stream == LEDGER:
+            self._logs.write_ledger(rank, data)
+            return
         self._logs.write(rank, stream, data)
         key = (rank, stream)
         self._tails[key] = (self._tails.get(key, b"") + data)[-TAIL_BYTES:]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
-PROTOCOL = 14
+PROTOCOL = 15
 PREAMBLE = b"\n\x01dtrain-stream-1\n"
 MAX_HEADER_BYTES = 8 << 20  # the largest part is the environment of a worker
 MAX_PAYLOAD_BYTES = 1 << 20
+LEDGER = 3  # stream of a worker, beside its stdout (1) and stderr (2): see worker.py
 CHANNEL_BYTES = 1 << 16  # see ChannelData
 MAX_NOISE_BYTES = 1 << 20  # output of a login shell before the preamble
 RESILIENT = 3  # a restart_policy: the process can meet others in any composition

@@ -81,7 +81,7 @@ class Stepped(Report):
 
 @dataclass(frozen=True)
 class Output(Report):
-    """Bytes that a worker wrote, as read: cut anywhere, in any encoding. `stream` is 1 or 2."""
+    """Bytes that a worker wrote, as read: cut anywhere, in any encoding. `stream` is 1, 2 or LEDGER."""
 
     rank: int
     stream: int

@@ -27,6 +27,8 @@ Besides those in its order, a worker gets these variables:
     DTRAIN_COPY_NOTE         where that worker may note how to save the copy if it ends before that is done: a JSON
                              object with `pid`, its own, and `argv`, a command that gets the copy as its standard input;
                              [] once it is saved
+    DTRAIN_LEDGER_FILE       a FIFO to which it may write what its steps made, in lines of JSON: see ddp/ledger.py. The
+                             agent reads it, also while no process has it open.
     DTRAIN_DEBUGGER_FILE     when a debugger was last open in any rank of the run: `open`, or a time of this host's
                              monotonic clock, in seconds; does not exist if none was
 """
@@ -48,7 +50,7 @@ from typing import BinaryIO
 
 from launcher.agent.cleanup.run_tag import RunTag
 from launcher.machine import processes
-from launcher.protocol.message import MAX_PAYLOAD_BYTES
+from launcher.protocol.message import LEDGER, MAX_PAYLOAD_BYTES
 from launcher.protocol.reports import Collectives, Exited, Failing
 
 DEBUGGER_FILE = "debugger"
@@ -140,6 +142,7 @@ class Files:
         self.progress = Path(f"{self.error}.progress")
         self.generations = Path(f"{self.error}.generations")
         self.generation = Path(f"{self.error}.generation")
+        self.ledger = Path(f"{self.error}.ledger")
         self.asked = Path(f"{self.error}.asked")  # a FIFO for questions; see flight_recorder.py
         self.collectives = Path(f"{self.error}.collectives")  # the answer
         self.dump = Path(f"{self.error}.dump-")  # beginning of the name of what torch writes itself
@@ -150,6 +153,7 @@ class Files:
             "DTRAIN_PROGRESS_FILE": str(self.progress),
             "DTRAIN_GENERATION_PIPE": str(self.generations),
             "DTRAIN_GENERATION_FILE": str(self.generation),
+            "DTRAIN_LEDGER_FILE": str(self.ledger),
             "DTRAIN_DEBUGGER_FILE": os.path.join(folder, DEBUGGER_FILE),
         }
 
@@ -165,10 +169,7 @@ class GenerationPipe:
 
     def __init__(self, path: Path) -> None:
         """Raises OSError."""
-        with contextlib.suppress(FileExistsError):  # made by an earlier try to start this worker
-            os.mkfifo(path, 0o600)
-        # Open for reading as well: data then stays until the worker opens it, and there is always a reader.
-        self._descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        self._descriptor = _fifo(path)
 
     def announce(self, number: int) -> None:
         data = _GENERATION.pack(number)
@@ -181,6 +182,13 @@ class GenerationPipe:
 
     def close(self) -> None:
         os.close(self._descriptor)
+
+
+def _fifo(path: Path) -> int:
+    """Make a FIFO and open it both ways: data stays until the other end opens it, and neither end of it is missing."""
+    with contextlib.suppress(FileExistsError):  # made by an earlier try to start this worker
+        os.mkfifo(path, 0o600)
+    return os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 class Worker:
@@ -244,6 +252,7 @@ class Worker:
                 self.pipes[read_end] = stream
                 write_ends.append(write_end)
                 os.set_blocking(read_end, False)
+            self.pipes[_fifo(files.ledger)] = LEDGER
             self.began = time.monotonic()
             self.pid = start(
                 argv,
@@ -273,6 +282,8 @@ class Worker:
 
     def wrote(self, stream: int, data: bytes) -> None:
         """Record output that was read from it."""
+        if stream == LEDGER:
+            return
         self.output_bytes += len(data)
         if stream == _STDERR:
             self._stderr = (self._stderr + data[-_STDERR_BYTES:])[-_STDERR_BYTES:]
