@@ -61,3 +61,21 @@ def steps(
     are_finite = all(bool(parameter.isfinite().all()) for parameter in model.parameters())
     reported = [str(each.message) for each in warned if "infinite or NaN" in str(each.message)]
     return reported, error, are_finite, done
+
+
+def a_micro_batch_that_is_not_the_last_is_spoilt() -> tuple[int, tuple[int, ...]]:
+    """In step 2, the first of two micro-batches of rank 1. Return the error's step and ranks."""
+    model, optimizer = _model("ddp")
+    loader = ddp.StepLoader(range(32), global_batch_size=8, micro_batch_size=2)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("DTRAIN_ON_NONFINITE", "stop")
+        for step in loader.epochs(1):
+            for number, _ in enumerate(step):
+                spoils = (dist.get_rank(), loader.steps, number) == (1, 2, 0)
+                _backward(model, float("nan") if spoils else None, in_the_middle=False)
+            try:
+                optimizer.step()
+            except ddp.errors.NonFiniteError as raised:
+                return raised.step, raised.ranks
+            optimizer.zero_grad()
+    raise AssertionError("not noticed")

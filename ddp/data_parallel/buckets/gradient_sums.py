@@ -77,7 +77,7 @@ class GradientSums:
         self.order: list[int] = []
         self.specs: list[GradSpec] = []  # of the gradients, in this order
         self._state: dict[str, Any] = {}  # the plan in names and numbers; without sizes if these are `limits`
-        self.is_finite = True  # the probed gradient, on this rank, in this pass
+        self.is_finite = True  # the probed gradients, on this rank, since the last reduction
         self._found_twice: set[int] = set()  # members whose gradients became ready twice in a pass
         self._repeated: frozenset[int] = frozenset()  # those that the plan knows
         self._last_absent: frozenset[int] = frozenset()
@@ -263,6 +263,7 @@ class GradientSums:
         self._enter(micro_batch)
         for transfer in self._transfers:
             if transfer.members:
+                self._probe_in(transfer)
                 transfer.keep(self.touched)
         for member in self._sparse:
             if member.index in self.touched and member.parameter.grad is not None:
@@ -282,7 +283,7 @@ class GradientSums:
         `micro_batch` is that of the pass, the last one of this rank.
         """
         self._enter(micro_batch)
-        self.holds, self.is_finite, self.arrived = holds, True, {}
+        self.holds, self.arrived = holds, {}
         new = next(iter(self.touched), None) if is_first_new and len(self.touched) == 1 else None
         for transfer in self._transfers:
             transfer.begin(new)
@@ -322,9 +323,7 @@ class GradientSums:
         self._await_previous()
         transfer, touched = self._transfers[self._next], self.touched
         self._absent += transfer.gather(touched)
-        probe = self._probe
-        if probe is not None and probe.index in transfer.indices and probe.index in touched:
-            self.is_finite = _is_finite(probe.parameter.grad)
+        self._probe_in(transfer)
         if transfer is self._carrier:
             self._absent = [index for index in self._absent if index not in self._before]
             if self._hook is not None:  # the step status must include a hook that fails later
@@ -333,6 +332,11 @@ class GradientSums:
             self._absent += [index for index in absent if index not in self._before]
             write(self._own_status(), self._carrier.status, self._absent)
         self._send(transfer)
+
+    def _probe_in(self, transfer: Transfer) -> None:
+        probe = self._probe
+        if probe is not None and probe.index in transfer.indices and probe.index in self.touched:
+            self.is_finite = self.is_finite and _is_finite(probe.parameter.grad)
 
     def _send(self, transfer: Transfer) -> None:
         if self._hook is not None and transfer is not self._carrier:  # its exceptions are not those of a collective
@@ -408,6 +412,7 @@ class GradientSums:
         """Reset after a pass, whether or not it was delivered."""
         for transfer in self._transfers:
             transfer.drop()
+        self.is_finite = True
         self._before.clear()
         self._sparse_rows.clear()
         self._absent = []

@@ -35,3 +35,8 @@ def test_gradients_that_are_spoilt_in_backward_are_seen_in_that_step(nursery: Nu
 def test_a_step_that_is_skipped_as_by_a_grad_scaler_is_no_matter(nursery: Nursery, on_nonfinite: str) -> None:
     result = nursery.run(2, STEPS, by="ddp", on_nonfinite=on_nonfinite, value=float("inf"), skipped=True)
     assert result == [([], (), True, 6)] * 2
+
+
+def test_each_micro_batch_of_a_step_is_looked_at(nursery: Nursery) -> None:
+    case = "ddp_worlds.nonfinite_cases:a_micro_batch_that_is_not_the_last_is_spoilt"
+    assert nursery.run(2, case) == [(2, (1,))] * 2
