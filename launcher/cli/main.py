@@ -412,8 +412,9 @@ def debug(run_id: str, rank: int, debugpy: bool, port: int) -> None:
 def rerun(context: click.Context, any_commit: bool, run_id: str, options: tuple[str, ...]) -> None:
     """Start the command of RUN again, with more OPTIONS of dtrain run, in its folder and at the same git commit."""
     from launcher.cli.runs.rerun import prepare_rerun
+    from launcher.runs.registry import choose, entries
 
-    again = prepare_rerun(run_id, options, any_commit=any_commit, say=_complain)
+    again = prepare_rerun(choose(run_id, entries()), options, any_commit=any_commit, say=_complain)
     os.environ.update(again.variables)
     sys.argv[1:] = [*([] if again.as_torchrun else ["run"]), *again.argv]
     cli.main(["run", *again.argv], standalone_mode=False, obj=again.as_torchrun)
