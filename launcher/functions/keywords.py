@@ -19,6 +19,7 @@ _CALLS = "launch() calls a function"
 _NOT_HERE = {
     "detach": _WAITS,
     "requeue": _WAITS,
+    "replayable": "dtrain replay starts scripts",
     "print_commands": _WAITS,
     "module": _CALLS,
     "no_python": _CALLS,
