@@ -181,9 +181,9 @@ class Comparison:
         if not self.steps:
             return "no step could be compared" if self.difference is None else "no step is equal"
         plural = f"steps {self.steps[0]} to {self.steps[-1]} have" if self.steps[1:] else f"step {self.steps[0]} has"
-        if not self.by_loss:
-            return f"{plural} the same bits ({self.hashes} hashes)"
-        return f"{plural} the same losses within {TOLERANCE:g}; bits are not compared: {self.by_loss}"
+        if self.by_loss:
+            return f"{plural} the same losses within {TOLERANCE:g}; bits are not compared: {self.by_loss}"
+        return f"{plural} the same " + (f"bits ({self.hashes} hashes)" if self.hashes else "losses, and no hashes")
 
 
 def _are_equal(then: float, now: float, tolerance: float) -> bool:

@@ -244,9 +244,14 @@ def _fail(error: BaseException) -> NoReturn:
     while trace is not None and trace.tb_frame.f_code.co_filename in _own_files:
         trace = trace.tb_next
     error.__traceback__ = trace
-    # In a replay pdb may be open in the hook, and a worker that has written these files is soon killed.
-    for act in (_call_hook, _report) if "DTRAIN_REPLAY" in os.environ else (_report, _call_hook):
-        act(error)
+    if "DTRAIN_REPLAY" in os.environ:
+        if type(error).__name__ == "BdbQuit":  # the user has seen enough
+            raise SystemExit(0)
+        _call_hook(error)  # first: pdb may be open in it, and a worker that has written the files is soon killed
+        _report(error)
+    else:
+        _report(error)
+        _call_hook(error)
     # Raised again to end like it (status 1, or death by SIGINT), but it is already printed.
     sys.excepthook = lambda *_: None
     raise error

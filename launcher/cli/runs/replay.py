@@ -197,7 +197,6 @@ class Replay:
         self._here = Ledger()
         self._compared = Comparison()
         self._reached = -1  # the newest step
-        self._stopped = False
         self._rest: dict[int, bytes] = {}  # by rank, an unfinished line
 
     def read(self, rank: int, data: bytes) -> list[str]:
@@ -207,7 +206,7 @@ class Replay:
 
     def _read(self, found: Mapping[str, Any]) -> list[str]:
         if next(iter(found), "") == "stopped":
-            self._stopped, self._reached = True, found["stopped"]
+            self._reached = found["stopped"]
             return [f"before micro-batch {found.get('micro_batch')} of step {self._reached}; {self._compared}"]
         if next(iter(found), "") != "step" or (now := step_of(found, self._here.machine)) is None:
             self._here.note(found)
@@ -225,8 +224,6 @@ class Replay:
         cause, differs = outcome.cause, self._compared.difference
         text = f"replay: {self._compared}" + ("" if differs is None else f"; not as in run {self._run_id}: {differs}")
         if cause is not None and cause.kind is FailureKind.RAISED:
-            if self._stopped and cause.error_type == "BdbQuit":  # the user has typed q
-                return text, int(differs is not None)
             return f"{text}; {self._is_recorded(cause)}", outcome.exit_code
         if outcome.exit_code != 0:
             return text, outcome.exit_code

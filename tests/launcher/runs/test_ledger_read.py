@@ -132,6 +132,9 @@ def test_between_machines_hashes_say_nothing() -> None:
     assert str(compared) == (
         "steps 0 to 2 have the same losses within 0.001; bits are not compared: processor AVX2 and AVX512"
     )
+    only = Comparison()
+    assert only.add(step(0, 1.0), step(0, 1.0)) is None
+    assert str(only) == "step 0 has the same losses, and no hashes"
     without = Comparison()
     assert without.add(step(0, a=("1", "2")), step(0, machine=B, a=("3", "4"))) is None
     assert str(without) == "no step could be compared"

@@ -127,6 +127,7 @@ def test_pdb_opens_before_the_step(folder: Path) -> None:
         terminal.read_until("('at', 17)")
         terminal.type("q\n")
         assert terminal.wait() == 0, terminal.shown
+    assert "BdbQuit" not in terminal.shown
 
 
 def test_without_a_step_pdb_opens_at_the_exception(folder: Path) -> None:
