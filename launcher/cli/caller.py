@@ -37,6 +37,8 @@ class Caller:
     """The caller of a run: the arguments that its record keeps, and the descriptors that it writes to.
 
     For a Python program, `function` holds the frames with the function that workers call; `take` receives its results.
+    For a replay, which has made the run's folder, `read_ledger` gets what workers write to their ledgers, and returns
+    lines to print.
     """
 
     argv: list[str]
@@ -45,6 +47,7 @@ class Caller:
     detachment: Detachment | None = None
     function: Sequence[bytes] = ()
     take: Callable[[str, Returned | Exited], None] | None = None
+    read_ledger: Callable[[int, bytes], Sequence[str]] | None = None
 
     @property
     def is_program(self) -> bool:

@@ -8,14 +8,14 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
 from launcher.cli import torchrun
-from launcher.cli.options import CONFIG_SOURCE, Command, Listed, Option
+from launcher.cli.options import CONFIG_SOURCE, Command, Listed, Option, Options, takes_options
 from launcher.errors import UsageError
 from launcher.frozen import dataclass
 
@@ -46,6 +46,18 @@ class Group(click.Group):
             defaults = _defaults(command, config_file, ctx)
             ctx.default_map = {name: torchrun.defaults(os.environ, defaults) if ctx.obj else defaults}
         return name, command, rest
+
+    def options_of_run(self, argv: Sequence[str], *, as_torchrun: bool = False) -> Options:
+        """Parse arguments of `dtrain run` as that command does, with the environment and the config file."""
+        found: list[Options] = []
+
+        def keep(options: Options) -> None:
+            found.append(options)
+
+        command = click.command("run", context_settings={"allow_interspersed_args": False})(takes_options(keep))
+        group = Group("dtrain", commands={**self.commands, "run": command})
+        group.main(["run", *argv], standalone_mode=False, obj=as_torchrun)
+        return found[0]
 
     def read_config_file(self) -> ConfigFile:
         """Read the config file of the folder."""

@@ -55,6 +55,10 @@ def control(request: Request, options: Options, limits: Limits, verbosity: Verbo
         from launcher.runs.session import Session
         from launcher.timeline.recording import Recording
 
+        if spec.replayable is not None:
+            from launcher.placement.job_spec import REPLAYABLE
+            from launcher.runs.ledger import keep_snapshots
+
         if not caller.is_program:
             sys.setswitchinterval(switch_s)
         raise_file_limit()
@@ -65,10 +69,12 @@ def control(request: Request, options: Options, limits: Limits, verbosity: Verbo
             out=out, err=caller.err, lines=options.lines, as_json=verbosity.as_json, is_typed_at=is_typed_at
         )
         folder = spec.log_dir / spec.run_id
-        if spec.first_attempt == 0 and (moved := set_aside(folder)) is not None:
+        if spec.first_attempt == 0 and caller.read_ledger is None and (moved := set_aside(folder)) is not None:
             verbosity.inform(f"moved the files of an earlier run {spec.run_id} to {moved}")
         logs = LogFiles(folder, console.say)
-        output = OutputThread(console, logs, output_filter=request.output_filter)
+        if spec.replayable is not None:
+            logs.make_folder(REPLAYABLE)
+        output = OutputThread(console, logs, output_filter=request.output_filter, read_ledger=caller.read_ledger)
         output.start()
         recording = Recording(folder, spec.run_id, say=output.say, failed=output.cannot_write)
         say: Callable[[str], None] = (lambda _: None) if verbosity.quiet else output.say
@@ -131,6 +137,8 @@ def control(request: Request, options: Options, limits: Limits, verbosity: Verbo
             from launcher.transport.fetching import fetch_files
 
             fetch_files(spec, kept, say=verbosity.inform, given_up=lambda: len(early) > known)
+        if spec.replayable is not None and (line := keep_snapshots(folder, failed=outcome.exit_code != 0)):
+            verbosity.inform(line)
         ending = Ending(request, verbosity, caller, outcome, kept, controller.evidence_file, *session.spent(outcome))
         text = ending.report(output)
         state = session.end(outcome, controller.evidence_file, ending.kept_report(output))

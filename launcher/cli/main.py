@@ -412,11 +412,53 @@ def debug(run_id: str, rank: int, debugpy: bool, port: int) -> None:
 def rerun(context: click.Context, any_commit: bool, run_id: str, options: tuple[str, ...]) -> None:
     """Start the command of RUN again, with more OPTIONS of dtrain run, in its folder and at the same git commit."""
     from launcher.cli.runs.rerun import prepare_rerun
+    from launcher.runs.registry import choose, entries
 
-    again = prepare_rerun(run_id, options, any_commit=any_commit, say=_complain)
+    again = prepare_rerun(choose(run_id, entries()), options, any_commit=any_commit, say=_complain)
     os.environ.update(again.variables)
     sys.argv[1:] = [*([] if again.as_torchrun else ["run"]), *again.argv]
     cli.main(["run", *again.argv], standalone_mode=False, obj=again.as_torchrun)
+
+
+@cli.command(short_help="Make steps of an earlier run again, in one process, under a debugger.")
+@_LAST_RUN
+@click.option("--step", type=int, metavar="N", help="The last step to make.  [default: where the run ended]")
+@click.option(
+    "--micro-batch", type=int, metavar="M", help="With --pdb: stop before this one of the step, not before 0."
+)
+@click.option(
+    "--pdb", is_flag=True, help="Open pdb before the step; without --step, at an exception that ends the script."
+)
+@click.option("--nproc-per-node", metavar="K", default="1", show_default=True, help="Workers that share the step.")
+@click.option("--on", metavar="HOST", help="Run there, by SSH.  [default: this machine]")
+@click.option("--any-commit", is_flag=True, help="Accept any commit checked out there now.")
+def replay(
+    run_id: str, step: int | None, micro_batch: int | None, pdb: bool, nproc_per_node: str, on: str | None,
+    any_commit: bool,
+) -> None:  # fmt: skip
+    """Start the script of RUN with its arguments from its newest checkpoint before step N, and compare each step.
+
+    RUN may be active; its files stay as they are. The script's ddp.Checkpoint saves to the replay's folder, and
+    DTRAIN_REPLAY=1 is set. Exit code 0: step N was reached with the same bits; 1: they differ; that of the script if it
+    fails. The ledger of ddp.StepLoader is needed.
+    """
+    from launcher.cli.runs.replay import Wanted, replay_run
+
+    wanted = Wanted(step, micro_batch, pdb, nproc_per_node, on)
+    sys.exit(replay_run(run_id, wanted, any_commit=any_commit, parse=cli.options_of_run, say=_complain))
+
+
+@cli.command(short_help="Show the first step at which two runs differ.")
+@click.argument("runs", metavar="RUN RUN", nargs=2, shell_complete=_complete_run)
+@_JSON
+def diff(runs: tuple[str, str], as_json: bool) -> None:
+    """Compare the ledgers of two runs, or two files of ddp.ledger(): seed and sizes, then step by step.
+
+    Exit code 0: the steps that both have are equal; 1: they differ; 2: they cannot be compared.
+    """
+    from launcher.cli.runs.replay import diff_runs
+
+    sys.exit(diff_runs(runs, as_json=as_json))
 
 
 @cli.command(short_help="Show what a bug report needs, without secrets.")

@@ -240,6 +240,11 @@ class Options:
     start_timeout_s: float = _option("Time within which all workers must be running.", default=JobSpec.start_timeout_s)
     grace_s: float = _option("Time between SIGTERM and SIGKILL when workers are stopped.", default=JobSpec.grace_s)
     requeue: bool = _flag("In SLURM: after SIGUSR1, end once a checkpoint is saved, and requeue the job.")
+    replayable: int | None = _option(
+        "Every K steps, let @ddp.resilient write its state to the run's folder, so that dtrain replay of a failed run "
+        "is short. Two files are kept; they are removed if the run ends with code 0.",
+        "K",
+    )
     chaos: str | None = _option(
         "Inject faults, and report at the end what each cost: `kill worker every 30s`, `stop worker every 5m`, `kill "
         "host every 10m` (with --simulate), separated by commas; `seed 7` repeats the same faults.",

@@ -46,7 +46,7 @@ _UNCHANGED = (
     "nnodes", "gpus_per_proc", "oversubscribe", "start_timeout_s", "grace_s", "max_restarts", "grow",
     "heartbeat_timeout_s", "stall_timeout_s", "on_nonfinite", "master_addr", "master_port", "pass_local_rank",
     "flight_recorder", "virtual_local_rank", "last_call_s", "signals", "start_method", "hosts_script", "requeue",
-    "fetch",
+    "fetch", "replayable",
 )  # fmt: skip
 _MADE = (
     "command", "hosts", "nproc", "workdir", "python", "export", "log_dir", "run_id", "hang", "chaos", "interfaces",

@@ -79,9 +79,13 @@ class Ending:
         return self._report(output, folder and folder.absolute(), evidence_file and evidence_file.absolute())
 
     def _report(self, output: OutputThread, folder: Path | None, evidence_file: Path | None) -> str:
+        from launcher.output.logfiles import LEDGER_FILE, log_folder
         from launcher.output.report import report
 
-        return report(self.outcome, folder=folder, tail=output.tail, evidence_file=evidence_file)
+        cause, replays = self.outcome.cause, False
+        if folder is not None and cause is not None and self.caller.read_ledger is None and not self.caller.is_program:
+            replays = any(log_folder(folder, cause.attempt).glob(f"*/{LEDGER_FILE}"))
+        return report(self.outcome, folder=folder, tail=output.tail, evidence_file=evidence_file, replays=replays)
 
     def _write_error_json(self) -> None:
         file = self.verbosity.error_json

@@ -8,9 +8,9 @@ from typing import Any
 
 import click
 
-from launcher.cli.config_file import Group, nearest
+from launcher.cli.config_file import nearest
 from launcher.cli.main import cli
-from launcher.cli.options import Options, takes_options
+from launcher.cli.options import Options
 from launcher.errors import UsageError
 
 _WAITS = "launch() waits for the end of the run and returns the results of the workers"
@@ -19,6 +19,7 @@ _CALLS = "launch() calls a function"
 _NOT_HERE = {
     "detach": _WAITS,
     "requeue": _WAITS,
+    "replayable": "dtrain replay starts scripts",
     "print_commands": _WAITS,
     "module": _CALLS,
     "no_python": _CALLS,
@@ -74,18 +75,10 @@ def options_of(argv: list[str], name: str, *, off: Collection[str] = ()) -> Opti
 
     Raises UsageError if `dtrain run` would exit with 2.
     """
-    found: list[Options] = []
-
-    def keep(options: Options) -> None:
-        found.append(options)
-
-    command = click.command("run", context_settings={"allow_interspersed_args": False})(takes_options(keep))
-    group = Group("dtrain", commands={**cli.commands, "run": command})
     try:
-        group.main(["run", *argv, "--", name], standalone_mode=False)
+        options = cli.options_of_run([*argv, "--", name])
     except click.ClickException as error:
         raise UsageError(error.format_message()) from error
-    (options,) = found
     origins = tuple(origin for origin in options.origins if origin[0] not in off)
     unset: dict[str, Any] = dict.fromkeys(off, False)
     options = replace(options, **unset, origins=origins)

@@ -38,6 +38,9 @@ class LogFiles:
     def evidence_path(self, attempt: int, number: int) -> Path:
         return log_folder(self.folder, attempt) / f"evidence-{number}.txt"
 
+    def make_folder(self, name: str) -> None:
+        self._try(lambda: (self.folder / name).mkdir(parents=True, exist_ok=True))
+
     def begin_attempt(self, attempt: int) -> None:
         """Close the previous attempt's files: open files must not accumulate over a thousand attempts."""
         self.close()

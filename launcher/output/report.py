@@ -18,6 +18,7 @@ from launcher.job.failures.failure import (
     FailureKind,
     SecondaryFailures,
     group_secondary_failures,
+    looks_like_consequence,
     plain_message,
     signal_name,
     what_happened,
@@ -50,13 +51,18 @@ def report(
     folder: Path | None,
     tail: Callable[[int, int], list[str]],
     evidence_file: Path | None = None,
+    replays: bool = False,
 ) -> str:
     """Return the report; a single line if the run succeeded or was stopped.
 
     `folder` is the run's log folder, None if it could not be written; `tail` returns the last lines of a rank's
-    stream (1 or 2); `evidence_file` has the stacks of the last attempt, if any were written.
+    stream (1 or 2); `evidence_file` has the stacks of the last attempt, if any were written. `replays`: the steps
+    before a failure were recorded.
     """
-    text = _text(outcome, folder, tail, evidence_file)
+    text, cause = _text(outcome, folder, tail, evidence_file), outcome.cause
+    is_raised = cause is not None and cause.kind is FailureKind.RAISED and not looks_like_consequence(cause)
+    if replays and is_raised and not outcome.preempted:
+        text += f"\n  replay it: dtrain replay {outcome.run_id}"
     return "\n".join([text, *_faults(outcome)])
 
 

@@ -32,8 +32,13 @@ TAIL_BYTES = 8192
 class OutputThread:
     """Owns the console and the log files from `start` to `close`. Every method may be called from any thread."""
 
-    def __init__(self, console: Console, logs: LogFiles, *, output_filter: OutputFilter | None = None) -> None:
+    def __init__(
+        self, console: Console, logs: LogFiles, *, output_filter: OutputFilter | None = None,
+        read_ledger: Callable[[int, bytes], Sequence[str]] | None = None,
+    ) -> None:  # fmt: skip
+        """`read_ledger` gets what a rank writes to its ledger, in the thread, and returns lines to print."""
         self._console = console
+        self._read_ledger = read_ledger or (lambda *_: ())
         self._logs = logs
         self._filter = output_filter or OutputFilter()
         self._local_ranks: dict[int, int] = {}
@@ -236,6 +241,8 @@ class OutputThread:
     def _write(self, rank: int, stream: int, data: bytes) -> None:
         if stream == LEDGER:
             self._logs.write_ledger(rank, data)
+            for line in self._read_ledger(rank, data):
+                self._console.say(line)
             return
         self._logs.write(rank, stream, data)
         key = (rank, stream)

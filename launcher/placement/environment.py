@@ -12,7 +12,7 @@ from itertools import groupby
 
 from launcher.errors import PlacementError, UsageError
 from launcher.machine.gpus.vendors import value_for
-from launcher.placement.job_spec import JobSpec
+from launcher.placement.job_spec import REPLAYABLE, JobSpec
 from launcher.placement.placement import Placement, WorkerPlace
 from launcher.placement.roles import Roles
 from launcher.protocol.reports import StoreOpened
@@ -55,6 +55,9 @@ def worker_environment(
         "DTRAIN_ON_NONFINITE": spec.on_nonfinite,
         "DTRAIN_ELASTIC": "1" if spec.elastic else "0",  # more attempts are possible, even without restarts
     }
+    if spec.replayable is not None:
+        env["DTRAIN_REPLAYABLE"] = str(spec.replayable)
+        env["DTRAIN_REPLAYABLE_FOLDER"] = str((spec.log_dir / spec.run_id / REPLAYABLE).absolute())
     if worker.visible is not None:
         env[worker.gpu_variable] = value_for(worker.gpu_variable, worker.visible)
     return env

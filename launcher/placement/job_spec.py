@@ -17,6 +17,7 @@ from launcher.placement.chaos_plan import ChaosPlan
 from launcher.placement.roles import Roles
 
 DEFAULT_PORT = 29500  # as torchrun's; if it is in use, another one is chosen
+REPLAYABLE = "replayable"  # folder of these snapshots, in the run's
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # as torchrun's
 MAX_WAIT_S = 30 * 86400.0  # waits of the operating system overflow far beyond it
 MAX_SETUP = 16 << 10  # characters: it must fit into a pipe
@@ -33,6 +34,7 @@ INTERNAL_VARIABLES = frozenset(f"DTRAIN_{name}" for name in (
     "AGENT", "AGENT_SLOTS", "AGENT_MACHINE", "AGENT_WORKDIR", "AGENT_TREE", "FILE_LIMIT",
     "DEFAULTS", "HOST", "ELASTIC", "LOST_AFTER_S", "PROGRESS_FILE", "ROLES", "RUN_KEY", "GENERATION", "GENERATION_PIPE",
     "GENERATION_FILE", "STATE_FILE", "COPY_FILE", "COPY_NOTE", "TIMELINE_FILE", "LEDGER_FILE", "DEBUGGER_FILE",
+    "REPLAY", "REPLAY_PLAN", "REPLAYABLE_FOLDER",
     "RUN", "STATE", "EXIT_CODE", "CAUSE", "FOLDER", "IN_ON_END",
 ))  # fmt: skip
 # Never sent: variables of this host or of this process.
@@ -117,6 +119,7 @@ class JobSpec:
     hang: HangPolicy = field(default_factory=HangPolicy)
     on_nonfinite: str = "warn"  # or "stop": reaction to gradients that are infinite or NaN
     flight_recorder: str = "on"  # or "off": whether torch's record of collectives is switched on and read
+    replayable: int | None = None  # steps between two snapshots for dtrain replay
     chaos: ChaosPlan | None = None  # deliberate faults
     master_addr: str | None = None
     master_port: int | None = None
@@ -181,6 +184,8 @@ class JobSpec:
             )
         if self.stall_timeout_s is not None and not 1 <= self.stall_timeout_s <= MAX_WAIT_S:
             raise UsageError(f"--stall-timeout-s is {self.stall_timeout_s:g}; it must be 1 second or more, {_AT_MOST}")
+        if self.replayable is not None and self.replayable < 1:
+            raise UsageError(f"--replayable is {self.replayable}; it must be 1 step or more")
         self._check_keep_warm()
         self._check_setup()
         if self.sync and any(host.kind is HostKind.JOINED for host in self.hosts):

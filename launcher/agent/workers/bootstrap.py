@@ -244,21 +244,34 @@ def _fail(error: BaseException) -> NoReturn:
     while trace is not None and trace.tb_frame.f_code.co_filename in _own_files:
         trace = trace.tb_next
     error.__traceback__ = trace
+    if "DTRAIN_REPLAY" in os.environ:
+        if type(error).__name__ == "BdbQuit":  # the user has seen enough
+            raise SystemExit(0)
+        _call_hook(error)  # first: pdb may be open in it, and a worker that has written the files is soon killed
+        _report(error)
+    else:
+        _report(error)
+        _call_hook(error)
+    # Raised again to end like it (status 1, or death by SIGINT), but it is already printed.
+    sys.excepthook = lambda *_: None
+    raise error
+
+
+def _call_hook(error: BaseException) -> None:
     try:
-        _write_error_files(error)
-    except Exception as problem:  # a full disk, or an exception without a text, must not hide the traceback
-        print(f"dtrain: the error file could not be written: {problem}", file=sys.stderr)
-    hook = sys.excepthook
-    try:
-        hook(type(error), error, trace)
+        sys.excepthook(type(error), error, error.__traceback__)
     except SystemExit:
         raise
     except BaseException as problem:
         print("Error in sys.excepthook:", problem, file=sys.stderr)
-        sys.__excepthook__(type(error), error, trace)
-    # Raised again to end like it (status 1, or death by SIGINT), but it is already printed.
-    sys.excepthook = lambda *_: None
-    raise error
+        sys.__excepthook__(type(error), error, error.__traceback__)
+
+
+def _report(error: BaseException) -> None:
+    try:
+        _write_error_files(error)
+    except Exception as problem:  # a full disk, or an exception without a text, must not hide the traceback
+        print(f"dtrain: the error file could not be written: {problem}", file=sys.stderr)
 
 
 def _write_error_files(error: BaseException) -> None:

@@ -11,22 +11,22 @@ from typing import Any
 from launcher.errors import RunError, UsageError
 from launcher.runs.git import Git
 from launcher.runs.record import read_manifest
-from launcher.runs.registry import choose, entries
+from launcher.runs.registry import Entry
 from launcher.runs.secrets import WITHHELD
 
 
 @dataclass(frozen=True)
 class Again:
-    """The arguments of `dtrain run`, and the variables that set options."""
+    """The arguments of `dtrain run`, the variables that set options, and how the code differs; empty if it does not."""
 
     argv: tuple[str, ...]
     as_torchrun: bool
     variables: Mapping[str, str]
+    code: str
 
 
-def prepare_rerun(word: str, more: Sequence[str], *, any_commit: bool, say: Callable[[str], None]) -> Again:
+def prepare_rerun(entry: Entry, more: Sequence[str], *, any_commit: bool, say: Callable[[str], None]) -> Again:
     """Change to the folder of a run and return its command with `more` options. Raises RunError, UsageError."""
-    entry = choose(word, entries())
     manifest = read_manifest(entry)
     if not manifest:
         raise RunError(f"the record of how run {entry.run_id} was started no longer exists: {entry.folder}/run.json")
@@ -49,10 +49,11 @@ def prepare_rerun(word: str, more: Sequence[str], *, any_commit: bool, say: Call
     except OSError as error:
         raise RunError(f"the folder of run {entry.run_id}, {command['folder']}: {error.strerror}") from error
     os.environ["PWD"] = command["folder"]
-    _check_code(entry.run_id, manifest, any_commit=any_commit, say=say)
+    if code := _check_code(entry, manifest, any_commit=any_commit):
+        say(code)
     first = len(argv) - command["script"]
     options = [arg for arg in argv[:first] if arg != "--"]
-    return Again((*options, *more, "--", *argv[first:]), command["as_torchrun"], variables)
+    return Again((*options, *more, "--", *argv[first:]), command["as_torchrun"], variables, code)
 
 
 def _variables(run_id: str, manifest: Mapping[str, Any]) -> dict[str, str]:
@@ -68,21 +69,30 @@ def _variables(run_id: str, manifest: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def _check_code(run_id: str, manifest: Mapping[str, Any], *, any_commit: bool, say: Callable[[str], None]) -> None:
+def _check_code(entry: Entry, manifest: Mapping[str, Any], *, any_commit: bool) -> str:
+    """Return how the code differs from the run's; empty if it does not. Raises UsageError for another commit."""
     git = manifest["git"]
     if git is None:
-        return
+        return ""
     workdir = Path(manifest["workdir"])
     now = Git(workdir).look() if workdir.is_dir() else None
     commit = None if now is None else now.commit
-    if commit != git["commit"]:
+    if now is None or commit != git["commit"]:
         is_now = "there is none now" if commit is None else f"now it is {commit[:12]}"
-        text = f"run {run_id} had commit {git['commit'][:12]} in {workdir}, {is_now}"
+        text = f"run {entry.run_id} had commit {git['commit'][:12]} in {workdir}, {is_now}"
         if not any_commit:
             raise UsageError(f"{text}; git checkout {git['commit'][:12]}, or run it as it is: --any-commit")
-        say(text)
-    elif not git["clean"]:
-        kept = f"compare them: {git['diff_file']} in its folder" if git["diff_file"] else "they were not kept"
-        say(f"run {run_id} had uncommitted changes; {kept}")
-    elif now is not None and not now.clean:
-        say(f"{workdir} has changes that run {run_id} did not have: git diff")
+        return text
+    if git["clean"]:
+        return "" if now.clean else f"{workdir} has changes that run {entry.run_id} did not have: git diff"
+    if git["diff_file"] and now.diff == _kept(Path(entry.folder, git["diff_file"])):
+        return ""
+    kept = f"compare them: {git['diff_file']} in its folder" if git["diff_file"] else "they were not kept"
+    return f"run {entry.run_id} had uncommitted changes; {kept}"
+
+
+def _kept(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return None

@@ -392,6 +392,24 @@ def test_an_empty_file_is_not_offered() -> None:
     assert lines(outcome(failure()))[-1] == "it wrote no output"
 
 
+@pytest.mark.parametrize(
+    ("changes", "is_shown"),
+    [
+        ({"kind": FailureKind.RAISED, "message": "bad batch"}, True),
+        ({"kind": FailureKind.RAISED, "message": "bad batch", "failed_ranks": (1,)}, False),
+        ({"kind": FailureKind.RAISED, "message": "Connection closed by peer"}, False),
+        ({"kind": FailureKind.EXITED, "status": 3}, False),
+        ({"kind": FailureKind.HOST_LOST, "rank": None}, False),
+    ],
+)
+def test_the_last_line_replays_what_the_script_raised(changes: dict[str, Any], is_shown: bool) -> None:
+    end = outcome(failure(**changes))
+    shown = report(end, folder=FOLDER, tail=lambda *_: ["text"], replays=True).splitlines()
+    assert (shown[-1] == f"  replay it: dtrain replay {end.run_id}") == is_shown
+    assert shown[-1 - is_shown].startswith("  see it: ")
+    assert "replay it" not in report(end, folder=FOLDER, tail=lambda *_: ["text"])
+
+
 def test_stacks_are_named_before_the_command() -> None:
     shown = lines(outcome(failure()), stderr=["x"], evidence_file=Path("runs/r1/attempt_0/evidence-1.txt"))
     assert shown[-2:] == [

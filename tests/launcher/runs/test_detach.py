@@ -363,6 +363,21 @@ def git(*words: str) -> None:
     subprocess.run(["git", *identity, *words], check=True, stdout=subprocess.DEVNULL)
 
 
+def test_rerun_says_where_uncommitted_changes_are_other_ones(folder: Path) -> None:
+    (folder / "go").touch()
+    (folder / ".gitignore").write_text("runs/\nstate/\ngo\n")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "one")
+    script = folder / "script.py"
+    script.write_text(script.read_text() + "# changed\n")
+    assert run_dtrain("run", "--run-id", "base", "script.py", "0").returncode == 0
+    same = run_dtrain("rerun", "base", "--run-id", "second")
+    assert (same.returncode, "uncommitted" in same.stderr) == (0, False), same
+    script.write_text(script.read_text() + "# again\n")
+    assert "run base had uncommitted changes; compare them" in run_dtrain("rerun", "base", "--run-id", "third").stderr
+
+
 def test_rerun_takes_folder_options_and_commit(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     (folder / "go").touch()
     (folder / ".gitignore").write_text("runs/\nstate/\ngo\n")
