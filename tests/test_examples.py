@@ -23,6 +23,7 @@ GPT = EXAMPLES / "train_gpt.py"
 DIGITS = EXAMPLES / "train_digits.py"
 STEPS = EXAMPLES / "train_steps.py"
 PS = EXAMPLES / "train_ps.py"
+NAN = EXAMPLES / "rare_nan.py"
 
 # Small, and odd on purpose: 99 blocks for training and 25 for validation divide neither by the batch nor by
 # the world; 15 steps go on into a second epoch.
@@ -259,3 +260,18 @@ def _losses(result: Result) -> dict[str, float]:
     """The printed losses by step: "3" is the training loss of step 3, "5 validation" the other."""
     found = re.findall(r"step +(\d+)  (?:(validation) )?loss ([\d.]+)", result.stdout)
     return {f"{step} {kind}".strip(): float(loss) for step, kind, loss in found}
+
+
+def test_the_rare_nan_is_found_by_a_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    run, replay = ([sys.executable, "-m", "launcher", name] for name in ("run", "replay"))
+    options = ["--simulate", "--nnodes", "2", "--nproc-per-node", "2", "--on-nonfinite", "stop"]
+    failed = run_program(*run, *options, str(NAN), cwd=tmp_path)
+    assert failed.returncode == 1
+    assert "NonFiniteError: in step 44, gradients of rank 2 (micro-batch 5) were infinite or NaN" in failed.stderr
+    words = ["--step", "44", "--micro-batch", "5", "--pdb"]
+    again = run_program(*replay, *words, cwd=tmp_path, stdin="n\np loss\np x.isnan().any(1)\nq\n")
+    assert again.returncode == 0, again
+    assert "before micro-batch 5 of step 44; steps 1 to 43 have the same bits" in again.stderr
+    for shown in ("-> loss = nn.functional.mse_loss(model(x), y)", "tensor(nan, ", "False,  True, False"):
+        assert shown in again.stdout

@@ -332,6 +332,8 @@ class Checkpoint:
                 problem = error
         raise_together(exchange(reason_of(problem, f"restore {chosen.path}"), "what each rank loaded"), problem)
         self._writer.loaded = Path(chosen.path).name
+        if isinstance(sampler, StepLoader):
+            record.add_checkpoint(Path(chosen.path), sampler.steps)
         return restored
 
     def _finish_last(self, problems: Sequence[str | None], mine: Exception | None, *, is_written: bool) -> None:

@@ -8,16 +8,17 @@ Rank 0 writes it, to the FIFO or file in DTRAIN_LEDGER_FILE, or to the path give
     {"checkpoint": "/path/of/a/file.pt", "step": 12}
     {"stopped": 12, "micro_batch": 0}                                         by `ddp.data.replay`
 
-Steps are counted over all epochs, from 0. A checkpoint's step is the one that comes next. `shares` are the numbers of
-micro-batches of each rank; `loss` is what `step.mean()` returned, else null. Hashes are 64 bits in hex, of the averaged
-gradient and of the parameter before the optimizer's step; each parameter has them in one of `every` steps
-(`ddp.data_parallel.step_hashes`). A step that is repeated after a failure has several lines; the last one counts.
-Only the first StepLoader of a script that trains is in the ledger.
+Steps are counted over all epochs, from 1. A checkpoint's step is the last one before it. `shares` are the numbers of
+micro-batches of each rank. `loss` is what `step.mean()` returned ("nan" and "inf" as texts), else null. Hashes are 64
+bits in hex, of the averaged gradient and of the parameter before the optimizer's step; each parameter has them in one
+of `every` steps (`ddp.data_parallel.step_hashes`). A step that is repeated after a failure has several lines; the last
+one counts. Only the first StepLoader of a script that trains is in the ledger.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import weakref
@@ -45,8 +46,9 @@ class Ledger:
         self._is_writer = False  # whether this process was rank 0 when the last step began
         self._step: int | None = None  # the last one, whose line is not written yet
         self._owner: object = None
+        self._loaded: Mapping[str, Any] | None = None  # the line of a checkpoint, before the first step
         self._shares: Sequence[int] = ()
-        self._loss: float | None = None
+        self._loss: float | str | None = None
         self._every = 0
         self._hashes: dict[str, tuple[str, str]] = {}
 
@@ -65,6 +67,9 @@ class Ledger:
             self.end()
             self.kind, self._is_writer = kind, rank == 0
             self._write({"ledger": 1, **facts})
+            if self._loaded is not None:
+                self._write(self._loaded)
+                self._loaded = None
 
     def begin_step(self, loader: object, owner: object, step: int, shares: Sequence[int], rank: int) -> bool:
         """Write the line of the last step, and begin that of `step`; return whether steps of this loader have lines.
@@ -85,12 +90,16 @@ class Ledger:
 
     def add_loss(self, step: int | None, loss: float) -> None:
         if step is not None and step == self._step:
-            self._loss = loss
+            self._loss = loss if math.isfinite(loss) else str(loss)
 
     def add_checkpoint(self, path: PathLike[str], step: int) -> None:
+        """Add a line for a checkpoint that was saved or loaded."""
+        line = {"checkpoint": os.path.abspath(path), "step": step}
         if self.is_kept:
             self.end()
-            self._write({"checkpoint": os.path.abspath(path), "step": step})
+            self._write(line)
+        else:
+            self._loaded = line
 
     def add_stop(self, step: int, micro_batch: int) -> None:
         self._write({"stopped": step, "micro_batch": micro_batch})

@@ -12,7 +12,7 @@ class MicroBatch:
     """A micro-batch of this rank in a step; its gradients are a leaf in the tree of their sum.
 
     `divisor` is by what they are divided first: all samples of the step, by those of the micro-batch. `step` is the
-    step's number over all epochs, for the ledger; None if that has no lines of its loader.
+    step's number over all epochs, from 1, for the ledger; None if that has no lines of its loader.
     """
 
     index: int  # in the step, over all ranks

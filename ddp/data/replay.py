@@ -44,7 +44,7 @@ def plan() -> Plan | None:
 
 def folder(given: str | PathLike[str]) -> Path:
     """Return the folder of a Checkpoint: in a replay, another one."""
-    return Path(given) if (found := plan()) is None else Path(found.folder, "checkpoints")
+    return Path(given if (found := plan()) is None else found.folder)
 
 
 def begin() -> None:

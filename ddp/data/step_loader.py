@@ -139,7 +139,7 @@ class StepLoader:
 
     @property
     def steps(self) -> int:
-        """The number of steps so far, over all epochs: that of the next one, in the ledger."""
+        """The number of steps so far, over all epochs: within a step, its number in the ledger."""
         return self.epoch * len(self) - (-self._position // self.global_batch_size)
 
     def __len__(self) -> int:
@@ -298,7 +298,7 @@ class Step:
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's micro-batches, and set the random numbers of each. A rank without any takes part, too."""
         current.step, current.is_used = self, False
-        total = self.epoch * len(self._loader) + self.number
+        total = self.epoch * len(self._loader) + self.number + 1
         if record.begin_step(self._loader, self, total, self._shares.counts, self._rank):
             self.recorded = total
         try:

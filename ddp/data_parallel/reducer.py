@@ -544,7 +544,9 @@ class Reducer:
             raise numbers_differ(self.channel, self.channel.number)
         if (error := self.policy.disagreement(statuses, pass_)) is not None:
             raise error
-        self.nonfinite.note(statuses.nonfinite, is_here=not self.sums.is_finite)
+        step = None if pass_.micro_batch is None else pass_.micro_batch.step
+        is_here, spoilt_by = not self.sums.is_finite, self.sums.spoilt_by
+        self.nonfinite.note(statuses.nonfinite, is_here=is_here, spoilt_by=spoilt_by, step=step)
         if statuses.weighted not in (0, statuses.active) or (statuses.weighted and not statuses.weight > 0):
             raise weights_differ(self.channel, self._weight)
         if self.planner is not None:

@@ -115,14 +115,21 @@ class NonFinite:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._ranks: tuple[int, ...] = ()  # of the group, in the last reduction
+        self._step = 0  # that it ended
+        self._micro_batches: list[int] = []  # whose gradients they were, in a step of a StepLoader
         self._has_warned = False
 
-    def note(self, count: int, *, is_here: bool) -> None:
-        """Record how many ranks had such gradients in the reduction that ends. Communicates if any had."""
-        self._ranks = ()
+    def note(self, count: int, *, is_here: bool, spoilt_by: int | None = None, step: int | None = None) -> None:
+        """Record how many ranks had such gradients in the reduction that ends. Communicates if any had.
+
+        `spoilt_by` is the first micro-batch of this rank that had. `step` is the step's number in the ledger; None: as
+        this process counts.
+        """
+        self._ranks, self._step = (), self._channel.report.step + 1 if step is None else step
         if count and not self._has_warned:
-            every = self._channel.gather(is_here, "exchange of which gradients are not finite")
-            self._ranks = tuple(rank for rank, is_there in enumerate(every) if is_there)
+            every = self._channel.gather((is_here, spoilt_by), "exchange of which gradients are not finite")
+            self._ranks = tuple(rank for rank, (is_there, _) in enumerate(every) if is_there)
+            self._micro_batches = [index for _, index in every if index is not None]
 
     def before_step(self) -> None:
         """Check before an optimizer steps. Raises NonFiniteError on every rank, or warns once, on one of the ranks."""
@@ -131,12 +138,13 @@ class NonFinite:
             return
         report = self._channel.report
         who = ranks_text(ranks)
-        text = f"in step {report.step}, gradients of {who} were infinite or NaN"
+        which = f" (micro-batch {', '.join(map(str, self._micro_batches))})" if self._micro_batches else ""
+        text = f"in step {self._step}, gradients of {who}{which} were infinite or NaN"
         if os.environ.get(_VARIABLE) == "stop":
             raise NonFiniteError(
                 f"{text}, and an optimizer was about to step with the average: look at the loss and the data of "
                 f"{who}; the weights are those of the step before",
-                step=report.step,
+                step=self._step,
                 ranks=ranks,
                 failed_ranks=None if report.rank in ranks else report.in_world(ranks),
             )

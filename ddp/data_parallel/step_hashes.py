@@ -32,7 +32,7 @@ _SHARE = 0.02  # of the time of a step, for hashes and the ledger
 _FIRST_STEPS = 8  # of which the time is not typical
 _LOOK_EVERY = 64  # steps, at the share
 _TOLERANCE = 0.25  # of the number of parts
-_MOST = 1 << 20  # parts
+_MOST = 1 << 10  # parts, also where the line alone takes more than the share
 _FACTOR = 6364136223846793005  # Knuth's for 64 bits: any odd number would do
 _BITS = 48  # of a hash in the step status
 

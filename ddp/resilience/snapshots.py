@@ -2,7 +2,7 @@
 
 `dtrain run --replayable K` sets DTRAIN_REPLAYABLE=K and DTRAIN_REPLAYABLE_FOLDER. Every K steps of the StepLoader in
 the State, rank 0 copies all of the State at a commit, and a thread writes the copy there; the two newest stay. A file's
-name has the number of the step that comes next. The launcher removes the folder.
+name has the number of the last step before it. The launcher removes the folder.
 """
 
 from __future__ import annotations

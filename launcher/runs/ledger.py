@@ -37,13 +37,13 @@ class Step:
 
 
 class Ledger:
-    """A ledger. `last` is the step of its last line; `checkpoints` are by path, with the step that comes next."""
+    """A ledger. `last` is the step of its last line; `checkpoints` are by path, with the last step before each."""
 
     def __init__(self) -> None:
         self.machine: Mapping[str, Any] = {}
         self.loader: Mapping[str, Any] = {}
         self.checkpoints: dict[str, int] = {}
-        self.last = -1
+        self.last = 0
         self._places: dict[int, tuple[Path, int, Mapping[str, Any]]] = {}  # of lines: file, offset, machine
 
     @property
@@ -120,7 +120,7 @@ def _mapping(value: object) -> Mapping[str, Any]:
 
 
 def snapshots(folder: Path) -> dict[int, Path]:
-    """Return the files of --replayable in a run's folder, by the step that comes next."""
+    """Return the files of --replayable in a run's folder, by the last step before each."""
     found = ((re.fullmatch(r"step-([0-9]{1,15})\.pt", path.name), path) for path in (folder / REPLAYABLE).glob("*"))
     return {int(match[1]): path for match, path in found if match is not None}
 
@@ -128,7 +128,7 @@ def snapshots(folder: Path) -> dict[int, Path]:
 def keep_snapshots(folder: Path, *, failed: bool) -> str:
     """Remove the files of --replayable, unless the run has failed; return a line about those that are kept."""
     if failed and (found := snapshots(folder)):
-        return f"replayable from step {min(found)}"
+        return f"replayable from step {min(found) + 1}"
     shutil.rmtree(folder / REPLAYABLE, ignore_errors=True)
     with contextlib.suppress(OSError):
         folder.rmdir()  # if no worker was started

@@ -23,7 +23,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         numbers = torch.Generator().manual_seed(1)
         time = torch.arange(count + WINDOW) / 7
         self._signal = torch.sin(time) + 0.1 * torch.randn(count + WINDOW, generator=numbers)
-        self._signal[2600 : 2600 + WINDOW + 1] = 0.0  # the sensor was off
+        self._signal[2123 : 2123 + WINDOW + 1] = 0.0  # the sensor was off
         self._count = count
 
     def __len__(self) -> int:

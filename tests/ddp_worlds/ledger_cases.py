@@ -29,7 +29,7 @@ def recorded(kind: str, path: str, steps: int, **options: Any) -> None:
 
 
 def a_rank_that_differs(what: str, path: str) -> None:
-    """In step 6, rank 1 changes something after the averages have arrived."""
+    """In step 7, rank 1 changes something after the averages have arrived."""
     ddp.ledger(path)
     training = Training("mlp")
     weight = present_weight(training.net)
@@ -51,7 +51,7 @@ def a_rank_that_differs(what: str, path: str) -> None:
         assert raised.value.parameter in dict(training.net.named_parameters())
     else:
         assert raised.value.parameter == "1.weight"
-    assert 7 <= raised.value.step <= 7 + every, (raised.value, every)
+    assert 8 <= raised.value.step <= 8 + every, (raised.value, every)
 
 
 def present_weight(net: nn.Module) -> nn.Parameter:
@@ -97,7 +97,7 @@ def a_gradient_that_one_rank_has_alone(path: str) -> None:
                 model(x).mean().backward()
             net.zero_grad()
 
-    with pytest.raises(DriftError, match=r"averaged gradients of step 3 differ: 'bias' on rank 2 of 3"):
+    with pytest.raises(DriftError, match=r"averaged gradients of step 4 differ: 'bias' on rank 2 of 3"):
         train()
 
 
@@ -145,4 +145,12 @@ def saved(folder: str, path: str) -> None:
     training.run(4)
     checkpoint.save(40, **parts)
     checkpoint.wait()
+    training.run(1)
+
+
+def loaded(folder: str, path: str) -> None:
+    ddp.ledger(path)
+    training = Training("mlp")
+    parts: dict[str, Any] = {"model": training.model, "optimizer": training.optimizer, "sampler": training.loader}
+    assert ddp.Checkpoint(folder).load(**parts)
     training.run(1)

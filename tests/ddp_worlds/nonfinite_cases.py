@@ -63,8 +63,8 @@ def steps(
     return reported, error, are_finite, done
 
 
-def a_micro_batch_that_is_not_the_last_is_spoilt() -> tuple[int, tuple[int, ...]]:
-    """In step 2, the first of two micro-batches of rank 1. Return the error's step and ranks."""
+def a_micro_batch_that_is_not_the_last_is_spoilt() -> tuple[int, tuple[int, ...], bool]:
+    """In step 2, the first of two micro-batches of rank 1. Return the error's step and ranks; whether it names that."""
     model, optimizer = _model("ddp")
     loader = ddp.StepLoader(range(32), global_batch_size=8, micro_batch_size=2)
     with pytest.MonkeyPatch.context() as patched:
@@ -76,6 +76,6 @@ def a_micro_batch_that_is_not_the_last_is_spoilt() -> tuple[int, tuple[int, ...]
             try:
                 optimizer.step()
             except ddp.errors.NonFiniteError as raised:
-                return raised.step, raised.ranks
+                return raised.step, raised.ranks, "gradients of rank 1 (micro-batch 2) were" in str(raised)
             optimizer.zero_grad()
     raise AssertionError("not noticed")

@@ -53,6 +53,7 @@ def train(steps: int, fails_at: int) -> None:
     loader = {"samples": 640, "steps": steps, "global_batch_size": 32, "micro_batches": 4, "seed": 0, "shuffle": True}
     write(ledger=1, machine=machine, loader=loader)
     while step < steps:
+        step += 1
         if PLAN and PLAN["pdb"] and PLAN["step"] == step:
             write(stopped=step, micro_batch=PLAN["micro_batch"])
             pdb.set_trace()
@@ -60,11 +61,10 @@ def train(steps: int, fails_at: int) -> None:
         hashes = {"bias": ["0", "0"], "weight": [gradient, digest(state)]}
         write(step=step, shares=[4], loss=step / 2, every=1, hashes=hashes)
         state = digest(state, gradient)
-        step += 1
         snapshot(step, state)
         if step % SAVED_EACH == 0:
             save(step, state)
-        if PLAN and not PLAN["pdb"] and PLAN["step"] == step - 1:
+        if PLAN and not PLAN["pdb"] and PLAN["step"] == step:
             sys.exit()
 
 

@@ -78,6 +78,7 @@ class GradientSums:
         self.specs: list[GradSpec] = []  # of the gradients, in this order
         self._state: dict[str, Any] = {}  # the plan in names and numbers; without sizes if these are `limits`
         self.is_finite = True  # the probed gradients, on this rank, since the last reduction
+        self.spoilt_by: int | None = None  # the first micro-batch whose gradients are not
         self._found_twice: set[int] = set()  # members whose gradients became ready twice in a pass
         self._repeated: frozenset[int] = frozenset()  # those that the plan knows
         self._last_absent: frozenset[int] = frozenset()
@@ -335,8 +336,11 @@ class GradientSums:
 
     def _probe_in(self, transfer: Transfer) -> None:
         probe = self._probe
-        if probe is not None and probe.index in transfer.indices and probe.index in self.touched:
-            self.is_finite = self.is_finite and _is_finite(probe.parameter.grad)
+        if probe is None or probe.index not in transfer.indices or probe.index not in self.touched:
+            return
+        if self.is_finite and not _is_finite(probe.parameter.grad):
+            self.is_finite = False
+            self.spoilt_by = None if transfer.micro_batch is None else transfer.micro_batch.index
 
     def _send(self, transfer: Transfer) -> None:
         if self._hook is not None and transfer is not self._carrier:  # its exceptions are not those of a collective
@@ -412,7 +416,7 @@ class GradientSums:
         """Reset after a pass, whether or not it was delivered."""
         for transfer in self._transfers:
             transfer.drop()
-        self.is_finite = True
+        self.is_finite, self.spoilt_by = True, None
         self._before.clear()
         self._sparse_rows.clear()
         self._absent = []

@@ -125,9 +125,9 @@ def replay_run(
 
 def _last_step(wanted: Wanted, ledger: Ledger, run_id: str) -> int:
     """Return the last step to make. Raises UsageError for one that the run did not have."""
-    most = max(ledger.steps, default=-1) + 1
-    if wanted.step is not None and not 0 <= wanted.step <= most:
-        raise UsageError(f"--step is {wanted.step}; run {run_id} had the steps 0 to {most}")
+    most = max(ledger.steps, default=0) + 1
+    if wanted.step is not None and not 1 <= wanted.step <= most:
+        raise UsageError(f"--step is {wanted.step}; run {run_id} had the steps 1 to {most}")
     if wanted.micro_batch is not None:
         if wanted.step is None or not wanted.pdb:
             raise UsageError("--micro-batch names a place in a step: add --step N and --pdb")
@@ -139,10 +139,10 @@ def _last_step(wanted: Wanted, ledger: Ledger, run_id: str) -> int:
 
 def _newest(ledger: Ledger, folder: Path, step: int) -> tuple[int, str, Path | None]:
     """Return the newest file with which the step can be made again: the step it begins with, its key in the plan."""
-    saved = [(first, "checkpoint", Path(path)) for path, first in ledger.checkpoints.items()]
-    saved += [(first, "state", path) for first, path in snapshots(folder).items()]
+    saved = [(last + 1, "checkpoint", Path(path)) for path, last in ledger.checkpoints.items()]
+    saved += [(last + 1, "state", path) for last, path in snapshots(folder).items()]
     there = [each for each in saved if each[0] <= step and each[2].exists()]
-    return max(there, default=(0, "checkpoint", None), key=lambda each: each[0])
+    return max(there, default=(1, "checkpoint", None), key=lambda each: each[0])
 
 
 @contextmanager
@@ -196,7 +196,7 @@ class Replay:
         self._facts = facts
         self._here = Ledger()
         self._compared = Comparison()
-        self._reached = -1  # the newest step
+        self._reached = 0  # the newest step
         self._rest: dict[int, bytes] = {}  # by rank, an unfinished line
 
     def read(self, rank: int, data: bytes) -> list[str]:

@@ -24,7 +24,7 @@ def test_any_number_of_ranks_has_the_same_hashes_and_losses(nursery: Nursery, tm
             ranks, f"{CASES}:recorded", group=group, kind=kind, path=str(tmp_path / f"{ranks}"), steps=4, ledger="full"
         )
     first, *others = (_steps(tmp_path / f"{ranks}") for ranks in (1, 3, 4))
-    assert [*first] == [0, 1, 2, 3]
+    assert [*first] == [1, 2, 3, 4]
     assert [line["shares"] for line in first.values()] == [
         [8],
         [8],
@@ -49,7 +49,7 @@ def test_its_first_line_says_what_it_depends_on(nursery: Nursery, tmp_path: Path
             "samples": 70, "steps": 3, "global_batch_size": 32, "micro_batches": 8, "seed": 3, "shuffle": True,
         },
     }  # fmt: skip
-    assert (step["step"], step["hashes"]) == (0, {})  # how long a step takes is not known yet
+    assert (step["step"], step["hashes"]) == (1, {})  # how long a step takes is not known yet
 
 
 def test_all_parameters_come_in_turn(nursery: Nursery, tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_all_parameters_come_in_turn(nursery: Nursery, tmp_path: Path) -> None:
         nursery.run(2, f"{CASES}:recorded", kind="transformer", path=str(tmp_path / kind), steps=200, ledger=kind)
     sampled, full = (_steps(tmp_path / kind) for kind in ("sampled", "full"))
     assert {line["every"] for line in full.values()} == {1}
-    names = {*full[0]["hashes"]}
+    names = {*full[1]["hashes"]}
     for first, line in sampled.items():
         for name, pair in line["hashes"].items():
             assert full[first]["hashes"][name] == pair
@@ -85,7 +85,7 @@ def test_a_second_model_has_a_number(nursery: Nursery, tmp_path: Path) -> None:
 
 def test_what_has_no_line(nursery: Nursery, tmp_path: Path) -> None:
     nursery.run(2, f"{CASES}:what_has_no_line", path=str(tmp_path / "ledger"))
-    assert [*_steps(tmp_path / "ledger")] == [0, 1]
+    assert [*_steps(tmp_path / "ledger")] == [1, 2]
     assert all(line["every"] > 1 for line in _steps(tmp_path / "ledger").values())
 
 
@@ -93,9 +93,12 @@ def test_a_full_disk_ends_only_the_ledger(nursery: Nursery) -> None:
     nursery.run(2, f"{CASES}:a_full_disk_ends_only_the_ledger")
 
 
-def test_a_checkpoint_names_the_step_that_comes_next(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_checkpoint_names_the_last_step_before_it(nursery: Nursery, tmp_path: Path) -> None:
     nursery.run(2, f"{CASES}:saved", folder=str(tmp_path / "saved"), path=str(tmp_path / "ledger"))
     file = tmp_path / "saved" / "step-0000000040.pt"
     *_, before, line, header, after = lines_of(tmp_path / "ledger")
-    assert (before["step"], line, header["ledger"], after["step"]) == (3, {"checkpoint": str(file), "step": 4}, 1, 4)
+    assert (before["step"], line, header["ledger"], after["step"]) == (4, {"checkpoint": str(file), "step": 4}, 1, 5)
     assert torch.load(file, weights_only=True)["ledger_step"] == 4
+    nursery.run(3, f"{CASES}:loaded", folder=str(tmp_path / "saved"), path=str(tmp_path / "resumed"))
+    _, resumed, step = lines_of(tmp_path / "resumed")
+    assert (resumed, step["step"]) == (line, 5)

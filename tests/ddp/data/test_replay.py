@@ -108,15 +108,15 @@ def test_it_begins_at_a_checkpoint_and_ends_after_its_step(runs: Runs, tmp_path:
     full = PLAIN.replace("micro_batch_size=2", 'micro_batch_size=2, ledger="full"')
     assert runs.run(full, "ledger").stdout == "from None\nto the end\n"
     files = sorted((tmp_path / "saved").iterdir())
-    assert [*runs.lines("ledger")] == [*range(15)]
-    assert len(runs.lines("ledger")[14]["hashes"]) == 6
+    assert [*runs.lines("ledger")] == [*range(1, 16)]
+    assert len(runs.lines("ledger")[15]["hashes"]) == 6
     assert (
-        runs.replay(full, step=7, checkpoint=str(tmp_path / "saved" / "step-0000000005.pt")) == "from 5\nsteps 5 to 7"
+        runs.replay(full, step=7, checkpoint=str(tmp_path / "saved" / "step-0000000005.pt")) == "from 5\nsteps 6 to 7"
     )
-    assert runs.replay(full, step=3) == "from None\nsteps 0 to 3"
-    assert runs.replay(full) == "from None\nto the end\nsteps 0 to 14"
+    assert runs.replay(full, step=3) == "from None\nsteps 1 to 3"
+    assert runs.replay(full) == "from None\nto the end\nsteps 1 to 15"
     assert sorted((tmp_path / "saved").iterdir()) == files
-    there = {path.name for path in (tmp_path / "replay" / "checkpoints").glob("*.pt")}
+    there = {path.name for path in (tmp_path / "replay").glob("*.pt")}
     assert there == {path.name for path in files if path.suffix == ".pt"}
 
 
@@ -129,9 +129,9 @@ def test_it_begins_at_a_snapshot_of_a_state(runs: Runs, tmp_path: Path) -> None:
     found = sorted(path.name for path in folder.glob("*.pt"))
     assert len(found) == 2, found
     for name in found:
-        next_step = int(name[5:-3])
-        said = runs.replay(RESILIENT, state=str(folder / name), step=next_step)
-        assert said == f"from {next_step} {next_step}\nsteps {next_step} to {next_step}"
+        last = int(name[5:-3])
+        said = runs.replay(RESILIENT, state=str(folder / name), step=last + 1)
+        assert said == f"from {last} {last}\nsteps {last + 1} to {last + 1}"
     said = runs.replay(RESILIENT, state=str(folder / found[0]))
     assert said.splitlines()[1] == ended.splitlines()[1]
 
@@ -174,12 +174,12 @@ def _debugged(text: str, tmp_path: Path, commands: str, **plan: Any) -> Result:
 
 
 def test_the_debugger_opens_before_a_micro_batch(tmp_path: Path) -> None:
-    result = _debugged(PLAIN, tmp_path, "p loader.steps, len(losses), x.shape\nw\nc\n", step=6, micro_batch=3)
+    result = _debugged(PLAIN, tmp_path, "p loader.steps, len(losses), x.shape\nw\nc\n", step=7, micro_batch=3)
     assert result.returncode == 0, result
     assert "(7, 3, torch.Size([2, 4]))" in result.stdout
     assert "-> loss = (model(x) ** 2).mean()" in result.stdout
     stopped, last = lines_of(tmp_path / "again")[-2:]
-    assert (stopped, last["step"]) == ({"stopped": 6, "micro_batch": 3}, 6)
+    assert (stopped, last["step"]) == ({"stopped": 7, "micro_batch": 3}, 7)
 
 
 def test_the_debugger_opens_where_an_exception_ends_the_script(tmp_path: Path) -> None:

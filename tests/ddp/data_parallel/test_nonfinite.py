@@ -39,4 +39,4 @@ def test_a_step_that_is_skipped_as_by_a_grad_scaler_is_no_matter(nursery: Nurser
 
 def test_each_micro_batch_of_a_step_is_looked_at(nursery: Nursery) -> None:
     case = "ddp_worlds.nonfinite_cases:a_micro_batch_that_is_not_the_last_is_spoilt"
-    assert nursery.run(2, case) == [(2, (1,))] * 2
+    assert nursery.run(2, case) == [(2, (1,), True)] * 2

@@ -147,6 +147,6 @@ def test_snapshots_are_known_by_their_names_and_kept_after_a_failure(tmp_path: P
         9: "step-0000000009.pt",
         12: "step-0000000012.pt",
     }
-    assert keep_snapshots(tmp_path, failed=True) == "replayable from step 9"
+    assert keep_snapshots(tmp_path, failed=True) == "replayable from step 10"
     assert keep_snapshots(tmp_path, failed=False) == ""
     assert not tmp_path.exists()

@@ -48,16 +48,16 @@ def own_folder() -> Path:
 
 
 def test_the_step_that_failed_fails_again_from_the_newest_checkpoint() -> None:
-    failed = train("20", "10", options=("--nproc-per-node", "2", "--max-restarts", "1"))
+    failed = train("20", "11", options=("--nproc-per-node", "2", "--max-restarts", "1"))
     assert last_line(failed) == "dtrain:   replay it: dtrain replay first"
     assert "see it: less " in failed.stderr.splitlines()[-2]
     before = sorted(Path("checkpoints").iterdir())
     result = replay("first", cwd=Path("/"))
     assert result.returncode == 1, result
-    assert f"dtrain: replay of run first to step 10, from step 8: {before[-1].absolute()}\n" in result.stderr
+    assert f"dtrain: replay of run first to step 11, from step 9: {before[-1].absolute()}\n" in result.stderr
     line = 1 + Path("train.py").read_text().splitlines().index('        raise ValueError(f"step {step} fails")')
     place = f"ValueError at {Path('train.py').absolute()}:{line} in gradient_of"
-    text = "steps 8 to 9 have the same bits (8 hashes)"
+    text = "steps 9 to 10 have the same bits (8 hashes)"
     assert last_line(result) == f"dtrain: replay: {text}; the recorded exception came again: {place}"
     assert sorted(Path("checkpoints").iterdir()) == before
     assert "replay it" not in result.stderr, "a replay is not replayed"
@@ -73,14 +73,14 @@ def test_a_step_is_reached_with_the_same_bits_and_saves_go_to_the_replay_s_folde
     result = replay("--step", "6")
     assert (result.returncode, last_line(result)) == (
         0,
-        "dtrain: replay: steps 0 to 6 have the same bits (28 hashes)",
+        "dtrain: replay: steps 1 to 6 have the same bits (24 hashes)",
     ), result
-    assert "from step 0: its beginning" in result.stderr
+    assert "from step 1: its beginning" in result.stderr
     assert [path.name for path in (own_folder() / "checkpoints").iterdir()] == ["step-0000000004.pt"]
     again = replay()  # the last run, not its replay
     assert (again.returncode, last_line(again)) == (
         0,
-        "dtrain: replay: steps 0 to 19 have the same bits (80 hashes)",
+        "dtrain: replay: steps 1 to 20 have the same bits (80 hashes)",
     ), again
 
 
@@ -102,7 +102,7 @@ def test_a_difference_is_said_with_the_step_the_parameter_and_what_else_differs(
     assert result.stderr.count("replay: not as in run first") == 1
     assert first < result.stderr.index("finished successfully"), "at once"
     assert last_line(result) == (
-        "dtrain: replay: steps 0 to 6 have the same bits (28 hashes); "
+        "dtrain: replay: steps 1 to 6 have the same bits (24 hashes); "
         "not as in run first: step 7: the gradient of weight"
     )
 
@@ -114,32 +114,32 @@ def test_on_another_kind_of_processor_losses_are_compared_and_that_is_said() -> 
     result = replay("--step", "3", env={"PROCESSOR": "b"})
     assert result.returncode == 0, result
     assert last_line(result) == (
-        "dtrain: replay: steps 0 to 3 have the same losses within 0.001; bits are not compared: processor a and b"
+        "dtrain: replay: steps 1 to 3 have the same losses within 0.001; bits are not compared: processor a and b"
     )
 
 
 def test_pdb_opens_before_the_step(folder: Path) -> None:
     train("20")
-    with dtrain_on_terminal("replay", "--step", "17", "--micro-batch", "3", "--pdb", cwd=folder) as terminal:
-        terminal.read_until("replay: before micro-batch 3 of step 17; step 16 has the same bits (4 hashes)\r\n")
+    with dtrain_on_terminal("replay", "--step", "18", "--micro-batch", "3", "--pdb", cwd=folder) as terminal:
+        terminal.read_until("replay: before micro-batch 3 of step 18; step 17 has the same bits (4 hashes)\r\n")
         terminal.read_until("(Pdb) ")
         terminal.type("p 'at', step\n")
-        terminal.read_until("('at', 17)")
+        terminal.read_until("('at', 18)")
         terminal.type("q\n")
         assert terminal.wait() == 0, terminal.shown
     assert "BdbQuit" not in terminal.shown
 
 
 def test_without_a_step_pdb_opens_at_the_exception(folder: Path) -> None:
-    train("20", "13", options=("--grace-s", "0.3"))
+    train("20", "14", options=("--grace-s", "0.3"))
     with dtrain_on_terminal("replay", "first", "--pdb", cwd=folder) as terminal:
         terminal.read_until("(Pdb) ")
         time.sleep(1.5)  # a worker that has failed would be killed
         terminal.type("p 'at', fails_at\n")
-        terminal.read_until("('at', 13)")
+        terminal.read_until("('at', 14)")
         terminal.type("q\n")
         assert terminal.wait() == 1
-    assert "step 12 has the same bits (4 hashes); the recorded exception came again" in terminal.shown
+    assert "step 13 has the same bits (4 hashes); the recorded exception came again" in terminal.shown
 
 
 def test_a_run_that_goes_on_is_replayed_from_a_checkpoint_that_it_removes_meanwhile(folder: Path) -> None:
@@ -181,7 +181,7 @@ def test_on_another_host_and_with_more_workers(ssh_hosts: SshHosts) -> None:
     result = replay("--step", "18", "--on", "node2", "--nproc-per-node", "2")
     assert (result.returncode, last_line(result)) == (
         0,
-        "dtrain: replay: steps 16 to 18 have the same bits (12 hashes)",
+        "dtrain: replay: steps 17 to 18 have the same bits (8 hashes)",
     ), result
     assert not_sent in result.stderr
     record = json.loads((own_folder() / "run.json").read_text())
@@ -191,8 +191,8 @@ def test_on_another_host_and_with_more_workers(ssh_hosts: SshHosts) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--step", "9"], "--step is 9; run first had the steps 0 to 8"),
-        (["--step", "-1"], "--step is -1; run first had the steps 0 to 8"),
+        (["--step", "10"], "--step is 10; run first had the steps 1 to 9"),
+        (["--step", "0"], "--step is 0; run first had the steps 1 to 9"),
         (["--micro-batch", "1", "--step", "2"], "--micro-batch names a place in a step: add --step N and --pdb"),
         (["--micro-batch", "4", "--step", "2", "--pdb"], "--micro-batch is 4; a step of run first had 0 to 3"),
         (["none"], "there is no run none; see dtrain ps --all"),
@@ -224,11 +224,11 @@ def test_only_a_run_that_raised_is_to_be_replayed(ends: str) -> None:
 
 def test_snapshots_are_kept_of_a_run_that_failed_and_replayed_from() -> None:
     failed = train("20", "14", options=("--replayable", "3"))
-    assert "dtrain: replayable from step 3\n" in failed.stderr
+    assert "dtrain: replayable from step 4\n" in failed.stderr
     shutil.rmtree("checkpoints")
     result = replay("first")
-    assert f"from step 12: {Path('runs/first/replayable').absolute()}/step-0000000012.pt" in result.stderr
-    assert "steps 12 to 13 have the same bits" in last_line(result)
+    assert f"from step 13: {Path('runs/first/replayable').absolute()}/step-0000000012.pt" in result.stderr
+    assert "step 13 has the same bits" in last_line(result)
     assert not (own_folder() / "replayable").exists()
     kept = train("5", options=("--replayable", "3"), name="second")
     assert "replayable" not in kept.stderr
@@ -244,14 +244,14 @@ def test_two_runs_are_compared_by_their_ledgers() -> None:
     train("9", name="first")
     train("9", "5", name="second")
     same = run_dtrain("diff", "first", "second")
-    assert (same.returncode, same.stdout) == (0, "steps 0 to 4 have the same bits (20 hashes)\n"), same
+    assert (same.returncode, same.stdout) == (0, "steps 1 to 4 have the same bits (16 hashes)\n"), same
     Path("data").write_text("other")
     train("7", name="third")
     other = run_dtrain("diff", "first", "runs/third/attempt_0/0/ledger.jsonl")
-    text = "steps: 9 and 7\nno step is equal\nthey differ at step 0: the gradient of weight\n"
+    text = "steps: 9 and 7\nno step is equal\nthey differ at step 1: the gradient of weight\n"
     assert (other.returncode, other.stdout) == (1, text), other
     found = json.loads(run_dtrain("diff", "--json", "first", "last").stdout)
-    assert found["first"] == {"step": 0, "what": "gradient", "names": ["weight"]}
+    assert found["first"] == {"step": 1, "what": "gradient", "names": ["weight"]}
     assert (found["loader"], found["by_bits"]) == ({"steps": [9, 7]}, True)
     for words in (("first", "none"), ("first", "train.py")):
         assert run_dtrain("diff", *words).returncode == 2
