@@ -15,11 +15,13 @@ in step again in the next one.
 from __future__ import annotations
 
 import enum
+import math
 import threading
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial, wraps
+from itertools import chain
 from time import perf_counter
 from typing import Any
 
@@ -28,6 +30,7 @@ import torch.distributed as dist
 
 from ddp.comm.channel import Channel
 from ddp.comm.failures import changing_together, describe_failure, failing_together, peers_failed
+from ddp.data.micro_batch import MicroBatch
 from ddp.data_parallel.backward_pass import (
     Action,
     EndOfBackward,
@@ -110,7 +113,7 @@ class Reducer:
         self._has_all_ranks = dist.is_initialized() and channel.group.size() == dist.get_world_size()
         self.before_last_bucket: Callable[[], None] | None = None  # called when all of its gradients are ready
         self.last_failed = False  # the last pass, on this rank
-        self._weight: float | None = None  # since the last reduction; None without weights
+        self._weights: list[float] = []  # given since the last reduction
         # Held while a pass is failed from outside its backward, perhaps by an engine thread that frees a graph; also in
         # hooks if there are several devices, since each has an engine thread.
         self.lock = threading.RLock()
@@ -214,7 +217,7 @@ class Reducer:
 
     def add_weight(self, weight: float) -> None:
         """Add `weight` for the gradients that the next backward pass adds to this rank's."""
-        self._weight = (self._weight or 0.0) + weight
+        self._weights.append(weight)
 
     def warn(self, text: str) -> None:
         """Issue a warning once."""
@@ -374,7 +377,7 @@ class Reducer:
         if action is Action.REDUCE:
             self.reduce_now()
         elif action is Action.HOLD:
-            self._end_held(Pass(action))
+            self._end_held(Pass(action, micro_batch=self.policy.micro_batch))
 
     def _backward_ended(self, pass_: Pass) -> None:
         """End a pass, together with those of other reducers that end with the same backward pass.
@@ -489,7 +492,7 @@ class Reducer:
         return self.policy.status(
             failed=pass_.problem is not None,
             joined=pass_.has_joined,
-            weight=self._weight,
+            weight=sum(self._weights) if self._weights else None,
             unfrozen=len(pass_.unfrozen),
             number=self.channel.number,
             nonfinite=not self.sums.is_finite,
@@ -525,7 +528,7 @@ class Reducer:
             break_connections()
 
     def _reset(self) -> None:
-        self._weight = None
+        self._weights = []
         self.sums.touched.clear()
         self.policy.ended()
         timeline.backward_ended()
@@ -545,11 +548,9 @@ class Reducer:
         if (error := self.policy.disagreement(statuses, pass_)) is not None:
             raise error
         self.nonfinite.note(statuses.nonfinite, is_here=not self.sums.is_finite)
-        if statuses.weighted not in (0, statuses.active) or (statuses.weighted and not statuses.weight > 0):
-            raise weights_differ(self.channel, self._weight)
+        factor = self._factor(statuses, pass_.micro_batch)
         if self.planner is not None:
             self.planner.count_step()
-        factor = group.size() / (statuses.weight if statuses.weighted else self.policy.rank_count(statuses))
         is_first = not self.sums.is_planned
         meets = is_first or statuses.unfrozen or (self.planner is not None and self.planner.decides)
         with failing_together(self.channel, "its backward pass") if meets else nullcontext():
@@ -569,6 +570,20 @@ class Reducer:
             else:
                 self.planner.step_ended(self.sums, has_joined=pass_.has_joined)
         self.policy.delivered(self.sums.first_used(), is_first=is_first)
+
+    def _factor(self, statuses: StatusSum, micro_batch: MicroBatch | None) -> float:
+        """Return the factor from sums to averages. Raises BackwardError on every rank if a weight is missing."""
+        size, counts = self.channel.group.size(), None if micro_batch is None else micro_batch.shares.counts
+        if not statuses.weighted:
+            return size / self.policy.rank_count(statuses)
+        if counts is None and statuses.weighted == statuses.active and statuses.weight > 0:
+            return size / statuses.weight
+        every = self.channel.gather(self._weights, "exchange of the weights of a step")
+        if counts is not None and [*map(len, every)] == [*counts]:
+            total = math.fsum(chain(*every))  # exact, so that the order does not matter
+            if total > 0:
+                return 1 / total
+        raise weights_differ(every, counts)
 
     def _add_members(self, unfrozen: Sequence[_Named]) -> None:
         """Reduce these parameters like all others from now on."""

@@ -75,7 +75,8 @@ def _net(kind: str) -> nn.Module:
 class Training:
     """A model and what trains it."""
 
-    def __init__(self, kind: str, micro_batch_size: int = 4, **loading: Any) -> None:
+    def __init__(self, kind: str, micro_batch_size: int = 4, *, weighs: bool = False, **loading: Any) -> None:
+        self._weighs = weighs
         self.net = _net(kind)
         self.loader = ddp.StepLoader(
             Data(kind), seed=3, global_batch_size=32, micro_batch_size=micro_batch_size, **loading
@@ -96,7 +97,10 @@ class Training:
             for x, y in step:
                 output = self.model(x.to(dtype) if x.is_floating_point() else x)
                 loss = nn.functional.cross_entropy(output.float(), y)
-                loss.backward()
+                if self._weighs:
+                    self.model.backward(loss, weight=max(0.0, float(torch.rand(1)) - 0.3))
+                else:
+                    loss.backward()
                 losses.append(loss.item())
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -169,6 +173,27 @@ def ranks_without_micro_batches_are_named() -> list[str]:
     return [str(each.message) for each in warned]
 
 
+def weights_are_those_of_the_mean_over_everything() -> None:
+    """In float64, with a last step of unequal micro-batches; a weight of 0 hides a loss that is not finite."""
+    torch.manual_seed(1)
+    x, y, net = torch.randn(22, 6).double(), torch.randn(22).double(), nn.Linear(6, 1).double()
+    weights = torch.rand(22).double()
+    weights[:3] = 0
+    data = torch.utils.data.TensorDataset(x, y, weights)
+    loader = ddp.StepLoader(data, global_batch_size=12, micro_batch_size=3, shuffle=False)
+    model = ddp.DistributedDataParallel(net)
+    for step, rows in zip(loader.epochs(1), torch.arange(22).split(12), strict=True):
+        for inputs, targets, each in step:
+            losses = (model(inputs)[:, 0] - targets).square()
+            model.backward((losses * each).sum() / each.sum(), weight=each.sum())
+        losses = (net(x[rows])[:, 0] - y[rows]).square()
+        mean = (losses * weights[rows]).sum() / weights[rows].sum()
+        (expected,) = torch.autograd.grad(mean, [net.weight])
+        assert net.weight.grad is not None
+        assert (net.weight.grad - expected).abs().max() < 1e-12
+        net.zero_grad()
+
+
 def a_step_that_was_abandoned_changes_nothing() -> None:
     """Its iterator ends within a forward pass of a later step, as where the traceback of its failure lives on."""
     undisturbed, training = Training("mlp").run(2), Training("mlp")
@@ -202,8 +227,15 @@ def what_a_step_cannot_take_is_refused() -> None:
     training.optimizer.zero_grad()
     with pytest.raises(UnsupportedError, match="no_sync"):
         step(in_no_sync)
-    with pytest.raises(UnsupportedError, match="weight="):
-        step(lambda x, y: training.model.backward(loss_of(x, y), weight=2))
+    passes = iter(range(99))
+
+    def weighted_once(x: torch.Tensor, y: torch.Tensor) -> None:
+        training.model.backward(loss_of(x, y), weight=None if next(passes) else 2.0)
+
+    with pytest.raises(BackwardError, match=r"gave no weight.* for each micro-batch"):
+        step(weighted_once)
+    with pytest.raises(BackwardError, match="add up to 0"):
+        step(lambda x, y: training.model.backward(loss_of(x, y), weight=0))
     bare = _net("mlp")
     with pytest.raises(ArgumentError, match="wrap it in"):
         step(lambda x, y: nn.functional.cross_entropy(bare(x), y).backward())

@@ -39,6 +39,20 @@ def test_loader_processes_and_other_micro_batches(nursery: Nursery) -> None:
     assert plain != other
 
 
+def test_weights_are_added_up_alike_on_any_number_of_ranks(nursery: Nursery) -> None:
+    """They are not whole numbers, and some are 0; of nine ranks one has no micro-batch."""
+    worlds = [(1, "shm"), (2, "gloo"), (3, "shm"), (4, "gloo"), (9, "shm")]
+    run = f"{CASES}:trained"
+    digests = [each for size, group in worlds for each in nursery.run(size, run, group=group, kind="mlp", weighs=True)]
+    assert len({*digests}) == 1, digests
+    assert digests[0] != nursery.run(1, run, kind="mlp")[0]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_weights_are_those_of_the_mean_over_everything(nursery: Nursery, ranks: int) -> None:
+    nursery.run(ranks, f"{CASES}:weights_are_those_of_the_mean_over_everything")
+
+
 def test_a_training_goes_on_with_another_number_of_ranks(nursery: Nursery, tmp_path: Path) -> None:
     """From the middle of an epoch. The digest of the rest has no losses of the first part, so that is done alike."""
     nursery.run(3, f"{CASES}:saved", kind="cnn", steps=2, folder=str(tmp_path))
