@@ -28,6 +28,7 @@ class Training(Protocol):
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     train_loader: ReplicaLoader | StepLoader | None = None
+    shares: int = 1  # of a step of the optimizer, each with a mean loss: replicas, or micro-batches of a StepLoader
 
     epoch: int = 0  # the current one, or the next
     epochs: int = 0
