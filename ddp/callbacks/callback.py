@@ -28,7 +28,6 @@ class Training(Protocol):
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     train_loader: ReplicaLoader | StepLoader | None = None
-    shares: int = 1  # of a step of the optimizer, each with a mean loss: replicas, or micro-batches of a StepLoader
 
     epoch: int = 0  # the current one, or the next
     epochs: int = 0
@@ -41,6 +40,8 @@ class Training(Protocol):
 
     @property
     def steps(self) -> int: ...
+    @property
+    def shares(self) -> int: ...
     def stop(self) -> None: ...
     def record(self, name: str, total: Any, count: Any) -> None: ...
     def evaluate(self, data: Any, *, global_batch_size: int | None = None) -> dict[str, float]: ...

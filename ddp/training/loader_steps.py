@@ -22,12 +22,11 @@ _BATCH_SIZE = 32  # as in Keras
 class LoaderSteps(ABC):
     """The steps of a loader on this replica.
 
-    `shares` are the parts of a step's samples that have a mean loss each. `random_stream` is that of this replica's
-    random numbers, by the seed of a fit. `totals` is the type of totals that goes with the loader.
+    `random_stream` is that of this replica's random numbers, by the seed of a fit. `totals` is the type of totals that
+    goes with the loader.
     """
 
     loader: ReplicaLoader | StepLoader
-    shares: int
     random_stream = 0
     totals: type[Totals] = Totals
     stand_in: Callable[[], Any] | None = None  # a batch in place of an empty one
@@ -35,6 +34,11 @@ class LoaderSteps(ABC):
     @abstractmethod
     def __len__(self) -> int:
         """Return the number of steps of an epoch."""
+
+    @property
+    @abstractmethod
+    def shares(self) -> int:
+        """The number of parts of a step that have a mean loss each: replicas, or micro-batches."""
 
     @abstractmethod
     def rest_of_epoch(self, totals: Totals) -> Iterator[Iterator[PartOfStep]]:
@@ -64,10 +68,14 @@ class ReplicaSteps(LoaderSteps):
 
     def __init__(self, loader: ReplicaLoader, strategy: Strategy, accumulate: int) -> None:
         self.loader, self._strategy, self._accumulate = loader, strategy, accumulate
-        self.shares, self.random_stream, self.stand_in = strategy.replicas, strategy.replica, loader.stand_in
+        self.random_stream, self.stand_in = strategy.replica, loader.stand_in
 
     def __len__(self) -> int:
         return -(-len(self.loader) // self._accumulate)
+
+    @property
+    def shares(self) -> int:
+        return self._strategy.replicas
 
     def rest_of_epoch(self, totals: Totals) -> Iterator[Iterator[PartOfStep]]:
         parts = parts_of_steps(self.loader, self._accumulate)
@@ -104,10 +112,14 @@ class MicroBatchSteps(LoaderSteps):
     totals = StepTotals
 
     def __init__(self, loader: StepLoader) -> None:
-        self.loader, self.shares = loader, loader.micro_batches
+        self.loader = loader
 
     def __len__(self) -> int:
         return len(self.loader)
+
+    @property
+    def shares(self) -> int:
+        return self.loader.micro_batches
 
     def rest_of_epoch(self, totals: Totals) -> Iterator[Iterator[PartOfStep]]:
         for step in self.loader.epochs(self.loader.epoch + 1):

@@ -165,8 +165,8 @@ class Trainer(Training):
                 f"global_batch_size={global_batch_size}, but the loader has {loader.global_batch_size}: leave it out"
             )
         held_out = None if validation is None else self._steps_of(validation, global_batch_size, like=steps).loader
-        self._train_steps, self.shares = steps, steps.shares
-        self.train_loader, self.epochs, self.steps_per_epoch = loader, epochs, steps_per_epoch
+        self._train_steps, self.train_loader = steps, loader
+        self.epochs, self.steps_per_epoch = epochs, steps_per_epoch
         if type(self.totals) is not steps.totals:
             self.totals = self._new_totals(steps)
         if self.seed is not None and not self.step:
@@ -319,6 +319,11 @@ class Trainer(Training):
         steps = max(1, len(self._train_steps))
         return min(steps, self.steps_per_epoch or steps)
 
+    @property
+    def shares(self) -> int:
+        """Number of parts of a step that have a mean loss each: replicas, or micro-batches of a `ddp.StepLoader`."""
+        return self._train_steps.shares
+
     @phase(EVALUATION)
     @torch.no_grad()
     def evaluate(self, data: Any, *, global_batch_size: int | None = None) -> dict[str, float]:
@@ -459,7 +464,8 @@ class Trainer(Training):
         totals: Any = self.strategy.reduce("sum", mine) if together else mine
         if together:
             self.is_stopped = bool(totals["asks_to_stop"])
-            self.weighted.settle(totals["weight"] / self.shares)
+            if totals["weight"]:
+                self.weighted.settle(totals["weight"] / self.shares)
         if totals["failed"]:
             self.callbacks.raise_failure(together=together)
         return means(totals["totals"])
