@@ -170,6 +170,32 @@ class Shares:
         )
 
 
+class Subtrees:
+    """The sums of a rank's leaves so far, over whole subtrees: `rows`, in order. Each leaf is added when it comes."""
+
+    def __init__(self) -> None:
+        self.rows: list[torch.Tensor] = []
+        self._nodes: list[tuple[int, int]] = []  # of the rows, as (start, size)
+
+    def add(self, leaf: int, row: torch.Tensor, shares: Shares) -> list[torch.Tensor]:
+        """Add a leaf's row, which the sum may be written to; return rows that are free again."""
+        self._nodes.append((leaf, 1))
+        self.rows.append(row)
+        free = []
+        while (node := shares.merged(self._nodes)) is not None:
+            self._nodes[-2:] = [node]
+            free.append(self.rows.pop(-2))
+            self.rows[-1] += free[-1]
+        return free
+
+    def take(self, shares: Shares, rank: int) -> list[torch.Tensor]:
+        """Return the rows that `rank` sends, and begin again. After a failure there may be too few or too many."""
+        rows, count = self.rows, len(shares.starts[rank])
+        self.rows, self._nodes = [], []
+        rows += rows[-1:] * (count - len(rows))
+        return rows[len(rows) - count :]
+
+
 def _shape(starts: Sequence[int], begin: int, size: int) -> object:
     """Return how subtrees are combined, as pairs of pairs."""
     if len(starts) == 1:

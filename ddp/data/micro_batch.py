@@ -11,13 +11,15 @@ from ddp.comm.combine import Shares
 class MicroBatch:
     """A micro-batch of this rank in a step; its gradients are a leaf in the tree of their sum.
 
-    `divisor` is by what they are divided first: all samples of the step, by those of the micro-batch.
+    `divisor` is by what they are divided first: all samples of the step, by those of the micro-batch. So are buffers,
+    with `averages_buffers`.
     """
 
     index: int  # in the step, over all ranks
     divisor: float
     shares: Shares
     rank: int
+    averages_buffers: bool = False
 
     @property
     def is_first(self) -> bool:

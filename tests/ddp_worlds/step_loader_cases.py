@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 import warnings
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from testbed.present import present
 from torch import nn
 
 import ddp
@@ -194,6 +196,27 @@ def weights_are_those_of_the_mean_over_everything() -> None:
         net.zero_grad()
 
 
+def averages_of_buffers_are_those_by_hand() -> None:
+    """By the samples of micro-batches: the last step has one of 3 and two of 2."""
+    torch.manual_seed(1)
+    x, norm = torch.randn(19, 4), nn.BatchNorm1d(4)
+    data, model = torch.utils.data.TensorDataset(x), ddp.DistributedDataParallel(norm)
+    loader = ddp.StepLoader(data, global_batch_size=12, micro_batch_size=3, shuffle=False, buffers="average")
+    for step, bounds in zip(loader.epochs(1), ((0, 3, 6, 9, 12), (12, 15, 17, 19)), strict=True):
+        parts = [x[begin:end] for begin, end in itertools.pairwise(bounds)]
+        expected = [
+            0.9 * getattr(norm, f"running_{name}")
+            + 0.1 * sum(getattr(part, name)(0) * len(part) for part in parts) / step.samples
+            for name in ("mean", "var")
+        ]
+        for (inputs,) in step:
+            model(inputs).sum().backward()
+        norm.zero_grad()
+        found = torch.stack([present(norm.running_mean), present(norm.running_var)])
+        assert torch.allclose(found, torch.stack(expected), atol=1e-6)
+        assert norm.num_batches_tracked == step.number + 1
+
+
 def a_step_that_was_abandoned_changes_nothing() -> None:
     """Its iterator ends within a forward pass of a later step, as where the traceback of its failure lives on."""
     undisturbed, training = Training("mlp").run(2), Training("mlp")
@@ -250,6 +273,7 @@ def what_a_step_cannot_take_is_refused() -> None:
             training.loader.load_state_dict({**state, name: 7})
     wrong: tuple[tuple[dict[str, Any], str], ...] = (
         ({"batch_size": 4}, "leave batch_size out"),
+        ({"buffers": "mean"}, "buffers='mean'; it must be"),
         ({"micro_batch_size": 64}, "micro_batch_size=64 and global_batch_size=32"),
     )
     for options, said in wrong:

@@ -21,7 +21,7 @@ from typing import Protocol, cast
 import torch
 import torch.distributed as dist
 
-from ddp.comm.combine import Shares, is_narrow
+from ddp.comm.combine import Shares, Subtrees, is_narrow
 from ddp.comm.sums.small_sum import reduce_options
 from ddp.comm.sums.tree_sum import start_tree_sum
 from ddp.data.micro_batch import MicroBatch
@@ -112,8 +112,7 @@ class Transfer(ABC):
         self.work: Pending | None = None
         self._sender = sender
         self.micro_batch: MicroBatch | None = None  # that of the running pass
-        self._nodes: list[tuple[int, int]] = []  # subtrees of the step's micro-batches so far...
-        self._rows: list[torch.Tensor] = []  # ...and their sums
+        self._subtrees = Subtrees()  # of the step's micro-batches so far
 
     @property
     def divisor(self) -> float:
@@ -132,14 +131,8 @@ class Transfer(ABC):
 
     def _push(self, row: torch.Tensor) -> None:
         assert self.micro_batch is not None
-        self._nodes.append((self.micro_batch.index, 1))
-        self._rows.append(row)
-        while (node := self.micro_batch.shares.merged(self._nodes)) is not None:
-            self._nodes[-2:] = [node]
-            row, older = self._rows.pop(), self._rows.pop()
-            row += older  # into the newer one, which may be the bucket itself; addition commutes
-            self._rows.append(row)
-            self._give_back(older)
+        for free in self._subtrees.add(self.micro_batch.index, row, self.micro_batch.shares):
+            self._give_back(free)
 
     def _give_back(self, row: torch.Tensor) -> None:  # noqa: B027  # a single gradient is its own row
         """Note that a row is free for a later micro-batch."""
@@ -151,11 +144,10 @@ class Transfer(ABC):
             self.work = self._sender.start(flat)
             return
         assert isinstance(self._sender, Adder)  # hooks take no micro-batches
-        if count := len(micro_batch.shares.starts[micro_batch.rank]):
+        if micro_batch.shares.counts[micro_batch.rank]:
             self._push(_wide(flat))
-        rows = self._rows + self._rows[-1:] * (count - len(self._rows))  # too few after a failure: any values will do
-        self.work = self._sender.start_rows(flat, rows[len(rows) - count :], micro_batch.shares)
-        self._nodes, self._rows = [], []
+        rows = self._subtrees.take(micro_batch.shares, micro_batch.rank)
+        self.work = self._sender.start_rows(flat, rows, micro_batch.shares)
 
     @property
     def label(self) -> str:
@@ -197,7 +189,7 @@ class Transfer(ABC):
         """Reset, once the transfer has arrived or never will."""
         self.work = None
         self.missing.update(self.indices)
-        self._nodes, self._rows = [], []
+        self._subtrees = Subtrees()
         self._forget()
 
     @abstractmethod

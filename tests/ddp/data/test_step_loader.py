@@ -39,6 +39,20 @@ def test_loader_processes_and_other_micro_batches(nursery: Nursery) -> None:
     assert plain != other
 
 
+def test_averages_of_buffers_are_those_of_any_number_of_ranks(nursery: Nursery) -> None:
+    """In the last step two ranks of four have a micro-batch, and of nine one never has any."""
+    worlds = [(1, "shm"), (2, "gloo"), (3, "shm"), (4, "gloo"), (9, "shm")]
+    run = f"{CASES}:trained"
+    digests = [
+        each
+        for size, group in worlds
+        for each in nursery.run(size, run, group=group, kind="cnn", steps=5, buffers="average")
+    ]
+    assert len({*digests}) == 1, digests
+    assert digests[0] != nursery.run(1, run, kind="cnn", steps=5)[0]
+    nursery.run(2, f"{CASES}:averages_of_buffers_are_those_by_hand")
+
+
 def test_weights_are_added_up_alike_on_any_number_of_ranks(nursery: Nursery) -> None:
     """They are not whole numbers, and some are 0; of nine ranks one has no micro-batch."""
     worlds = [(1, "shm"), (2, "gloo"), (3, "shm"), (4, "gloo"), (9, "shm")]
