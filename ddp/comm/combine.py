@@ -177,9 +177,12 @@ class Subtrees:
         self.rows: list[torch.Tensor] = []
         self._nodes: list[tuple[int, int]] = []  # of the rows, as (start, size)
 
-    def add(self, leaf: int, row: torch.Tensor, shares: Shares) -> list[torch.Tensor]:
-        """Add a leaf's row, which the sum may be written to; return rows that are free again."""
-        self._nodes.append((leaf, 1))
+    def add(self, leaf: int, row: torch.Tensor, shares: Shares, *, size: int = 1) -> list[torch.Tensor]:
+        """Add a leaf's row, which the sum may be written to; return rows that are free again.
+
+        With `size`, the row is the sum of a subtree of so many leaves, from `leaf` on.
+        """
+        self._nodes.append((leaf, size))
         self.rows.append(row)
         free = []
         while (node := shares.merged(self._nodes)) is not None:

@@ -11,12 +11,14 @@ from ddp.comm.combine import Shares
 class MicroBatch:
     """A micro-batch of this rank in a step; its gradients are a leaf in the tree of their sum.
 
-    `divisor` is by what they are divided first: all samples of the step, by those of the micro-batch. So are buffers,
-    with `averages_buffers`.
+    They are divided by `divisor`, all samples of the step by those of the micro-batch, before they are added up. But if
+    all micro-batches have as many, 32-bit sums are divided at the end, by `sum_divisor`, which is 1 otherwise.
+    `averages_buffers`: whether buffers are averaged, too.
     """
 
     index: int  # in the step, over all ranks
     divisor: float
+    sum_divisor: float
     shares: Shares
     rank: int
     averages_buffers: bool = False

@@ -319,7 +319,9 @@ class Step:
             model.take_part(self._micro_batch(_SPARE, 1.0))
 
     def _micro_batch(self, index: int, divisor: float) -> MicroBatch:
-        return MicroBatch(index, divisor, self._shares, self._rank, self._averages_buffers)
+        count = self._shares.leaves
+        sum_divisor = 1.0 if self.samples % count else float(count)
+        return MicroBatch(index, divisor, sum_divisor, self._shares, self._rank, self._averages_buffers)
 
 
 class _Own:

@@ -19,6 +19,7 @@ import torch
 
 from ddp.comm.broadcast import broadcast_tensors
 from ddp.comm.channel import Channel
+from ddp.comm.combine import is_narrow
 from ddp.comm.failures import changing_together
 from ddp.comm.sums.small_sum import SmallAdder
 from ddp.data.micro_batch import MicroBatch
@@ -39,6 +40,7 @@ from ddp.data_parallel.buckets.transfers import (
     OwnTransfer,
     Sender,
     Transfer,
+    has_own_memory,
     ready_twice,
 )
 from ddp.data_parallel.buckets.unbucketed import average_sparse
@@ -95,6 +97,8 @@ class GradientSums:
         self._absent: list[int] = []  # members without a gradient of this rank in this pass
         self._before: dict[int, None] = {}  # those with one in earlier micro-batches of the step
         self._sparse_rows: dict[int, list[torch.Tensor]] = {}  # sparse gradients of these micro-batches, by index
+        self._has_older = False  # whether `.grad` has the gradients of the micro-batch before, to be added to
+        self._adds_once = False  # whether backward adds to each `.grad` once, as far as passes have shown
         self._statuses = torch.empty(0, device="cpu")  # the last step status
         self.plan([index for index in reversed(range(len(members))) if index not in sparse])
 
@@ -187,6 +191,7 @@ class GradientSums:
         """
         before = self.order
         self._last_absent = frozenset(self._absent)
+        self._adds_once = not self._found_twice
         if self.is_planned:
             if self._found_twice != self._repeated:
                 self.plan(before)
@@ -261,19 +266,32 @@ class GradientSums:
     def keep(self, micro_batch: MicroBatch) -> None:
         """Keep the gradients of a micro-batch that is not the rank's last, as part of the step's sum."""
         self._enter(micro_batch)
-        for transfer in self._transfers:
-            if transfer.members:
-                transfer.keep(self.touched)
         for member in self._sparse:
             if member.index in self.touched and member.parameter.grad is not None:
                 self._sparse_rows.setdefault(member.index, []).append(member.parameter.grad / micro_batch.divisor)
             member.parameter.grad = None
         self._before |= self.touched
+        self._has_older = not self._has_older and self._adds_next(micro_batch)
+        if self._has_older:
+            return
+        for transfer in self._transfers:
+            if transfer.members:
+                transfer.keep(self.touched)
         self.touched.clear()
+
+    def _adds_next(self, micro_batch: MicroBatch) -> bool:
+        """Return whether autograd may add the next micro-batch's gradients to those in `.grad`: the tree does so next.
+
+        It is the quickest way, since the gradients are still in the caches.
+        """
+        if not self._adds_once or micro_batch.index % 2 or micro_batch.sum_divisor == 1:
+            return False
+        grads = [each.parameter.grad for each in self._members]
+        return all(grad is None or (not is_narrow(grad.dtype) and has_own_memory(grad)) for grad in grads)
 
     def _enter(self, micro_batch: MicroBatch | None) -> None:
         for transfer in self._transfers:
-            transfer.micro_batch = micro_batch
+            transfer.micro_batch, transfer.has_older = micro_batch, self._has_older
 
     def open(self, *, holds: bool, is_first_new: bool, micro_batch: MicroBatch | None = None) -> None:
         """Prepare for the gradients of a backward pass. With `holds`, all buckets wait for its end.
@@ -409,6 +427,7 @@ class GradientSums:
         for transfer in self._transfers:
             transfer.drop()
         self._before.clear()
+        self._has_older = False
         self._sparse_rows.clear()
         self._absent = []
         self._next = 0

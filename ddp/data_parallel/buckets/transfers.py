@@ -31,6 +31,14 @@ from ddp.monitoring.stall_report import Pending
 from ddp.torch_internals import foreach_copy, memory_owner_count, tensor_owner_count
 
 
+def has_own_memory(grad: torch.Tensor) -> bool:
+    """Return whether nothing else is in the memory of a strided gradient.
+
+    Two parameters can be given views of one tensor as their gradients (y = a.view(-1) + b.view(-1)).
+    """
+    return grad.layout is torch.strided and _owners(grad) == _SOLE_OWNER
+
+
 def _owners(tensor: torch.Tensor) -> int:
     """Count the owners of the memory of `tensor`, including this call."""
     return memory_owner_count(tensor.untyped_storage())
@@ -104,7 +112,8 @@ def _backends(group: dist.ProcessGroup) -> dict[str, str]:
 class Transfer(ABC):
     """A bucket of `members` in transit: gradients in, all-reduce, averages out. `GradientSums` decides when."""
 
-    def __init__(self, members: Sequence[Member], sender: Sender) -> None:
+    def __init__(self, plan: BucketPlan, members: Sequence[Member], sender: Sender) -> None:
+        self._is_narrow = is_narrow(plan.dtype)
         self.members = tuple(members)
         self.indices = frozenset(member.index for member in members)
         self.missing = set(self.indices)  # gradients that it waits for
@@ -112,12 +121,22 @@ class Transfer(ABC):
         self.work: Pending | None = None
         self._sender = sender
         self.micro_batch: MicroBatch | None = None  # that of the running pass
+        self.has_older = False  # whether its gradients were added to those of the micro-batch before
         self._subtrees = Subtrees()  # of the step's micro-batches so far
 
     @property
     def divisor(self) -> float:
         """What gradients are divided by before they are added up."""
-        return self._sender.divisor if self.micro_batch is None else self.micro_batch.divisor
+        return self._sender.divisor if self.micro_batch is None else self.micro_batch.divisor / self._sum_divisor
+
+    @property
+    def _sum_divisor(self) -> float:
+        return 1.0 if self.micro_batch is None or self._is_narrow else self.micro_batch.sum_divisor
+
+    @property
+    def _absent_value(self) -> float:
+        """What stands for an absent gradient: a sum of micro-batches is to have the bits of those that are there."""
+        return 0.0 if self.micro_batch is None else -0.0
 
     def keep(self, touched: Mapping[int, None]) -> None:
         """Add the gradients of a micro-batch that is not the rank's last to its subtrees, and set `.grad` to None."""
@@ -127,11 +146,12 @@ class Transfer(ABC):
 
     @abstractmethod
     def _row(self, touched: Mapping[int, None]) -> torch.Tensor:
-        """Return the divided gradients in memory of their own, zeros for absent ones."""
+        """Return the divided gradients in memory of their own, -0.0 for absent ones."""
 
     def _push(self, row: torch.Tensor) -> None:
         assert self.micro_batch is not None
-        for free in self._subtrees.add(self.micro_batch.index, row, self.micro_batch.shares):
+        first, size = (self.micro_batch.index - 1, 2) if self.has_older else (self.micro_batch.index, 1)
+        for free in self._subtrees.add(first, row, self.micro_batch.shares, size=size):
             self._give_back(free)
 
     def _give_back(self, row: torch.Tensor) -> None:  # noqa: B027  # a single gradient is its own row
@@ -201,7 +221,7 @@ class OwnTransfer(Transfer):
     """A single gradient, reduced in the memory where autograd left it."""
 
     def __init__(self, plan: BucketPlan, members: Sequence[Member], sender: Sender) -> None:
-        super().__init__(members, sender)
+        super().__init__(plan, members, sender)
         (self._member,) = members
         self._spec = plan.slots[0].spec
         self._buffer: torch.Tensor | None = None
@@ -216,7 +236,7 @@ class OwnTransfer(Transfer):
         else:
             self._buffer = self._empty()
             if grad is None:
-                self._buffer.zero_()
+                self._buffer.fill_(self._absent_value)
             else:
                 self._buffer.copy_(dense(grad))
         if self.divisor != 1:
@@ -238,8 +258,7 @@ class OwnTransfer(Transfer):
         return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
 
     def _may_reduce_in_place(self, grad: torch.Tensor) -> bool:
-        # Two parameters can be given views of one tensor as their gradients (y = a.view(-1) + b.view(-1)).
-        return grad.layout is torch.strided and grad.stride() == self._spec.stride and _owners(grad) == _SOLE_OWNER
+        return has_own_memory(grad) and grad.stride() == self._spec.stride
 
     def send(self) -> None:
         buffer = self._buffer
@@ -247,6 +266,7 @@ class OwnTransfer(Transfer):
         self._start(buffer.as_strided((buffer.numel(),), (1,)))
 
     def deliver(self, used: Collection[int], factor: float) -> None:
+        factor /= self._sum_divisor
         parameter, buffer = self._member.parameter, self._buffer
         is_wanted = not self._is_absent or self._member.index in used
         self.drop()
@@ -323,7 +343,7 @@ class FlatTransfer(Transfer):
     """
 
     def __init__(self, plan: BucketPlan, members: Sequence[Member], sender: Sender, *, as_views: bool) -> None:
-        super().__init__(members, sender)
+        super().__init__(plan, members, sender)
         self.taken_early = frozenset(member.index for member in members[plan.small_count :])
         self._plan = plan
         self._as_views = as_views
@@ -349,6 +369,7 @@ class FlatTransfer(Transfer):
         if not self._as_views and self._region.is_watched():
             self._renew()
         had = [each.index for each in self.members if each.parameter.grad is not None and each.index != new]
+        had = [] if self.micro_batch is not None else had  # a step of micro-batches began without any
         self._made_by_backward = self._own.difference(had) if had else self._own
 
     def take_early(self, index: int) -> None:
@@ -434,7 +455,7 @@ class FlatTransfer(Transfer):
         member, _, view = place
         self._absent.append(place)
         if grad is None:
-            view.zero_()
+            view.fill_(self._absent_value)
         elif grad is view:
             self._old[member.index] = view.clone()
         else:
@@ -447,7 +468,7 @@ class FlatTransfer(Transfer):
         for at, (member, slot) in enumerate(zip(self.members, plan.slots, strict=True)):
             view, grad = slot_view(row, slot), member.parameter.grad
             if grad is None or member.index not in touched:
-                view.zero_()
+                view.fill_(self._absent_value)
             elif at < plan.small_count:
                 views.append(view)
                 grads.append(dense(grad))
@@ -455,7 +476,8 @@ class FlatTransfer(Transfer):
                 torch.div(dense(grad), divisor, out=view)
         if grads:
             foreach_copy(views, grads)
-        row[: plan.small_numel].div_(divisor)
+        if divisor != 1:
+            row[: plan.small_numel].div_(divisor)
         return row
 
     def _give_back(self, row: torch.Tensor) -> None:
@@ -478,6 +500,7 @@ class FlatTransfer(Transfer):
         self._start(self._flat)
 
     def deliver(self, used: Collection[int], factor: float) -> None:
+        factor /= self._sum_divisor
         if factor != 1.0:
             self._flat[: self._plan.numel].mul_(factor)
         if self._grads:
