@@ -17,6 +17,7 @@ from functools import cached_property, lru_cache
 import torch
 
 from ddp.errors import ArgumentError
+from ddp.torch_internals import foreach_add
 
 _STEPS: dict[str, Callable[..., torch.Tensor]] = {
     "SUM": torch.add,
@@ -171,32 +172,29 @@ class Shares:
 
 
 class Subtrees:
-    """The sums of a rank's leaves so far, over whole subtrees: `rows`, in order. Each leaf is added when it comes."""
+    """The sums of a rank's leaves so far, over whole subtrees, in order. Each leaf is added when it comes.
+
+    The value of a leaf is a list of tensors, which a sum may be written to.
+    """
 
     def __init__(self) -> None:
-        self.rows: list[torch.Tensor] = []
-        self._nodes: list[tuple[int, int]] = []  # of the rows, as (start, size)
+        self._nodes: list[tuple[int, int]] = []  # as (start, size)
+        self._sums: list[Sequence[torch.Tensor]] = []
 
-    def add(self, leaf: int, row: torch.Tensor, shares: Shares, *, size: int = 1) -> list[torch.Tensor]:
-        """Add a leaf's row, which the sum may be written to; return rows that are free again.
-
-        With `size`, the row is the sum of a subtree of so many leaves, from `leaf` on.
-        """
+    def add(self, leaf: int, value: Sequence[torch.Tensor], shares: Shares, *, size: int = 1) -> None:
+        """Add the value of a leaf or, with `size`, of a subtree of so many leaves, from `leaf` on."""
         self._nodes.append((leaf, size))
-        self.rows.append(row)
-        free = []
         while (node := shares.merged(self._nodes)) is not None:
             self._nodes[-2:] = [node]
-            free.append(self.rows.pop(-2))
-            self.rows[-1] += free[-1]
-        return free
+            foreach_add(value, self._sums.pop())
+        self._sums.append(value)
 
-    def take(self, shares: Shares, rank: int) -> list[torch.Tensor]:
-        """Return the rows that `rank` sends, and begin again. After a failure there may be too few or too many."""
-        rows, count = self.rows, len(shares.starts[rank])
-        self.rows, self._nodes = [], []
-        rows += rows[-1:] * (count - len(rows))
-        return rows[len(rows) - count :]
+    def take(self, shares: Shares, rank: int) -> list[Sequence[torch.Tensor]]:
+        """Return the sums that `rank` sends, and begin again. After a failure they may be any."""
+        sums, count = self._sums, len(shares.starts[rank])
+        self._sums, self._nodes = [], []
+        sums += sums[-1:] * (count - len(sums))
+        return sums[len(sums) - count :]
 
 
 def _shape(starts: Sequence[int], begin: int, size: int) -> object:

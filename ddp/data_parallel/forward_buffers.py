@@ -119,7 +119,7 @@ class ForwardBuffers:
     def _add(self, micro_batch: MicroBatch | None) -> None:
         if self._sync is not None and micro_batch is not None and micro_batch.averages_buffers:
             values = self._sync.values().div_(micro_batch.divisor)
-            self._sums.add(micro_batch.index, values, micro_batch.shares)
+            self._sums.add(micro_batch.index, [values], micro_batch.shares)
 
     def end_step(self, micro_batch: MicroBatch) -> None:
         """Copy the buffers of rank 0, which has micro-batch 0, to every rank; perhaps average those of all.
@@ -129,7 +129,8 @@ class ForwardBuffers:
         if self._sync is not None:
             self._sync.run(0)
             if micro_batch.averages_buffers:
-                self._sync.add_up(self._sums.take(micro_batch.shares, micro_batch.rank), micro_batch.shares)
+                rows = self._sums.take(micro_batch.shares, micro_batch.rank)
+                self._sync.add_up([row for (row,) in rows], micro_batch.shares)
             self._are_of = self._report.step + 1
 
     def wait(self) -> None:

@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 from testbed.present import present
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import ddp
 from ddp.errors import ArgumentError, BackwardError, UnsupportedError
 
-SAMPLES = 70  # the last step of an epoch has 6
+SAMPLES = 71  # the last step of an epoch has a micro-batch of 4 and one of 3
 
 
 class Data(torch.utils.data.Dataset[Any]):
@@ -40,7 +41,7 @@ class Data(torch.utils.data.Dataset[Any]):
 
 
 class Transformer(nn.Module):
-    """Has tied weights, a layer that is never used, and one that some micro-batches use."""
+    """Has tied weights, a layer that is never used, and one that some micro-batches use, with a gradient of -0.0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,12 +51,43 @@ class Transformer(nn.Module):
         self.tied.weight = self.embedding.weight
         self.out = nn.Linear(20, 3)
         self.sometimes, self.never = nn.Linear(16, 16), nn.Linear(4, 4)
+        self.zero = nn.Parameter(torch.ones(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.layer(self.embedding(x))
         if int(x.sum()) % 2:
-            hidden = hidden + self.sometimes(hidden)
+            zero = self.zero.clone()
+            if zero.requires_grad:
+                zero.register_hook(lambda grad: grad.abs() * -0.0)
+            hidden = hidden + self.sometimes(hidden) + zero
         output: torch.Tensor = self.out(self.tied(hidden).mean(1))
+        return output
+
+
+class Twice(nn.Module):
+    """Has a layer in two reentrant checkpoints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.out = nn.Linear(64, 64), nn.Linear(64, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = x.flatten(1).requires_grad_()
+        for _ in range(2):
+            hidden = checkpoint(self.layer, hidden, use_reentrant=True)
+        output: torch.Tensor = self.out(hidden)
+        return output
+
+
+class Shared(nn.Module):
+    """Has two parameters whose gradients are views of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other, self.out = nn.Parameter(torch.ones(64)), nn.Parameter(torch.ones(64)), nn.Linear(64, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.out(x.flatten(1) * (self.one.view(-1) + self.other.view(-1)))
         return output
 
 
@@ -68,6 +100,8 @@ def _net(kind: str) -> nn.Module:
         ),
         "bf16": lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 40), nn.ReLU(), nn.Linear(40, 3)).bfloat16(),
         "transformer": Transformer,
+        "twice": Twice,
+        "shared": Shared,
         "sparse": lambda: nn.Sequential(nn.EmbeddingBag(20, 16, sparse=True), nn.Linear(16, 3)),
     }
     net: nn.Module = nets[kind]()
@@ -104,6 +138,7 @@ class Training:
                 else:
                     loss.backward()
                 losses.append(loss.item())
+            self._add(*(each.grad for each in self.net.parameters() if each.grad is not None))
             self.optimizer.step()
             self.optimizer.zero_grad()
             self._add(repr(step.mean(losses)), torch.rand(2), repr(random.random()))
@@ -116,6 +151,7 @@ class Training:
 
     def _add(self, *values: Any) -> None:
         for value in values:
+            value = value.to_dense() if isinstance(value, torch.Tensor) else value
             data = value.reshape(-1).view(torch.uint8).numpy().tobytes() if isinstance(value, torch.Tensor) else value
             self._digest.update(data if isinstance(data, bytes) else repr(data).encode())
 

@@ -25,7 +25,7 @@ from ddp.comm.combine import Shares, Subtrees, is_narrow
 from ddp.comm.sums.small_sum import reduce_options
 from ddp.comm.sums.tree_sum import start_tree_sum
 from ddp.data.micro_batch import MicroBatch
-from ddp.data_parallel.buckets.bucket_plan import BucketPlan, Member, slot_view
+from ddp.data_parallel.buckets.bucket_plan import BucketPlan, GradSpec, Member, slot_view
 from ddp.errors import BackwardError
 from ddp.monitoring.stall_report import Pending
 from ddp.torch_internals import foreach_copy, memory_owner_count, tensor_owner_count
@@ -113,7 +113,7 @@ class Transfer(ABC):
     """A bucket of `members` in transit: gradients in, all-reduce, averages out. `GradientSums` decides when."""
 
     def __init__(self, plan: BucketPlan, members: Sequence[Member], sender: Sender) -> None:
-        self._is_narrow = is_narrow(plan.dtype)
+        self._is_narrow, self._slots = is_narrow(plan.dtype), plan.slots
         self.members = tuple(members)
         self.indices = frozenset(member.index for member in members)
         self.missing = set(self.indices)  # gradients that it waits for
@@ -140,22 +140,27 @@ class Transfer(ABC):
 
     def keep(self, touched: Mapping[int, None]) -> None:
         """Add the gradients of a micro-batch that is not the rank's last to its subtrees, and set `.grad` to None."""
-        self._push(_wide(self._row(touched)))
+        self._add(
+            [self._leaf(slot.spec, member, touched) for slot, member in zip(self._slots, self.members, strict=True)]
+        )
         for member in self.members:
             member.parameter.grad = None
 
-    @abstractmethod
-    def _row(self, touched: Mapping[int, None]) -> torch.Tensor:
-        """Return the divided gradients in memory of their own, -0.0 for absent ones."""
+    def _leaf(self, spec: GradSpec, member: Member, touched: Mapping[int, None]) -> torch.Tensor:
+        """Return a divided gradient in memory of its own; 16-bit numbers, in float32."""
+        grad = member.parameter.grad
+        if grad is None or member.index not in touched:
+            leaf = _empty(spec).fill_(self._absent_value)
+        elif has_own_memory(grad) and grad.stride() == spec.stride:
+            leaf = grad.detach()
+        else:
+            leaf = _empty(spec).copy_(dense(grad))
+        return _wide(leaf if self.divisor == 1 else leaf.div_(self.divisor))
 
-    def _push(self, row: torch.Tensor) -> None:
+    def _add(self, values: Sequence[torch.Tensor]) -> None:
         assert self.micro_batch is not None
         first, size = (self.micro_batch.index - 1, 2) if self.has_older else (self.micro_batch.index, 1)
-        for free in self._subtrees.add(first, row, self.micro_batch.shares, size=size):
-            self._give_back(free)
-
-    def _give_back(self, row: torch.Tensor) -> None:  # noqa: B027  # a single gradient is its own row
-        """Note that a row is free for a later micro-batch."""
+        self._subtrees.add(first, values, self.micro_batch.shares, size=size)
 
     def _start(self, flat: torch.Tensor) -> None:
         """Start the reduction of `flat`, which has this pass's gradients."""
@@ -164,10 +169,21 @@ class Transfer(ABC):
             self.work = self._sender.start(flat)
             return
         assert isinstance(self._sender, Adder)  # hooks take no micro-batches
+        rows: list[torch.Tensor] = []
         if micro_batch.shares.counts[micro_batch.rank]:
-            self._push(_wide(flat))
-        rows = self._subtrees.take(micro_batch.shares, micro_batch.rank)
+            last = _wide(flat)
+            self._add(self._views(last))
+            older = self._subtrees.take(micro_batch.shares, micro_batch.rank)[:-1]
+            rows = [*(self._packed(values, last) for values in older), last]
         self.work = self._sender.start_rows(flat, rows, micro_batch.shares)
+
+    @abstractmethod
+    def _views(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return the gradients in `flat`, by member."""
+
+    @abstractmethod
+    def _packed(self, values: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+        """Return gradients as a flat tensor."""
 
     @property
     def label(self) -> str:
@@ -234,7 +250,7 @@ class OwnTransfer(Transfer):
         if grad is not None and not self._is_absent and self._may_reduce_in_place(grad):
             self._buffer = grad
         else:
-            self._buffer = self._empty()
+            self._buffer = _empty(self._spec)
             if grad is None:
                 self._buffer.fill_(self._absent_value)
             else:
@@ -243,19 +259,15 @@ class OwnTransfer(Transfer):
             self._buffer.div_(self.divisor)
         return [self._member.index] if self._is_absent else []
 
-    def _row(self, touched: Mapping[int, None]) -> torch.Tensor:
-        self.gather(touched)
-        buffer, self._buffer = self._buffer, None
-        assert buffer is not None
-        return buffer.as_strided((buffer.numel(),), (1,))
+    def _views(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
+        return [flat.as_strided(self._spec.shape, self._spec.stride)]
+
+    def _packed(self, values: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+        return values[0].as_strided(like.shape, (1,))
 
     def gather_nothing(self) -> None:
         self._is_absent = True
-        self._buffer = self._empty().zero_()
-
-    def _empty(self) -> torch.Tensor:
-        spec = self._spec
-        return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
+        self._buffer = _empty(self._spec).zero_()
 
     def _may_reduce_in_place(self, grad: torch.Tensor) -> bool:
         return has_own_memory(grad) and grad.stride() == self._spec.stride
@@ -357,7 +369,6 @@ class FlatTransfer(Transfer):
         self._places: list[torch.Tensor] = []  # ...these
         self._absent: list[_Place] = []
         self._old: dict[int, torch.Tensor] = {}  # old contents of the place of an absent gradient, by index
-        self._unused: list[torch.Tensor] = []  # rows for later micro-batches: new memory costs more than a sum
 
     def _renew(self) -> None:
         """Allocate new memory, filled with zeros since hooks also see the gaps between the places."""
@@ -461,28 +472,13 @@ class FlatTransfer(Transfer):
         else:
             view.copy_(dense(grad))
 
-    def _row(self, touched: Mapping[int, None]) -> torch.Tensor:
-        plan, divisor = self._plan, self.divisor
-        row = self._unused.pop() if self._unused else torch.zeros_like(self._flat)  # zeros in the gaps
-        views, grads = [], []
-        for at, (member, slot) in enumerate(zip(self.members, plan.slots, strict=True)):
-            view, grad = slot_view(row, slot), member.parameter.grad
-            if grad is None or member.index not in touched:
-                view.fill_(self._absent_value)
-            elif at < plan.small_count:
-                views.append(view)
-                grads.append(dense(grad))
-            else:
-                torch.div(dense(grad), divisor, out=view)
-        if grads:
-            foreach_copy(views, grads)
-        if divisor != 1:
-            row[: plan.small_numel].div_(divisor)
-        return row
+    def _views(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
+        return self._region.views if flat is self._flat else [slot_view(flat, slot) for slot in self._slots]
 
-    def _give_back(self, row: torch.Tensor) -> None:
-        if row.dtype == self._flat.dtype:
-            self._unused.append(row)
+    def _packed(self, values: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+        flat = torch.zeros_like(like)
+        foreach_copy([slot_view(flat, slot) for slot in self._slots], values)
+        return flat
 
     def gather_nothing(self) -> None:
         if self._region.is_given_away:  # it has gradients of an older step, which the user may have kept
@@ -518,6 +514,10 @@ class FlatTransfer(Transfer):
     def _forget(self) -> None:
         for record in (self._grads, self._places, self._absent, self._old, self._taken):
             record.clear()
+
+
+def _empty(spec: GradSpec) -> torch.Tensor:
+    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
 
 
 def _wide(row: torch.Tensor) -> torch.Tensor:

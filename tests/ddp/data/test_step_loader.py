@@ -17,6 +17,8 @@ CASES = "ddp_worlds.step_loader_cases"
         ("cnn", [(1, "shm"), (2, "gloo"), (3, "shm")]),
         ("transformer", [(1, "gloo"), (3, "gloo"), (5, "shm")]),
         ("sparse", [(1, "shm"), (2, "shm"), (3, "gloo")]),
+        ("twice", [(1, "shm"), (3, "gloo"), (8, "shm")]),
+        ("shared", [(1, "shm"), (3, "gloo"), (8, "shm")]),
         ("bf16", [(1, "shm"), (3, "gloo"), (4, "shm")]),
     ],
     ids=lambda each: each if isinstance(each, str) else "",
