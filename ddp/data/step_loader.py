@@ -45,8 +45,8 @@ class StepLoader:
             optimizer.zero_grad()
 
     With models in `ddp.DistributedDataParallel`, in host memory, parameters, the optimizer's state, buffers and random
-    numbers have the same bits on any number of ranks, after each step: the gradients of micro-batches are divided and
-    added by one tree (`ddp.comm.combine`), each micro-batch has random numbers of its own (torch's, numpy's, Python's),
+    numbers have the same bits on any number of ranks, after each step: the gradients of micro-batches are added by
+    one tree (`ddp.comm.combine`), each micro-batch has random numbers of its own (torch's, numpy's, Python's),
     and so has each sample while it is loaded. The loss of a micro-batch must be a mean over its samples. Each begins
     with the step's first buffers. A step leaves those after micro-batch 0 or, with `buffers="average"`, the average
     over its micro-batches (in float64; whole numbers stay those after micro-batch 0).
