@@ -80,10 +80,10 @@ class Reducer:
 
     `named` are the module's parameters in the order of registration, which all ranks share; those that do not require
     a gradient now are only watched. `sparse` names those with sparse gradients. With `as_views`, gradients in flat
-    buckets stay views of them. `by_tree`: whether sums are those of `ddp.comm.sums.tree_sum`; None: from `sum_by_tree`
-    on. `planner` observes the first steps and may change the buckets. The owner sets `policy` before the first
-    gradient. Backward passes of one module must not run in two threads at once. If it is on several devices, the hooks
-    in autograd's threads run one at a time, and all buckets are sent at the end of backward.
+    buckets stay views of them. `by_tree`: whether sums are those of `ddp.comm.sums.tree_sum`; None: if the group
+    prefers that. `planner` observes the first steps and may change the buckets. The owner sets `policy` before the
+    first gradient. Backward passes of one module must not run in two threads at once. If it is on several devices, the
+    hooks in autograd's threads run one at a time, and all buckets are sent at the end of backward.
     """
 
     policy: PassPolicy
@@ -126,8 +126,8 @@ class Reducer:
         self._warned: set[str] = set()
         self._named = list(named)
         self.hooks = GradientHooks()
-        self._new_sums = partial(GradientSums, channel, self.members, limits=limits, as_views=as_views)
-        self.by_tree = by_tree
+        self._new_sums = partial(GradientSums, channel, self.members, limits=limits, as_views=as_views, by_tree=by_tree)
+        self._by_tree = by_tree
         self._divide({name for name, parameter in named if parameter.requires_grad}, sparse)
 
     def _divide(self, trained: Collection[str], sparse: Collection[str]) -> None:
@@ -138,7 +138,6 @@ class Reducer:
         self.members[:] = [Member(index, name, parameter) for index, (name, parameter) in enumerate(pairs)]
         self.sums = self._new_sums(
             [member.index for member in self.members if member.name in sparse],
-            by_tree=bool(self.by_tree),
             own_status=self._own_status,
         )
         if self._comm_hook is not None:
@@ -174,22 +173,12 @@ class Reducer:
                 "register_comm_hook or register_builtin_comm_hook can only be called once. compression= registers one "
                 "too; wrap the module again for another hook"
             )
-        if self.by_tree:
+        if self._by_tree:
             raise UnsupportedError(
                 "deterministic=True and a communication hook or compression, which sum in another way: leave one out"
             )
         self._comm_hook = hook
         self.sums.use_hook(hook)
-
-    def sum_by_tree(self) -> None:
-        """Let the bits of sums depend on the ranks alone from now on, unless that was ruled out, or there is a hook.
-
-        On devices it changes nothing. Every rank must call it, between passes.
-        """
-        is_on_host = all(parameter.is_cpu for _, parameter in self._named)
-        if self.by_tree is None and self._comm_hook is None and is_on_host:
-            self.by_tree = True
-            self.sums.use_tree()
 
     @property
     def has_hook(self) -> bool:

@@ -56,7 +56,7 @@ class GradientSums:
 
     `sparse` are the indices of members whose gradients are sparse: they are in no bucket. `own_status` returns this
     rank's status; it is called before the last bucket is sent. With `by_tree` the bits of a sum depend on the ranks
-    alone (`ddp.comm.sums.tree_sum`).
+    alone (`ddp.comm.sums.tree_sum`); None: if the group prefers that.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class GradientSums:
         *,
         limits: BucketLimits,
         as_views: bool,
-        by_tree: bool,
+        by_tree: bool | None,
         own_status: Callable[[], RankStatus],
     ) -> None:
         self.is_open = False  # whether a pass sums the gradients that become ready now: set by the reducer
@@ -250,11 +250,6 @@ class GradientSums:
     def use_hook(self, hook: CommHook) -> None:
         """Let `hook` reduce the buckets from now on. The step status is sent by itself."""
         self._hook = hook
-        self.plan(self.order)
-
-    def use_tree(self) -> None:
-        """Sum by the tree from now on. Every rank must call it between passes."""
-        self._by_tree = True
         self.plan(self.order)
 
     @property

@@ -13,9 +13,8 @@ from __future__ import annotations
 import operator
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Protocol, cast
 
 import torch
@@ -23,7 +22,7 @@ import torch.distributed as dist
 
 from ddp.comm.combine import Shares, Subtrees, is_narrow
 from ddp.comm.sums.small_sum import reduce_options
-from ddp.comm.sums.tree_sum import start_tree_sum
+from ddp.comm.sums.tree_sum import prefers_trees, start_tree_sum
 from ddp.data.micro_batch import MicroBatch
 from ddp.data_parallel.buckets.bucket_plan import BucketPlan, GradSpec, Member, slot_view
 from ddp.errors import BackwardError
@@ -65,26 +64,35 @@ class Adder:
 
     If the backend averages by itself (NCCL), gradients are not divided. Otherwise each rank divides its share by
     `divisor` before the sum: then float16 does not overflow, and a copy that is made anyway divides at no cost. NCCL
-    does the same. A tensor of more than `piece_bytes` is sent in pieces. With `by_tree`, for host memory alone, sums
-    are those of `ddp.comm.sums.tree_sum`.
+    does the same. A tensor of more than `piece_bytes` is sent in pieces. With `by_tree`, in host memory alone, sums are
+    those of `ddp.comm.sums.tree_sum`; None: if the group prefers them.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, piece_bytes: int | None = None, *, by_tree: bool = False
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        piece_bytes: int | None = None,
+        *,
+        by_tree: bool | None = None,
     ) -> None:
         self._group = group
+        self._by_tree = by_tree if device.type == "cpu" else False
         is_average = device.type != "cpu" and _backends(group).get(device.type) == "nccl"
         self.divisor = 1 if is_average else group.size()
         self._options = reduce_options(dist.ReduceOp.AVG if is_average else dist.ReduceOp.SUM)
-        self._start: Callable[[torch.Tensor], Pending] = (
-            partial(start_tree_sum, group) if by_tree else lambda flat: group.allreduce([flat], self._options)
-        )
         self._piece_bytes = piece_bytes
 
     def start(self, flat: torch.Tensor) -> Pending:
+        by_tree = prefers_trees(self._group) if self._by_tree is None else self._by_tree
+        start = start_tree_sum if by_tree else self._all_reduce
         if self._piece_bytes is None or flat.nbytes <= self._piece_bytes:
-            return self._start(flat)
-        return _Pieces([self._start(piece) for piece in torch.split(flat, self._piece_bytes // flat.itemsize)])
+            return start(self._group, flat)
+        pieces = torch.split(flat, self._piece_bytes // flat.itemsize)
+        return _Pieces([start(self._group, piece) for piece in pieces])
+
+    def _all_reduce(self, group: dist.ProcessGroup, flat: torch.Tensor) -> Pending:
+        return group.allreduce([flat], self._options)
 
     def start_rows(self, flat: torch.Tensor, rows: Sequence[torch.Tensor], shares: Shares) -> Pending:
         """Start writing the sum of a step's micro-batches to `flat`; see `ddp.comm.sums.tree_sum`."""
