@@ -44,7 +44,7 @@ from ddp.data_parallel.buckets.bucket_plan import BucketLimits, Member
 from ddp.data_parallel.buckets.comm_hook import CommHook
 from ddp.data_parallel.buckets.gradient_sums import GradientSums
 from ddp.data_parallel.buckets.step_status import RankStatus, StatusSum
-from ddp.data_parallel.buckets.unbucketed import average_unfrozen
+from ddp.data_parallel.buckets.unbucketed import average_unfrozen, divided
 from ddp.data_parallel.module_watch import ModuleWatch
 from ddp.data_parallel.planning.bucket_planner import BucketPlanner
 from ddp.data_parallel.planning.step_timer import Moment
@@ -114,6 +114,7 @@ class Reducer:
         self.before_last_bucket: Callable[[], None] | None = None  # called when all of its gradients are ready
         self.last_failed = False  # the last pass, on this rank
         self._weights: list[float] = []  # given since the last reduction
+        self._held: dict[str, list[torch.Tensor | None]] = {}  # gradients of unfrozen parameters by micro-batch
         # Held while a pass is failed from outside its backward, perhaps by an engine thread that frees a graph; also in
         # hooks if there are several devices, since each has an engine thread.
         self.lock = threading.RLock()
@@ -385,6 +386,9 @@ class Reducer:
         self._enter(Phase.IDLE)
         if pass_.micro_batch is not None:
             self.sums.keep(pass_.micro_batch)
+            for name, parameter in self._unfrozen():
+                self._held.setdefault(name, []).append(divided(parameter.grad, pass_.micro_batch.divisor))
+                parameter.grad = None
         self.report.at("between two backward passes of a step")
         self.policy.held()
 
@@ -518,6 +522,7 @@ class Reducer:
 
     def _reset(self) -> None:
         self._weights = []
+        self._held = {}
         self.sums.touched.clear()
         self.policy.ended()
         timeline.backward_ended()
@@ -548,7 +553,7 @@ class Reducer:
         self.sums.follow_order()
         if statuses.unfrozen:
             with self.report.waiting("all-reduce of unfrozen parameters"):
-                unfrozen = average_unfrozen(group, pass_.unfrozen, factor)
+                unfrozen = average_unfrozen(group, pass_.unfrozen, factor, self._held, pass_.micro_batch)
             with changing_together(self.channel):
                 self._add_members(unfrozen)
         if pass_.graphs is not None:

@@ -253,6 +253,28 @@ def averages_of_buffers_are_those_by_hand() -> None:
         assert norm.num_batches_tracked == step.number + 1
 
 
+def unfrozen_parameters_count_from_their_first_step_on() -> str:
+    """Return a digest of the gradients; the last step has a micro-batch of 3 and one of 2."""
+    torch.manual_seed(1)
+    net, digest = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 1)), hashlib.sha256()
+    net[0].requires_grad_(False)
+    model, x = ddp.DistributedDataParallel(net), torch.randn(29, 6)
+    loader = ddp.StepLoader(torch.utils.data.TensorDataset(x), global_batch_size=12, micro_batch_size=3, shuffle=False)
+    for step, rows in zip(loader.epochs(1), torch.arange(29).split(12), strict=True):
+        net[0].weight.requires_grad_(step.number > 0)
+        net[0].bias.requires_grad_(step.number > 1)
+        for (inputs,) in step:
+            model(inputs).square().mean().backward()
+        found = [each.grad.clone() for each in net.parameters() if each.grad is not None]
+        expected = torch.autograd.grad(net(x[rows]).square().mean(), [p for p in net.parameters() if p.requires_grad])
+        assert len(found) == len(expected) == min(4, 2 + step.number)
+        for one, other in zip(found, expected, strict=True):
+            assert torch.allclose(one, other, rtol=1e-5)
+            digest.update(one.numpy().tobytes())
+        net.zero_grad()
+    return digest.hexdigest()
+
+
 def a_step_that_was_abandoned_changes_nothing() -> None:
     """Its iterator ends within a forward pass of a later step, as where the traceback of its failure lives on."""
     undisturbed, training = Training("mlp").run(2), Training("mlp")
@@ -295,6 +317,17 @@ def what_a_step_cannot_take_is_refused() -> None:
         step(weighted_once)
     with pytest.raises(BackwardError, match="add up to 0"):
         step(lambda x, y: training.model.backward(loss_of(x, y), weight=0))
+    *_, last = (bare := _net("mlp")).parameters()
+    last.requires_grad_(False)
+    unfrozen = ddp.DistributedDataParallel(bare)
+
+    def unfreezing(x: torch.Tensor, y: torch.Tensor) -> None:
+        nn.functional.cross_entropy(unfrozen(x), y).backward()
+        last.requires_grad_()
+
+    training.loader.set_epoch(training.loader.epoch + 1)  # its first step has several micro-batches for each rank
+    with pytest.raises(BackwardError, match=r"unfrozen within a step of ddp\.StepLoader"):
+        step(unfreezing)
     bare = _net("mlp")
     with pytest.raises(ArgumentError, match="wrap it in"):
         step(lambda x, y: nn.functional.cross_entropy(bare(x), y).backward())

@@ -69,6 +69,16 @@ def test_weights_are_those_of_the_mean_over_everything(nursery: Nursery, ranks: 
     nursery.run(ranks, f"{CASES}:weights_are_those_of_the_mean_over_everything")
 
 
+def test_unfrozen_parameters_count_from_their_first_step_on(nursery: Nursery) -> None:
+    run = f"{CASES}:unfrozen_parameters_count_from_their_first_step_on"
+    digests = [
+        each
+        for size, group in [(1, "shm"), (2, "gloo"), (3, "shm"), (4, "gloo")]
+        for each in nursery.run(size, run, group=group)
+    ]
+    assert len({*digests}) == 1, digests
+
+
 def test_a_training_goes_on_with_another_number_of_ranks(nursery: Nursery, tmp_path: Path) -> None:
     """From the middle of an epoch. The digest of the rest has no losses of the first part, so that is done alike."""
     nursery.run(3, f"{CASES}:saved", kind="cnn", steps=2, folder=str(tmp_path))
