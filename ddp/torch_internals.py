@@ -170,6 +170,15 @@ flatten_tensors: Callable[[Sequence[torch.Tensor]], torch.Tensor] = (
 )
 
 
+def _add_each(to: Sequence[torch.Tensor], each: Sequence[torch.Tensor]) -> None:
+    for tensor, other in zip(to, each, strict=True):
+        tensor.add_(other)
+
+
+# Adds many tensors to others with one call: (to, others). Without it each gradient costs a call. 2.0.
+foreach_add: Callable[..., None] = _find("torch._foreach_add_") or _add_each
+
+
 def _divide_each(tensors: Sequence[torch.Tensor], by: float) -> None:
     for tensor in tensors:
         tensor.div_(by)

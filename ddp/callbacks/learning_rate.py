@@ -8,7 +8,6 @@ from typing import Any, Literal
 import torch
 
 from ddp.callbacks.callback import Callback
-from ddp.data.step_loader import StepLoader
 from ddp.errors import ArgumentError
 
 
@@ -107,8 +106,6 @@ class LinearScaling(Callback):
 
     def on_step_begin(self, step: int) -> None:
         trainer = self.trainer
-        loader = trainer.train_loader
-        count = loader.micro_batches if isinstance(loader, StepLoader) else trainer.strategy.replicas
         done = trainer.epoch + trainer.epoch_step / trainer.steps
         part = min(1.0, done / self.warmup_epochs) if self.warmup_epochs else 1.0
-        trainer.rate_factor = 1 + (count - 1) * part
+        trainer.rate_factor = 1 + (trainer.shares - 1) * part

@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddp.comm.combine import Shares
+from ddp.comm.sums.tree_sum import start_tree_sum
 from ddp.monitoring import timeline
-from ddp.monitoring.stall_report import finish
+from ddp.monitoring.stall_report import Pending, finish
 from ddp.torch_internals import buffers_of, foreach_copy
 
 _CHUNK_BYTES = 250 << 20
@@ -25,7 +27,7 @@ _ALIGN_BYTES = 16
 class Wait(Protocol):
     """Waits for a collective, given its name and the device whose memory it moves."""
 
-    def __call__(self, work: dist.Work, what: str, *, device: torch.device) -> object: ...
+    def __call__(self, work: Pending, what: str, *, device: torch.device) -> object: ...
 
 
 class _Package:
@@ -80,7 +82,7 @@ def broadcast_tensors(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor],
             _broadcast_chunk(group, chunk, root, _wait_as_caller)
 
 
-def _wait_as_caller(work: dist.Work, what: str, *, device: torch.device) -> None:
+def _wait_as_caller(work: Pending, what: str, *, device: torch.device) -> None:
     finish(work, device=device)
 
 
@@ -167,6 +169,20 @@ class BufferSync:
             self._broadcast(buffers, root)
         finally:
             timeline.wait_ended(recorded)
+
+    def values(self) -> torch.Tensor:
+        """Return all floating-point buffers, (n,) in float64."""
+        flat = [buffer.detach().double().reshape(-1) for buffer in self._collect() if buffer.is_floating_point()]
+        return torch.cat(flat) if flat else torch.empty(0, dtype=torch.float64, device="cpu")
+
+    def add_up(self, rows: Sequence[torch.Tensor], shares: Shares) -> None:
+        """Set the floating-point buffers to a sum of `values`, by the tree. Every rank must call it; blocks."""
+        floats = [buffer.data for buffer in self._collect() if buffer.is_floating_point()]
+        total = self.values()
+        if floats:
+            self._wait(start_tree_sum(self._group, total, rows, shares), "sum of buffers", device=total.device)
+        for buffer, part in zip(floats, total.split([buffer.numel() for buffer in floats]), strict=True):
+            buffer.copy_(part.view(buffer.shape))
 
     def _broadcast(self, buffers: Sequence[torch.Tensor], root: int) -> None:
         with torch.no_grad():

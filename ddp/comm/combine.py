@@ -17,6 +17,7 @@ from functools import cached_property, lru_cache
 import torch
 
 from ddp.errors import ArgumentError
+from ddp.torch_internals import foreach_add
 
 _STEPS: dict[str, Callable[..., torch.Tensor]] = {
     "SUM": torch.add,
@@ -168,6 +169,32 @@ class Shares:
         return _shape([starts[0] for starts in self.starts], 0, node_size(self.leaves)) == _shape(
             range(ranks), 0, node_size(ranks)
         )
+
+
+class Subtrees:
+    """The sums of a rank's leaves so far, over whole subtrees, in order. Each leaf is added when it comes.
+
+    The value of a leaf is a list of tensors, which a sum may be written to.
+    """
+
+    def __init__(self) -> None:
+        self._nodes: list[tuple[int, int]] = []  # as (start, size)
+        self._sums: list[Sequence[torch.Tensor]] = []
+
+    def add(self, leaf: int, value: Sequence[torch.Tensor], shares: Shares, *, size: int = 1) -> None:
+        """Add the value of a leaf or, with `size`, of a subtree of so many leaves, from `leaf` on."""
+        self._nodes.append((leaf, size))
+        while (node := shares.merged(self._nodes)) is not None:
+            self._nodes[-2:] = [node]
+            foreach_add(value, self._sums.pop())
+        self._sums.append(value)
+
+    def take(self, shares: Shares, rank: int) -> list[Sequence[torch.Tensor]]:
+        """Return the sums that `rank` sends, and begin again. After a failure they may be any."""
+        sums, count = self._sums, len(shares.starts[rank])
+        self._sums, self._nodes = [], []
+        sums += sums[-1:] * (count - len(sums))
+        return sums[len(sums) - count :]
 
 
 def _shape(starts: Sequence[int], begin: int, size: int) -> object:

@@ -11,14 +11,18 @@ from ddp.comm.combine import Shares
 class MicroBatch:
     """A micro-batch of this rank in a step; its gradients are a leaf in the tree of their sum.
 
-    `divisor` is by what they are divided first: all samples of the step, by those of the micro-batch. `step` is the
-    step's number over all epochs, from 1, for the ledger; None if that has no lines of its loader.
+    They are divided by `divisor`, all samples of the step by those of the micro-batch, before they are added up. But if
+    all micro-batches have as many, 32-bit sums are divided at the end, by `sum_divisor`, which is 1 otherwise.
+    `averages_buffers`: whether buffers are averaged, too. `step` is the step's number over all epochs, from 1, for the
+    ledger; None if that has no lines of its loader.
     """
 
     index: int  # in the step, over all ranks
     divisor: float
+    sum_divisor: float
     shares: Shares
     rank: int
+    averages_buffers: bool = False
     step: int | None = None
 
     @property

@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -48,10 +48,11 @@ class StepLoader:
             optimizer.zero_grad()
 
     With models in `ddp.DistributedDataParallel`, in host memory, parameters, the optimizer's state, buffers and random
-    numbers have the same bits on any number of ranks, after each step: the gradients of micro-batches are divided and
-    added by one tree (`ddp.comm.combine`), each micro-batch has random numbers of its own (torch's, numpy's, Python's),
-    and so has each sample while it is loaded. Buffers are those after micro-batch 0. The loss of a micro-batch must be
-    a mean over its samples.
+    numbers have the same bits on any number of ranks, after each step: the gradients of micro-batches are added by
+    one tree (`ddp.comm.combine`), each micro-batch has random numbers of its own (torch's, numpy's, Python's),
+    and so has each sample while it is loaded. The loss of a micro-batch must be a mean over its samples. Each begins
+    with the step's first buffers. A step leaves those after micro-batch 0 or, with `buffers="average"`, the average
+    over its micro-batches (in float64; whole numbers stay those after micro-batch 0).
 
     A step has `global_batch_size` samples, the last one of an epoch perhaps fewer, unless `drop_last`. Its
     micro-batches differ by one sample at most and have `micro_batch_size` at most; each counts by its samples. Ranks
@@ -82,6 +83,7 @@ class StepLoader:
         drop_last: bool = False,
         strict: bool = True,
         ledger: Kind = "sampled",
+        buffers: Literal["first", "average"] = "first",
         **loading: Any,
     ) -> None:
         """Raises ArgumentError for a data set without a length, and for sizes that are not possible."""
@@ -97,7 +99,10 @@ class StepLoader:
             )
         if ledger not in KINDS:
             raise ArgumentError(f"ledger={ledger!r}; it must be one of {', '.join(map(repr, KINDS))}")
+        if buffers not in ("first", "average"):
+            raise ArgumentError(f'buffers={buffers!r}; it must be "first" (those after micro-batch 0) or "average"')
         self.dataset: Any = dataset
+        self.buffers = buffers
         self.global_batch_size, self._micro_batch_size = global_batch_size, micro_batch_size
         self.shuffle, self.seed, self.drop_last, self.strict = shuffle, seed, drop_last, strict
         self.ledger = ledger
@@ -275,6 +280,7 @@ class Step:
         self._rank, ranks = place
         self._shares = Shares.of(len(self._bounds) - 1, ranks)
         self._seeds = loader.seed, self.epoch, position
+        self._averages_buffers = loader.buffers == "average"
 
     @property
     def micro_batches(self) -> range:
@@ -304,8 +310,7 @@ class Step:
         try:
             for index in self.micro_batches:
                 batch = next(self._batches)
-                divisor = self.samples / self._samples(index)
-                current.micro_batch = MicroBatch(index, divisor, self._shares, self._rank, self.recorded)
+                current.micro_batch = self._micro_batch(index, self.samples / self._samples(index))
                 _seed(*self._seeds, index)
                 replay.reach(self.recorded, index, sys._getframe(1))
                 yield batch
@@ -349,7 +354,12 @@ class Step:
                 f"{len(models)} models: give each rank a micro-batch, by a smaller micro_batch_size or drop_last=True"
             )
         for model in models:
-            model.take_part(MicroBatch(_SPARE, 1.0, self._shares, self._rank, self.recorded))
+            model.take_part(self._micro_batch(_SPARE, 1.0))
+
+    def _micro_batch(self, index: int, divisor: float) -> MicroBatch:
+        count = self._shares.leaves
+        sum_divisor = 1.0 if self.samples % count else float(count)
+        return MicroBatch(index, divisor, sum_divisor, self._shares, self._rank, self._averages_buffers, self.recorded)
 
 
 class _Own:

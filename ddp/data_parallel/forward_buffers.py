@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ddp.comm.broadcast import BufferSync
+from ddp.comm.combine import Subtrees
 from ddp.data.micro_batch import MicroBatch
 from ddp.monitoring.stall_report import StallReport
 from ddp.torch_internals import foreach_copy
@@ -59,6 +60,7 @@ class ForwardBuffers:
         self._buffers: list[torch.Tensor] = []  # in a step of micro-batches, ...
         self._first: list[torch.Tensor] = []  # ... their values at its beginning, ...
         self._kept: list[torch.Tensor] | None = None  # ... and after micro-batch 0
+        self._sums = Subtrees()  # of floating-point buffers after each micro-batch, if they are averaged
 
     @property
     def are_stale(self) -> bool:
@@ -99,23 +101,36 @@ class ForwardBuffers:
         if micro_batch.is_first:
             self._buffers = [buffer.detach() for _, buffer in named()]
             self._first = [buffer.clone() for buffer in self._buffers]
-            self._kept = None
+            self._kept, self._sums = None, Subtrees()
             return
         if before is not None and before.index == 0:
             self._kept = [buffer.clone() for buffer in self._buffers]
+        self._add(before)
         if self._buffers:
             foreach_copy(self._buffers, self._first)
 
     def leave_step(self) -> None:
         """Put the buffers after micro-batch 0 back where they were, after this rank's last backward pass."""
+        self._add(self._micro_batch)
         if self._kept:
             foreach_copy(self._buffers, self._kept)
         self._buffers, self._first, self._kept, self._micro_batch = [], [], None, None
 
-    def end_step(self) -> None:
-        """Copy the buffers of rank 0, which has micro-batch 0, to every rank. Every rank must call it; blocks."""
+    def _add(self, micro_batch: MicroBatch | None) -> None:
+        if self._sync is not None and micro_batch is not None and micro_batch.averages_buffers:
+            values = self._sync.values().div_(micro_batch.divisor)
+            self._sums.add(micro_batch.index, [values], micro_batch.shares)
+
+    def end_step(self, micro_batch: MicroBatch) -> None:
+        """Copy the buffers of rank 0, which has micro-batch 0, to every rank; perhaps average those of all.
+
+        Every rank must call it; blocks.
+        """
         if self._sync is not None:
             self._sync.run(0)
+            if micro_batch.averages_buffers:
+                rows = self._sums.take(micro_batch.shares, micro_batch.rank)
+                self._sync.add_up([row for (row,) in rows], micro_batch.shares)
             self._are_of = self._report.step + 1
 
     def wait(self) -> None:

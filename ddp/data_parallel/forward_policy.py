@@ -198,7 +198,7 @@ class ForwardPolicy:
     def delivered(self, first_used: torch.nn.Parameter, *, is_first: bool) -> None:
         self._buffers.wait()
         if self.micro_batch is not None:
-            self._buffers.end_step()
+            self._buffers.end_step(self.micro_batch)
             self._hashes.delivered()
         if self._in_backward_optimizers is not None:
             self._in_backward_optimizers.step()

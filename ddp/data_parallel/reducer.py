@@ -15,11 +15,13 @@ in step again in the next one.
 from __future__ import annotations
 
 import enum
+import math
 import threading
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial, wraps
+from itertools import chain
 from time import perf_counter
 from typing import Any
 
@@ -28,6 +30,7 @@ import torch.distributed as dist
 
 from ddp.comm.channel import Channel
 from ddp.comm.failures import changing_together, describe_failure, failing_together, peers_failed
+from ddp.data.micro_batch import MicroBatch
 from ddp.data_parallel.backward_pass import (
     Action,
     EndOfBackward,
@@ -41,7 +44,7 @@ from ddp.data_parallel.buckets.bucket_plan import BucketLimits, Member
 from ddp.data_parallel.buckets.comm_hook import CommHook
 from ddp.data_parallel.buckets.gradient_sums import GradientSums
 from ddp.data_parallel.buckets.step_status import RankStatus, StatusSum
-from ddp.data_parallel.buckets.unbucketed import average_unfrozen
+from ddp.data_parallel.buckets.unbucketed import average_unfrozen, divided
 from ddp.data_parallel.module_watch import ModuleWatch
 from ddp.data_parallel.planning.bucket_planner import BucketPlanner
 from ddp.data_parallel.planning.step_timer import Moment
@@ -77,10 +80,10 @@ class Reducer:
 
     `named` are the module's parameters in the order of registration, which all ranks share; those that do not require
     a gradient now are only watched. `sparse` names those with sparse gradients. With `as_views`, gradients in flat
-    buckets stay views of them. `by_tree`: whether sums are those of `ddp.comm.sums.tree_sum`; None: from `sum_by_tree`
-    on. `planner` observes the first steps and may change the buckets. The owner sets `policy` before the first
-    gradient. Backward passes of one module must not run in two threads at once. If it is on several devices, the hooks
-    in autograd's threads run one at a time, and all buckets are sent at the end of backward.
+    buckets stay views of them. `by_tree`: whether sums are those of `ddp.comm.sums.tree_sum`; None: if the group
+    prefers that. `planner` observes the first steps and may change the buckets. The owner sets `policy` before the
+    first gradient. Backward passes of one module must not run in two threads at once. If it is on several devices, the
+    hooks in autograd's threads run one at a time, and all buckets are sent at the end of backward.
     """
 
     policy: PassPolicy
@@ -110,7 +113,8 @@ class Reducer:
         self._has_all_ranks = dist.is_initialized() and channel.group.size() == dist.get_world_size()
         self.before_last_bucket: Callable[[], None] | None = None  # called when all of its gradients are ready
         self.last_failed = False  # the last pass, on this rank
-        self._weight: float | None = None  # since the last reduction; None without weights
+        self._weights: list[float] = []  # given since the last reduction
+        self._held: dict[str, list[torch.Tensor | None]] = {}  # gradients of unfrozen parameters by micro-batch
         # Held while a pass is failed from outside its backward, perhaps by an engine thread that frees a graph; also in
         # hooks if there are several devices, since each has an engine thread.
         self.lock = threading.RLock()
@@ -123,8 +127,8 @@ class Reducer:
         self._warned: set[str] = set()
         self._named = list(named)
         self.hooks = GradientHooks()
-        self._new_sums = partial(GradientSums, channel, self.members, limits=limits, as_views=as_views)
-        self.by_tree = by_tree
+        self._new_sums = partial(GradientSums, channel, self.members, limits=limits, as_views=as_views, by_tree=by_tree)
+        self._by_tree = by_tree
         self._divide({name for name, parameter in named if parameter.requires_grad}, sparse)
 
     def _divide(self, trained: Collection[str], sparse: Collection[str]) -> None:
@@ -135,7 +139,6 @@ class Reducer:
         self.members[:] = [Member(index, name, parameter) for index, (name, parameter) in enumerate(pairs)]
         self.sums = self._new_sums(
             [member.index for member in self.members if member.name in sparse],
-            by_tree=bool(self.by_tree),
             own_status=self._own_status,
         )
         if self._comm_hook is not None:
@@ -171,22 +174,12 @@ class Reducer:
                 "register_comm_hook or register_builtin_comm_hook can only be called once. compression= registers one "
                 "too; wrap the module again for another hook"
             )
-        if self.by_tree:
+        if self._by_tree:
             raise UnsupportedError(
                 "deterministic=True and a communication hook or compression, which sum in another way: leave one out"
             )
         self._comm_hook = hook
         self.sums.use_hook(hook)
-
-    def sum_by_tree(self) -> None:
-        """Let the bits of sums depend on the ranks alone from now on, unless that was ruled out, or there is a hook.
-
-        On devices it changes nothing. Every rank must call it, between passes.
-        """
-        is_on_host = all(parameter.is_cpu for _, parameter in self._named)
-        if self.by_tree is None and self._comm_hook is None and is_on_host:
-            self.by_tree = True
-            self.sums.use_tree()
 
     @property
     def has_hook(self) -> bool:
@@ -214,7 +207,7 @@ class Reducer:
 
     def add_weight(self, weight: float) -> None:
         """Add `weight` for the gradients that the next backward pass adds to this rank's."""
-        self._weight = (self._weight or 0.0) + weight
+        self._weights.append(weight)
 
     def warn(self, text: str) -> None:
         """Issue a warning once."""
@@ -374,7 +367,7 @@ class Reducer:
         if action is Action.REDUCE:
             self.reduce_now()
         elif action is Action.HOLD:
-            self._end_held(Pass(action))
+            self._end_held(Pass(action, micro_batch=self.policy.micro_batch))
 
     def _backward_ended(self, pass_: Pass) -> None:
         """End a pass, together with those of other reducers that end with the same backward pass.
@@ -393,6 +386,9 @@ class Reducer:
         self._enter(Phase.IDLE)
         if pass_.micro_batch is not None:
             self.sums.keep(pass_.micro_batch)
+            for name, parameter in self._unfrozen():
+                self._held.setdefault(name, []).append(divided(parameter.grad, pass_.micro_batch.divisor))
+                parameter.grad = None
         self.report.at("between two backward passes of a step")
         self.policy.held()
 
@@ -489,7 +485,7 @@ class Reducer:
         return self.policy.status(
             failed=pass_.problem is not None,
             joined=pass_.has_joined,
-            weight=self._weight,
+            weight=sum(self._weights) if self._weights else None,
             unfrozen=len(pass_.unfrozen),
             number=self.channel.number,
             nonfinite=not self.sums.is_finite,
@@ -525,7 +521,8 @@ class Reducer:
             break_connections()
 
     def _reset(self) -> None:
-        self._weight = None
+        self._weights = []
+        self._held = {}
         self.sums.touched.clear()
         self.policy.ended()
         timeline.backward_ended()
@@ -547,11 +544,9 @@ class Reducer:
         step = None if pass_.micro_batch is None else pass_.micro_batch.step
         is_here, spoilt_by = not self.sums.is_finite, self.sums.spoilt_by
         self.nonfinite.note(statuses.nonfinite, is_here=is_here, spoilt_by=spoilt_by, step=step)
-        if statuses.weighted not in (0, statuses.active) or (statuses.weighted and not statuses.weight > 0):
-            raise weights_differ(self.channel, self._weight)
+        factor = self._factor(statuses, pass_.micro_batch)
         if self.planner is not None:
             self.planner.count_step()
-        factor = group.size() / (statuses.weight if statuses.weighted else self.policy.rank_count(statuses))
         is_first = not self.sums.is_planned
         meets = is_first or statuses.unfrozen or (self.planner is not None and self.planner.decides)
         with failing_together(self.channel, "its backward pass") if meets else nullcontext():
@@ -560,7 +555,7 @@ class Reducer:
         self.sums.follow_order()
         if statuses.unfrozen:
             with self.report.waiting("all-reduce of unfrozen parameters"):
-                unfrozen = average_unfrozen(group, pass_.unfrozen, factor)
+                unfrozen = average_unfrozen(group, pass_.unfrozen, factor, self._held, pass_.micro_batch)
             with changing_together(self.channel):
                 self._add_members(unfrozen)
         if pass_.graphs is not None:
@@ -571,6 +566,20 @@ class Reducer:
             else:
                 self.planner.step_ended(self.sums, has_joined=pass_.has_joined)
         self.policy.delivered(self.sums.first_used(), is_first=is_first)
+
+    def _factor(self, statuses: StatusSum, micro_batch: MicroBatch | None) -> float:
+        """Return the factor from sums to averages. Raises BackwardError on every rank if a weight is missing."""
+        size, counts = self.channel.group.size(), None if micro_batch is None else micro_batch.shares.counts
+        if not statuses.weighted:
+            return size / self.policy.rank_count(statuses)
+        if counts is None and statuses.weighted == statuses.active and statuses.weight > 0:
+            return size / statuses.weight
+        every = self.channel.gather(self._weights, "exchange of the weights of a step")
+        if counts is not None and [*map(len, every)] == [*counts]:
+            total = math.fsum(chain(*every))  # exact, so that the order does not matter
+            if total > 0:
+                return 1 / total
+        raise weights_differ(every, counts)
 
     def _add_members(self, unfrozen: Sequence[_Named]) -> None:
         """Reduce these parameters like all others from now on."""

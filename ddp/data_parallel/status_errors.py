@@ -89,16 +89,20 @@ def numbers_differ(channel: Channel, mine: int) -> DdpError:
     )
 
 
-def weights_differ(channel: Channel, mine: float | None) -> DdpError:
-    """Return the error for weights that some ranks did not give, or that add up to 0."""
-    every = channel.gather(mine, _WHAT)
-    without = [rank for rank, weight in enumerate(every) if weight is None]
+def weights_differ(every: Sequence[Sequence[float]], micro_batches: Sequence[int] | None) -> DdpError:
+    """Return the error for weights, by rank, of which some are missing, or that add up to 0.
+
+    `micro_batches` are the numbers of those that must have one; None: at least one backward pass of each rank.
+    """
+    least = micro_batches or [1] * len(every)
+    without = [rank for rank, weights in enumerate(every) if len(weights) < least[rank]]
+    sums = [sum(weights) if weights else None for weights in every]
     if without:
         return BackwardError(
-            f"rank {', '.join(map(str, without))} gave no weight in a step in which other ranks did "
-            f"({every}): call model.backward(loss, weight=...) on every rank, or on none"
+            f"rank {', '.join(map(str, without))} gave no weight in a step in which other ranks did ({sums}): call "
+            "model.backward(loss, weight=...) on every rank, for each micro-batch of a ddp.StepLoader, or on none"
         )
-    return BackwardError(f"the weights of this step add up to {sum(every)} ({every}), so there is no average")
+    return BackwardError(f"the weights of this step add up to 0 ({sums}), so there is no average")
 
 
 _VARIABLE = "DTRAIN_ON_NONFINITE"

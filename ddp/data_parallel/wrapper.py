@@ -402,7 +402,8 @@ class DistributedDataParallel(TorchSurface):
         `loss` is the mean over this rank's share, and `weight` the size of the share: tokens, samples. The gradient is
         the sum of w*g over the sum of w, over all ranks and, with `no_sync`, over all passes since the last reduction:
         that of the mean over everything. A rank whose weight is 0 contributes nothing, even if its loss is not finite;
-        it must still make the forward pass. Either every rank gives weights in a step or none does (BackwardError).
+        it must still make the forward pass. Either every rank gives weights in a step or none does (BackwardError). In
+        a step of `ddp.StepLoader`, `loss` is the mean over a micro-batch, and `weight` its size; each must have one.
         Gradients must be None or 0 before the first pass of a step. For a `weight` on a device, the host waits. With
         error-feedback compression (int8, powersgd), keep the sum of the weights about equal in all steps: the error
         that is carried over is in the weights of its own step.
@@ -410,10 +411,6 @@ class DistributedDataParallel(TorchSurface):
         if weight is None:
             loss.backward(**kwargs)
             return
-        if current.micro_batch is not None:
-            raise UnsupportedError(
-                "weight= in a step of ddp.StepLoader, which weighs its micro-batches by their samples: leave it out"
-            )
         if self.steps_alone:
             raise UnsupportedError(
                 "weight= while each rank steps by itself (LocalSGD): leave it out until gradients are averaged again"
@@ -427,7 +424,9 @@ class DistributedDataParallel(TorchSurface):
         if reducer is not None:
             reducer.add_weight(amount)
         if amount:
-            loss.backward(gradient=torch.full_like(loss, amount), **kwargs)
+            # The gradients of a micro-batch are divided as if it counted by its samples.
+            scale = amount if current.micro_batch is None else amount * current.micro_batch.divisor
+            loss.backward(gradient=torch.full_like(loss, scale), **kwargs)
         elif reducer is not None and self._policy.is_announced:
             self._policy.close_last_forward()
             reducer.pass_without_backward()

@@ -237,10 +237,8 @@ class _Engine:
         link = self._link
         if link is None or link.size() == 1:
             return
-        by_tree = None
         if self.reducer is not None:
             self.reducer.close()
-            by_tree = self.reducer.by_tree
             sparse = self.reducer.sparse | (sparse or frozenset())
         named = self._named()
         for name, parameter in named:
@@ -264,7 +262,6 @@ class _Engine:
             bucket_limits(settings.bucket_cap_mb, None, self._device, is_compressed=is_compressed),
             sparse=sparse or frozenset(),
             as_views=False,
-            by_tree=by_tree,
         )
         self.reducer = reducer
         self._policy.attach(channel, reducer.members)

@@ -20,6 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from ddp import rng
 from ddp.comm.broadcast_objects import broadcast_object
+from ddp.comm.sums.tree_sum import prefer_trees
 from ddp.errors import ArgumentError, CollectiveError, ReplacementError, UnsupportedError
 from ddp.generation.pending_group import left_out
 from ddp.horovod.optimizer import is_distributed
@@ -187,9 +188,7 @@ class Commits:
                 model.call_before_sending(self.sending)
         for optimizer in self._optimizers:
             optimizer.attach(group)
-        for part in self._reducing:
-            if (reducer := part.reducer) is not None:
-                reducer.sum_by_tree()
+        prefer_trees(group)
 
     def interrupted(self) -> None:
         """Handle a failed group: raise ReplacementError for state that the next one would lack."""

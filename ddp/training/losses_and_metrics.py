@@ -9,7 +9,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,8 +50,7 @@ class PartOfStep:
     batch: Any
     size: int  # of the global batch
     weight: float  # its share of the samples of the step
-    begins_step: bool
-    ends_step: bool
+    ends_step: bool = True
 
 
 def parts_of_steps(loader: Any, accumulate: int) -> Iterator[PartOfStep]:
@@ -67,7 +66,7 @@ def parts_of_steps(loader: Any, accumulate: int) -> Iterator[PartOfStep]:
             total = own + min(left, (accumulate - 1) * size)
         done += 1
         ends_step = done == accumulate or left <= 0
-        yield PartOfStep(batch, own, own / total, begins_step=done == 1, ends_step=ends_step)
+        yield PartOfStep(batch, own, own / total, ends_step)
         done = 0 if ends_step else done
 
 
@@ -284,8 +283,6 @@ def _sums(name: str, metric: Metric, outputs: Any, share: Share) -> tuple[Any, A
 class Totals:
     """Sums and counts by name, in float64, on the device of the computation: reading them waits for it."""
 
-    is_common: ClassVar[bool] = False  # whether they are those of all replicas already
-
     def __init__(self, names: Iterable[str]) -> None:
         self._of: dict[str, list[Any]] = {name: [0.0, 0.0] for name in names}
 
@@ -305,6 +302,14 @@ class Totals:
 
     def set(self, numbers: Mapping[str, list[float]]) -> None:
         self._of = {name: list(pair) for name, pair in numbers.items()}
+
+    def counted(self, count: Any, replica: int) -> Any:
+        """Return what a replica adds of a number that all replicas have in common."""
+        return count if replica == 0 else 0
+
+    def to_add_up(self, replica: int) -> dict[str, list[float]]:
+        """Return the numbers whose sum over the replicas is that of all."""
+        return self.numbers()
 
     def spread(self, place: int, count: int) -> dict[str, list[list[float]]]:
         """Return the numbers in lists of `count`, at index `place`: their sum over replicas has each one's numbers."""
@@ -330,11 +335,25 @@ class StepTotals(Totals):
     Those of each micro-batch are kept apart, until `end_step` adds them to the epoch's.
     """
 
-    is_common = True
-
     def __init__(self, names: Iterable[str]) -> None:
         super().__init__(names)
         self._parts: list[Totals] = []
+
+    def counted(self, count: Any, replica: int) -> Any:
+        return count
+
+    def to_add_up(self, replica: int) -> dict[str, list[float]]:
+        return self.numbers() if replica == 0 else {name: [0.0, 0.0] for name in self._of}
+
+    def set(self, numbers: Mapping[str, list[float]]) -> None:
+        super().set(numbers)
+        self._parts = []  # of a step that failed
+
+    def spread(self, place: int, count: int) -> dict[str, list[list[float]]]:
+        return {name: [[number] for number in pair] for name, pair in self.to_add_up(place).items()}
+
+    def load(self, spread: Mapping[str, Any], place: int, count: int) -> None:
+        super().load(spread, 0, 1)
 
     def begin_micro_batch(self) -> None:
         self._parts.append(Totals(self._of))
@@ -342,18 +361,15 @@ class StepTotals(Totals):
     def add(self, name: str, total: Any, count: Any) -> None:
         (self._parts[-1].add if self._parts else super().add)(name, total, count)
 
-    def end_step(self) -> dict[str, tuple[float, float]]:
-        """Return the exact totals of the step, rounded once. Every replica must call it; blocks."""
+    def end_step(self) -> None:
+        """Add the exact totals of the step, rounded once. Every replica must call it; blocks."""
         mine = [part.numbers() for part in self._parts]
         self._parts = []
         every = gather_values(mine) if dist.is_available() and dist.is_initialized() else [mine]
         of_step = [part for parts in every for part in parts]
-        found: dict[str, tuple[float, float]] = {}
         for name in {name: None for part in of_step for name in part}:
             pairs = [part[name] for part in of_step if name in part]
-            found[name] = math.fsum(total for total, _ in pairs), math.fsum(count for _, count in pairs)
-            self.add(name, *found[name])
-        return found
+            self.add(name, math.fsum(total for total, _ in pairs), math.fsum(count for _, count in pairs))
 
 
 def means(numbers: Mapping[str, Any]) -> dict[str, float]:

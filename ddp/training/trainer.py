@@ -25,9 +25,7 @@ from ddp import rng
 from ddp.callbacks.callback import Callback, CallbackList, Training
 from ddp.callbacks.reports import History
 from ddp.data.metrics import gather_samples
-from ddp.data.replica_loader import ReplicaLoader
-from ddp.data.step_loader import StepLoader
-from ddp.errors import ArgumentError, DdpError, UnsupportedError
+from ddp.errors import ArgumentError, DdpError
 from ddp.monitoring import timeline
 from ddp.monitoring.interrupts import is_interrupt
 from ddp.monitoring.progress import EVALUATION, SAVE, phase
@@ -38,27 +36,24 @@ from ddp.strategies.strategy import strategy as make_strategy
 from ddp.torch_internals import tree_map
 from ddp.training import export as files
 from ddp.training.fit_state import state_of
+from ddp.training.loader_steps import LoaderSteps, steps_of
 from ddp.training.losses_and_metrics import (
     Loss,
     Metric,
     PartOfStep,
     Share,
-    StepTotals,
     Totals,
     called,
     means,
     metrics_of,
     on_device,
     on_tensors,
-    parts_of_steps,
     read_share,
     wide,
 )
 from ddp.training.optimizer_step import average_gradients, needs_average, scaled_rates
 from ddp.training.weighted_means import WeightedMeans
 
-_Loader = ReplicaLoader | StepLoader
-_BATCH_SIZE = 32  # as in Keras
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -137,6 +132,7 @@ class Trainer(Training):
         self.asks_to_stop = self.is_stopped = False  # this replica; all of them
         self._resilient = resilient
         self._state: State | None = None  # in a fit that survives failures
+        self._train_steps: LoaderSteps  # of the present fit, or the last one
         self.is_ending_step = False  # the optimizer has stepped, and callbacks have not seen it
 
     def fit(
@@ -162,26 +158,31 @@ class Trainer(Training):
         """
         if self.strategy.role == "evaluator":
             return self._follow(validation, global_batch_size)
-        loader = self._loader(train, global_batch_size, shuffle=True)
-        steps = loader if isinstance(loader, StepLoader) else None
-        held_out = None if validation is None else self._loader(validation, global_batch_size, like=steps)
-        self.train_loader, self.epochs, self.steps_per_epoch = loader, epochs, steps_per_epoch
-        if self.totals.is_common != (steps is not None):
-            self.totals = self._new_totals(loader)
+        steps = self._steps_of(train, global_batch_size, shuffle=True)
+        loader = steps.loader
+        if global_batch_size not in (None, loader.global_batch_size):
+            raise ArgumentError(
+                f"global_batch_size={global_batch_size}, but the loader has {loader.global_batch_size}: leave it out"
+            )
+        held_out = None if validation is None else self._steps_of(validation, global_batch_size, like=steps).loader
+        self._train_steps, self.train_loader = steps, loader
+        self.epochs, self.steps_per_epoch = epochs, steps_per_epoch
+        if type(self.totals) is not steps.totals:
+            self.totals = self._new_totals(steps)
         if self.seed is not None and not self.step:
-            rng.seed_torch(self.seed + (self.strategy.replica if steps is None else 0))
+            rng.seed_torch(self.seed + steps.random_stream)
         self.asks_to_stop = self.is_stopped = self.is_ending_step = False
         self._state = state_of(self, loader) if self._resilient else None
         with self.callbacks.closing() as closes:
             if self._state is None or not is_replacement():
                 self.callbacks.call("on_restore")
-            if self.strategy.goes_on and isinstance(loader, ReplicaLoader):
-                self.epoch = max(self.epoch, loader.catch_up())
+            if self.strategy.goes_on:
+                self.epoch = max(self.epoch, steps.catch_up())
             closes.pop_all()  # by what follows
 
         def run(_: State | None) -> None:
             self.epochs, self.steps_per_epoch = epochs, steps_per_epoch
-            self._fit(loader, held_out)
+            self._fit(steps, held_out)
 
         if self._state is None:
             run(None)
@@ -190,29 +191,29 @@ class Trainer(Training):
             self._state = None
         return self.history
 
-    def _fit(self, loader: _Loader, validation: _Loader | None) -> None:
+    def _fit(self, steps: LoaderSteps, validation: Any) -> None:
         with self.callbacks.closing():
             self.callbacks.call("on_fit_begin")
             self._exchange()
             while self.epoch < self.epochs and not self.is_stopped:
-                self._fit_epoch(loader, validation)
+                self._fit_epoch(steps, validation)
             self.callbacks.call("on_fit_end")
             self._exchange()
 
-    def _fit_epoch(self, loader: _Loader, validation: _Loader | None) -> None:
+    def _fit_epoch(self, steps: LoaderSteps, validation: Any) -> None:
         epoch = self.epoch
         self.callbacks.call("on_epoch_begin", epoch)
         if self.is_ending_step:
             self._end_step()
-        if not (self.epoch_step and loader.epoch > epoch):  # else its last step was made before a restart
-            loader.set_epoch(epoch)
-            self._train(loader)
+        if not (self.epoch_step and steps.loader.epoch > epoch):  # else its last step was made before a restart
+            steps.loader.set_epoch(epoch)
+            self._train(steps)
         logs = {**self._exchange(), "learning_rate": self.learning_rate}
         self.strategy.sync()
         if validation is not None:
             logs |= {f"val_{name}": value for name, value in self.evaluate(validation).items()}
         self.epoch, self.epoch_step, self.logs = epoch + 1, 0, {}
-        self.totals = self._new_totals(loader)
+        self.totals = self._new_totals(steps)
         self.callbacks.call("on_epoch_end", epoch, logs)
         if self._state is not None:
             self._state.commits.sending()
@@ -224,7 +225,7 @@ class Trainer(Training):
         """Evaluate each new state of the parameters until the training ends. Only called on an evaluator."""
         if validation is None:
             raise ArgumentError("this process is an evaluator, but fit() has no validation data for it to evaluate")
-        held_out = self._loader(validation, global_batch_size)
+        held_out = self._steps_of(validation, global_batch_size).loader
         with self.callbacks.closing():
             self.callbacks.call("on_fit_begin")
             for step in self.strategy.evaluations():
@@ -233,33 +234,15 @@ class Trainer(Training):
             self.callbacks.call("on_fit_end")
         return self.history
 
-    def _train(self, loader: _Loader) -> None:
+    def _train(self, steps: LoaderSteps) -> None:
         self.model.train()
         if self._is_over():
             return
-        if isinstance(loader, StepLoader):
-            self._train_steps(loader)
-            return
-        for part in parts_of_steps(loader, self.accumulate):
-            if part.begins_step:
-                self.weighted.begin_step(loader.global_batch_size)
-                self.callbacks.call("on_step_begin", self.step)
-            self._backward(part)
-            if part.ends_step:
-                self._step_optimizer()
-                if self._is_over():
-                    return
-
-    def _train_steps(self, loader: StepLoader) -> None:
-        totals = self.totals
-        assert isinstance(totals, StepTotals)
-        for step in loader.epochs(self.epoch + 1):
+        for step in steps.rest_of_epoch(self.totals):
+            self.weighted.begin_step(steps.loader.global_batch_size / steps.shares)
             self.callbacks.call("on_step_begin", self.step)
-            for batch, size in zip(step, step.sizes, strict=True):
-                totals.begin_micro_batch()
-                self._backward(PartOfStep(batch, size, 1.0, begins_step=False, ends_step=True))
-            _, weight = totals.end_step()["loss"]
-            self.weighted.end_step(self.module, step.samples, weight)
+            for part in step:
+                self._backward(part)
             self._step_optimizer()
             if self._is_over():
                 return
@@ -285,8 +268,7 @@ class Trainer(Training):
         override may also `record` metrics. If the loss is a mean over labels, this method returns the mean over this
         replica's labels, and records their number.
         """
-        assert self.train_loader is not None
-        share, outputs = self._forward(batch, self.train_loader)
+        share, outputs = self._forward(batch, self._train_steps)
         losses = self.loss(outputs, share)
         self.totals.add_metrics(self.metrics, on_tensors(Tensor.detach, outputs), share)
         return self.weighted.mean(losses, share, batch)
@@ -304,15 +286,12 @@ class Trainer(Training):
                 timeline.follow((loss,))
             weight = self.weighted.of_batch
             if weight is None:
-                counts = self.strategy.replica == 0 or self.totals.is_common
-                self.record("loss", loss.detach().double() * part.size, part.size if counts else 0)
+                count = self.totals.counted(part.size, self.strategy.replica)
+                self.record("loss", loss.detach().double() * part.size, count)
                 self.scaler.scale(loss if part.weight == 1 else loss * part.weight).backward()
             else:
                 self.record("loss", loss.detach().double() * weight, weight)
-                if self.totals.is_common:
-                    self.weighted.backward_micro_batch(self.scaler.scale(loss), part.size)
-                else:
-                    self.weighted.backward(self.model, self.scaler.scale(loss), ends_step=part.ends_step)
+                self.weighted.backward(self.model, self.scaler.scale(loss), ends_step=part.ends_step)
 
     def _optimize(self) -> None:
         if self._averages_first:
@@ -337,10 +316,13 @@ class Trainer(Training):
     @property
     def steps(self) -> int:
         """Number of steps of a whole epoch."""
-        assert self.train_loader is not None
-        batches = 1 if isinstance(self.train_loader, StepLoader) else self.accumulate
-        steps = max(1, -(-len(self.train_loader) // batches))
+        steps = max(1, len(self._train_steps))
         return min(steps, self.steps_per_epoch or steps)
+
+    @property
+    def shares(self) -> int:
+        """Number of parts of a step that have a mean loss each: replicas, or micro-batches of a `ddp.StepLoader`."""
+        return self._train_steps.shares
 
     @phase(EVALUATION)
     @torch.no_grad()
@@ -349,21 +331,21 @@ class Trainer(Training):
 
         `data` is a map-style data set or a loader. Every replica must call it; blocks.
         """
-        loader = self._loader(data, global_batch_size)
-        if loader.drop_last:
+        steps = self._steps_of(data, global_batch_size)
+        if steps.loader.drop_last:
             raise ArgumentError("evaluate() counts every sample, but this loader leaves some out: drop_last=False")
         self.strategy.sync()
         self.callbacks.call("on_evaluate_begin")
-        totals = self._new_totals(loader)
+        totals = self._new_totals(steps)
         with self._evaluating():
-            for batch in self._micro_batches(loader, totals) if isinstance(loader, StepLoader) else loader:
+            for batch in steps.evaluation(totals):
                 with self._autocast():
-                    share, outputs = self._forward(batch, loader)
+                    share, outputs = self._forward(batch, steps)
                     losses, weight = self.loss(outputs, share), self.loss.weight(share.labels)
                 weighted = losses if share.weights is None else losses * share.weights
                 totals.add("loss", weighted.double().sum(), share.count if weight is None else weight)
                 totals.add_metrics(self.metrics, outputs, share)
-        logs = means(totals.numbers() if totals.is_common else self.strategy.reduce("sum", totals.numbers()))
+        logs = means(self.strategy.reduce("sum", totals.to_add_up(self.strategy.replica)))
         self.callbacks.call("on_evaluate_end", logs)
         self._exchange()
         return logs
@@ -376,17 +358,14 @@ class Trainer(Training):
         Tensors (samples, ...), in the same tuples or dicts as the model's output. Targets in a batch are not used.
         Every replica must call it; blocks.
         """
-        loader = self._loader(data, global_batch_size)
-        if isinstance(loader, StepLoader):
-            raise ArgumentError("predict() of a ddp.StepLoader: give the data set, or the loader of the strategy")
-        if loader.shuffle or loader.drop_last:
-            raise ArgumentError("predict() keeps the order of the data set: its loader must not shuffle or drop_last")
+        steps = self._steps_of(data, global_batch_size)
+        batches = steps.in_order()
         self.strategy.sync()
         parts = []
         with self._evaluating():
-            for part in parts_of_steps(loader, 1):
+            for part in batches:
                 with self._autocast():
-                    share, outputs = self._forward(part.batch, loader)
+                    share, outputs = self._forward(part.batch, steps)
                 gather = functools.partial(self._gather, count=share.count, size=part.size)
                 parts.append(on_tensors(gather, outputs))
         if not parts:
@@ -448,7 +427,7 @@ class Trainer(Training):
 
         Every replica must call it at the same step, if they have a process group.
         """
-        together = self.strategy.collective and not self.totals.is_common
+        together = self.strategy.collective
         totals = self.totals.spread(*((self.strategy.replica, self.strategy.replicas) if together else (0, 1)))
         return {
             "epoch": self.epoch,
@@ -467,8 +446,7 @@ class Trainer(Training):
         self.epoch, self.step, self.epoch_step = state["epoch"], state["step"], state["epoch_step"]
         self.learning_rate = state["learning_rate"]
         self.asks_to_stop, self.logs = state["stopping"], dict(state["logs"])
-        place = (0, 1) if self.totals.is_common else (self.strategy.replica, self.strategy.replicas)
-        self.totals.load(state["totals"], *place)
+        self.totals.load(state["totals"], self.strategy.replica, self.strategy.replicas)
         self.weighted.load(state.get("weight_unit", 0.0))  # older files have none
         self.callbacks.load_states(state["callbacks"])
 
@@ -477,9 +455,8 @@ class Trainer(Training):
 
         Every replica must call it, unless not `together`.
         """
-        counts = self.strategy.replica == 0 or not self.totals.is_common
         mine = {
-            "totals": {name: pair if counts else [0.0, 0.0] for name, pair in self.totals.numbers().items()},
+            "totals": self.totals.to_add_up(self.strategy.replica),
             "asks_to_stop": self.asks_to_stop,
             "weight": self.weighted.of_step,
             "failed": self.callbacks.has_failed,
@@ -487,7 +464,8 @@ class Trainer(Training):
         totals: Any = self.strategy.reduce("sum", mine) if together else mine
         if together:
             self.is_stopped = bool(totals["asks_to_stop"])
-            self.weighted.settle(totals["weight"] / self.strategy.replicas)
+            if totals["weight"]:
+                self.weighted.settle(totals["weight"] / self.shares)
         if totals["failed"]:
             self.callbacks.raise_failure(together=together)
         return means(totals["totals"])
@@ -512,51 +490,15 @@ class Trainer(Training):
                 together.failed_ranks = ()
             raise together from problem
 
-    def _new_totals(self, loader: _Loader) -> Totals:
-        return (StepTotals if isinstance(loader, StepLoader) else Totals)(["loss", *self.metrics])
+    def _new_totals(self, steps: LoaderSteps) -> Totals:
+        return steps.totals(["loss", *self.metrics])
 
-    def _loader(
-        self, data: Any, global_batch_size: int | None, *, shuffle: bool = False, like: StepLoader | None = None
-    ) -> _Loader:
-        if isinstance(data, StepLoader):
-            if self.strategy.name != "all_reduce":
-                raise UnsupportedError(
-                    f'a ddp.StepLoader under strategy {self.strategy.name!r}: it is for "all_reduce"; give the data '
-                    "set, or strategy.loader(dataset, ...)"
-                )
-            if self.accumulate > 1:
-                data.accumulate(self.accumulate)
-        if isinstance(data, ReplicaLoader | StepLoader):
-            if global_batch_size not in (None, data.global_batch_size) and shuffle:
-                raise ArgumentError(
-                    f"global_batch_size={global_batch_size}, but the loader has {data.global_batch_size}: leave it out"
-                )
-            return data
-        if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
-            raise ArgumentError(
-                f"a {type(data).__name__} cannot be sharded: give the data set, or strategy.loader(dataset, ...)"
-            )
-        if isinstance(data, tuple) and all(hasattr(item, "shape") for item in data):  # else a data set of two samples
-            raise ArgumentError("a tuple of tensors is not a data set: give torch.utils.data.TensorDataset(x, y)")
-        if like is not None:
-            size, micro = global_batch_size or like.global_batch_size, like.micro_batch_size
-            return StepLoader(
-                data, global_batch_size=size, micro_batch_size=min(micro, size), shuffle=False, seed=like.seed
-            )
-        size = _BATCH_SIZE if global_batch_size is None else global_batch_size
-        return self.strategy.loader(data, global_batch_size=size, shuffle=shuffle, seed=self.seed or 0)
+    def _steps_of(self, data: Any, global_batch_size: int | None, **kind: Any) -> LoaderSteps:
+        return steps_of(data, self.strategy, self.accumulate, global_batch_size, seed=self.seed or 0, **kind)
 
-    def _micro_batches(self, loader: StepLoader, totals: Totals) -> Iterator[Any]:
-        """Yield this replica's micro-batches of the whole data, each with totals of its own; then add up all."""
-        assert isinstance(totals, StepTotals)
-        for batch in loader.evaluation():
-            totals.begin_micro_batch()
-            yield batch
-        totals.end_step()
-
-    def _forward(self, batch: Any, loader: _Loader) -> tuple[Share, Any]:
+    def _forward(self, batch: Any, steps: LoaderSteps) -> tuple[Share, Any]:
         """Return this replica's share of a batch, and the model's outputs for it, in single precision at least."""
-        share = read_share(batch, self.device, loader.stand_in if isinstance(loader, ReplicaLoader) else None)
+        share = read_share(batch, self.device, steps.stand_in)
         return share, on_tensors(wide, called(self.model, share.inputs, self._names))
 
     def _autocast(self) -> torch.autocast:

@@ -43,10 +43,10 @@ class WeightedMeans:
         self._labels: Tensor | None = None  # of the batch on the device, as long as nothing has changed them
         self._version = 0
 
-    def begin_step(self, global_batch_size: int) -> None:
-        """Count in samples before the first step, since labels are not known yet."""
+    def begin_step(self, samples: float) -> None:
+        """Count in samples of a replica, or micro-batch, before the first step, since labels are not known yet."""
         self._is_open = False
-        self.unit = self.unit or _power_of_two(global_batch_size / self._strategy.replicas)
+        self.unit = self.unit or _power_of_two(samples)
 
     def begin_batch(self, given: Any, moved: Any) -> None:
         """Begin a batch: `given` from the loader, `moved` on the replica's device."""
@@ -101,21 +101,6 @@ class WeightedMeans:
                     parameter.grad.mul_(factor)
         loss.backward(gradient=torch.full_like(loss, weight))
 
-    def backward_micro_batch(self, loss: Tensor, samples: int) -> None:
-        """Differentiate the mean loss over labels of a micro-batch of `samples`, as their part of a mean over samples.
-
-        The step of `ddp.StepLoader` weighs it by its samples, since labels are counted at the end: see `end_step`.
-        """
-        assert self.of_batch is not None
-        loss.backward(gradient=torch.full_like(loss, self.of_batch / samples))
-
-    def end_step(self, model: nn.Module, samples: int, weight: float) -> None:
-        """Turn gradients that were divided by the step's samples into those of the mean over its labels."""
-        factor = samples / weight if weight else 0.0
-        for parameter in model.parameters() if factor != 1 else ():
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
-
     def _factor(self) -> float:
         """Return the factor from this replica's sum of the step to its part of the replicas' average."""
         total = self.of_step / self.unit
@@ -124,7 +109,7 @@ class WeightedMeans:
         return 1 / total if total else 0.0
 
     def settle(self, usual: float) -> None:
-        """Count from now on in units of a step's average weight over the replicas, if there was one with labels.
+        """Count from now on in units of the `usual` weight, unless a step without labels made it 0.
 
         The reduced sums are then about as large as means, also in half precision. A power of two changes no bit.
         """

@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp_worlds.data_parallel_cases import F64, assert_close, assert_replicas_equal, batch, build, loss_of, shard
+from testbed.present import present
 from testbed.processes import wait_until
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -29,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 import ddp
 import ddp.horovod as hvd
 from ddp.comm.broadcast_objects import broadcast_object, broadcast_optimizer_state
+from ddp.comm.sums.tree_sum import prefer_trees
 from ddp.horovod import collectives
 from ddp.horovod.broadcast_state import allgather_object, broadcast_parameters
 from ddp.horovod.optimizer import DistributedOptimizer
@@ -214,6 +216,21 @@ def parameters_without_gradients_are_exact() -> None:
         optimizer.zero_grad(set_to_none=step % 2 == 0)
         own.zero_grad(set_to_none=step % 2 == 0)
     assert_replicas_equal(model)
+
+
+def sums_are_by_the_tree() -> None:
+    """Also after the first pass, which finds that a gradient is sparse."""
+    every = [torch.randn(999, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
+    torch.manual_seed(0)
+    bag, weight = nn.EmbeddingBag(5, 2, sparse=True), nn.Parameter(torch.ones(999))
+    optimizer = DistributedOptimizer(torch.optim.SGD([*bag.parameters(), weight], 0.5))
+    prefer_trees(present(dist.group.WORLD))
+    for _ in range(3):
+        ((weight * every[dist.get_rank()]).sum() + bag(torch.tensor([[1, 2]])).sum()).backward()
+        one, two, three = (each / 3 for each in every)
+        assert torch.equal(present(weight.grad), one + two + three)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def sparse_gradients_stay_sparse() -> None:

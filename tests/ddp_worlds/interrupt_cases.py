@@ -79,6 +79,24 @@ def interrupted_from(first: int, stride: int) -> tuple[int, list[str]]:
     raise AssertionError
 
 
+def interrupted_where_passes_end_together() -> list[str]:
+    """Interrupt a step of one rank at each such line; return what was wrong."""
+
+    class Alone(ddp.DistributedDataParallel):
+        _least_ranks = 1
+
+    signal.signal(signal.SIGUSR2, _raise)
+    wrong: list[str] = []
+    for at in itertools.count(1):
+        model, interrupt = Alone(nn.Linear(4, 2), measure=False), _Interrupt(at, "data_parallel/reducer.py")
+        error = _caught(model, interrupt)
+        if not interrupt.has_come:
+            return wrong if at > 5 else ["there are no such lines"]
+        if not isinstance(error, Died):
+            wrong.append(f"line {at}: the exception became {_text(error)}")
+    raise AssertionError
+
+
 def interrupted_call(call: str, part: float) -> list[str]:
     """Interrupt rank 1 in a call of `_CALLS`, after `part` of the lines of ddp's code that it runs through.
 
@@ -160,10 +178,13 @@ def _text(error: BaseException | None) -> str:
 
 
 class _Interrupt:
-    """Sends the signal at a line of ddp's, counted from 1; at none if `at` is 0. `seen` is the number of lines."""
+    """Sends the signal at a line of ddp's, counted from 1; at none if `at` is 0. `seen` is the number of lines.
 
-    def __init__(self, at: float) -> None:
-        self._at, self.seen = at, 0
+    With `module`, it counts only the lines of that module's functions, and not those of methods.
+    """
+
+    def __init__(self, at: float, module: str = "") -> None:
+        self._at, self._module, self.seen = at, module, 0
 
     @property
     def has_come(self) -> bool:
@@ -179,7 +200,8 @@ class _Interrupt:
     def _trace(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
         if not frame.f_code.co_filename.startswith(_OURS):
             return None
-        if event == "line":
+        is_counted = frame.f_code.co_filename.endswith(self._module) and not (self._module and "self" in frame.f_locals)
+        if event == "line" and is_counted:
             self.seen += 1
             if self.seen == self._at:
                 sys.settrace(None)

@@ -65,6 +65,12 @@ class Fails(Callback):
         self.seen = list(state["seen"])
 
 
+class Trainer(ddp.Trainer):
+    def train_step(self, batch: Any) -> torch.Tensor:
+        fail(f"train_step.{self.step}")
+        return super().train_step(batch)
+
+
 def main() -> None:
     numbers = torch.Generator().manual_seed(1)
     x, y = torch.randn(58, 6, generator=numbers), torch.randint(3, (58,), generator=numbers)
@@ -73,7 +79,7 @@ def main() -> None:
     optimizer = torch.optim.Adam(net.parameters(), 0.02)
     fails = Fails()
     stopping = cb.EarlyStopping("val_loss", patience=1, min_delta=0.02, restore_best=True)
-    trainer = ddp.Trainer(
+    trainer = Trainer(
         net,
         optimizer,
         nn.CrossEntropyLoss(ignore_index=2),
@@ -94,9 +100,10 @@ def main() -> None:
         resilient="plain" not in sys.argv,
     )
     world = trainer.strategy.world
-    history = trainer.fit(
-        TensorDataset(x[:46], y[:46]), epochs=9, validation=TensorDataset(x[46:], y[46:]), global_batch_size=6
-    )
+    data: Any = TensorDataset(x[:46], y[:46])
+    if "steps" in sys.argv:
+        data = ddp.StepLoader(data, global_batch_size=6)
+    history = trainer.fit(data, epochs=9, validation=TensorDataset(x[46:], y[46:]), global_batch_size=6)
     sums = [f"{value.double().sum().item():.17g}" for value in net.state_dict().values()]
     reported = json.dumps([history.history, fails.seen, stopping.best, stopping.wait, trainer.step])
     print("history", reported, flush=True)

@@ -45,6 +45,8 @@ def barrier(rounds: Rounds) -> Steps:
 def all_reduce(rounds: Rounds, flat: torch.Tensor, reduction: str) -> Steps:
     """Replace `flat` (n,), contiguous, by the ranks' combined values."""
     nbytes = flat.nbytes
+    if rounds.size == 1:
+        return barrier(rounds)
     if rounds.size <= 2 or nbytes <= _SMALL:
         return _all_reduce_each(rounds, flat, reduction)
     words = header("all_reduce", flat.dtype, flat.numel(), reduction)

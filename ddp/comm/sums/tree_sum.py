@@ -28,6 +28,7 @@ _WHOLE_BYTES = 1 << 15  # up to this size every rank gets the whole tensors: one
 _FIRST_TAG, _TAGS = (1 << 30) + (2 << 20), 1 << 20
 _TAGS_OF_ONE = 64  # a rank has at most two subtrees of each size
 
+_with_trees: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 _tags: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
 
 
@@ -62,6 +63,15 @@ def start_tree_sum(
         work: Pending = sum_rows(flat, rows, shares)
         return work
     return Exchange(group, _Messages(group, flat, rows, shares).finish)
+
+
+def prefer_trees(group: dist.ProcessGroup) -> None:
+    """Let the gradients of all models over `group` in host memory be added by the tree, unless they rule it out."""
+    _with_trees.add(group)
+
+
+def prefers_trees(group: dist.ProcessGroup) -> bool:
+    return group in _with_trees
 
 
 def adds_by_tree(group: dist.ProcessGroup, dtype: torch.dtype) -> bool:

@@ -19,6 +19,7 @@ import torch
 
 from ddp.comm.broadcast import broadcast_tensors
 from ddp.comm.channel import Channel
+from ddp.comm.combine import is_narrow
 from ddp.comm.failures import changing_together
 from ddp.comm.sums.small_sum import SmallAdder
 from ddp.data.micro_batch import MicroBatch
@@ -39,6 +40,7 @@ from ddp.data_parallel.buckets.transfers import (
     OwnTransfer,
     Sender,
     Transfer,
+    has_own_memory,
     ready_twice,
 )
 from ddp.data_parallel.buckets.unbucketed import average_sparse
@@ -54,7 +56,7 @@ class GradientSums:
 
     `sparse` are the indices of members whose gradients are sparse: they are in no bucket. `own_status` returns this
     rank's status; it is called before the last bucket is sent. With `by_tree` the bits of a sum depend on the ranks
-    alone (`ddp.comm.sums.tree_sum`).
+    alone (`ddp.comm.sums.tree_sum`); None: if the group prefers that.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class GradientSums:
         *,
         limits: BucketLimits,
         as_views: bool,
-        by_tree: bool,
+        by_tree: bool | None,
         own_status: Callable[[], RankStatus],
     ) -> None:
         self.is_open = False  # whether a pass sums the gradients that become ready now: set by the reducer
@@ -96,6 +98,8 @@ class GradientSums:
         self._absent: list[int] = []  # members without a gradient of this rank in this pass
         self._before: dict[int, None] = {}  # those with one in earlier micro-batches of the step
         self._sparse_rows: dict[int, list[torch.Tensor]] = {}  # sparse gradients of these micro-batches, by index
+        self._has_older = False  # whether `.grad` has the gradients of the micro-batch before, to be added to
+        self._adds_once = False  # whether backward adds to each `.grad` once, as far as passes have shown
         self._statuses = torch.empty(0, device="cpu")  # the last step status
         self.plan([index for index in reversed(range(len(members))) if index not in sparse])
 
@@ -188,6 +192,7 @@ class GradientSums:
         """
         before = self.order
         self._last_absent = frozenset(self._absent)
+        self._adds_once = not self._found_twice
         if self.is_planned:
             if self._found_twice != self._repeated:
                 self.plan(before)
@@ -248,11 +253,6 @@ class GradientSums:
         self._hook = hook
         self.plan(self.order)
 
-    def use_tree(self) -> None:
-        """Sum by the tree from now on. Every rank must call it between passes."""
-        self._by_tree = True
-        self.plan(self.order)
-
     @property
     def has_hook(self) -> bool:
         return self._hook is not None
@@ -262,20 +262,33 @@ class GradientSums:
     def keep(self, micro_batch: MicroBatch) -> None:
         """Keep the gradients of a micro-batch that is not the rank's last, as part of the step's sum."""
         self._enter(micro_batch)
-        for transfer in self._transfers:
-            if transfer.members:
-                self._probe_in(transfer)
-                transfer.keep(self.touched)
+        self._look_at_probe(micro_batch)
         for member in self._sparse:
             if member.index in self.touched and member.parameter.grad is not None:
                 self._sparse_rows.setdefault(member.index, []).append(member.parameter.grad / micro_batch.divisor)
             member.parameter.grad = None
         self._before |= self.touched
+        self._has_older = not self._has_older and self._adds_next(micro_batch)
+        if self._has_older:
+            return
+        for transfer in self._transfers:
+            if transfer.members:
+                transfer.keep(self.touched)
         self.touched.clear()
+
+    def _adds_next(self, micro_batch: MicroBatch) -> bool:
+        """Return whether autograd may add the next micro-batch's gradients to those in `.grad`: the tree does so next.
+
+        It is the quickest way, since the gradients are still in the caches.
+        """
+        if not self._adds_once or micro_batch.index % 2 or micro_batch.sum_divisor == 1:
+            return False
+        grads = [each.parameter.grad for each in self._members]
+        return all(grad is None or (not is_narrow(grad.dtype) and has_own_memory(grad)) for grad in grads)
 
     def _enter(self, micro_batch: MicroBatch | None) -> None:
         for transfer in self._transfers:
-            transfer.micro_batch = micro_batch
+            transfer.micro_batch, transfer.has_older = micro_batch, self._has_older
 
     def open(self, *, holds: bool, is_first_new: bool, micro_batch: MicroBatch | None = None) -> None:
         """Prepare for the gradients of a backward pass. With `holds`, all buckets wait for its end.
@@ -324,7 +337,8 @@ class GradientSums:
         self._await_previous()
         transfer, touched = self._transfers[self._next], self.touched
         self._absent += transfer.gather(touched)
-        self._probe_in(transfer)
+        if self._probe is not None and self._probe.index in transfer.indices:
+            self._look_at_probe(transfer.micro_batch)
         if transfer is self._carrier:
             self._absent = [index for index in self._absent if index not in self._before]
             if self._hook is not None:  # the step status must include a hook that fails later
@@ -334,13 +348,13 @@ class GradientSums:
             write(self._own_status(), self._carrier.status, self._absent)
         self._send(transfer)
 
-    def _probe_in(self, transfer: Transfer) -> None:
+    def _look_at_probe(self, micro_batch: MicroBatch | None) -> None:
         probe = self._probe
-        if probe is None or probe.index not in transfer.indices or probe.index not in self.touched:
+        if probe is None or probe.index not in self.touched or not self.is_finite:
             return
-        if self.is_finite and not _is_finite(probe.parameter.grad):
+        if not _is_finite(probe.parameter.grad):
             self.is_finite = False
-            self.spoilt_by = None if transfer.micro_batch is None else transfer.micro_batch.index
+            self.spoilt_by = None if micro_batch is None else micro_batch.index
 
     def _send(self, transfer: Transfer) -> None:
         if self._hook is not None and transfer is not self._carrier:  # its exceptions are not those of a collective
@@ -418,6 +432,7 @@ class GradientSums:
             transfer.drop()
         self.is_finite, self.spoilt_by = True, None
         self._before.clear()
+        self._has_older = False
         self._sparse_rows.clear()
         self._absent = []
         self._next = 0

@@ -13,22 +13,29 @@ from __future__ import annotations
 import operator
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
 
-from ddp.comm.combine import Shares, is_narrow
+from ddp.comm.combine import Shares, Subtrees, is_narrow
 from ddp.comm.sums.small_sum import reduce_options
-from ddp.comm.sums.tree_sum import start_tree_sum
+from ddp.comm.sums.tree_sum import prefers_trees, start_tree_sum
 from ddp.data.micro_batch import MicroBatch
-from ddp.data_parallel.buckets.bucket_plan import BucketPlan, Member, slot_view
+from ddp.data_parallel.buckets.bucket_plan import BucketPlan, GradSpec, Member, slot_view
 from ddp.errors import BackwardError
 from ddp.monitoring.stall_report import Pending
 from ddp.torch_internals import foreach_copy, memory_owner_count, tensor_owner_count
+
+
+def has_own_memory(grad: torch.Tensor) -> bool:
+    """Return whether nothing else is in the memory of a strided gradient.
+
+    Two parameters can be given views of one tensor as their gradients (y = a.view(-1) + b.view(-1)).
+    """
+    return grad.layout is torch.strided and _owners(grad) == _SOLE_OWNER
 
 
 def _owners(tensor: torch.Tensor) -> int:
@@ -57,26 +64,35 @@ class Adder:
 
     If the backend averages by itself (NCCL), gradients are not divided. Otherwise each rank divides its share by
     `divisor` before the sum: then float16 does not overflow, and a copy that is made anyway divides at no cost. NCCL
-    does the same. A tensor of more than `piece_bytes` is sent in pieces. With `by_tree`, for host memory alone, sums
-    are those of `ddp.comm.sums.tree_sum`.
+    does the same. A tensor of more than `piece_bytes` is sent in pieces. With `by_tree`, in host memory alone, sums are
+    those of `ddp.comm.sums.tree_sum`; None: if the group prefers them.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, piece_bytes: int | None = None, *, by_tree: bool = False
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        piece_bytes: int | None = None,
+        *,
+        by_tree: bool | None = None,
     ) -> None:
         self._group = group
+        self._by_tree = by_tree if device.type == "cpu" else False
         is_average = device.type != "cpu" and _backends(group).get(device.type) == "nccl"
         self.divisor = 1 if is_average else group.size()
         self._options = reduce_options(dist.ReduceOp.AVG if is_average else dist.ReduceOp.SUM)
-        self._start: Callable[[torch.Tensor], Pending] = (
-            partial(start_tree_sum, group) if by_tree else lambda flat: group.allreduce([flat], self._options)
-        )
         self._piece_bytes = piece_bytes
 
     def start(self, flat: torch.Tensor) -> Pending:
+        by_tree = prefers_trees(self._group) if self._by_tree is None else self._by_tree
+        start = start_tree_sum if by_tree else self._all_reduce
         if self._piece_bytes is None or flat.nbytes <= self._piece_bytes:
-            return self._start(flat)
-        return _Pieces([self._start(piece) for piece in torch.split(flat, self._piece_bytes // flat.itemsize)])
+            return start(self._group, flat)
+        pieces = torch.split(flat, self._piece_bytes // flat.itemsize)
+        return _Pieces([start(self._group, piece) for piece in pieces])
+
+    def _all_reduce(self, group: dist.ProcessGroup, flat: torch.Tensor) -> Pending:
+        return group.allreduce([flat], self._options)
 
     def start_rows(self, flat: torch.Tensor, rows: Sequence[torch.Tensor], shares: Shares) -> Pending:
         """Start writing the sum of a step's micro-batches to `flat`; see `ddp.comm.sums.tree_sum`."""
@@ -104,7 +120,8 @@ def _backends(group: dist.ProcessGroup) -> dict[str, str]:
 class Transfer(ABC):
     """A bucket of `members` in transit: gradients in, all-reduce, averages out. `GradientSums` decides when."""
 
-    def __init__(self, members: Sequence[Member], sender: Sender) -> None:
+    def __init__(self, plan: BucketPlan, members: Sequence[Member], sender: Sender) -> None:
+        self._is_narrow, self._slots = is_narrow(plan.dtype), plan.slots
         self.members = tuple(members)
         self.indices = frozenset(member.index for member in members)
         self.missing = set(self.indices)  # gradients that it waits for
@@ -112,37 +129,46 @@ class Transfer(ABC):
         self.work: Pending | None = None
         self._sender = sender
         self.micro_batch: MicroBatch | None = None  # that of the running pass
-        self._nodes: list[tuple[int, int]] = []  # subtrees of the step's micro-batches so far...
-        self._rows: list[torch.Tensor] = []  # ...and their sums
+        self.has_older = False  # whether its gradients were added to those of the micro-batch before
+        self._subtrees = Subtrees()  # of the step's micro-batches so far
 
     @property
     def divisor(self) -> float:
         """What gradients are divided by before they are added up."""
-        return self._sender.divisor if self.micro_batch is None else self.micro_batch.divisor
+        return self._sender.divisor if self.micro_batch is None else self.micro_batch.divisor / self._sum_divisor
+
+    @property
+    def _sum_divisor(self) -> float:
+        return 1.0 if self.micro_batch is None or self._is_narrow else self.micro_batch.sum_divisor
+
+    @property
+    def _absent_value(self) -> float:
+        """What stands for an absent gradient: a sum of micro-batches is to have the bits of those that are there."""
+        return 0.0 if self.micro_batch is None else -0.0
 
     def keep(self, touched: Mapping[int, None]) -> None:
         """Add the gradients of a micro-batch that is not the rank's last to its subtrees, and set `.grad` to None."""
-        self._push(_wide(self._row(touched)))
+        self._add(
+            [self._leaf(slot.spec, member, touched) for slot, member in zip(self._slots, self.members, strict=True)]
+        )
         for member in self.members:
             member.parameter.grad = None
 
-    @abstractmethod
-    def _row(self, touched: Mapping[int, None]) -> torch.Tensor:
-        """Return the divided gradients in memory of their own, zeros for absent ones."""
+    def _leaf(self, spec: GradSpec, member: Member, touched: Mapping[int, None]) -> torch.Tensor:
+        """Return a divided gradient in memory of its own; 16-bit numbers, in float32."""
+        grad = member.parameter.grad
+        if grad is None or member.index not in touched:
+            leaf = _empty(spec).fill_(self._absent_value)
+        elif has_own_memory(grad) and grad.stride() == spec.stride:
+            leaf = grad.detach()
+        else:
+            leaf = _empty(spec).copy_(dense(grad))
+        return _wide(leaf if self.divisor == 1 else leaf.div_(self.divisor))
 
-    def _push(self, row: torch.Tensor) -> None:
+    def _add(self, values: Sequence[torch.Tensor]) -> None:
         assert self.micro_batch is not None
-        self._nodes.append((self.micro_batch.index, 1))
-        self._rows.append(row)
-        while (node := self.micro_batch.shares.merged(self._nodes)) is not None:
-            self._nodes[-2:] = [node]
-            row, older = self._rows.pop(), self._rows.pop()
-            row += older  # into the newer one, which may be the bucket itself; addition commutes
-            self._rows.append(row)
-            self._give_back(older)
-
-    def _give_back(self, row: torch.Tensor) -> None:  # noqa: B027  # a single gradient is its own row
-        """Note that a row is free for a later micro-batch."""
+        first, size = (self.micro_batch.index - 1, 2) if self.has_older else (self.micro_batch.index, 1)
+        self._subtrees.add(first, values, self.micro_batch.shares, size=size)
 
     def _start(self, flat: torch.Tensor) -> None:
         """Start the reduction of `flat`, which has this pass's gradients."""
@@ -151,11 +177,21 @@ class Transfer(ABC):
             self.work = self._sender.start(flat)
             return
         assert isinstance(self._sender, Adder)  # hooks take no micro-batches
-        if count := len(micro_batch.shares.starts[micro_batch.rank]):
-            self._push(_wide(flat))
-        rows = self._rows + self._rows[-1:] * (count - len(self._rows))  # too few after a failure: any values will do
-        self.work = self._sender.start_rows(flat, rows[len(rows) - count :], micro_batch.shares)
-        self._nodes, self._rows = [], []
+        rows: list[torch.Tensor] = []
+        if micro_batch.shares.counts[micro_batch.rank]:
+            last = _wide(flat)
+            self._add(self._views(last))
+            older = self._subtrees.take(micro_batch.shares, micro_batch.rank)[:-1]
+            rows = [*(self._packed(values, last) for values in older), last]
+        self.work = self._sender.start_rows(flat, rows, micro_batch.shares)
+
+    @abstractmethod
+    def _views(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return the gradients in `flat`, by member."""
+
+    @abstractmethod
+    def _packed(self, values: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+        """Return gradients as a flat tensor."""
 
     @property
     def label(self) -> str:
@@ -197,7 +233,7 @@ class Transfer(ABC):
         """Reset, once the transfer has arrived or never will."""
         self.work = None
         self.missing.update(self.indices)
-        self._nodes, self._rows = [], []
+        self._subtrees = Subtrees()
         self._forget()
 
     @abstractmethod
@@ -209,7 +245,7 @@ class OwnTransfer(Transfer):
     """A single gradient, reduced in the memory where autograd left it."""
 
     def __init__(self, plan: BucketPlan, members: Sequence[Member], sender: Sender) -> None:
-        super().__init__(members, sender)
+        super().__init__(plan, members, sender)
         (self._member,) = members
         self._spec = plan.slots[0].spec
         self._buffer: torch.Tensor | None = None
@@ -222,32 +258,27 @@ class OwnTransfer(Transfer):
         if grad is not None and not self._is_absent and self._may_reduce_in_place(grad):
             self._buffer = grad
         else:
-            self._buffer = self._empty()
+            self._buffer = _empty(self._spec)
             if grad is None:
-                self._buffer.zero_()
+                self._buffer.fill_(self._absent_value)
             else:
                 self._buffer.copy_(dense(grad))
         if self.divisor != 1:
             self._buffer.div_(self.divisor)
         return [self._member.index] if self._is_absent else []
 
-    def _row(self, touched: Mapping[int, None]) -> torch.Tensor:
-        self.gather(touched)
-        buffer, self._buffer = self._buffer, None
-        assert buffer is not None
-        return buffer.as_strided((buffer.numel(),), (1,))
+    def _views(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
+        return [flat.as_strided(self._spec.shape, self._spec.stride)]
+
+    def _packed(self, values: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+        return values[0].as_strided(like.shape, (1,))
 
     def gather_nothing(self) -> None:
         self._is_absent = True
-        self._buffer = self._empty().zero_()
-
-    def _empty(self) -> torch.Tensor:
-        spec = self._spec
-        return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
+        self._buffer = _empty(self._spec).zero_()
 
     def _may_reduce_in_place(self, grad: torch.Tensor) -> bool:
-        # Two parameters can be given views of one tensor as their gradients (y = a.view(-1) + b.view(-1)).
-        return grad.layout is torch.strided and grad.stride() == self._spec.stride and _owners(grad) == _SOLE_OWNER
+        return has_own_memory(grad) and grad.stride() == self._spec.stride
 
     def send(self) -> None:
         buffer = self._buffer
@@ -255,6 +286,7 @@ class OwnTransfer(Transfer):
         self._start(buffer.as_strided((buffer.numel(),), (1,)))
 
     def deliver(self, used: Collection[int], factor: float) -> None:
+        factor /= self._sum_divisor
         parameter, buffer = self._member.parameter, self._buffer
         is_wanted = not self._is_absent or self._member.index in used
         self.drop()
@@ -331,7 +363,7 @@ class FlatTransfer(Transfer):
     """
 
     def __init__(self, plan: BucketPlan, members: Sequence[Member], sender: Sender, *, as_views: bool) -> None:
-        super().__init__(members, sender)
+        super().__init__(plan, members, sender)
         self.taken_early = frozenset(member.index for member in members[plan.small_count :])
         self._plan = plan
         self._as_views = as_views
@@ -345,7 +377,6 @@ class FlatTransfer(Transfer):
         self._places: list[torch.Tensor] = []  # ...these
         self._absent: list[_Place] = []
         self._old: dict[int, torch.Tensor] = {}  # old contents of the place of an absent gradient, by index
-        self._unused: list[torch.Tensor] = []  # rows for later micro-batches: new memory costs more than a sum
 
     def _renew(self) -> None:
         """Allocate new memory, filled with zeros since hooks also see the gaps between the places."""
@@ -357,6 +388,7 @@ class FlatTransfer(Transfer):
         if not self._as_views and self._region.is_watched():
             self._renew()
         had = [each.index for each in self.members if each.parameter.grad is not None and each.index != new]
+        had = [] if self.micro_batch is not None else had  # a step of micro-batches began without any
         self._made_by_backward = self._own.difference(had) if had else self._own
 
     def take_early(self, index: int) -> None:
@@ -442,33 +474,19 @@ class FlatTransfer(Transfer):
         member, _, view = place
         self._absent.append(place)
         if grad is None:
-            view.zero_()
+            view.fill_(self._absent_value)
         elif grad is view:
             self._old[member.index] = view.clone()
         else:
             view.copy_(dense(grad))
 
-    def _row(self, touched: Mapping[int, None]) -> torch.Tensor:
-        plan, divisor = self._plan, self.divisor
-        row = self._unused.pop() if self._unused else torch.zeros_like(self._flat)  # zeros in the gaps
-        views, grads = [], []
-        for at, (member, slot) in enumerate(zip(self.members, plan.slots, strict=True)):
-            view, grad = slot_view(row, slot), member.parameter.grad
-            if grad is None or member.index not in touched:
-                view.zero_()
-            elif at < plan.small_count:
-                views.append(view)
-                grads.append(dense(grad))
-            else:
-                torch.div(dense(grad), divisor, out=view)
-        if grads:
-            foreach_copy(views, grads)
-        row[: plan.small_numel].div_(divisor)
-        return row
+    def _views(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
+        return self._region.views if flat is self._flat else [slot_view(flat, slot) for slot in self._slots]
 
-    def _give_back(self, row: torch.Tensor) -> None:
-        if row.dtype == self._flat.dtype:
-            self._unused.append(row)
+    def _packed(self, values: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+        flat = torch.zeros_like(like)
+        foreach_copy([slot_view(flat, slot) for slot in self._slots], values)
+        return flat
 
     def gather_nothing(self) -> None:
         if self._region.is_given_away:  # it has gradients of an older step, which the user may have kept
@@ -486,6 +504,7 @@ class FlatTransfer(Transfer):
         self._start(self._flat)
 
     def deliver(self, used: Collection[int], factor: float) -> None:
+        factor /= self._sum_divisor
         if factor != 1.0:
             self._flat[: self._plan.numel].mul_(factor)
         if self._grads:
@@ -503,6 +522,10 @@ class FlatTransfer(Transfer):
     def _forget(self) -> None:
         for record in (self._grads, self._places, self._absent, self._old, self._taken):
             record.clear()
+
+
+def _empty(spec: GradSpec) -> torch.Tensor:
+    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
 
 
 def _wide(row: torch.Tensor) -> torch.Tensor:

@@ -7,14 +7,16 @@ by the reducer if any rank has such parameters.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 from ddp.comm.channel import Channel
+from ddp.comm.combine import Subtrees, is_narrow
 from ddp.comm.objects import gather_values
 from ddp.comm.sums.tree_sum import start_tree_sum
+from ddp.data.micro_batch import MicroBatch
 from ddp.data_parallel.buckets.bucket_plan import Member
 from ddp.errors import BackwardError
 from ddp.monitoring.stall_report import finish
@@ -109,30 +111,77 @@ def _add_up(group: dist.ProcessGroup, dense: torch.Tensor) -> None:
 _Named = tuple[str, torch.nn.Parameter]
 
 
-def average_unfrozen(group: dist.ProcessGroup, mine: Sequence[_Named], factor: float) -> Sequence[_Named]:
+def average_unfrozen(
+    group: dist.ProcessGroup,
+    mine: Sequence[_Named],
+    factor: float,
+    held: Mapping[str, Sequence[torch.Tensor | None]],
+    micro_batch: MicroBatch | None,
+) -> Sequence[_Named]:
     """Average the gradients of the parameters that this rank has unfrozen, and return them. Blocks.
 
-    Every rank must call it. Raises BackwardError on all if not every rank unfroze the same ones. Where no rank has a
+    `held` are divided ones of earlier micro-batches, if `micro_batch` is the last of this rank. Every rank must call
+    it. Raises BackwardError on all if not every rank unfroze the same ones before the step. Where no rank has a
     gradient, `.grad` stays as it is.
     """
-    every = gather_values({name: parameter.grad is not None for name, parameter in mine}, group=group)
+    rank, counts = group.rank(), [1] * group.size()
+    divisor: float = group.size()
+    if micro_batch is not None:
+        divisor, counts = micro_batch.divisor, [*micro_batch.shares.counts]
+    leaves = {
+        name: [*held.get(name, ()), *([divided(parameter.grad, divisor)] if counts[rank] else [])]
+        for name, parameter in mine
+    }
+    known = {name: [each is not None for each in of_name] for name, of_name in leaves.items()}
+    every: list[dict[str, list[bool]]] = gather_values(known, group=group)
     if any([*names] != [*every[0]] for names in every):
         raise _unfrozen_differ(every)
     for name, parameter in mine:
-        if not any(has_grad[name] for has_grad in every):
+        if any(len(known[name]) != count for known, count in zip(every, counts, strict=True)):
+            raise BackwardError(
+                f"parameter {name!r} was unfrozen within a step of ddp.StepLoader: unfreeze it between two steps. The "
+                "gradients of this step are dropped (None) on every rank",
+                parameter=name,
+            )
+        if not any(any(known[name]) for known in every):
             continue
-        grad = parameter.grad
-        total = torch.zeros_like(parameter) if grad is None else grad.detach().to_dense().clone()
-        flat = torch.view_as_real(total) if total.is_complex() else total
-        flat = flat.contiguous().div_(group.size())
-        _add_up(group, flat)
-        flat.mul_(factor)
-        average = torch.view_as_complex(flat) if total.is_complex() else flat
-        if grad is None or grad.layout is not torch.strided:
+        total = _sum(group, parameter, leaves[name], micro_batch).mul_(factor)
+        average = torch.view_as_complex(total) if parameter.is_complex() else total
+        if parameter.grad is None or parameter.grad.layout is not torch.strided:
             parameter.grad = average
         else:
-            grad.detach().copy_(average)
+            parameter.grad.detach().copy_(average)
     return mine
+
+
+def divided(grad: torch.Tensor | None, divisor: float) -> torch.Tensor | None:
+    """Return a dense gradient, divided, real and imaginary parts apart, in memory of its own."""
+    if grad is None:
+        return None
+    dense = grad.detach().to_dense()
+    return (torch.view_as_real(dense) if dense.is_complex() else dense) / divisor
+
+
+def _sum(
+    group: dist.ProcessGroup,
+    parameter: torch.Tensor,
+    leaves: Sequence[torch.Tensor | None],
+    micro_batch: MicroBatch | None,
+) -> torch.Tensor:
+    """Return the sum of the ranks' divided gradients, one or more of each, by the tree."""
+    like = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter.detach()
+    total = torch.zeros_like(like, memory_format=torch.contiguous_format)
+    if micro_batch is None:
+        (leaf,) = leaves
+        _add_up(group, total if leaf is None else total.copy_(leaf))
+        return total
+    subtrees, shares = Subtrees(), micro_batch.shares
+    for at, leaf in enumerate(leaves, shares.firsts[micro_batch.rank]):
+        flat = torch.full_like(total, -0.0) if leaf is None else leaf.contiguous()
+        subtrees.add(at, [flat.float().view(-1) if is_narrow(flat.dtype) else flat.view(-1)], shares)
+    rows = [row for (row,) in subtrees.take(shares, micro_batch.rank)]
+    finish(start_tree_sum(group, total.view(-1), rows, shares), device=total.device)
+    return total
 
 
 def _unfrozen_differ(unfrozen: Sequence[Collection[str]]) -> BackwardError:

@@ -46,7 +46,7 @@ def test_its_first_line_says_what_it_depends_on(nursery: Nursery, tmp_path: Path
         "ledger": 1,
         "machine": {"torch": torch.__version__, "processor": torch.backends.cpu.get_cpu_capability(), "threads": 1},
         "loader": {
-            "samples": 70, "steps": 3, "global_batch_size": 32, "micro_batches": 8, "seed": 3, "shuffle": True,
+            "samples": 71, "steps": 3, "global_batch_size": 32, "micro_batches": 8, "seed": 3, "shuffle": True,
         },
     }  # fmt: skip
     assert (step["step"], step["hashes"]) == (1, {})  # how long a step takes is not known yet

@@ -17,6 +17,8 @@ CASES = "ddp_worlds.step_loader_cases"
         ("cnn", [(1, "shm"), (2, "gloo"), (3, "shm")]),
         ("transformer", [(1, "gloo"), (3, "gloo"), (5, "shm")]),
         ("sparse", [(1, "shm"), (2, "shm"), (3, "gloo")]),
+        ("twice", [(1, "shm"), (3, "gloo"), (8, "shm")]),
+        ("shared", [(1, "shm"), (3, "gloo"), (8, "shm")]),
         ("bf16", [(1, "shm"), (3, "gloo"), (4, "shm")]),
     ],
     ids=lambda each: each if isinstance(each, str) else "",
@@ -37,6 +39,44 @@ def test_loader_processes_and_other_micro_batches(nursery: Nursery) -> None:
     )
     assert plain == by_processes
     assert plain != other
+
+
+def test_averages_of_buffers_are_those_of_any_number_of_ranks(nursery: Nursery) -> None:
+    """In the last step two ranks of four have a micro-batch, and of nine one never has any."""
+    worlds = [(1, "shm"), (2, "gloo"), (3, "shm"), (4, "gloo"), (9, "shm")]
+    run = f"{CASES}:trained"
+    digests = [
+        each
+        for size, group in worlds
+        for each in nursery.run(size, run, group=group, kind="cnn", steps=5, buffers="average")
+    ]
+    assert len({*digests}) == 1, digests
+    assert digests[0] != nursery.run(1, run, kind="cnn", steps=5)[0]
+    nursery.run(2, f"{CASES}:averages_of_buffers_are_those_by_hand")
+
+
+def test_weights_are_added_up_alike_on_any_number_of_ranks(nursery: Nursery) -> None:
+    """They are not whole numbers, and some are 0; of nine ranks one has no micro-batch."""
+    worlds = [(1, "shm"), (2, "gloo"), (3, "shm"), (4, "gloo"), (9, "shm")]
+    run = f"{CASES}:trained"
+    digests = [each for size, group in worlds for each in nursery.run(size, run, group=group, kind="mlp", weighs=True)]
+    assert len({*digests}) == 1, digests
+    assert digests[0] != nursery.run(1, run, kind="mlp")[0]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_weights_are_those_of_the_mean_over_everything(nursery: Nursery, ranks: int) -> None:
+    nursery.run(ranks, f"{CASES}:weights_are_those_of_the_mean_over_everything")
+
+
+def test_unfrozen_parameters_count_from_their_first_step_on(nursery: Nursery) -> None:
+    run = f"{CASES}:unfrozen_parameters_count_from_their_first_step_on"
+    digests = [
+        each
+        for size, group in [(1, "shm"), (2, "gloo"), (3, "shm"), (4, "gloo")]
+        for each in nursery.run(size, run, group=group)
+    ]
+    assert len({*digests}) == 1, digests
 
 
 def test_a_training_goes_on_with_another_number_of_ranks(nursery: Nursery, tmp_path: Path) -> None:

@@ -40,6 +40,10 @@ def test_a_signal_all_through_a_step(nursery: Nursery, backend: str) -> None:
     assert interrupt_from(nursery, backend, first, 37) == []
 
 
+def test_a_signal_at_each_line_where_the_passes_of_reducers_end_together(nursery: Nursery) -> None:
+    assert nursery.run(1, "ddp_worlds.interrupt_cases:interrupted_where_passes_end_together") == [[]]
+
+
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 @pytest.mark.parametrize(
     "call", ["check_replicas", "gather_metrics", "gather_samples", "broadcast_object", "step that unfreezes", "fit"]

@@ -37,6 +37,10 @@ def test_other_ways_to_use_it_are_exact_too(nursery: Nursery, world_size: int) -
     nursery.in_turn(world_size, CASES, cases)
 
 
+def test_sums_are_by_the_tree_if_the_group_prefers_that(nursery: Nursery) -> None:
+    nursery.run(3, f"{CASES}:sums_are_by_the_tree", group="gloo")
+
+
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_optimizers_that_are_gone_leave_their_groups_to_others(nursery: Nursery, backend: str) -> None:
     nursery.run(3, f"{CASES}:optimizers_that_are_gone_leave_their_groups_to_others", group=backend)

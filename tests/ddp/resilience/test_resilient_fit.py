@@ -32,6 +32,18 @@ def test_failures_change_neither_weights_nor_history_nor_what_callbacks_see(
     assert len(undisturbed) == 2
 
 
+def test_a_rank_that_dies_in_a_micro_batch_changes_nothing_either(tmp_path: Path) -> None:
+    """The other rank has counted its own micro-batch of that step."""
+    results = []
+    for folder, words in (("disturbed", ["1.train_step.4"]), ("undisturbed", ["plain"])):
+        (tmp_path / folder).mkdir()
+        result = run(SCRIPT, tmp_path / folder, "steps", *words, restarts=1)
+        results.append(said(result, "result"))
+        assert result.stderr.count("only this worker restarts") == (folder == "disturbed"), result.stderr
+    assert results[0] == results[1]
+    assert len(results[0]) == 2
+
+
 def test_a_fit_that_is_not_resilient_starts_again_as_a_whole(tmp_path: Path, undisturbed: dict[int, str]) -> None:
     result = run(SCRIPT, tmp_path, "plain", "1.on_step_begin.7", restarts=1)
     assert "attempt 1 begins" in result.stderr, result

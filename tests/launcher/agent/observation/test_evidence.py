@@ -1,6 +1,7 @@
 """Where workers stand is found out within the limit, and they go on as if nothing had happened."""
 
 import ast
+import json
 import os
 import signal
 import subprocess
@@ -9,16 +10,19 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from testbed import REPOSITORY
 from testbed.ports import free_port
+from testbed.present import present
 from testbed.processes import Program, started, wait_until
 from testbed.require import require
 
 from launcher.agent.observation import evidence as evidence_module
 from launcher.agent.observation.evidence import MAX_BYTES, STACK_SIGNAL, Collection, Subject
+from launcher.agent.workers.worker import Files
 from launcher.hangs.positions import rank_position
 from launcher.protocol.reports import Evidence
 
@@ -213,6 +217,32 @@ def test_a_stack_that_is_still_written_is_waited_for(workers: Workers) -> None:
     )
     (found,) = workers.collect()
     assert found.stack == "the first half\nthe second half\n"
+
+
+def test_an_earlier_answer_for_collectives_is_not_taken_for_the_new_one(workers: Workers, tmp_path: Path) -> None:
+    """The test answers in the worker's place, when that has written its stack."""
+    workers.start("import time; up(); time.sleep(600)")
+    files, (subject,) = Files(str(tmp_path), 0, 9), workers.subjects()
+    os.mkfifo(files.asked)
+    listens = os.open(files.asked, os.O_RDWR)
+
+    def answer(operation: str) -> None:
+        entry = {"pg_id": 0, "process_group": ("0", "default_pg"), "collective_seq_id": 1, "is_p2p": False}
+        entry |= {"profiling_name": f"nccl:{operation}", "input_sizes": [[2]], "input_dtypes": ["Float"]}
+        entry |= {"state": "started", "retired": False}
+        text = json.dumps({"groups": [("0", "default_pg")], "traces": [{"entries": [entry]}]})
+        files.collectives.with_suffix(".new").write_text(text)
+        files.collectives.with_suffix(".new").replace(files.collectives)
+
+    answer("broadcast")
+    collection = Collection(7, [replace(subject, files=files)], LIMIT_S)
+    wait_until(lambda: evidence_module._LAST_LINE.search(subject.stack_file.read_bytes()), "its stack is there")
+    assert collection.step() is None
+    answer("all_reduce")
+    (found,) = present(collection.step())
+    collection.close()
+    os.close(listens)
+    assert [call.operation for call in present(found.collectives).calls] == ["all_reduce"]
 
 
 def test_worker_that_ended_is_left_out(workers: Workers) -> None:
