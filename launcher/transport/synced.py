@@ -29,7 +29,7 @@ from launcher.hosts.host import Host
 from launcher.placement.job_spec import CommandKind, JobSpec
 from launcher.protocol.message import MAX_NOISE_BYTES
 from launcher.sync import receiver
-from launcher.sync.contents import BLOCK_BYTES, Block, Blocks, Pace, compressed_block
+from launcher.sync.contents import Block, Blocks, Pace, compressed_block
 from launcher.sync.tree import Code, find_code, root_of, some
 from launcher.transport.not_started import why_not_started
 from launcher.transport.setup import after_setup, why_setup_failed
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 STALL_S = 60.0  # without a byte in either direction
 END_S = 2.0  # for a receiver
 _MESSAGE_BYTES = 1 << 26
+_PIECE_BYTES = (1 << 15) - 64  # what paramiko puts into one packet: of more, it copies the rest for each
 _FOUND_FOR = 4  # runs of one process
 
 # Runs the first of the given interpreters that exists. By sh, since a login shell may be any.
@@ -98,7 +99,7 @@ def outgoing_of(spec: JobSpec) -> Outgoing:
 class _Found:
     code: Code
     environment: Environment | None
-    dtrain: str  # the folder of dtrain's packages
+    offer: bytes  # the first message to a receiver
 
 
 class Outgoing:
@@ -136,7 +137,7 @@ class Outgoing:
         watch.start()
         try:
             exchange.write(receiver_program())
-            exchange.write(self._offer(spec))
+            exchange.write(self._find(spec).offer)
             while "ready" not in (message := exchange.read_message()):
                 self._answer(message, exchange, spec)
             trees = tuple(map(str, message["ready"]))
@@ -168,24 +169,6 @@ class Outgoing:
             exchange.write_block(block)
             self._progress.sent(exchange.host.name, len(block.data))
         self._progress.ends(exchange.host.name)
-
-    def _offer(self, spec: JobSpec) -> bytes:
-        found = self._find(spec)
-        code, environment = found.code, found.environment
-        folders = [str(spec.workdir)] if _is_moved(spec, code) else []
-        offer = {
-            "run": spec.run_id,
-            "key": hashlib.sha256(os.fsencode(code.root)).hexdigest()[:16],
-            "files": [file.as_list() for file in code.files],
-            "links": code.links,
-            "folders": folders,
-            "dtrain": found.dtrain,
-            "environment": environment.digest if environment is not None else "",
-            "site": environment.site if environment is not None else (),
-            "libc": environment.libc if environment is not None else (),
-            "platform": _platform() if environment is not None else "",
-        }
-        return message_block(json.dumps(offer).encode())
 
     def _find(self, spec: JobSpec) -> _Found:
         """Find the files, once. Raises UsageError."""
@@ -220,7 +203,19 @@ def _find(spec: JobSpec) -> _Found:
     if environment is not None:
         roots += [path for path in environment.editable if path not in (root, str(dtrain))]
     code = find_code(roots, packages, cache=cache, left_out={str(spec.log_dir.absolute())}, named=script)
-    return _Found(code, environment, str(dtrain))
+    offer = {
+        "run": spec.run_id,
+        "key": hashlib.sha256(os.fsencode(code.root)).hexdigest()[:16],
+        "files": [file.as_list() for file in code.files],
+        "links": code.links,
+        "folders": [str(spec.workdir)] if _is_moved(spec, code) else [],
+        "dtrain": str(dtrain),
+        "environment": environment.digest if environment is not None else "",
+        "site": environment.site if environment is not None else (),
+        "libc": environment.libc if environment is not None else (),
+        "platform": _platform() if environment is not None else "",
+    }
+    return _Found(code, environment, message_block(json.dumps(offer).encode()))
 
 
 def _notes(found: _Found) -> list[str]:
@@ -274,8 +269,8 @@ class Exchange:
         try:
             view = memoryview(data)
             while view:
-                self._stream.write(bytes(view[:BLOCK_BYTES]))
-                view = view[BLOCK_BYTES:]
+                self._stream.write(bytes(view[:_PIECE_BYTES]))
+                view = view[_PIECE_BYTES:]
                 self._moved_at = time.monotonic()
         except StreamError:
             while True:  # the receiver may have said why
