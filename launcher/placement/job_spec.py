@@ -206,8 +206,6 @@ class JobSpec:
     def _check_setup(self) -> None:
         if len(self.setup) > MAX_SETUP:
             raise UsageError(f"--setup has {len(self.setup)} characters; put more than {MAX_SETUP} into a file there")
-        if self.sync and self.agent_prefix:
-            raise UsageError("--sync does not go with --agent-prefix yet; leave one of them out")
         if self.setup and any(host.parts > 1 for host in self.hosts):
             raise UsageError("--setup is not for hosts that are simulated; run its line here, before dtrain")
 

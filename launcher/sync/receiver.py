@@ -11,18 +11,20 @@ message is 4 bytes of length and JSON, compressed by zlib if it comes from the c
 
 All lies in one folder of the user's cache, which only the user can enter, in trees with lists of what is in them:
 
-    code/KEY/RUN+OWNER/    the code of a run, from the folder KEY: `tree`, and `record.json`. A script may change it.
+    code/KEY/RUN+NUMBER/   the code of a run, from the folder KEY: `tree`, and `record.json`. A script may change it.
     env/HASH/, HASH.list   an environment, for all runs that have the same one. Files that it shares with another are
                            hard links.
 
-A name that begins with a dot is a tree that is not complete; the next run goes on with it if its owner is gone. A
-later run takes over the code of one that has ended, and replaces what differs; if the script has left files in it, or
-changed some, it stays as it is, and the rest is copied. What is not used for DAYS, or over STORE_BYTES, is removed at
-the start of a run, once a day.
+The process that makes a tree, or runs its code, holds a lock on the file `lock` there. A name that begins with a dot is
+a tree that is not complete; the next run goes on with it if no process holds the lock. A later run takes over the code
+of one that has ended, and replaces what differs; if the script has left files in it, or changed some, it stays as it
+is, and the rest is copied. What is not used for DAYS, or over STORE_BYTES, is removed at the start of a run, once a
+day.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import stat
@@ -188,7 +190,7 @@ class Writer:
     def write(self, file: Sequence[Any], pieces: Iterator[bytes | memoryview]) -> bool:
         """Write a file; return False, and remove it, if its content does not have the hash."""
         path, digest = self.prepare(file), sha256()
-        temporary = f"{path}.{os.getpid()}~" if os.path.lexists(path) else path
+        temporary = f"{path}.{unique()}~" if os.path.lexists(path) else path
         written: bool = False
         try:
             with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, file[2] & self._mask), "wb", 0) as out:
@@ -252,9 +254,11 @@ class Code:
     def __init__(self, root: str, run: str, key: str) -> None:
         if key.strip("0123456789abcdef"):
             raise SyncError(f"{key!r} is not a hash")
+        self._root = root
         self._above = os.path.join(root, "code", key)
         os.makedirs(self._above, mode=0o700, exist_ok=True)
-        self._name = "+".join((run, *this_process()))
+        self._run = run
+        self._name = f"{run}+{unique()}"
         self._folder = os.path.join(self._above, "." + self._name)
         self._has: dict[str, Any] = {}  # by path: the rest of the file as a list, or the target of a link; and its mark
         self._others: list[tuple[str, dict[str, Any]]] = []  # trees of other runs, with what they had
@@ -276,11 +280,11 @@ class Code:
                 if not name.startswith("."):
                     with open(os.path.join(earlier, "record.json"), encoding="utf-8") as file:
                         has = json.load(file)
-                is_ours = name.startswith(run_of(self._name))  # whose agent was lost: the script's files stay
+                is_ours = name.partition("+")[0] == self._run  # whose agent was lost: the script's files stay
                 marks = {} if has is None else _marks(os.path.join(earlier, "tree"), has)
                 is_unchanged = marks == {path: mark for path, (_, mark) in (has or {}).items()}
-                if not is_used(name) and (has is None or is_ours or is_unchanged):
-                    os.rename(earlier, self._folder)  # of several that try, one succeeds
+                if (has is None or is_ours or is_unchanged) and own(earlier) is not None:
+                    os.rename(earlier, self._folder)
                     if has is None:
                         self._has = self._valid(files)
                     else:
@@ -291,7 +295,8 @@ class Code:
                     self._others.append((os.path.join(earlier, "tree"), has))
             except (OSError, ValueError, TypeError, AttributeError):
                 continue
-        os.makedirs(self.tree, mode=0o700)
+        make_owned(self._root, self._folder)
+        os.mkdir(self.tree, mode=0o700)
 
     def _valid(self, files: Sequence[Sequence[Any]]) -> dict[str, Any]:
         """Remove all from an incomplete tree that is not as it should become, and return the rest."""
@@ -388,10 +393,11 @@ class Environment:
     def __init__(self, root: str, digest: str) -> None:
         if digest.strip("0123456789abcdef"):
             raise SyncError(f"{digest!r} is not a hash")
+        self._root = root
         self._above = os.path.join(root, "env")
         self._digest = digest
         self.tree = os.path.join(self._above, digest)
-        self._partial = os.path.join(self._above, "+".join(("." + digest, *this_process())))
+        self._partial = os.path.join(self._above, f".{digest}+{unique()}")
         self.files: Sequence[Sequence[Any]] = ()
         self._list = b""
 
@@ -436,13 +442,15 @@ class Environment:
             fetch(self._lacking(self.tree), self.files, Writer(self.tree, read_only=True))
             return
         for name in os.listdir(self._above):
-            if name.startswith(f".{self._digest}+") and not name.endswith(".list") and not is_used(name):
+            if name.startswith(f".{self._digest}+") and not name.endswith(".list"):
                 try:
-                    os.rename(os.path.join(self._above, name), self._partial)
-                    break
+                    if own(os.path.join(self._above, name)) is not None:
+                        os.rename(os.path.join(self._above, name), self._partial)
+                        break
                 except OSError:  # another run was faster
                     continue
-        os.makedirs(self._partial, mode=0o700, exist_ok=True)
+        else:
+            make_owned(self._root, self._partial)
         writer = Writer(self._partial, read_only=True)
         others = self._others()
         lacking = self._lacking(self._partial, remove=True)
@@ -482,32 +490,37 @@ class Environment:
 # --- which trees are used
 
 
-def this_process() -> tuple[str, str, str, str]:
-    """Return what identifies this process among those of all hosts: they may share the folder."""
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        boot = file.read()[:8]
-    return os.uname().nodename.replace("+", "-").replace("/", "-"), boot, str(os.getpid()), _began(os.getpid())
+def own(folder: str) -> int | None:
+    """Own a tree until this process, and those that it forks, have ended; return the lock, None if others own the tree.
 
-
-def run_of(name: str) -> str:
-    """Return the beginning of a tree's name that says which run it is of."""
-    return name[: name.index("+") + 1]
-
-
-def _began(pid: int) -> str:
-    """Return when a process began, in the kernel's ticks; empty if there is none."""
+    A process id would mean nothing in another container, or on another host with the same home folder.
+    """
+    lock = os.open(os.path.join(folder, "lock"), os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[19].decode()
-    except (OSError, IndexError):
-        return ""
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        return None
+    return lock
 
 
-def is_used(name: str) -> bool:
-    """Return whether the owner of a tree with that name may live: also if it is another host's."""
-    _, host, boot, pid, began = name.split("+") if name.count("+") == 4 else ("", "", "", "", "")
-    here = this_process()
-    return bool(host) and (host != here[0] or (boot == here[1] and pid.isdigit() and _began(int(pid)) == began))
+def make_owned(root: str, folder: str) -> None:
+    """Make the folder of a tree, which others see only once this process owns it."""
+    aside = os.path.join(root, unique())
+    os.mkdir(aside, mode=0o700)
+    own(aside)
+    os.rename(aside, folder)
+
+
+def is_used(folder: str) -> bool:
+    """Return whether another process owns a tree."""
+    if (lock := own(folder)) is not None:
+        os.close(lock)
+    return lock is None
+
+
+def unique() -> str:
+    return os.urandom(8).hex()
 
 
 def tidy(root: str, now: float) -> None:
@@ -548,15 +561,17 @@ def kept(root: str) -> list[tuple[float, int, str]]:
     code, env = os.path.join(root, "code"), os.path.join(root, "env")
     paths = [os.path.join(code, key, name) for key in os.listdir(code) for name in os.listdir(os.path.join(code, key))]
     paths += [os.path.join(env, name) for name in os.listdir(env) if not name.endswith(".list")]
-    found = []
-    in_use = {path for path in paths if is_used(os.path.basename(path))}
-    in_use |= {os.path.realpath(os.path.join(path, "venv", _ENVIRONMENT)) for path in in_use}
+    found, in_use = [], set()
     for path in paths:
-        if path not in in_use:
+        try:
+            if is_used(path):
+                in_use |= {path, os.path.realpath(os.path.join(path, "venv", _ENVIRONMENT))}
             used = path + ".list" if os.path.exists(path + ".list") else path
             size = sum(entry.st_size for _, entry in walk(path, compiled=True))
             found.append((os.stat(used).st_mtime, size, path))
-    return found
+        except OSError:  # another run has taken it, or removed it
+            continue
+    return [each for each in found if each[2] not in in_use]
 
 
 def removable(trees: Sequence[tuple[float, int, str]], now: float) -> list[str]:
@@ -744,7 +759,7 @@ def main() -> None:
         send(1, error=str(error))
         sys.exit(1)
     except OSError as error:
-        advice = "free some space, or set XDG_CACHE_HOME there to a folder that can be written"
+        advice = "free some space, or set XDG_CACHE_HOME there to a folder that can be written and locked"
         send(1, error=f"{error.filename or 'the store'} there: {error.strerror}; {advice}")
         sys.exit(1)
     del order  # a list of all files

@@ -57,13 +57,8 @@ _BOOT = (
     'exec(marshal.loads(zlib.decompress(b)),{{"__name__":"__main__"}})'
 )
 _OTHER_PYTHON, _NO_PYTHON = 4, 127
-
-
-@functools.lru_cache(_FOUND_FOR)
-def receiver_program() -> bytes:
-    """Return the receiver's code. Compiled: that takes a host as long as starting Python."""
-    loader = cast(InspectLoader, receiver.__loader__)
-    return zlib.compress(marshal.dumps(loader.get_code(receiver.__name__)), 1)
+# Compiled, since that takes a host as long as starting Python. Once, since marshal may write the same code differently.
+RECEIVER = zlib.compress(marshal.dumps(cast(InspectLoader, receiver.__loader__).get_code(receiver.__name__)), 1)
 
 
 def receiver_command(spec: JobSpec, args: Sequence[str] = ()) -> list[str]:
@@ -71,8 +66,9 @@ def receiver_command(spec: JobSpec, args: Sequence[str] = ()) -> list[str]:
 
     `args` are those of Python for what the receiver becomes: `-m launcher.agent`.
     """
-    boot = _BOOT.format(version=sys.version_info[:2], begin=list(receiver.BEGIN), size=len(receiver_program()))
-    return after_setup(spec, ["sh", "-c", _START.format(pythons=shlex.join(pythons(spec))), "sh", boot, *args])
+    boot = _BOOT.format(version=sys.version_info[:2], begin=list(receiver.BEGIN), size=len(RECEIVER))
+    start = ["sh", "-c", _START.format(pythons=shlex.join(pythons(spec))), "sh", boot, *args]
+    return after_setup(spec, [*spec.agent_prefix, *start])
 
 
 def pythons(spec: JobSpec) -> list[str]:
@@ -136,7 +132,7 @@ class Outgoing:
         watch = threading.Thread(target=exchange.watch, name=f"sync {host.name}", daemon=True)
         watch.start()
         try:
-            exchange.write(receiver_program())
+            exchange.write(RECEIVER)
             exchange.write(self._find(spec).offer)
             while "ready" not in (message := exchange.read_message()):
                 self._answer(message, exchange, spec)
@@ -337,7 +333,7 @@ class Exchange:
         if status == _OTHER_PYTHON and not self._begun:
             *_, found = ["another", *self.rest.decode("utf-8", "replace").split()]
             return f"it is Python {found} there, and {wanted} here; install {wanted} there, or name one with --python"
-        if status == _NO_PYTHON:
+        if status == _NO_PYTHON and not (words and self._spec.agent_prefix):
             tried = ", ".join(pythons(self._spec))
             return f"there is no Python there ({tried}); install {wanted} there, or name one with --python"
         if self._begun:

@@ -15,6 +15,7 @@ import psutil
 import pytest
 from testbed.imports import ROOT
 from testbed.processes import Result, marked, run_dtrain, run_program, started_dtrain, wait_until
+from testbed.require import require
 from testbed.sshd import BareHosts
 
 
@@ -68,10 +69,23 @@ def test_the_environment_that_setup_leaves_has_the_python_that_takes_the_files(
     assert "--setup ended there with status 127: no; " in failed.stderr
 
 
-def test_a_container_around_the_agent_does_not_go_with_it(tmp_path: Path) -> None:
-    refused = run_dtrain("run", "--sync", "--hosts", "a", "--agent-prefix", "true", "train.py", cwd=tmp_path)
-    assert refused.returncode == 2
-    assert "--sync does not go with --agent-prefix" in refused.stderr
+@pytest.mark.parametrize("client", [[], ["--ssh-command", "ssh"]], ids=["paramiko", "openssh"])
+def test_files_are_sent_to_a_container_around_the_agent(
+    bare_hosts: BareHosts, project: Path, client: list[str]
+) -> None:
+    require(shutil.which("bwrap"), "bwrap", "apt-get install bubblewrap")
+    write(project, "train.py", "import helper, os\nprint(helper.text(), os.getpid() < 100)\nopen('left', 'w').close()")
+    options = ["--agent-prefix", "bwrap --dev-bind / / --unshare-pid --proc /proc", "--fetch", "left", *client]
+    result = run(bare_hosts, project, *options, "--run-id", "job", "train.py")
+    assert shown(result) == ["[node1:0] first True", "[node2:1] first True"]
+    assert "--fetch: 2 files" in result.stderr
+
+
+def test_a_container_that_is_missing_is_named(bare_hosts: BareHosts, project: Path) -> None:
+    result = run(bare_hosts, project, "--agent-prefix", "no-such-container run", "train.py", names="node1")
+    assert result.returncode == 1
+    assert "no-such-container: " in result.stderr
+    assert "is what --agent-prefix names installed there?" in result.stderr
 
 
 def test_a_changed_line_runs_and_what_a_script_has_written_is_not_seen_by_the_next(
