@@ -185,7 +185,8 @@ class JobSpec:
         self._check_setup()
         if self.sync and any(host.kind is HostKind.JOINED for host in self.hosts):
             raise UsageError(
-                "--sync sends nothing to nodes that are started by hand; name hosts with --hosts, or copy it there"
+                "--sync sends nothing to nodes that are started by hand: each runs its own dtrain, and so has its "
+                "Python and packages, before it connects; name hosts with --hosts, or copy the code there"
             )
         self._check_chaos()
         if not 1 <= self.min_hosts <= self.max_hosts:

@@ -196,8 +196,11 @@ def _find(spec: JobSpec) -> _Found:
         script = os.path.normpath(os.path.join(spec.workdir, spec.command.target))
     root = root_of(spec.command, spec.workdir)
     roots = [root] if "code" in spec.sync else []
-    if environment is not None:
-        roots += [path for path in environment.editable if path not in (root, str(dtrain))]
+    more = list(environment.editable) if environment is not None else []
+    if roots and spec.command.kind is CommandKind.FUNCTION:
+        folders = filter(os.path.isdir, dict(spec.export)["PYTHONPATH"].split(os.pathsep))
+        more += [path for path in folders if os.path.basename(path) not in receiver.PACKAGES]
+    roots += [path for path in dict.fromkeys(more) if path not in (root, str(dtrain))]
     code = find_code(roots, packages, cache=cache, left_out={str(spec.log_dir.absolute())}, named=script)
     offer = {
         "run": spec.run_id,

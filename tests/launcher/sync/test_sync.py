@@ -88,6 +88,13 @@ def test_a_container_that_is_missing_is_named(bare_hosts: BareHosts, project: Pa
     assert "is what --agent-prefix names installed there?" in result.stderr
 
 
+def test_nodes_that_are_started_by_hand_are_sent_nothing(tmp_path: Path) -> None:
+    options = ["--nnodes", "2", "--node-rank", "0", "--master-addr", "localhost"]
+    refused = run_dtrain("run", "--sync", *options, "train.py", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "each runs its own dtrain, and so has its Python and packages, before it connects" in refused.stderr
+
+
 def test_a_changed_line_runs_and_what_a_script_has_written_is_not_seen_by_the_next(
     bare_hosts: BareHosts, project: Path
 ) -> None:
@@ -132,7 +139,18 @@ def small_python(_bare_lab: BareHosts) -> Path:
     venv = _bare_lab.here / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
     (packages,) = venv.glob("lib/python3.*/site-packages")
-    needed = ("click", "psutil", "rich", "paramiko", "cryptography", "bcrypt", "PyNaCl", "cffi", "pycparser")
+    needed = (
+        "click",
+        "psutil",
+        "rich",
+        "paramiko",
+        "cryptography",
+        "bcrypt",
+        "PyNaCl",
+        "cffi",
+        "pycparser",
+        "cloudpickle",
+    )
     for name in needed:
         for file in importlib.metadata.files(name) or ():
             if ".." not in file.parts and not file.name.endswith(".pyc"):
@@ -199,6 +217,33 @@ def test_console_scripts_of_packages_are_in_path(bare_hosts: BareHosts, project:
     options = ["--sync", "--hosts", "node1", "--ssh-config", str(bare_hosts.ssh_config), "train.py"]
     result = run_program(small_python, "-m", "launcher", "run", *options, cwd=project)
     assert shown(result) == ["[node1:0] 0", "[node1:0] 3 None None", "[node1:0] ['a b']"]
+
+
+def test_a_function_is_called_where_its_modules_and_packages_were_sent(
+    bare_hosts: BareHosts, project: Path, small_python: Path
+) -> None:
+    write(project, "modules/bad.py", "def fail(of):\n    raise ValueError(of)\n")
+    program = """\
+        import sys, helper, launcher
+        sys.path.append(sys.argv[2])
+        import bad
+
+        def call(suffix):
+            import click
+            return helper.text() + suffix, "/.cache/dtrain/env/" in click.__file__
+
+        if __name__ == "__main__":
+            options = dict(hosts="node1,node2", ssh_config=sys.argv[1], sync="both", quiet=True)
+            print(launcher.launch(call, "!", **options))
+            launcher.launch(bad.fail, "batch", **options)
+        """
+    write(project, "program.py", program)
+    (project / "elsewhere").mkdir()
+    argv = ["../program.py", str(bare_hosts.ssh_config), str(project / "modules")]
+    result = run_program(small_python, *argv, cwd=project / "elsewhere")
+    assert result.stdout == "[('first!', True), ('first!', True)]\n", result.stderr
+    assert f'File "{project}/modules/bad.py", line 2, in fail' in result.stderr
+    assert ".cache/dtrain/code" not in result.stderr
 
 
 def test_all_packages_of_this_python_are_sent_and_train(bare_hosts: BareHosts, project: Path) -> None:
