@@ -588,8 +588,8 @@ def removable(trees: Sequence[tuple[float, int, str]], now: float) -> list[str]:
 # --- the exchange
 
 
-def serve(offer: dict[str, Any], *, descriptors: tuple[int, int] = (0, 1)) -> tuple[str, list[str], str]:
-    """Take what the run needs; return for the agent its Python, folders of modules, and the tree of the code."""
+def serve(offer: dict[str, Any], *, descriptors: tuple[int, int] = (0, 1)) -> tuple[str, list[str], list[str]]:
+    """Take what the run needs; return for the agent its Python, folders of modules, and the trees, the code's first."""
     stdin, stdout = descriptors
     if offer["environment"]:
         _check_system(offer)
@@ -618,10 +618,10 @@ def serve(offer: dict[str, Any], *, descriptors: tuple[int, int] = (0, 1)) -> tu
         python, folders = _make_venv(code, environment, offer["site"], offer["dtrain"]), []
         trees.append(environment.tree)
     send(stdout, ready=trees)
-    return python, folders, code.tree
+    return python, folders, trees
 
 
-def become(python: str, folders: list[str], tree: str) -> None:
+def become(python: str, folders: list[str], trees: list[str]) -> None:
     """Go on as `PYTHON -m MODULE ...`, in this process: to start another Python takes as long as all else here.
 
     The arguments are those of this program.
@@ -629,7 +629,7 @@ def become(python: str, folders: list[str], tree: str) -> None:
     import runpy
     import site
 
-    os.environ["DTRAIN_AGENT_TREE"] = tree
+    os.environ["DTRAIN_AGENT_TREES"] = os.pathsep.join(trees)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*folders, os.environ.get("PYTHONPATH", "")]))
     sys.path[:0] = folders
     if python != sys.executable:

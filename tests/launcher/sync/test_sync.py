@@ -133,6 +133,37 @@ def test_worker_s_paths_lie_in_the_tree_and_its_traceback_has_the_user_s_own(
     assert ".cache" not in result.stderr
 
 
+def test_the_debugger_shows_and_takes_the_user_s_own_paths(
+    bare_hosts: BareHosts, project: Path, tmp_path: Path
+) -> None:
+    write(
+        project,
+        "train.py",
+        """\
+        import helper, os, sys
+        while not os.path.exists(sys.argv[1]):
+            helper.text()
+        """,
+    )
+    write(
+        project,
+        "helper.py",
+        f"import time\ndef text():\n    open({str(tmp_path / 'up')!r}, 'w').close()\n    time.sleep(0.01)\n",
+    )
+    hosts = ["--hosts", "node1", "--ssh-config", str(bare_hosts.ssh_config), "--run-id", "job"]
+    argv = ["run", "--detach", "--sync", "code", *hosts, "train.py", str(tmp_path / "go")]
+    assert run_dtrain(*argv, cwd=project, outlived=True).returncode == 0
+    wait_until((tmp_path / "up").exists, "the rank is there")
+    typed = f"b {project}/helper.py:4\nw\nc\np __file__\nq\n"
+    shown = run_dtrain("debug", "job", "--rank", "0", stdin=typed).stdout
+    (tmp_path / "go").touch()
+    assert run_dtrain("wait", "job").returncode == 0
+    assert f"Breakpoint 1 at {project}/helper.py:4\n" in shown
+    assert f"  {project}/train.py(3)<module>()\n" in shown
+    assert f"> {project}/helper.py(4)text()\n" in shown
+    assert ".cache/dtrain/code/" in shown.partition("time.sleep(0.01)")[2], "a value stays what it is"
+
+
 @pytest.fixture(scope="session")
 def small_python(_bare_lab: BareHosts) -> Path:
     """A Python that has only what dtrain imports, and a package in editable mode; the hosts lack all of it."""
