@@ -235,6 +235,25 @@ def test_packages_of_this_python_are_sent_and_those_in_editable_mode_as_they_are
     assert shown(again) == ["[node1:0] 2 True True True", "[node2:1] 2 True True True"]
 
 
+def test_check_looks_at_what_is_sent_and_names_the_option_where_it_would_help(
+    bare_hosts: BareHosts, project: Path, small_python: Path
+) -> None:
+    hosts = ["--hosts", "node1", "--ssh-config", str(bare_hosts.ssh_config), "--no-allreduce", "train.py"]
+
+    def check(*options: str) -> str:
+        return run_program(small_python, "-m", "launcher", "check", *options, *hosts, cwd=project).stdout
+
+    without = check()
+    assert "note: node1: dtrain run --sync code sends your code to hosts that lack it" in without
+    assert "note: node1: dtrain run --sync env sends this Python's packages to hosts that lack it" in without
+    assert "pip install" not in without, "no Python is there"
+    errors = [
+        line for line in check("--sync", "both").splitlines() if line.startswith(("error", "note: node1: dtrain"))
+    ]
+    assert len(errors) == 1, errors  # this Python has none
+    assert "has no torch" in errors[0]
+
+
 def test_console_scripts_of_packages_are_in_path(bare_hosts: BareHosts, project: Path, small_python: Path) -> None:
     write(
         project,
