@@ -48,7 +48,7 @@ SPARE_BYTES = 64 << 20  # of a disk that is left free
 _DAY_S = 86400.0
 _PIECE_BYTES = 1 << 20
 _LOOKED_AT = 4  # trees of earlier runs
-# A program of a package. By sh, since a kernel limits the length of an interpreter's path, and allows no space in it.
+# Programs of packages. By sh, since a kernel limits the length of an interpreter's path, and allows no space in it.
 _PROGRAM = """#!/bin/sh
 '''exec' {} "$0" "$@"
 ' '''
@@ -56,9 +56,14 @@ import sys
 from {} import {}
 sys.exit({}())
 """
+_SCRIPT = """#!/bin/sh
+exec {} {} "$@"
+"""
+_LINE = 1024  # of bytes
 _CACHED = "__pycache__"
 _ENVIRONMENT = "environment"  # the name of a link to it
 PACKAGES = ("site-packages", "dist-packages")  # names of folders with packages
+PROGRAMS = "../../../bin/"  # from there
 
 
 class SyncError(Exception):
@@ -704,6 +709,12 @@ def _make_programs(packages: str, python: str) -> None:
     """Make the programs of packages beside a Python, as an installation does; their names are in what was sent."""
     import shlex
 
+    def make(name: str, text: str) -> None:
+        path = os.path.join(os.path.dirname(python), os.path.basename(name))
+        if not os.path.lexists(path):
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o700), "w", encoding="utf-8") as out:
+                out.write(text)
+
     for each in sorted(os.listdir(packages)) if os.path.isdir(packages) else ():
         try:
             with open(os.path.join(packages, each, "entry_points.txt"), encoding="utf-8") as file:
@@ -713,10 +724,15 @@ def _make_programs(packages: str, python: str) -> None:
         for line in lines:
             name, _, target = (part.strip() for part in line.partition("="))
             module, _, function = target.partition("[")[0].strip().partition(":")
-            path = os.path.join(os.path.dirname(python), os.path.basename(name))
-            if function and not os.path.lexists(path):
-                with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o700), "w", encoding="utf-8") as out:
-                    out.write(_PROGRAM.format(shlex.quote(python), module, function.partition(".")[0], function))
+            if function:
+                make(name, _PROGRAM.format(shlex.quote(python), module, function.partition(".")[0], function))
+    folder = os.path.normpath(os.path.join(packages, PROGRAMS))
+    for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():
+        path = os.path.join(folder, name)
+        with open(path, "rb") as program:
+            begin = program.readline(_LINE) + program.readline(_LINE)  # the second where the interpreter's path is long
+        is_python = begin.startswith(b"#!") and b"python" in begin
+        make(name, _SCRIPT.format(shlex.quote(python) if is_python else "", shlex.quote(path)))
 
 
 def _check_system(offer: dict[str, Any]) -> None:

@@ -211,7 +211,16 @@ def small_python(_bare_lab: BareHosts) -> Path:
         another = mine:no
         """
     write(packages, "mine-1.0.dist-info/entry_points.txt", points)
-    write(packages, "mine-1.0.dist-info/RECORD", "mine-1.0.dist-info/entry_points.txt,,\n../../../bin/mine-tool,,\n")
+    write(
+        packages,
+        "mine-1.0.dist-info/RECORD",
+        "mine-1.0.dist-info/entry_points.txt,,\n../../../bin/mine-tool,,\n"
+        "../../../bin/mine-script,,\n../../../bin/mine-shell,,\n../../../share/mine.txt,,\n",
+    )
+    write(venv / "bin", "mine-tool", "not this one").chmod(0o755)
+    write(venv / "bin", "mine-script", f"#!{venv}/bin/python\nimport sys, click\nprint(sys.argv[1:])").chmod(0o755)
+    write(venv / "bin", "mine-shell", '#!/bin/sh\necho "shell $1"').chmod(0o755)
+    write(venv, "share/mine.txt", "")
     return venv / "bin/python"
 
 
@@ -254,19 +263,22 @@ def test_check_looks_at_what_is_sent_and_names_the_option_where_it_would_help(
     assert "has no torch" in errors[0]
 
 
-def test_console_scripts_of_packages_are_in_path(bare_hosts: BareHosts, project: Path, small_python: Path) -> None:
+def test_programs_of_packages_are_in_path(bare_hosts: BareHosts, project: Path, small_python: Path) -> None:
     write(
         project,
         "train.py",
         """\
         import shutil, subprocess
         print(subprocess.run(["mine-tool", "a b"]).returncode, shutil.which("other"), shutil.which("another"))
+        print(subprocess.run(["mine-script", "c d"]).returncode, subprocess.run(["mine-shell", "e f"]).returncode)
         print(subprocess.run(["python", "-c", "import click"]).returncode)
         """,
     )
     options = ["--sync", "--hosts", "node1", "--ssh-config", str(bare_hosts.ssh_config), "train.py"]
     result = run_program(small_python, "-m", "launcher", "run", *options, cwd=project)
-    assert shown(result) == ["[node1:0] 0", "[node1:0] 3 None None", "[node1:0] ['a b']"]
+    found = [f"[node1:0] {each}" for each in ("0", "0 0", "3 None None", "['a b']", "['c d']", "shell e f")]
+    assert shown(result) == found
+    assert not [*bare_hosts.cache(1).rglob("mine.txt")]
 
 
 def test_a_function_is_called_where_its_modules_and_packages_were_sent(
