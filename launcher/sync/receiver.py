@@ -27,6 +27,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import signal
 import stat
 import struct
 import sys
@@ -42,6 +43,7 @@ BEGIN = b"\n\x01dtrain-sync-1\n"
 MAX_BLOCK_BYTES = 1 << 26
 COMPRESSED = 1 << 31  # bit of a block's length
 LENGTH = struct.Struct(">I")  # before each block and message
+QUIET_S = 600  # without a byte from the controller, or to it: SIGALRM then ends this process
 DAYS = 30
 STORE_BYTES = 20 << 30
 SPARE_BYTES = 64 << 20  # of a disk that is left free
@@ -89,7 +91,9 @@ def read_exactly(descriptor: int, count: int) -> bytes:
     """Read so many bytes and no more: what follows them is for the agent. Raises EOFError."""
     pieces = []
     while count:
+        signal.alarm(QUIET_S)
         piece = os.read(descriptor, min(count, _PIECE_BYTES))
+        signal.alarm(0)
         if not piece:
             raise EOFError("the controller is gone")
         pieces.append(piece)
@@ -109,9 +113,14 @@ def read_block(descriptor: int) -> bytes:
 
 def send(descriptor: int, **message: Any) -> None:
     data = json.dumps(message).encode() + b"\n"  # srun passes on whole lines
-    data = LENGTH.pack(len(data)) + data
+    write_all(descriptor, LENGTH.pack(len(data)) + data)
+
+
+def write_all(descriptor: int, data: bytes) -> None:
     while data:
+        signal.alarm(QUIET_S)
         data = data[os.write(descriptor, data) :]
+        signal.alarm(0)
 
 
 # --- files
@@ -495,12 +504,12 @@ class Environment:
 # --- which trees are used
 
 
-def own(folder: str) -> int | None:
+def own(folder: str, flags: int = 0) -> int | None:
     """Own a tree until this process, and those that it forks, have ended; return the lock, None if others own the tree.
 
     A process id would mean nothing in another container, or on another host with the same home folder.
     """
-    lock = os.open(os.path.join(folder, "lock"), os.O_RDWR | os.O_CREAT, 0o600)
+    lock = os.open(os.path.join(folder, "lock"), os.O_RDWR | flags, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -513,13 +522,17 @@ def make_owned(root: str, folder: str) -> None:
     """Make the folder of a tree, which others see only once this process owns it."""
     aside = os.path.join(root, unique())
     os.mkdir(aside, mode=0o700)
-    own(aside)
+    own(aside, os.O_CREAT)
     os.rename(aside, folder)
 
 
 def is_used(folder: str) -> bool:
     """Return whether another process owns a tree."""
-    if (lock := own(folder)) is not None:
+    try:
+        lock = own(folder)
+    except FileNotFoundError:  # removed by hand
+        return False
+    if lock is not None:
         os.close(lock)
     return lock is None
 
@@ -564,7 +577,8 @@ def _remove_kept(path: str) -> None:
 def kept(root: str) -> list[tuple[float, int, str]]:
     """Return the trees that no process uses: when each was last used, its size, its path."""
     code, env = os.path.join(root, "code"), os.path.join(root, "env")
-    paths = [os.path.join(code, key, name) for key in os.listdir(code) for name in os.listdir(os.path.join(code, key))]
+    keys = filter(os.path.isdir, (os.path.join(code, key) for key in os.listdir(code)))
+    paths = [os.path.join(key, name) for key in keys for name in os.listdir(key)]
     paths += [os.path.join(env, name) for name in os.listdir(env) if not name.endswith(".list")]
     found, in_use = [], set()
     for path in paths:
@@ -673,8 +687,7 @@ def _send_file(path: str, name: str) -> None:
             while left:
                 data = file.read(min(left, _PIECE_BYTES)) or bytes(min(left, _PIECE_BYTES))  # it became shorter
                 left -= len(data)
-                while data:
-                    data = data[os.write(1, data) :]
+                write_all(1, data)
     except OSError as error:
         send(1, skipped=name, why=error.strerror)
 

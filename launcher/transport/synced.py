@@ -50,7 +50,7 @@ _START = """for p in {pythons}; do command -v "$p" >/dev/null 2>&1 && exec "$p" 
 # Reads the receiver from standard input, no byte further. One line without quotes that csh or fish would change. The
 # home folder, where it starts, is no place for modules. 4 is for another version of Python.
 _BOOT = (
-    "import sys;sys.path[:]=filter(None,sys.path);import marshal,os,zlib;"
+    "import sys;sys.path[:]=filter(None,sys.path);import marshal,os,signal,zlib;signal.alarm({quiet_s});"
     'sys.version_info[:2]=={version} or sys.exit(os.write(1,b" %d.%d"%sys.version_info[:2]) and 4);'
     "os.write(1,bytes({begin}));b=bytearray();"
     "[b.extend(os.read(0,{size}-len(b)) or sys.exit(3)) for _ in iter(lambda:len(b)<{size},False)];"
@@ -66,7 +66,9 @@ def receiver_command(spec: JobSpec, args: Sequence[str] = ()) -> list[str]:
 
     `args` are those of Python for what the receiver becomes: `-m launcher.agent`.
     """
-    boot = _BOOT.format(version=sys.version_info[:2], begin=list(receiver.BEGIN), size=len(RECEIVER))
+    boot = _BOOT.format(
+        version=sys.version_info[:2], begin=list(receiver.BEGIN), size=len(RECEIVER), quiet_s=receiver.QUIET_S
+    )
     start = ["sh", "-c", _START.format(pythons=shlex.join(pythons(spec))), "sh", boot, *args]
     return after_setup(spec, [*spec.agent_prefix, *start])
 
@@ -126,9 +128,9 @@ class Outgoing:
     def begin(self, host: Host, stream: Stream, spec: JobSpec) -> SyncedStream:
         """Send a host what it lacks for the run; return the stream to the agent.
 
-        Blocks while bytes flow, at most STALL_S more. Raises HostError.
+        Blocks while bytes flow, at most STALL_S more, and less than the start may take. Raises HostError.
         """
-        exchange = Exchange(host, stream, spec)
+        exchange = Exchange(host, stream, spec, stall_s=min(STALL_S, 0.75 * spec.start_timeout_s))
         watch = threading.Thread(target=exchange.watch, name=f"sync {host.name}", daemon=True)
         watch.start()
         try:
@@ -246,20 +248,21 @@ def message_block(data: bytes) -> bytes:
 class Exchange:
     """The messages with the receiver on one host, before the agent begins."""
 
-    def __init__(self, host: Host, stream: Stream, spec: JobSpec) -> None:
+    def __init__(self, host: Host, stream: Stream, spec: JobSpec, *, stall_s: float = STALL_S) -> None:
         self.host = host
         self.rest = b""  # what was read and not used
         self.over = threading.Event()
         self._stream = stream
         self._spec = spec
+        self._stall_s = stall_s
         self._begun = self._stalled = False
         self._pace = Pace()
         self._moved_at = time.monotonic()
 
     def watch(self) -> None:
-        """Give the stream up once no byte has moved for STALL_S, which ends a blocked call."""
+        """Give the stream up once no byte has moved for long, which ends a blocked call."""
         while not self.over.wait(1.0):
-            if time.monotonic() - self._moved_at > STALL_S:
+            if time.monotonic() - self._moved_at > self._stall_s:
                 self._stalled = True
                 self._stream.finish(0.0)
                 return
@@ -343,7 +346,7 @@ class Exchange:
             said = [line.strip() for line in words.splitlines() if line.strip()]
             how = "the connection closed" if status is None else f"the receiver ended with status {status}"
             if self._stalled:
-                how = f"no byte arrived for {STALL_S:g} s"
+                how = f"no byte arrived for {self._stall_s:g} s"
             return f"{how} while files were sent{': ' + said[-1] if said else ''}; start the run again: it goes on"
         return why_not_started(self._spec.python, status, words, self.rest)
 
