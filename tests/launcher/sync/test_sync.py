@@ -320,7 +320,8 @@ def test_all_packages_of_this_python_are_sent_and_train(bare_hosts: BareHosts, p
         print(model.module.weight.grad.tolist(), "/.cache/dtrain/env/" in torch.__file__)
         """,
     )
-    assert shown(run(bare_hosts, project, sync="both")) == [f"[node{i + 1}:{i}] [[0.5, 0.5]] True" for i in range(2)]
+    result = run(bare_hosts, project, "--nproc-per-node", "2", "train.py", names="node1", sync="both")
+    assert shown(result) == [f"[node1:{i}] [[0.5, 0.5]] True" for i in range(2)]
 
 
 def test_files_are_fetched_from_each_host_after_a_failure_too(
