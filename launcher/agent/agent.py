@@ -55,7 +55,7 @@ from launcher.protocol.commands import (
     Suspend,
 )
 from launcher.protocol.frames import Decoder
-from launcher.protocol.message import AGENT_TREE, AGENT_WORKDIR, HEARTBEAT_S, PREAMBLE, PROTOCOL, Message
+from launcher.protocol.message import AGENT_TREES, AGENT_WORKDIR, HEARTBEAT_S, PREAMBLE, PROTOCOL, Message
 from launcher.protocol.reports import Bye, Hello, Swept
 from launcher.protocol.two_way import ChannelData, ChannelTaken, Heartbeat
 
@@ -92,7 +92,7 @@ class Agent:
         self._rest = Rest()
         self._attempt_end: AttemptEnd | None = None  # ...to here
         self._ending_attempt: int | None = None  # answered with Swept once it has ended
-        self._tree = ""  # where files that were sent lie
+        self._tree = ""  # where code that was sent lies
         self._reason: str | None = None  # set once the agent will exit: why; empty after a Stop
         self._left: list[str] = []
         self._done = False
@@ -300,7 +300,8 @@ class Agent:
 
     def _prepare(self, message: Prepare) -> None:
         message = replace(message, workdir=os.environ.pop(AGENT_WORKDIR, message.workdir))
-        self._tree = os.environ.pop(AGENT_TREE, "")
+        self._debuggers.trees = os.environ.pop(AGENT_TREES, "").split(os.pathsep)
+        self._tree = self._debuggers.trees[0]
         self._prepared = message = moved_orders(message, self._tree, os.environ)
         self._lease.begin(message.lease_s, time.monotonic())
         self._next_heartbeat = time.monotonic()

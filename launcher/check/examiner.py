@@ -31,7 +31,7 @@ from launcher.decode import decode_dataclass, decode_value
 from launcher.machine.network import interface_of
 from launcher.protocol.commands import Prepare
 from launcher.protocol.frames import Decoder, encode
-from launcher.protocol.message import PREAMBLE, PROTOCOL
+from launcher.protocol.message import AGENT_TREES, PREAMBLE, PROTOCOL
 from launcher.protocol.reports import Hello
 from launcher.protocol.two_way import Answer, Question
 
@@ -98,11 +98,14 @@ def _answer(question: Question) -> None:
 
 
 def _find(asked: str, about: Mapping[str, Any]) -> Any:
+    from launcher.agent.sent_files import moved_orders
     from launcher.check.examiner_host import find_host_facts
     from launcher.machine.network import choose_address, socket_interfaces
 
     if asked == "facts":
-        return asdict(find_host_facts(decode_dataclass(Prepare, about["prepare"])))
+        tree = os.environ.pop(AGENT_TREES, "").partition(os.pathsep)[0]
+        prepare = moved_orders(decode_dataclass(Prepare, about["prepare"]), tree, os.environ)
+        return asdict(find_host_facts(prepare))
     token = about["token"].encode()
     if asked == "listen":
         address = about["address"] or choose_address(about["interfaces"], about["towards"], _REACHED_AT)

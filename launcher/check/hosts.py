@@ -32,7 +32,7 @@ _PRINTED = 3
 _ERROR, _WARNING, _NOTE = Severity
 _SENT_TO = (HostKind.SSH, HostKind.SRUN)
 _SENT = {  # by part of --sync, the findings that it would mend
-    "code": ("no-workdir", "no-script", "script"),
+    "code": ("no-dtrain", "no-workdir", "no-script", "script"),
     "env": ("no-dtrain", "versions", "dtrain-code", "torch-missing", "torch"),
 }
 
@@ -46,7 +46,8 @@ def host_findings(
     """
     found = [*_findings(spec, examined, code_here, script_here)]
     yield from found
-    yield from _what_sync_sends([one.name for one in examined if one.host.kind in _SENT_TO], found)
+    if not spec.sync:
+        yield from _what_sync_sends([one.name for one in examined if one.host.kind in _SENT_TO], found)
 
 
 def _what_sync_sends(names: Sequence[str], found: Sequence[Finding]) -> Iterator[Finding]:
@@ -66,7 +67,7 @@ def _findings(
         if one.facts is None:
             (message, fix), kind = fix_in(one.problem), "unusable"
             if any(words in one.problem for words in ("has no dtrain", "has dtrain", "older dtrain")):
-                command = install_command(spec.python)
+                command = "" if "there is no Python" in one.problem else install_command(spec.python)
                 fix = one.on_host(command) if command else ""
                 kind = "no-dtrain"
             yield one.finding(_ERROR, kind, message, fix=fix or one.on_host("true"))
@@ -88,7 +89,7 @@ def _versions(spec: JobSpec, one: Examined, code_here: str) -> Iterator[Finding]
     install = f"{spec.python} -m pip install"
     if (problem := mismatch(spec, greeting)) is not None:
         yield one.finding(_ERROR, "versions", *fix_in(problem))
-    elif facts.code != code_here:
+    elif facts.code != code_here and not spec.sync:  # which sends what an agent needs
         message = f"dtrain has the same version, but different code ({facts.code}, here {code_here})"
         yield one.finding(
             _WARNING, "dtrain-code", message, install_command(spec.python, "--force-reinstall", "--no-deps")

@@ -25,7 +25,6 @@ _NOT_HERE = {
     "no_python": _CALLS,
     "run_path": _CALLS,
     "stdin": "a function called by launch() has an empty standard input",
-    "sync": "a function's modules are not sent yet; use dtrain run --sync with a script",
     "node_rank": "launch() starts the workers on all hosts by itself",
 }
 

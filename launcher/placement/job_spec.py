@@ -31,7 +31,7 @@ _TRAVELLING = (
 )  # fmt: skip
 # Variables that dtrain sets for its own processes, workers and --on-end commands. Users do not set them.
 INTERNAL_VARIABLES = frozenset(f"DTRAIN_{name}" for name in (
-    "AGENT", "AGENT_SLOTS", "AGENT_MACHINE", "AGENT_WORKDIR", "AGENT_TREE", "FILE_LIMIT",
+    "AGENT", "AGENT_SLOTS", "AGENT_MACHINE", "AGENT_WORKDIR", "AGENT_TREES", "FILE_LIMIT",
     "DEFAULTS", "HOST", "ELASTIC", "LOST_AFTER_S", "PROGRESS_FILE", "ROLES", "RUN_KEY", "GENERATION", "GENERATION_PIPE",
     "GENERATION_FILE", "STATE_FILE", "COPY_FILE", "COPY_NOTE", "TIMELINE_FILE", "LEDGER_FILE", "DEBUGGER_FILE",
     "REPLAY", "REPLAY_PLAN", "REPLAYABLE_FOLDER",
@@ -190,7 +190,8 @@ class JobSpec:
         self._check_setup()
         if self.sync and any(host.kind is HostKind.JOINED for host in self.hosts):
             raise UsageError(
-                "--sync sends nothing to nodes that are started by hand; name hosts with --hosts, or copy it there"
+                "--sync sends nothing to nodes that are started by hand: each runs its own dtrain, and so has its "
+                "Python and packages, before it connects; name hosts with --hosts, or copy the code there"
             )
         self._check_chaos()
         if not 1 <= self.min_hosts <= self.max_hosts:
@@ -211,8 +212,6 @@ class JobSpec:
     def _check_setup(self) -> None:
         if len(self.setup) > MAX_SETUP:
             raise UsageError(f"--setup has {len(self.setup)} characters; put more than {MAX_SETUP} into a file there")
-        if self.sync and self.agent_prefix:
-            raise UsageError("--sync does not go with --agent-prefix yet; leave one of them out")
         if self.setup and any(host.parts > 1 for host in self.hosts):
             raise UsageError("--setup is not for hosts that are simulated; run its line here, before dtrain")
 

@@ -22,7 +22,7 @@ MACHINE_HEARTBEATS = 100  # per second, for all agents on one machine: more woul
 AGENT_SLOTS = "DTRAIN_AGENT_SLOTS"
 AGENT_MACHINE = "DTRAIN_AGENT_MACHINE"
 AGENT_WORKDIR = "DTRAIN_AGENT_WORKDIR"  # working directory of the command on that host
-AGENT_TREE = "DTRAIN_AGENT_TREE"  # folder below which sent files have their paths of the controller's machine
+AGENT_TREES = "DTRAIN_AGENT_TREES"  # folders below which sent files have their paths of the controller's machine
 # Variables of a worker that depend on the composition of its attempt.
 COMPOSED = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",

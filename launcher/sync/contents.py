@@ -13,7 +13,8 @@ from launcher.sync.tree import File
 
 BLOCK_BYTES = 1 << 20
 SHARED_BYTES = 64 << 20  # of blocks that are kept for the other hosts
-_FADES = 0.7  # how much the pace of earlier blocks counts
+_FADES = 0.9  # how much the pace of earlier blocks counts: one wait of 0.1 s, as at the start, says nothing of the link
+_INFLATES = 1.4  # what compressing and the opposite take, to compressing alone
 _PROBE_BYTES = 1 << 14
 
 
@@ -101,7 +102,7 @@ class Pace:
         began = time.monotonic()
         gain = 1 - len(zlib.compress(block.data[:_PROBE_BYTES], 1)) / min(len(block.data), _PROBE_BYTES)
         self._compress_s = self._compress_s or (time.monotonic() - began) / min(len(block.data), _PROBE_BYTES)
-        if gain * self._written_s / self._written_bytes > self._compress_s:
+        if gain * self._written_s / self._written_bytes > _INFLATES * self._compress_s:
             return compressed_block(block.packed())
         return receiver.LENGTH.pack(len(block.data)) + block.data
 

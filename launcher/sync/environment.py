@@ -1,8 +1,8 @@
 """Finds the packages of this interpreter, to be sent to hosts that lack them (`--sync env`). On the controller's side.
 
-Packages are those with metadata in a folder of site-packages, with the files there that their RECORD names; not those
-that Python has compiled, since it does that again. Packages that are installed in editable mode are code: they are sent
-as they are now. An interpreter itself is not sent.
+Packages are those with metadata in a folder of site-packages, with the files there and programs in bin that their
+RECORD names; not those that Python has compiled, since it does that again. Packages that are installed in editable mode
+are code: they are sent as they are now. An interpreter itself is not sent.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from launcher.frozen import dataclass
-from launcher.sync.receiver import PACKAGES, pack, unpack
+from launcher.sync.receiver import PACKAGES, PROGRAMS, pack, unpack
 from launcher.sync.tree import File, hashed
 
 _MANYLINUX = re.compile(r"^Tag: .*-manylinux(?:_(\d+)_(\d+)|2014|2010|1)_", re.MULTILINE)
@@ -95,8 +95,8 @@ def _known(file: Path) -> tuple[_Installed, str, str] | None:
 
 
 def _key() -> str:
-    """Return a hash of the metadata of all packages, by the times of its files."""
-    seen = []
+    """Return a hash of the metadata of all packages, by the times of its files, and of this module's."""
+    seen = [str(os.stat(__file__).st_mtime_ns)]
     for folder in _search_path():
         seen.append(folder)
         if _has_packages(folder):
@@ -162,7 +162,7 @@ def _has_packages(folder: str) -> bool:
 
 
 def _packaged(folder: str) -> Iterator[str]:
-    """Yield the files of the packages in a folder that lie in it: not programs, which have another folder."""
+    """Yield the files of the packages in a folder that lie in it, and their programs."""
     for name in sorted(os.listdir(folder)):
         path = os.path.join(folder, name)
         if not name.endswith(".dist-info"):
@@ -173,7 +173,9 @@ def _packaged(folder: str) -> Iterator[str]:
         except OSError:  # of a system's package manager, or damaged
             continue
         for each in names:
-            if not (each.startswith(("/", "../", "__editable__")) or each.endswith(".pyc")):
+            if each.startswith(PROGRAMS):
+                yield os.path.normpath(os.path.join(folder, each))
+            elif not (each.startswith(("/", "../", "__editable__")) or each.endswith(".pyc")):
                 yield os.path.join(folder, each)
 
 

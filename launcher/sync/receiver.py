@@ -11,20 +11,23 @@ message is 4 bytes of length and JSON, compressed by zlib if it comes from the c
 
 All lies in one folder of the user's cache, which only the user can enter, in trees with lists of what is in them:
 
-    code/KEY/RUN+OWNER/    the code of a run, from the folder KEY: `tree`, and `record.json`. A script may change it.
+    code/KEY/RUN+NUMBER/   the code of a run, from the folder KEY: `tree`, and `record.json`. A script may change it.
     env/HASH/, HASH.list   an environment, for all runs that have the same one. Files that it shares with another are
                            hard links.
 
-A name that begins with a dot is a tree that is not complete; the next run goes on with it if its owner is gone. A
-later run takes over the code of one that has ended, and replaces what differs; if the script has left files in it, or
-changed some, it stays as it is, and the rest is copied. What is not used for DAYS, or over STORE_BYTES, is removed at
-the start of a run, once a day.
+The process that makes a tree, or runs its code, holds a lock on the file `lock` there. A name that begins with a dot is
+a tree that is not complete; the next run goes on with it if no process holds the lock. A later run takes over the code
+of one that has ended, and replaces what differs; if the script has left files in it, or changed some, it stays as it
+is, and the rest is copied. What is not used for DAYS, or over STORE_BYTES, is removed at the start of a run, once a
+day.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import signal
 import stat
 import struct
 import sys
@@ -40,13 +43,14 @@ BEGIN = b"\n\x01dtrain-sync-1\n"
 MAX_BLOCK_BYTES = 1 << 26
 COMPRESSED = 1 << 31  # bit of a block's length
 LENGTH = struct.Struct(">I")  # before each block and message
+QUIET_S = 600  # without a byte from the controller, or to it: SIGALRM then ends this process
 DAYS = 30
 STORE_BYTES = 20 << 30
 SPARE_BYTES = 64 << 20  # of a disk that is left free
 _DAY_S = 86400.0
 _PIECE_BYTES = 1 << 20
 _LOOKED_AT = 4  # trees of earlier runs
-# A program of a package. By sh, since a kernel limits the length of an interpreter's path, and allows no space in it.
+# Programs of packages. By sh, since a kernel limits the length of an interpreter's path, and allows no space in it.
 _PROGRAM = """#!/bin/sh
 '''exec' {} "$0" "$@"
 ' '''
@@ -54,9 +58,14 @@ import sys
 from {} import {}
 sys.exit({}())
 """
+_SCRIPT = """#!/bin/sh
+exec {} {} "$@"
+"""
+_LINE = 1024  # of bytes
 _CACHED = "__pycache__"
 _ENVIRONMENT = "environment"  # the name of a link to it
 PACKAGES = ("site-packages", "dist-packages")  # names of folders with packages
+PROGRAMS = "../../../bin/"  # from there
 
 
 class SyncError(Exception):
@@ -82,7 +91,9 @@ def read_exactly(descriptor: int, count: int) -> bytes:
     """Read so many bytes and no more: what follows them is for the agent. Raises EOFError."""
     pieces = []
     while count:
+        signal.alarm(QUIET_S)
         piece = os.read(descriptor, min(count, _PIECE_BYTES))
+        signal.alarm(0)
         if not piece:
             raise EOFError("the controller is gone")
         pieces.append(piece)
@@ -102,9 +113,14 @@ def read_block(descriptor: int) -> bytes:
 
 def send(descriptor: int, **message: Any) -> None:
     data = json.dumps(message).encode() + b"\n"  # srun passes on whole lines
-    data = LENGTH.pack(len(data)) + data
+    write_all(descriptor, LENGTH.pack(len(data)) + data)
+
+
+def write_all(descriptor: int, data: bytes) -> None:
     while data:
+        signal.alarm(QUIET_S)
         data = data[os.write(descriptor, data) :]
+        signal.alarm(0)
 
 
 # --- files
@@ -188,7 +204,7 @@ class Writer:
     def write(self, file: Sequence[Any], pieces: Iterator[bytes | memoryview]) -> bool:
         """Write a file; return False, and remove it, if its content does not have the hash."""
         path, digest = self.prepare(file), sha256()
-        temporary = f"{path}.{os.getpid()}~" if os.path.lexists(path) else path
+        temporary = f"{path}.{unique()}~" if os.path.lexists(path) else path
         written: bool = False
         try:
             with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, file[2] & self._mask), "wb", 0) as out:
@@ -252,9 +268,11 @@ class Code:
     def __init__(self, root: str, run: str, key: str) -> None:
         if key.strip("0123456789abcdef"):
             raise SyncError(f"{key!r} is not a hash")
+        self._root = root
         self._above = os.path.join(root, "code", key)
         os.makedirs(self._above, mode=0o700, exist_ok=True)
-        self._name = "+".join((run, *this_process()))
+        self._run = run
+        self._name = f"{run}+{unique()}"
         self._folder = os.path.join(self._above, "." + self._name)
         self._has: dict[str, Any] = {}  # by path: the rest of the file as a list, or the target of a link; and its mark
         self._others: list[tuple[str, dict[str, Any]]] = []  # trees of other runs, with what they had
@@ -276,11 +294,11 @@ class Code:
                 if not name.startswith("."):
                     with open(os.path.join(earlier, "record.json"), encoding="utf-8") as file:
                         has = json.load(file)
-                is_ours = name.startswith(run_of(self._name))  # whose agent was lost: the script's files stay
+                is_ours = name.partition("+")[0] == self._run  # whose agent was lost: the script's files stay
                 marks = {} if has is None else _marks(os.path.join(earlier, "tree"), has)
                 is_unchanged = marks == {path: mark for path, (_, mark) in (has or {}).items()}
-                if not is_used(name) and (has is None or is_ours or is_unchanged):
-                    os.rename(earlier, self._folder)  # of several that try, one succeeds
+                if (has is None or is_ours or is_unchanged) and own(earlier) is not None:
+                    os.rename(earlier, self._folder)
                     if has is None:
                         self._has = self._valid(files)
                     else:
@@ -291,7 +309,8 @@ class Code:
                     self._others.append((os.path.join(earlier, "tree"), has))
             except (OSError, ValueError, TypeError, AttributeError):
                 continue
-        os.makedirs(self.tree, mode=0o700)
+        make_owned(self._root, self._folder)
+        os.mkdir(self.tree, mode=0o700)
 
     def _valid(self, files: Sequence[Sequence[Any]]) -> dict[str, Any]:
         """Remove all from an incomplete tree that is not as it should become, and return the rest."""
@@ -388,10 +407,11 @@ class Environment:
     def __init__(self, root: str, digest: str) -> None:
         if digest.strip("0123456789abcdef"):
             raise SyncError(f"{digest!r} is not a hash")
+        self._root = root
         self._above = os.path.join(root, "env")
         self._digest = digest
         self.tree = os.path.join(self._above, digest)
-        self._partial = os.path.join(self._above, "+".join(("." + digest, *this_process())))
+        self._partial = os.path.join(self._above, f".{digest}+{unique()}")
         self.files: Sequence[Sequence[Any]] = ()
         self._list = b""
 
@@ -436,13 +456,15 @@ class Environment:
             fetch(self._lacking(self.tree), self.files, Writer(self.tree, read_only=True))
             return
         for name in os.listdir(self._above):
-            if name.startswith(f".{self._digest}+") and not name.endswith(".list") and not is_used(name):
+            if name.startswith(f".{self._digest}+") and not name.endswith(".list"):
                 try:
-                    os.rename(os.path.join(self._above, name), self._partial)
-                    break
+                    if own(os.path.join(self._above, name)) is not None:
+                        os.rename(os.path.join(self._above, name), self._partial)
+                        break
                 except OSError:  # another run was faster
                     continue
-        os.makedirs(self._partial, mode=0o700, exist_ok=True)
+        else:
+            make_owned(self._root, self._partial)
         writer = Writer(self._partial, read_only=True)
         others = self._others()
         lacking = self._lacking(self._partial, remove=True)
@@ -482,32 +504,41 @@ class Environment:
 # --- which trees are used
 
 
-def this_process() -> tuple[str, str, str, str]:
-    """Return what identifies this process among those of all hosts: they may share the folder."""
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        boot = file.read()[:8]
-    return os.uname().nodename.replace("+", "-").replace("/", "-"), boot, str(os.getpid()), _began(os.getpid())
+def own(folder: str, flags: int = 0) -> int | None:
+    """Own a tree until this process, and those that it forks, have ended; return the lock, None if others own the tree.
 
-
-def run_of(name: str) -> str:
-    """Return the beginning of a tree's name that says which run it is of."""
-    return name[: name.index("+") + 1]
-
-
-def _began(pid: int) -> str:
-    """Return when a process began, in the kernel's ticks; empty if there is none."""
+    A process id would mean nothing in another container, or on another host with the same home folder.
+    """
+    lock = os.open(os.path.join(folder, "lock"), os.O_RDWR | flags, 0o600)
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[19].decode()
-    except (OSError, IndexError):
-        return ""
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        return None
+    return lock
 
 
-def is_used(name: str) -> bool:
-    """Return whether the owner of a tree with that name may live: also if it is another host's."""
-    _, host, boot, pid, began = name.split("+") if name.count("+") == 4 else ("", "", "", "", "")
-    here = this_process()
-    return bool(host) and (host != here[0] or (boot == here[1] and pid.isdigit() and _began(int(pid)) == began))
+def make_owned(root: str, folder: str) -> None:
+    """Make the folder of a tree, which others see only once this process owns it."""
+    aside = os.path.join(root, unique())
+    os.mkdir(aside, mode=0o700)
+    own(aside, os.O_CREAT)
+    os.rename(aside, folder)
+
+
+def is_used(folder: str) -> bool:
+    """Return whether another process owns a tree."""
+    try:
+        lock = own(folder)
+    except FileNotFoundError:  # removed by hand
+        return False
+    if lock is not None:
+        os.close(lock)
+    return lock is None
+
+
+def unique() -> str:
+    return os.urandom(8).hex()
 
 
 def tidy(root: str, now: float) -> None:
@@ -546,17 +577,20 @@ def _remove_kept(path: str) -> None:
 def kept(root: str) -> list[tuple[float, int, str]]:
     """Return the trees that no process uses: when each was last used, its size, its path."""
     code, env = os.path.join(root, "code"), os.path.join(root, "env")
-    paths = [os.path.join(code, key, name) for key in os.listdir(code) for name in os.listdir(os.path.join(code, key))]
+    keys = filter(os.path.isdir, (os.path.join(code, key) for key in os.listdir(code)))
+    paths = [os.path.join(key, name) for key in keys for name in os.listdir(key)]
     paths += [os.path.join(env, name) for name in os.listdir(env) if not name.endswith(".list")]
-    found = []
-    in_use = {path for path in paths if is_used(os.path.basename(path))}
-    in_use |= {os.path.realpath(os.path.join(path, "venv", _ENVIRONMENT)) for path in in_use}
+    found, in_use = [], set()
     for path in paths:
-        if path not in in_use:
+        try:
+            if is_used(path):
+                in_use |= {path, os.path.realpath(os.path.join(path, "venv", _ENVIRONMENT))}
             used = path + ".list" if os.path.exists(path + ".list") else path
             size = sum(entry.st_size for _, entry in walk(path, compiled=True))
             found.append((os.stat(used).st_mtime, size, path))
-    return found
+        except OSError:  # another run has taken it, or removed it
+            continue
+    return [each for each in found if each[2] not in in_use]
 
 
 def removable(trees: Sequence[tuple[float, int, str]], now: float) -> list[str]:
@@ -573,8 +607,8 @@ def removable(trees: Sequence[tuple[float, int, str]], now: float) -> list[str]:
 # --- the exchange
 
 
-def serve(offer: dict[str, Any], *, descriptors: tuple[int, int] = (0, 1)) -> tuple[str, list[str], str]:
-    """Take what the run needs; return for the agent its Python, folders of modules, and the tree of the code."""
+def serve(offer: dict[str, Any], *, descriptors: tuple[int, int] = (0, 1)) -> tuple[str, list[str], list[str]]:
+    """Take what the run needs; return for the agent its Python, folders of modules, and the trees, the code's first."""
     stdin, stdout = descriptors
     if offer["environment"]:
         _check_system(offer)
@@ -603,10 +637,10 @@ def serve(offer: dict[str, Any], *, descriptors: tuple[int, int] = (0, 1)) -> tu
         python, folders = _make_venv(code, environment, offer["site"], offer["dtrain"]), []
         trees.append(environment.tree)
     send(stdout, ready=trees)
-    return python, folders, code.tree
+    return python, folders, trees
 
 
-def become(python: str, folders: list[str], tree: str) -> None:
+def become(python: str, folders: list[str], trees: list[str]) -> None:
     """Go on as `PYTHON -m MODULE ...`, in this process: to start another Python takes as long as all else here.
 
     The arguments are those of this program.
@@ -614,7 +648,7 @@ def become(python: str, folders: list[str], tree: str) -> None:
     import runpy
     import site
 
-    os.environ["DTRAIN_AGENT_TREE"] = tree
+    os.environ["DTRAIN_AGENT_TREES"] = os.pathsep.join(trees)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*folders, os.environ.get("PYTHONPATH", "")]))
     sys.path[:0] = folders
     if python != sys.executable:
@@ -653,8 +687,7 @@ def _send_file(path: str, name: str) -> None:
             while left:
                 data = file.read(min(left, _PIECE_BYTES)) or bytes(min(left, _PIECE_BYTES))  # it became shorter
                 left -= len(data)
-                while data:
-                    data = data[os.write(1, data) :]
+                write_all(1, data)
     except OSError as error:
         send(1, skipped=name, why=error.strerror)
 
@@ -689,6 +722,12 @@ def _make_programs(packages: str, python: str) -> None:
     """Make the programs of packages beside a Python, as an installation does; their names are in what was sent."""
     import shlex
 
+    def make(name: str, text: str) -> None:
+        path = os.path.join(os.path.dirname(python), os.path.basename(name))
+        if not os.path.lexists(path):
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o700), "w", encoding="utf-8") as out:
+                out.write(text)
+
     for each in sorted(os.listdir(packages)) if os.path.isdir(packages) else ():
         try:
             with open(os.path.join(packages, each, "entry_points.txt"), encoding="utf-8") as file:
@@ -698,10 +737,15 @@ def _make_programs(packages: str, python: str) -> None:
         for line in lines:
             name, _, target = (part.strip() for part in line.partition("="))
             module, _, function = target.partition("[")[0].strip().partition(":")
-            path = os.path.join(os.path.dirname(python), os.path.basename(name))
-            if function and not os.path.lexists(path):
-                with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o700), "w", encoding="utf-8") as out:
-                    out.write(_PROGRAM.format(shlex.quote(python), module, function.partition(".")[0], function))
+            if function:
+                make(name, _PROGRAM.format(shlex.quote(python), module, function.partition(".")[0], function))
+    folder = os.path.normpath(os.path.join(packages, PROGRAMS))
+    for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():
+        path = os.path.join(folder, name)
+        with open(path, "rb") as program:
+            begin = program.readline(_LINE) + program.readline(_LINE)  # the second where the interpreter's path is long
+        is_python = begin.startswith(b"#!") and b"python" in begin
+        make(name, _SCRIPT.format(shlex.quote(python) if is_python else "", shlex.quote(path)))
 
 
 def _check_system(offer: dict[str, Any]) -> None:
@@ -744,7 +788,7 @@ def main() -> None:
         send(1, error=str(error))
         sys.exit(1)
     except OSError as error:
-        advice = "free some space, or set XDG_CACHE_HOME there to a folder that can be written"
+        advice = "free some space, or set XDG_CACHE_HOME there to a folder that can be written and locked"
         send(1, error=f"{error.filename or 'the store'} there: {error.strerror}; {advice}")
         sys.exit(1)
     del order  # a list of all files

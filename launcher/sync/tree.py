@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -267,8 +268,10 @@ def hashed(paths: dict[str, os.stat_result], remembered: Path) -> tuple[File, ..
     if changed:
         from concurrent.futures import ThreadPoolExecutor  # slow to import, and most runs do without
 
-        with ThreadPoolExecutor(2) as threads:  # hashing releases the interpreter's lock
-            digests = dict(zip(changed, threads.map(_digest, changed), strict=True))
+        left = iter(changed)
+        with ThreadPoolExecutor(2) as threads:  # hashing releases the interpreter's lock; a call for each file is slow
+            found = threads.map(lambda _: [(path, _digest(path)) for path in left], range(2))
+            digests = dict(itertools.chain.from_iterable(found))
         known = {path: (mark, digests.get(path) or known[path][1]) for path, mark in marks.items()}
         _remember(remembered, known)
     return tuple(

@@ -19,7 +19,7 @@ from launcher.output.text import count
 from launcher.placement.job_spec import JobSpec
 from launcher.sync.receiver import SyncError, check_path
 from launcher.transport.connect import Connector
-from launcher.transport.synced import Exchange, give_up, message_block, outgoing_of, receiver_program
+from launcher.transport.synced import RECEIVER, Exchange, give_up, message_block, outgoing_of
 
 FOLDER = "fetched"  # in the run's
 CONNECT_S = 30.0
@@ -107,7 +107,7 @@ def ordered(connector: Connector, spec: JobSpec, host: Host, order: dict[str, An
     exchange = Exchange(host, stream, spec)
     threading.Thread(target=exchange.watch, name=f"watch {host.name}", daemon=True).start()
     try:
-        exchange.write(receiver_program())
+        exchange.write(RECEIVER)
         exchange.write(message_block(json.dumps(order).encode()))
         yield exchange
     finally:

@@ -29,7 +29,7 @@ from launcher.hosts.host import Host
 from launcher.placement.job_spec import CommandKind, JobSpec
 from launcher.protocol.message import MAX_NOISE_BYTES
 from launcher.sync import receiver
-from launcher.sync.contents import BLOCK_BYTES, Block, Blocks, Pace, compressed_block
+from launcher.sync.contents import Block, Blocks, Pace, compressed_block
 from launcher.sync.tree import Code, find_code, root_of, some
 from launcher.transport.not_started import why_not_started
 from launcher.transport.setup import after_setup, why_setup_failed
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 STALL_S = 60.0  # without a byte in either direction
 END_S = 2.0  # for a receiver
 _MESSAGE_BYTES = 1 << 26
+_PIECE_BYTES = (1 << 15) - 64  # what paramiko puts into one packet: of more, it copies the rest for each
 _FOUND_FOR = 4  # runs of one process
 
 # Runs the first of the given interpreters that exists. By sh, since a login shell may be any.
@@ -49,20 +50,15 @@ _START = """for p in {pythons}; do command -v "$p" >/dev/null 2>&1 && exec "$p" 
 # Reads the receiver from standard input, no byte further. One line without quotes that csh or fish would change. The
 # home folder, where it starts, is no place for modules. 4 is for another version of Python.
 _BOOT = (
-    "import sys;sys.path[:]=filter(None,sys.path);import marshal,os,zlib;"
+    "import sys;sys.path[:]=filter(None,sys.path);import marshal,os,signal,zlib;signal.alarm({quiet_s});"
     'sys.version_info[:2]=={version} or sys.exit(os.write(1,b" %d.%d"%sys.version_info[:2]) and 4);'
     "os.write(1,bytes({begin}));b=bytearray();"
     "[b.extend(os.read(0,{size}-len(b)) or sys.exit(3)) for _ in iter(lambda:len(b)<{size},False)];"
     'exec(marshal.loads(zlib.decompress(b)),{{"__name__":"__main__"}})'
 )
 _OTHER_PYTHON, _NO_PYTHON = 4, 127
-
-
-@functools.lru_cache(_FOUND_FOR)
-def receiver_program() -> bytes:
-    """Return the receiver's code. Compiled: that takes a host as long as starting Python."""
-    loader = cast(InspectLoader, receiver.__loader__)
-    return zlib.compress(marshal.dumps(loader.get_code(receiver.__name__)), 1)
+# Compiled, since that takes a host as long as starting Python. Once, since marshal may write the same code differently.
+RECEIVER = zlib.compress(marshal.dumps(cast(InspectLoader, receiver.__loader__).get_code(receiver.__name__)), 1)
 
 
 def receiver_command(spec: JobSpec, args: Sequence[str] = ()) -> list[str]:
@@ -70,8 +66,11 @@ def receiver_command(spec: JobSpec, args: Sequence[str] = ()) -> list[str]:
 
     `args` are those of Python for what the receiver becomes: `-m launcher.agent`.
     """
-    boot = _BOOT.format(version=sys.version_info[:2], begin=list(receiver.BEGIN), size=len(receiver_program()))
-    return after_setup(spec, ["sh", "-c", _START.format(pythons=shlex.join(pythons(spec))), "sh", boot, *args])
+    boot = _BOOT.format(
+        version=sys.version_info[:2], begin=list(receiver.BEGIN), size=len(RECEIVER), quiet_s=receiver.QUIET_S
+    )
+    start = ["sh", "-c", _START.format(pythons=shlex.join(pythons(spec))), "sh", boot, *args]
+    return after_setup(spec, [*spec.agent_prefix, *start])
 
 
 def pythons(spec: JobSpec) -> list[str]:
@@ -98,7 +97,7 @@ def outgoing_of(spec: JobSpec) -> Outgoing:
 class _Found:
     code: Code
     environment: Environment | None
-    dtrain: str  # the folder of dtrain's packages
+    offer: bytes  # the first message to a receiver
 
 
 class Outgoing:
@@ -129,14 +128,14 @@ class Outgoing:
     def begin(self, host: Host, stream: Stream, spec: JobSpec) -> SyncedStream:
         """Send a host what it lacks for the run; return the stream to the agent.
 
-        Blocks while bytes flow, at most STALL_S more. Raises HostError.
+        Blocks while bytes flow, at most STALL_S more, and less than the start may take. Raises HostError.
         """
-        exchange = Exchange(host, stream, spec)
+        exchange = Exchange(host, stream, spec, stall_s=min(STALL_S, 0.75 * spec.start_timeout_s))
         watch = threading.Thread(target=exchange.watch, name=f"sync {host.name}", daemon=True)
         watch.start()
         try:
-            exchange.write(receiver_program())
-            exchange.write(self._offer(spec))
+            exchange.write(RECEIVER)
+            exchange.write(self._find(spec).offer)
             while "ready" not in (message := exchange.read_message()):
                 self._answer(message, exchange, spec)
             trees = tuple(map(str, message["ready"]))
@@ -169,24 +168,6 @@ class Outgoing:
             self._progress.sent(exchange.host.name, len(block.data))
         self._progress.ends(exchange.host.name)
 
-    def _offer(self, spec: JobSpec) -> bytes:
-        found = self._find(spec)
-        code, environment = found.code, found.environment
-        folders = [str(spec.workdir)] if _is_moved(spec, code) else []
-        offer = {
-            "run": spec.run_id,
-            "key": hashlib.sha256(os.fsencode(code.root)).hexdigest()[:16],
-            "files": [file.as_list() for file in code.files],
-            "links": code.links,
-            "folders": folders,
-            "dtrain": found.dtrain,
-            "environment": environment.digest if environment is not None else "",
-            "site": environment.site if environment is not None else (),
-            "libc": environment.libc if environment is not None else (),
-            "platform": _platform() if environment is not None else "",
-        }
-        return message_block(json.dumps(offer).encode())
-
     def _find(self, spec: JobSpec) -> _Found:
         """Find the files, once. Raises UsageError."""
         with self._lock:
@@ -217,10 +198,25 @@ def _find(spec: JobSpec) -> _Found:
         script = os.path.normpath(os.path.join(spec.workdir, spec.command.target))
     root = root_of(spec.command, spec.workdir)
     roots = [root] if "code" in spec.sync else []
-    if environment is not None:
-        roots += [path for path in environment.editable if path not in (root, str(dtrain))]
+    more = list(environment.editable) if environment is not None else []
+    if roots and spec.command.kind is CommandKind.FUNCTION:
+        folders = filter(os.path.isdir, dict(spec.export)["PYTHONPATH"].split(os.pathsep))
+        more += [path for path in folders if os.path.basename(path) not in receiver.PACKAGES]
+    roots += [path for path in dict.fromkeys(more) if path not in (root, str(dtrain))]
     code = find_code(roots, packages, cache=cache, left_out={str(spec.log_dir.absolute())}, named=script)
-    return _Found(code, environment, str(dtrain))
+    offer = {
+        "run": spec.run_id,
+        "key": hashlib.sha256(os.fsencode(code.root)).hexdigest()[:16],
+        "files": [file.as_list() for file in code.files],
+        "links": code.links,
+        "folders": [str(spec.workdir)] if _is_moved(spec, code) else [],
+        "dtrain": str(dtrain),
+        "environment": environment.digest if environment is not None else "",
+        "site": environment.site if environment is not None else (),
+        "libc": environment.libc if environment is not None else (),
+        "platform": _platform() if environment is not None else "",
+    }
+    return _Found(code, environment, message_block(json.dumps(offer).encode()))
 
 
 def _notes(found: _Found) -> list[str]:
@@ -252,20 +248,21 @@ def message_block(data: bytes) -> bytes:
 class Exchange:
     """The messages with the receiver on one host, before the agent begins."""
 
-    def __init__(self, host: Host, stream: Stream, spec: JobSpec) -> None:
+    def __init__(self, host: Host, stream: Stream, spec: JobSpec, *, stall_s: float = STALL_S) -> None:
         self.host = host
         self.rest = b""  # what was read and not used
         self.over = threading.Event()
         self._stream = stream
         self._spec = spec
+        self._stall_s = stall_s
         self._begun = self._stalled = False
         self._pace = Pace()
         self._moved_at = time.monotonic()
 
     def watch(self) -> None:
-        """Give the stream up once no byte has moved for STALL_S, which ends a blocked call."""
+        """Give the stream up once no byte has moved for long, which ends a blocked call."""
         while not self.over.wait(1.0):
-            if time.monotonic() - self._moved_at > STALL_S:
+            if time.monotonic() - self._moved_at > self._stall_s:
                 self._stalled = True
                 self._stream.finish(0.0)
                 return
@@ -274,8 +271,8 @@ class Exchange:
         try:
             view = memoryview(data)
             while view:
-                self._stream.write(bytes(view[:BLOCK_BYTES]))
-                view = view[BLOCK_BYTES:]
+                self._stream.write(bytes(view[:_PIECE_BYTES]))
+                view = view[_PIECE_BYTES:]
                 self._moved_at = time.monotonic()
         except StreamError:
             while True:  # the receiver may have said why
@@ -342,14 +339,14 @@ class Exchange:
         if status == _OTHER_PYTHON and not self._begun:
             *_, found = ["another", *self.rest.decode("utf-8", "replace").split()]
             return f"it is Python {found} there, and {wanted} here; install {wanted} there, or name one with --python"
-        if status == _NO_PYTHON:
+        if status == _NO_PYTHON and not (words and self._spec.agent_prefix):
             tried = ", ".join(pythons(self._spec))
             return f"there is no Python there ({tried}); install {wanted} there, or name one with --python"
         if self._begun:
             said = [line.strip() for line in words.splitlines() if line.strip()]
             how = "the connection closed" if status is None else f"the receiver ended with status {status}"
             if self._stalled:
-                how = f"no byte arrived for {STALL_S:g} s"
+                how = f"no byte arrived for {self._stall_s:g} s"
             return f"{how} while files were sent{': ' + said[-1] if said else ''}; start the run again: it goes on"
         return why_not_started(self._spec.python, status, words, self.rest)
 

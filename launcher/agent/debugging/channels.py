@@ -14,7 +14,7 @@ import selectors
 import socket
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from launcher.agent.attempt import Attempt
@@ -42,6 +42,7 @@ class DebuggerChannels:
         self._writer = writer
         self._selector = selector
         self._channels: dict[int, _Channel] = {}
+        self.trees: list[str] = []  # where files that were sent lie
 
     @property
     def pause_s(self) -> float:
@@ -57,7 +58,8 @@ class DebuggerChannels:
             self._refuse(order.channel, f"rank {order.rank} has a debugger already")
             return
         try:
-            channel = _Channel(order, worker, self._selector, self._writer, is_prepared=attempt.is_script(order.rank))
+            is_prepared = attempt.is_script(order.rank)
+            channel = _Channel(order, worker, self._selector, self._writer, is_prepared=is_prepared, trees=self.trees)
         except OSError as error:
             self._refuse(order.channel, f"no debugger can be offered there: {error.strerror}")
             return
@@ -110,7 +112,7 @@ class _Channel:
 
     def __init__(
         self, order: OpenDebugger, worker: Worker, selector: selectors.BaseSelector, writer: StreamWriter, *,
-        is_prepared: bool,
+        is_prepared: bool, trees: Sequence[str],
     ) -> None:  # fmt: skip
         """Raises OSError."""
         self.worker = worker
@@ -121,6 +123,7 @@ class _Channel:
         self._selector = selector
         self._writer = writer
         self._is_prepared = is_prepared
+        self._first = {"debugger": order.debugger, "trees": [tree for tree in trees if tree]}
         self._signal_until = time.monotonic() + READY_S
         self._path = Path(f"{worker.files.error}.debugger")
         self._unsent = bytearray()
@@ -209,7 +212,7 @@ class _Channel:
         connection.setblocking(False)
         self._connection = connection
         with contextlib.suppress(OSError):  # it has disconnected, which will be read
-            connection.send(json.dumps({"debugger": self._order.debugger}).encode() + b"\n")
+            connection.send(json.dumps(self._first).encode() + b"\n")
         self._writer.send(DebuggerOpened(channel=self._order.channel))
         self._send()
 

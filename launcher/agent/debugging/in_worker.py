@@ -4,9 +4,10 @@ Loaded from its file, in the script's process: by the handler of bootstrap.py, o
 nothing of the launcher, and no error here may end the process: whatever happens to the debugger, the command or the
 connection, the script continues.
 
-The agent first sends a line of JSON that names the debugger. For pdb, the answers are lines too: {"text": ...} is
+The agent first sends a line of JSON that names the debugger, and the folders below which sent files have their paths of
+the user's machine (`dtrain run --sync`): the user sees those. For pdb, the answers are lines too: {"text": ...} is
 shown, {"prompt": ...} asks for a line, {"end": ...} means that the script continues without the debugger. For debugpy,
-the answer is {"ready": true}; from then on its own protocol is spoken.
+the answer is {"ready": {PATH HERE: PATH THERE}}; from then on its own protocol is spoken.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ def open_debugger(path: str, frame: types.FrameType | None) -> None:
         channel = _Lines(connection)
         said = json.loads(channel.read_line() or "{}")
         if said.get("debugger") == "debugpy":
-            _begin_debugpy(channel)
+            _begin_debugpy(channel, said["trees"])
         elif said:
-            _Debugger(channel).begin(frame)
+            _Debugger(channel, said["trees"]).begin(frame)
     except Exception as error:  # of the debugger; exceptions of the script's own signal handlers are the script's
         with contextlib.suppress(OSError):
             channel.say(end=f"the debugger could not be opened: {type(error).__name__}: {error}")
@@ -110,7 +111,7 @@ class _Lines:
     def isatty(self) -> bool:
         return False
 
-    def say(self, **what: str | bool) -> None:
+    def say(self, **what: str | dict[str, str]) -> None:
         if not self.is_lost:
             try:
                 self._uninterrupted(lambda: self.connection.sendall(json.dumps(what).encode() + b"\n"))
@@ -151,9 +152,10 @@ class _Lines:
 class _Debugger(pdb.Pdb):
     """pdb that never ends the script: quit leaves the debugger, as does `continue` without breakpoints."""
 
-    def __init__(self, channel: _Lines) -> None:
+    def __init__(self, channel: _Lines, trees: list[str]) -> None:
         super().__init__(stdin=channel, stdout=channel, nosigint=True, readrc=False)  # type: ignore[arg-type]
         self._channel = channel
+        self._trees = trees
         self._before = (sys.gettrace(), [])  # type: tuple[Any, list[tuple[types.FrameType, Any]]]
         self._is_over = False
         rank = os.environ.get("RANK", "?")
@@ -189,6 +191,23 @@ class _Debugger(pdb.Pdb):
 
     def stop_here(self, frame: types.FrameType) -> bool:
         return not frame.f_code.co_filename.startswith(_AGENT_FOLDER) and super().stop_here(frame)
+
+    def format_stack_entry(self, *args: Any) -> str:
+        return self._on_user_s_machine(super().format_stack_entry(*args))
+
+    def message(self, msg: Any) -> None:
+        is_place = isinstance(msg, str) and msg.startswith("Breakpoint ")
+        super().message(self._on_user_s_machine(msg) if is_place else msg)
+
+    def lookupmodule(self, filename: str) -> str | None:
+        """Find a file, also by its path on the user's machine."""
+        there = [tree + filename for tree in self._trees if filename.startswith("/")]
+        return super().lookupmodule(next(filter(os.path.exists, there), filename))
+
+    def _on_user_s_machine(self, text: str) -> str:
+        for tree in self._trees:
+            text = text.replace(tree + "/", "/")
+        return text
 
     def default(self, line: str) -> None:
         """Execute a statement in the current frame, whose variables it may set."""
@@ -270,7 +289,7 @@ class _Debugger(pdb.Pdb):
         self._set_stopinfo(self.botframe, None, -1)  # type: ignore[attr-defined]  # as bdb.set_continue does
 
 
-def _begin_debugpy(channel: _Lines) -> None:
+def _begin_debugpy(channel: _Lines, trees: list[str]) -> None:
     global _serving
     try:
         debugpy, pydevd = _import_debugpy()
@@ -290,7 +309,7 @@ def _begin_debugpy(channel: _Lines) -> None:
     listening = socket.create_server(("127.0.0.1", 0), backlog=1)
     listening.settimeout(_DEBUGPY_S)
     has_failed = threading.Event()
-    _serving = _start_untraced(_serve_debugpy, channel, listening, pydevd, has_failed)
+    _serving = _start_untraced(_serve_debugpy, channel, _mappings(trees), listening, pydevd, has_failed)
     try:
         debugpy.configure(subProcess=False)  # else it patches fork and exec for good, and the script's children fail
         debugpy.connect(listening.getsockname())  # returns once an editor is ready, or the channel is lost
@@ -326,7 +345,15 @@ def _start_untraced(target: Any, *args: Any) -> threading.Thread:
     return thread
 
 
-def _serve_debugpy(channel: _Lines, listening: socket.socket, pydevd: Any, has_failed: threading.Event) -> None:
+def _mappings(trees: list[str]) -> dict[str, str]:
+    """Return the folders of this host by their path on the user's machine: those of packages, then all of the code."""
+    found = {path[len(tree) :]: path for tree in trees[1:] for path in sys.path if path.startswith(tree + "/")}
+    return {**found, "/": trees[0] + "/"} if trees else {}
+
+
+def _serve_debugpy(
+    channel: _Lines, mappings: dict[str, str], listening: socket.socket, pydevd: Any, has_failed: threading.Event
+) -> None:
     """Pass on data between debugpy and the editor; at the end let the script continue without them.
 
     `has_failed` is set if debugpy will not connect; the main thread reports that.
@@ -346,7 +373,7 @@ def _serve_debugpy(channel: _Lines, listening: socket.socket, pydevd: Any, has_f
         why = f"it did not connect within {_DEBUGPY_S:g} s" if isinstance(error, TimeoutError) else error
         channel.say(end=f"debugpy could not be opened: {why}")
     else:
-        channel.say(ready=True)
+        channel.say(ready=mappings)
         editor = channel.connection
         _start_untraced(_pass_on, theirs, editor)
         _pass_on(editor, theirs)

@@ -56,7 +56,7 @@ def debug_rank(word: str, rank: int, *, port: int | None, say: Callable[[str], N
             if port is None:
                 _speak_pdb(asked, said, first, say)
             else:
-                _serve_editor(asked, said, port, say)
+                _serve_editor(asked, said, first["ready"], port, say)
         except _EndedError as ended:
             say(str(ended))
             return 0 if ended.goes_on else 1
@@ -195,9 +195,12 @@ def _speak_pdb(asked: Question, said: _Said, first: Mapping[str, Any], say: Call
     raise _EndedError(line["end"], goes_on=True)
 
 
-def _serve_editor(asked: Question, said: _Said, port: int, say: Callable[[str], None]) -> None:
+def _serve_editor(
+    asked: Question, said: _Said, folders: Mapping[str, str], port: int, say: Callable[[str], None]
+) -> None:
     """Let an editor connect to a loopback port, and relay between it and the rank's debugpy, until either ends.
 
+    `folders` are those of sent files on the rank's host, by their path here.
     Accept only this user's processes, and one editor: debugpy supports one. Raises RunError if the port is not free.
     """
     try:
@@ -208,7 +211,9 @@ def _serve_editor(asked: Question, said: _Said, port: int, say: Callable[[str], 
         listening.settimeout(EDITOR_LOOK_S)
         number = listening.getsockname()[1]
         say(f"debugpy waits for an editor at 127.0.0.1:{number}. VS Code: launch.json with")
-        say(f'{{"type": "debugpy", "request": "attach", "connect": {{"host": "127.0.0.1", "port": {number}}}}}')
+        attach = {"type": "debugpy", "request": "attach", "connect": {"host": "127.0.0.1", "port": number}}
+        mappings = [{"localRoot": here, "remoteRoot": there} for here, there in folders.items()]
+        say(json.dumps({**attach, "pathMappings": mappings} if mappings else attach))
         early: list[bytes] = []
         editor = _accept(listening, said, early)
     with editor:

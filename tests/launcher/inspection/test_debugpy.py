@@ -3,7 +3,10 @@
 import json
 import os
 import re
+import shutil
 import socket
+import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
@@ -11,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from testbed.present import present
 from testbed.processes import run_dtrain, wait_until
 from testbed.require import require
+from testbed.sshd import BareHosts
 from testbed.terminal import dtrain_on_terminal
 
 # Starts children while there is a file `start`, and says in `children` how they ended.
@@ -70,22 +75,33 @@ class Editor:
     def ask(self, command: str, **arguments: Any) -> dict[str, Any]:
         return self.answer(self.begin(command, **arguments))
 
+    def frames(self, thread: int) -> list[dict[str, Any]]:
+        """Return the stack of a thread, once it has stopped."""
+        until = time.monotonic() + LIMIT_S
+        while time.monotonic() < until:
+            with suppress(AssertionError):
+                found: list[dict[str, Any]] = self.ask("stackTrace", threadId=thread)["stackFrames"]
+                return found
+            time.sleep(0.05)
+        raise TimeoutError(f"thread {thread} has not stopped")
+
     def close(self) -> None:
         self._file.close()
         self._connection.close()
 
 
 @contextmanager
-def attached(folder: Path) -> Iterator[Editor]:
+def attached(folder: Path, *, has_mappings: bool = False) -> Iterator[Editor]:
     """Attach an editor to rank 0, and let it leave."""
     with dtrain_on_terminal("debug", "r", "--rank", "0", "--debugpy", cwd=folder) as terminal:
-        terminal.read_until("launch.json")
+        terminal.read_until("}}\r\n" if not has_mappings else "}]}\r\n")
         found = re.search(r"editor at 127\.0\.0\.1:(\d+)", terminal.shown)
         assert found is not None, terminal.shown
+        configuration = json.loads(terminal.shown[terminal.shown.index('{"type"') :].splitlines()[0])
         editor = Editor(int(found[1]))
         try:
             editor.ask("initialize", adapterID="debugpy", clientID="test")
-            attach = editor.begin("attach", justMyCode=False)
+            attach = editor.begin("attach", justMyCode=False, pathMappings=configuration.get("pathMappings", []))
             editor.ask("configurationDone")
             editor.answer(attach)
             with pytest.raises(ConnectionRefusedError):  # a second editor does not wait: debugpy has one
@@ -146,6 +162,25 @@ def test_an_editor_leaves_the_descriptors_of_the_rank_as_they_were(folder: Path)
     with attached(folder):
         pass
     wait_until(lambda: _open_files(folder) == before, f"the rank has open what it had: {before}")
+    (folder / "go").touch()
+    assert run_dtrain("wait", "r").returncode == 0
+
+
+def test_an_editor_sees_sent_files_at_their_paths_here(bare_hosts: BareHosts, folder: Path) -> None:
+    require(find_spec("debugpy"), "debugpy", "pip install debugpy")
+    shutil.copytree(present(present(find_spec("debugpy")).origin).removesuffix("__init__.py"), "packages/debugpy")
+    project = bare_hosts.here / uuid.uuid4().hex[:8]
+    project.mkdir()
+    (project / "script.py").write_text(f"import os\nos.chdir({str(folder)!r})\n{SCRIPT}")
+    hosts = ["--hosts", "node1", "--ssh-config", str(bare_hosts.ssh_config)]
+    argv = ["--sync", "code", *hosts, "-x", f"PYTHONPATH={folder}/packages", "--log-dir", str(folder / "runs")]
+    result = run_dtrain("run", "--detach", "--run-id", "r", *argv, "script.py", cwd=project, outlived=True)
+    assert result.returncode == 0, result
+    with attached(folder, has_mappings=True) as editor:
+        (thread,) = editor.ask("threads")["threads"]
+        editor.ask("pause", threadId=thread["id"])
+        frames = editor.frames(thread["id"])
+        assert str(project / "script.py") in [frame["source"]["path"] for frame in frames], frames
     (folder / "go").touch()
     assert run_dtrain("wait", "r").returncode == 0
 

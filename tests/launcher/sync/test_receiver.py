@@ -7,8 +7,10 @@ import signal
 import struct
 import subprocess
 import sys
+import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,10 +44,10 @@ def offer(files: list[list[Any]], **more: Any) -> dict[str, Any]:
 class Host:
     """A receiver as a process, and the messages with it."""
 
-    def __init__(self, contents: dict[str, bytes], **options: Any) -> None:
+    def __init__(self, contents: dict[str, bytes], *, container: Sequence[str] = (), **options: Any) -> None:
         self._contents = contents
         self._process = subprocess.Popen(
-            [sys.executable, "-S", receiver.__file__, "-m", "types"],
+            [*container, sys.executable, "-S", receiver.__file__, "-m", "tokenize"],  # which reads its input
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             **options,
@@ -57,6 +59,10 @@ class Host:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def kill(self) -> None:
         with self._process as process:
@@ -135,10 +141,14 @@ def test_a_later_agent_of_the_same_run_finds_what_the_script_has_written() -> No
     assert asked == [["b.py"]]
 
 
-def test_code_of_a_run_that_lives_is_not_taken() -> None:
+@pytest.mark.parametrize("container", ["", "unshare --map-root-user --pid --fork --kill-child --mount-proc"])
+def test_code_of_a_run_that_lives_is_not_taken(container: str) -> None:
+    """In a container the process has the id 1, which is that of another process outside."""
+    if container and subprocess.run([*container.split(), "true"], capture_output=True).returncode:
+        pytest.skip("an ordinary user may not make namespaces everywhere")
     contents = {"a.py": b"a"}
-    with Host(contents) as host:
-        lives = offer([file("a.py", b"a")], command=["-c", "import time; time.sleep(60)"])
+    with Host(contents, container=container.split()) as host:
+        lives = offer([file("a.py", b"a")])
         tree = Path(host.offered(lives)["ready"][0] + HERE)
         again, asked = sent(contents, run="run2")
         assert content_of(tree) == content_of(again) == contents
@@ -157,6 +167,59 @@ def test_what_somebody_has_damaged_is_sent_again(damage: str) -> None:
     again, asked = sent(contents, run="run2")
     assert content_of(again) == contents
     assert asked == [["a.py"]]
+
+
+def test_a_store_with_damaged_records_and_others_files_is_used_again(cache: Path) -> None:
+    contents = {"a.py": b"a"}
+    sent(contents)
+    for record in cache.glob("code/ab12/*/record.json"):
+        record.write_text("[1]")
+    for name in ("stray", "code/stray", "code/ab12/stray", "env/stray"):
+        (cache / name).touch()
+    (cache / "code/ab12/.empty").mkdir()
+    (cache / "tidied").unlink()
+    for _ in range(2):
+        tree, _ = sent(contents)
+        assert content_of(tree) == contents
+
+
+@pytest.mark.parametrize("days", [-365, 365])
+def test_what_was_kept_while_the_clock_was_a_year_off_does_no_harm(days: int, cache: Path) -> None:
+    contents = {"a.py": b"a"}
+    sent(contents)
+    other = time.time() + days * 86400
+    for path in (*cache.glob("code/*/*"), cache / "tidied"):
+        os.utime(path, (other, other))
+    tree, asked = sent(contents, run="run2")
+    assert content_of(tree) == contents
+    assert asked == ([["a.py"]] if days < 0 else [])  # unused for a year: it is removed
+    assert abs((cache / "tidied").stat().st_mtime - time.time()) < 3600
+
+
+def test_a_disk_that_fills_in_the_middle_is_named_and_nothing_half_stays(cache: Path) -> None:
+    """The receiver has the disk in a mount namespace of its own; a second one follows it there."""
+    program = 'mount -t tmpfs -o size=80m tmpfs "$XDG_CACHE_HOME" && { "$@"; rm "$XDG_CACHE_HOME/filler"; exec "$@"; }'
+    container = ["unshare", "--map-root-user", "--mount", "sh", "-c", program, "sh"]
+    cache.parent.mkdir()
+    if subprocess.run([*container, "true"], capture_output=True).returncode not in (0, 127):
+        pytest.skip("an ordinary user may not make namespaces everywhere")
+    contents = {"a.py": b"a" * (1 << 20), "b.py": b"b" * (8 << 20)}
+    files = [file(name, content) for name, content in contents.items()]
+    with Host(contents, container=container) as host:
+        host.write(block(json.dumps(offer(files)).encode()))
+        assert host.read()["need"] == [0, 1]
+        host.write(block(contents["a.py"]))
+        there = Path(f"/proc/{host.pid}/root{cache}")
+        wait_until(lambda: [*there.glob(f"code/*/.*/tree{HERE}/b.py")], "the second file is begun")
+        with (there.parent / "filler").open("wb") as filler, suppress(OSError):
+            while True:
+                filler.write(bytes(1 << 20))
+        host.write(block(contents["b.py"]))
+        assert "No space left on device; free some space" in host.read()["error"]
+        assert [path.name for path in there.rglob("*.py")] == ["a.py"]
+        assert "ready" in host.offered(offer(files))
+        assert host.asked == [["b.py"]]
+        assert {path.name: path.read_bytes() for path in there.rglob("*.py")} == contents
 
 
 def test_an_unfinished_transfer_goes_on() -> None:
@@ -222,6 +285,12 @@ def test_a_store_that_others_can_read_is_refused(cache: Path) -> None:
     assert message == {"error": f"{cache} there is not private to its user; type there: rm -r {cache}"}
 
 
+def test_it_ends_once_the_controller_is_silent_for_long() -> None:
+    """As it is where the network went away without a word."""
+    silent = "import os\nfrom launcher.sync import receiver\nreceiver.QUIET_S = 1\nreceiver.read_block(os.pipe()[0])"
+    assert subprocess.run([sys.executable, "-c", silent], timeout=60).returncode == -signal.SIGALRM
+
+
 # Environments
 
 
@@ -278,10 +347,12 @@ def test_two_runs_at_once_make_one_environment() -> None:
     contents = {f"{number}.py": b"x" * number for number in range(300)}
     data, digest = environment(contents)
     receiver.Environment(receiver.open_store(), digest).learn(data)
-    children = [os.fork() for _ in range(3)]
-    if 0 in children:  # a process each: their names differ
-        build(contents)
-        os._exit(0)
+    children = []
+    for _ in range(3):
+        children.append(os.fork())
+        if not children[-1]:
+            build(contents)
+            os._exit(0)
     assert [os.waitpid(pid, 0)[1] for pid in children] == [0, 0, 0]
     tree, asked = build(contents)
     assert asked == []
@@ -305,7 +376,7 @@ def test_what_was_not_used_for_long_goes_and_then_the_oldest_over_the_limit() ->
 def test_code_of_an_ended_run_is_removed_after_30_days_and_that_of_a_run_that_lives_is_not(cache: Path) -> None:
     tree, _ = sent({"a.py": b"a"})
     with Host({"a.py": b"a"}) as host:
-        lives = offer([file("a.py", b"a")], key="cd34", command=["-c", "import time; time.sleep(60)"])
+        lives = offer([file("a.py", b"a")], key="cd34")
         living = Path(host.offered(lives)["ready"][0])
         later = os.stat(cache).st_mtime + 31 * 86400
         (cache / "tidied").unlink()

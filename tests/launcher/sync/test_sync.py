@@ -15,6 +15,7 @@ import psutil
 import pytest
 from testbed.imports import ROOT
 from testbed.processes import Result, marked, run_dtrain, run_program, started_dtrain, wait_until
+from testbed.require import require
 from testbed.sshd import BareHosts
 
 
@@ -68,10 +69,30 @@ def test_the_environment_that_setup_leaves_has_the_python_that_takes_the_files(
     assert "--setup ended there with status 127: no; " in failed.stderr
 
 
-def test_a_container_around_the_agent_does_not_go_with_it(tmp_path: Path) -> None:
-    refused = run_dtrain("run", "--sync", "--hosts", "a", "--agent-prefix", "true", "train.py", cwd=tmp_path)
+@pytest.mark.parametrize("client", [[], ["--ssh-command", "ssh"]], ids=["paramiko", "openssh"])
+def test_files_are_sent_to_a_container_around_the_agent(
+    bare_hosts: BareHosts, project: Path, client: list[str]
+) -> None:
+    require(shutil.which("bwrap"), "bwrap", "apt-get install bubblewrap")
+    write(project, "train.py", "import helper, os\nprint(helper.text(), os.getpid() < 100)\nopen('left', 'w').close()")
+    options = ["--agent-prefix", "bwrap --dev-bind / / --unshare-pid --proc /proc", "--fetch", "left", *client]
+    result = run(bare_hosts, project, *options, "--run-id", "job", "train.py")
+    assert shown(result) == ["[node1:0] first True", "[node2:1] first True"]
+    assert "--fetch: 2 files" in result.stderr
+
+
+def test_a_container_that_is_missing_is_named(bare_hosts: BareHosts, project: Path) -> None:
+    result = run(bare_hosts, project, "--agent-prefix", "no-such-container run", "train.py", names="node1")
+    assert result.returncode == 1
+    assert "no-such-container: " in result.stderr
+    assert "is what --agent-prefix names installed there?" in result.stderr
+
+
+def test_nodes_that_are_started_by_hand_are_sent_nothing(tmp_path: Path) -> None:
+    options = ["--nnodes", "2", "--node-rank", "0", "--master-addr", "localhost"]
+    refused = run_dtrain("run", "--sync", *options, "train.py", cwd=tmp_path)
     assert refused.returncode == 2
-    assert "--sync does not go with --agent-prefix" in refused.stderr
+    assert "each runs its own dtrain, and so has its Python and packages, before it connects" in refused.stderr
 
 
 def test_a_changed_line_runs_and_what_a_script_has_written_is_not_seen_by_the_next(
@@ -112,13 +133,55 @@ def test_worker_s_paths_lie_in_the_tree_and_its_traceback_has_the_user_s_own(
     assert ".cache" not in result.stderr
 
 
+def test_the_debugger_shows_and_takes_the_user_s_own_paths(
+    bare_hosts: BareHosts, project: Path, tmp_path: Path
+) -> None:
+    write(
+        project,
+        "train.py",
+        """\
+        import helper, os, sys
+        while not os.path.exists(sys.argv[1]):
+            helper.text()
+        """,
+    )
+    write(
+        project,
+        "helper.py",
+        f"import time\ndef text():\n    open({str(tmp_path / 'up')!r}, 'w').close()\n    time.sleep(0.01)\n",
+    )
+    hosts = ["--hosts", "node1", "--ssh-config", str(bare_hosts.ssh_config), "--run-id", "job"]
+    argv = ["run", "--detach", "--sync", "code", *hosts, "train.py", str(tmp_path / "go")]
+    assert run_dtrain(*argv, cwd=project, outlived=True).returncode == 0
+    wait_until((tmp_path / "up").exists, "the rank is there")
+    typed = f"b {project}/helper.py:4\nw\nc\np __file__\nq\n"
+    shown = run_dtrain("debug", "job", "--rank", "0", stdin=typed).stdout
+    (tmp_path / "go").touch()
+    assert run_dtrain("wait", "job").returncode == 0
+    assert f"Breakpoint 1 at {project}/helper.py:4\n" in shown
+    assert f"  {project}/train.py(3)<module>()\n" in shown
+    assert f"> {project}/helper.py(4)text()\n" in shown
+    assert ".cache/dtrain/code/" in shown.partition("time.sleep(0.01)")[2], "a value stays what it is"
+
+
 @pytest.fixture(scope="session")
 def small_python(_bare_lab: BareHosts) -> Path:
     """A Python that has only what dtrain imports, and a package in editable mode; the hosts lack all of it."""
     venv = _bare_lab.here / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
     (packages,) = venv.glob("lib/python3.*/site-packages")
-    needed = ("click", "psutil", "rich", "paramiko", "cryptography", "bcrypt", "PyNaCl", "cffi", "pycparser")
+    needed = (
+        "click",
+        "psutil",
+        "rich",
+        "paramiko",
+        "cryptography",
+        "bcrypt",
+        "PyNaCl",
+        "cffi",
+        "pycparser",
+        "cloudpickle",
+    )
     for name in needed:
         for file in importlib.metadata.files(name) or ():
             if ".." not in file.parts and not file.name.endswith(".pyc"):
@@ -148,7 +211,16 @@ def small_python(_bare_lab: BareHosts) -> Path:
         another = mine:no
         """
     write(packages, "mine-1.0.dist-info/entry_points.txt", points)
-    write(packages, "mine-1.0.dist-info/RECORD", "mine-1.0.dist-info/entry_points.txt,,\n../../../bin/mine-tool,,\n")
+    write(
+        packages,
+        "mine-1.0.dist-info/RECORD",
+        "mine-1.0.dist-info/entry_points.txt,,\n../../../bin/mine-tool,,\n"
+        "../../../bin/mine-script,,\n../../../bin/mine-shell,,\n../../../share/mine.txt,,\n",
+    )
+    write(venv / "bin", "mine-tool", "not this one").chmod(0o755)
+    write(venv / "bin", "mine-script", f"#!{venv}/bin/python\nimport sys, click\nprint(sys.argv[1:])").chmod(0o755)
+    write(venv / "bin", "mine-shell", '#!/bin/sh\necho "shell $1"').chmod(0o755)
+    write(venv, "share/mine.txt", "")
     return venv / "bin/python"
 
 
@@ -172,19 +244,68 @@ def test_packages_of_this_python_are_sent_and_those_in_editable_mode_as_they_are
     assert shown(again) == ["[node1:0] 2 True True True", "[node2:1] 2 True True True"]
 
 
-def test_console_scripts_of_packages_are_in_path(bare_hosts: BareHosts, project: Path, small_python: Path) -> None:
+def test_check_looks_at_what_is_sent_and_names_the_option_where_it_would_help(
+    bare_hosts: BareHosts, project: Path, small_python: Path
+) -> None:
+    hosts = ["--hosts", "node1", "--ssh-config", str(bare_hosts.ssh_config), "--no-allreduce", "train.py"]
+
+    def check(*options: str) -> str:
+        return run_program(small_python, "-m", "launcher", "check", *options, *hosts, cwd=project).stdout
+
+    without = check()
+    assert "note: node1: dtrain run --sync code sends your code to hosts that lack it" in without
+    assert "note: node1: dtrain run --sync env sends this Python's packages to hosts that lack it" in without
+    assert "pip install" not in without, "no Python is there"
+    errors = [
+        line for line in check("--sync", "both").splitlines() if line.startswith(("error", "note: node1: dtrain"))
+    ]
+    assert len(errors) == 1, errors  # this Python has none
+    assert "has no torch" in errors[0]
+
+
+def test_programs_of_packages_are_in_path(bare_hosts: BareHosts, project: Path, small_python: Path) -> None:
     write(
         project,
         "train.py",
         """\
         import shutil, subprocess
         print(subprocess.run(["mine-tool", "a b"]).returncode, shutil.which("other"), shutil.which("another"))
+        print(subprocess.run(["mine-script", "c d"]).returncode, subprocess.run(["mine-shell", "e f"]).returncode)
         print(subprocess.run(["python", "-c", "import click"]).returncode)
         """,
     )
     options = ["--sync", "--hosts", "node1", "--ssh-config", str(bare_hosts.ssh_config), "train.py"]
     result = run_program(small_python, "-m", "launcher", "run", *options, cwd=project)
-    assert shown(result) == ["[node1:0] 0", "[node1:0] 3 None None", "[node1:0] ['a b']"]
+    found = [f"[node1:0] {each}" for each in ("0", "0 0", "3 None None", "['a b']", "['c d']", "shell e f")]
+    assert shown(result) == found
+    assert not [*bare_hosts.cache(1).rglob("mine.txt")]
+
+
+def test_a_function_is_called_where_its_modules_and_packages_were_sent(
+    bare_hosts: BareHosts, project: Path, small_python: Path
+) -> None:
+    write(project, "modules/bad.py", "def fail(of):\n    raise ValueError(of)\n")
+    program = """\
+        import sys, helper, launcher
+        sys.path.append(sys.argv[2])
+        import bad
+
+        def call(suffix):
+            import click
+            return helper.text() + suffix, "/.cache/dtrain/env/" in click.__file__
+
+        if __name__ == "__main__":
+            options = dict(hosts="node1,node2", ssh_config=sys.argv[1], sync="both", quiet=True)
+            print(launcher.launch(call, "!", **options))
+            launcher.launch(bad.fail, "batch", **options)
+        """
+    write(project, "program.py", program)
+    (project / "elsewhere").mkdir()
+    argv = ["../program.py", str(bare_hosts.ssh_config), str(project / "modules")]
+    result = run_program(small_python, *argv, cwd=project / "elsewhere")
+    assert result.stdout == "[('first!', True), ('first!', True)]\n", result.stderr
+    assert f'File "{project}/modules/bad.py", line 2, in fail' in result.stderr
+    assert ".cache/dtrain/code" not in result.stderr
 
 
 def test_all_packages_of_this_python_are_sent_and_train(bare_hosts: BareHosts, project: Path) -> None:
@@ -199,7 +320,8 @@ def test_all_packages_of_this_python_are_sent_and_train(bare_hosts: BareHosts, p
         print(model.module.weight.grad.tolist(), "/.cache/dtrain/env/" in torch.__file__)
         """,
     )
-    assert shown(run(bare_hosts, project, sync="both")) == [f"[node{i + 1}:{i}] [[0.5, 0.5]] True" for i in range(2)]
+    result = run(bare_hosts, project, "--nproc-per-node", "2", "train.py", names="node1", sync="both")
+    assert shown(result) == [f"[node1:{i}] [[0.5, 0.5]] True" for i in range(2)]
 
 
 def test_files_are_fetched_from_each_host_after_a_failure_too(
