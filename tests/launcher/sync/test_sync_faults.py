@@ -3,7 +3,8 @@
 import os
 import shutil
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -22,12 +23,25 @@ def _is_arriving(hosts: NetworkHosts) -> bool:
     return False
 
 
-def _receives(hosts: NetworkHosts) -> bool:
-    found = False
+def _receivers(hosts: NetworkHosts) -> list[psutil.Process]:
+    found = []
     for process in hosts.processes("far1"):
         with suppress(psutil.Error):  # it has just ended
-            found |= any("marshal.loads" in arg for arg in process.cmdline())
+            if any("marshal.loads" in arg for arg in process.cmdline()):
+                found.append(process)
     return found
+
+
+@contextmanager
+def _in_the_middle(hosts: NetworkHosts) -> Iterator[None]:
+    """Wait until a part of the file is there, and let no more arrive meanwhile."""
+    wait_until(lambda: _is_arriving(hosts), "a part of the file is there")
+    receivers = _receivers(hosts)
+    for process in receivers:
+        process.suspend()
+    yield
+    for process in receivers:
+        process.resume()
 
 
 @pytest.fixture
@@ -42,8 +56,8 @@ def test_a_transfer_goes_on_after_a_break_of_the_network(
     network_hosts: NetworkHosts, argv: list[str], tmp_path: Path
 ) -> None:
     with started_dtrain(*argv, cwd=tmp_path) as process:
-        wait_until(lambda: _is_arriving(network_hosts), "a part of the file is there")
-        network_hosts.cut("far1")
+        with _in_the_middle(network_hosts):
+            network_hosts.cut("far1")
         time.sleep(3)
         network_hosts.mend("far1")
         stdout, stderr = process.communicate(timeout=60)
@@ -54,12 +68,12 @@ def test_a_network_that_stays_away_is_an_error_and_the_next_run_succeeds(
     network_hosts: NetworkHosts, argv: list[str], tmp_path: Path
 ) -> None:
     with started_dtrain(argv[0], "--start-timeout-s", "20", *argv[1:], cwd=tmp_path, outlived=True) as process:
-        wait_until(lambda: _is_arriving(network_hosts), "a part of the file is there")
-        network_hosts.drop("far1")
+        with _in_the_middle(network_hosts):
+            network_hosts.drop("far1")
         _, stderr = process.communicate(timeout=60)
         assert process.returncode == 1
         network_hosts.mend("far1")
-    wait_until(lambda: not _receives(network_hosts), "the receiver has heard that the connection is gone")
+    wait_until(lambda: not _receivers(network_hosts), "the receiver has heard that the connection is gone")
     assert b"far1: no byte arrived for 15 s while files were sent; start the run again: it goes on" in stderr
     again = run_dtrain(*argv, cwd=tmp_path)
     assert again.stdout == f"[far1:0] {LARGE_BYTES}\n", again.stderr
