@@ -569,7 +569,16 @@ def show_cache(*, clear: bool) -> None:
 
 
 def _remove_kept(path: str) -> None:
+    """Remove a tree, unless a run has taken it over meanwhile."""
+    lock = None
+    try:
+        if (lock := own(path)) is None:
+            return
+    except (FileNotFoundError, NotADirectoryError):  # an environment: the code that uses it is owned
+        pass
     remove_tree(path)
+    if lock is not None:
+        os.close(lock)
     if os.path.exists(path + ".list"):
         os.unlink(path + ".list")
 

@@ -385,6 +385,18 @@ def test_code_of_an_ended_run_is_removed_after_30_days_and_that_of_a_run_that_li
         assert not tree.exists()
 
 
+def test_a_tree_that_a_run_takes_over_while_trees_are_looked_at_is_not_removed(cache: Path) -> None:
+    sent({"a.py": b"a"})
+    ((_, _, path),) = receiver.kept(str(cache))
+    lock = receiver.own(path)
+    assert lock is not None
+    receiver._remove_kept(path)  # what `tidy` and `dtrain cache --clear` call after `kept`
+    assert os.path.exists(path)
+    os.close(lock)
+    receiver._remove_kept(path)
+    assert not os.path.exists(path)
+
+
 def test_an_environment_inside_of_the_project_is_kept_apart_from_its_code(tmp_path: Path) -> None:
     """As with the usual `.venv`: both trees have the project's folder."""
     site = f"{HERE}/.venv/lib/python3/site-packages"
