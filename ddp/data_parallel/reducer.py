@@ -285,6 +285,7 @@ class Reducer:
 
     def _choose(self, *, by_output: bool) -> Action:
         try:
+            self.sums.check_older(added=0 if by_output else 1)
             return self.policy.choose(by_output=by_output)
         except BackwardError as error:
             self.fail(str(error))
