@@ -286,6 +286,20 @@ def a_step_that_was_abandoned_changes_nothing() -> None:
     assert training.run(2) == undisturbed
 
 
+def a_step_that_was_abandoned_after_some_micro_batches_changes_nothing() -> None:
+    """Of two ranks each has four; gradients have weights."""
+    results = []
+    for count in (0, 1, 2, 3):
+        training = Training("mlp", weighs=True)
+        training.run(1)
+        start = training.loader.state_dict()
+        for x, y in itertools.islice(next(training.loader.epochs(1)), count):
+            training.model.backward(nn.functional.cross_entropy(training.model(x), y), weight=2)
+        training.loader.load_state_dict(start)
+        results.append(training.run(2))
+    assert len({*results}) == 1, results
+
+
 def what_a_step_cannot_take_is_refused() -> None:
     training = Training("mlp")
 
