@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from ddp.comm.channel import Channel
 from ddp.comm.failures import changing_together, describe_failure, failing_together, peers_failed
-from ddp.data.micro_batch import MicroBatch
+from ddp.data.micro_batch import MicroBatch, current
 from ddp.data_parallel.backward_pass import (
     Action,
     EndOfBackward,
@@ -269,6 +269,10 @@ class Reducer:
 
     def enter_forward(self, module: torch.nn.Module) -> None:
         """Begin a forward pass of `module`. Raises BackwardError if it has other parameters."""
+        micro_batch = current.micro_batch
+        if micro_batch is not None and micro_batch.is_first and micro_batch is not self.policy.micro_batch:
+            self.sums.end()  # of a step that was abandoned
+            self._forget()
         self.module_watch = self.module_watch.follow(module)
         self.report.at("in forward")
         self.mark("forward")
@@ -285,6 +289,7 @@ class Reducer:
 
     def _choose(self, *, by_output: bool) -> Action:
         try:
+            self.sums.check_older(added=0 if by_output else 1)
             return self.policy.choose(by_output=by_output)
         except BackwardError as error:
             self.fail(str(error))
@@ -521,12 +526,15 @@ class Reducer:
             break_connections()
 
     def _reset(self) -> None:
-        self._weights = []
-        self._held = {}
-        self.sums.touched.clear()
+        self._forget()
         self.policy.ended()
         timeline.backward_ended()
         self.report.at("outside forward and backward")
+
+    def _forget(self) -> None:
+        """Drop what backward passes have left for a later one."""
+        self.sums.touched.clear()
+        self._weights, self._held = [], {}
 
     def _conclude(self, pass_: Pass, statuses: StatusSum) -> None:
         """Act on the ranks' statuses: every rank does the same."""

@@ -165,6 +165,13 @@ def test_many_tensors_are_put_together_at_once() -> None:
         assert flatten(tensors).tolist() == [1, 0, 3, 1, 4, 2, 5, 1, 1]
 
 
+def test_many_tensors_are_added_at_once() -> None:
+    for add in (internals.foreach_add, internals._add_each):
+        tensors = [torch.ones(2), torch.zeros(2, 2).t()]
+        add(tensors, [torch.ones(2), torch.arange(4.0).view(2, 2)])
+        assert [each.tolist() for each in tensors] == [[2, 2], [[0, 1], [2, 3]]]
+
+
 def test_many_tensors_are_divided_at_once() -> None:
     dense, sparse = torch.full((2,), 6.0), torch.eye(2).mul(9).to_sparse()
     internals.foreach_divide([dense, sparse], 3.0)

@@ -286,10 +286,26 @@ def a_step_that_was_abandoned_changes_nothing() -> None:
     assert training.run(2) == undisturbed
 
 
+def a_step_that_was_abandoned_after_some_micro_batches_changes_nothing() -> None:
+    """Of two ranks each has four; gradients have weights."""
+    results = []
+    for count in (0, 1, 2, 3):
+        training = Training("mlp", weighs=True)
+        training.run(1)
+        start = training.loader.state_dict()
+        for x, y in itertools.islice(next(training.loader.epochs(1)), count):
+            training.model.backward(nn.functional.cross_entropy(training.model(x), y), weight=2)
+        training.loader.load_state_dict(start)
+        results.append(training.run(2))
+    assert len({*results}) == 1, results
+
+
 def what_a_step_cannot_take_is_refused() -> None:
     training = Training("mlp")
 
     def step(act: Any) -> None:
+        """Make a step of eight micro-batches."""
+        training.loader.set_epoch(training.loader.epoch + 1)
         for each in training.loader.epochs(1000):
             for x, y in each:
                 act(x, y)
@@ -308,6 +324,15 @@ def what_a_step_cannot_take_is_refused() -> None:
     training.optimizer.zero_grad()
     with pytest.raises(UnsupportedError, match="no_sync"):
         step(in_no_sync)
+    for to_none in (True, False):
+
+        def cleared(x: torch.Tensor, y: torch.Tensor, *, to_none: bool = to_none) -> None:
+            loss = loss_of(x, y)
+            training.optimizer.zero_grad(set_to_none=to_none)
+            loss.backward()
+
+        with pytest.raises(BackwardError, match=r"was changed between two micro-batches.* zero_grad\(\) once"):
+            step(cleared)
     passes = iter(range(99))
 
     def weighted_once(x: torch.Tensor, y: torch.Tensor) -> None:
@@ -325,7 +350,6 @@ def what_a_step_cannot_take_is_refused() -> None:
         nn.functional.cross_entropy(unfrozen(x), y).backward()
         last.requires_grad_()
 
-    training.loader.set_epoch(training.loader.epoch + 1)  # its first step has several micro-batches for each rank
     with pytest.raises(BackwardError, match=r"unfrozen within a step of ddp\.StepLoader"):
         step(unfreezing)
     bare = _net("mlp")

@@ -44,8 +44,9 @@ from ddp.data_parallel.buckets.transfers import (
     ready_twice,
 )
 from ddp.data_parallel.buckets.unbucketed import average_sparse
-from ddp.errors import CheckpointError
+from ddp.errors import BackwardError, CheckpointError
 from ddp.monitoring import timeline
+from ddp.torch_internals import version_of
 
 _PROBED_NUMEL = 1 << 16
 _SMALL_NUMEL = 1 << 12  # summed in 2 us
@@ -99,6 +100,7 @@ class GradientSums:
         self._before: dict[int, None] = {}  # those with one in earlier micro-batches of the step
         self._sparse_rows: dict[int, list[torch.Tensor]] = {}  # sparse gradients of these micro-batches, by index
         self._has_older = False  # whether `.grad` has the gradients of the micro-batch before, to be added to
+        self._older: list[tuple[Member, torch.Tensor, int]] = []  # these, and their versions
         self._adds_once = False  # whether backward adds to each `.grad` once, as far as passes have shown
         self._statuses = torch.empty(0, device="cpu")  # the last step status
         self.plan([index for index in reversed(range(len(members))) if index not in sparse])
@@ -283,8 +285,26 @@ class GradientSums:
         """
         if not self._adds_once or micro_batch.index % 2 or micro_batch.sum_divisor == 1:
             return False
-        grads = [each.parameter.grad for each in self._members]
-        return all(grad is None or (not is_narrow(grad.dtype) and has_own_memory(grad)) for grad in grads)
+        grads = [(each, grad) for each in self._members if (grad := each.parameter.grad) is not None]
+        if any(is_narrow(grad.dtype) or not has_own_memory(grad) for _, grad in grads):
+            return False
+        self._older = [(each, grad, version_of(grad)) for each, grad in grads]
+        return True
+
+    def check_older(self, *, added: int) -> None:
+        """Raise BackwardError if the gradients to be added to are not in `.grad` when a backward pass begins.
+
+        It has `added` at most so many to them.
+        """
+        older, self._older = self._older, []
+        for member, grad, version in older:
+            added -= version_of(grad) - version
+            if member.parameter.grad is not grad or added < 0:
+                raise BackwardError(
+                    f"the gradient of {member.name!r} was changed between two micro-batches of a step of "
+                    "ddp.StepLoader: call zero_grad() once, after the optimizer's step",
+                    parameter=member.name,
+                )
 
     def _enter(self, micro_batch: MicroBatch | None) -> None:
         for transfer in self._transfers:
@@ -432,7 +452,7 @@ class GradientSums:
             transfer.drop()
         self.is_finite, self.spoilt_by = True, None
         self._before.clear()
-        self._has_older = False
+        self._has_older, self._older = False, []
         self._sparse_rows.clear()
         self._absent = []
         self._next = 0

@@ -103,5 +103,9 @@ def test_ranks_without_micro_batches_are_named_once(nursery: Nursery) -> None:
 
 
 def test_what_a_step_cannot_take_is_refused(nursery: Nursery) -> None:
-    cases = ["what_a_step_cannot_take_is_refused", "a_step_that_was_abandoned_changes_nothing"]
+    cases = [
+        "what_a_step_cannot_take_is_refused",
+        "a_step_that_was_abandoned_changes_nothing",
+        "a_step_that_was_abandoned_after_some_micro_batches_changes_nothing",
+    ]
     nursery.in_turn(2, CASES, cases)

@@ -14,7 +14,9 @@ It replaces, in the process: torch.Event, torch.accelerator, NCCL, and the names
 It does not show: several devices in a process, autograd's own streams (backward runs on the current stream of
 autograd's thread), kernels that run at the same time on the same memory, CUDA graphs, how torch's allocator reuses
 memory (a freed tensor is overwritten in the order of its stream), and what NCCL does beside its order. Sparse tensors
-raise NotImplementedError: for a device of this kind, torch has no kernel that makes one.
+raise NotImplementedError: for a device of this kind, torch has no kernel that makes one. A hook that raises in
+autograd's thread becomes SystemError or ends the process: torch's guard of the stream, which is in Python for such a
+device, is called while the exception is pending.
 """
 
 from __future__ import annotations
