@@ -11,6 +11,7 @@ the ranks of every world from there, before it has any thread. Each world has a 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import fcntl
 import gc
 import importlib
@@ -41,6 +42,7 @@ _NO_FAULT = (  # what some versions say, and no one can mend
     "Sparse invariant checks are implicitly disabled",
     "Validating sparse tensor invariants because weights_only=True",
 )
+_SHOW_STACKS, _STACKS_S = signal.SIGRTMAX, 0.5
 _GRACE_S = 3.0  # what the other ranks may still say after one has failed
 
 
@@ -257,6 +259,7 @@ def _fork(rank: int, world_size: int, case: str, group: str, arguments: dict[str
     if pid:
         return pid
     status = 1
+    faulthandler.register(_SHOW_STACKS, (folder / f"stacks.{rank}").open("w"))
     try:
         _make_warnings_errors()
         result = _run_rank(rank, world_size, case, group, arguments, folder)
@@ -309,11 +312,17 @@ def _watch(pids: dict[int, int], deadline_s: float, folder: Path) -> str | None:
         time.sleep(0.002)
     late = {pid: rank for pid, rank in pids.items() if rank not in codes}
     for pid in late:
+        os.kill(pid, _SHOW_STACKS)
+    time.sleep(_STACKS_S if late else 0.0)
+    for pid in late:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     if not late and not any(codes.values()):
         return None
-    lines = [f"rank {rank} was still running and was killed" for rank in late.values()]
+    lines = [
+        f"rank {rank} was still running and was killed:\n{(folder / f'stacks.{rank}').read_text()}"
+        for rank in late.values()
+    ]
     for rank, code in sorted(codes.items()):
         if code:
             said = folder / f"failure.{rank}"

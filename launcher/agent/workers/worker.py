@@ -27,8 +27,8 @@ Besides those in its order, a worker gets these variables:
     DTRAIN_COPY_NOTE         where that worker may note how to save the copy if it ends before that is done: a JSON
                              object with `pid`, its own, and `argv`, a command that gets the copy as its standard input;
                              [] once it is saved
-    DTRAIN_LEDGER_FILE       a FIFO to which it may write what its steps made, in lines of JSON: see ddp/data/ledger.py. The
-                             agent reads it, also while no process has it open.
+    DTRAIN_LEDGER_FILE       a FIFO to which it may write what its steps made, in lines of JSON: see
+                             ddp/data/ledger.py. The agent reads it, also while no process has it open.
     DTRAIN_DEBUGGER_FILE     when a debugger was last open in any rank of the run: `open`, or a time of this host's
                              monotonic clock, in seconds; does not exist if none was
 """

@@ -1,8 +1,8 @@
 """`dtrain replay` makes steps of an earlier run again in one process; `dtrain diff` compares the ledgers of two runs.
 
 A replay is a run of its own, in the foreground, of the same script with the same arguments. What it begins with, where
-it ends and where it saves is in DTRAIN_REPLAY_PLAN, which `ddp` reads; see ddp/data/ledger.py. Its ledger is compared with
-the run's as it arrives.
+it ends and where it saves is in DTRAIN_REPLAY_PLAN, which `ddp` reads (ddp/data/replay.py). Its ledger is compared
+with the run's as it arrives.
 """
 
 from __future__ import annotations
