@@ -74,6 +74,8 @@ class StepHashes:
         if began:
             self._times_s = [*self._times_s, self._began - began][-_LOOK_EVERY:]
         else:
+            _hash(self._members[0].parameter)  # the first hash of a process takes far longer
+            self._began = perf_counter()
             for member in self._members:
                 _hash(member.parameter)
             self._cost_s = 2 * (perf_counter() - self._began)
@@ -95,7 +97,7 @@ class StepHashes:
         count = len(self._times_s)
         if count < _FIRST_STEPS or (count > _FIRST_STEPS and (self._step or 0) % _LOOK_EVERY):
             return known
-        allowed_s = _SHARE * median(self._times_s) - record.line_s
+        allowed_s = _SHARE * median(self._times_s) - median(record.lines_s)
         best = min(_MOST, math.ceil(self._cost_s / allowed_s)) if allowed_s * _MOST > self._cost_s else _MOST
         return best if abs(best - known) > _TOLERANCE * known else known
 
