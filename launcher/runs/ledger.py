@@ -50,6 +50,10 @@ class Ledger:
     def steps(self) -> list[int]:
         return sorted(self._places)
 
+    @property
+    def first(self) -> int:
+        return min(self._places, default=1)
+
     def step(self, number: int) -> Step | None:
         """Return what was written of a step. Raises OSError."""
         if number not in self._places:
