@@ -197,6 +197,7 @@ class Replay:
         self._ledger = ledger
         self._recorded = (manifest["outcome"] or {}).get("cause") or {}
         self._facts = facts
+        self._has_git = manifest["git"] is not None
         self._here = Ledger()
         self._compared = Comparison()
         self._reached = 0  # the newest step
@@ -220,7 +221,11 @@ class Replay:
             return []
         loader, machine = self._ledger.loader, self._ledger.machine
         facts = [*self._facts, *_lines(_unequal(loader, self._here.loader) | _unequal(machine, self._here.machine))]
-        return [f"not as in run {self._run_id}: {different}", *(facts or ["code, versions and data are as they were"])]
+        return [f"not as in run {self._run_id}: {different}", *(facts or [self._equal()])]
+
+    def _equal(self) -> str:
+        equal = "versions and the number of samples are as they were"
+        return f"commit, {equal}" if self._has_git else f"{equal}; the code is in no git repository"
 
     def verdict(self, outcome: Outcome, step: int | None) -> tuple[str, int]:
         """Return the last line and the exit code; `step` is the one that was to be reached."""

@@ -107,6 +107,17 @@ def test_a_difference_is_said_with_the_step_the_parameter_and_what_else_differs(
     )
 
 
+def test_code_without_a_repository_is_not_said_to_be_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(Path().absolute().parent))
+    train("6")
+    shutil.rmtree("checkpoints")
+    script = Path("train.py")
+    script.write_text(script.read_text().replace("digest(state, step, data)", "digest(state, step, data, 1)"))
+    result = replay()
+    text = "versions and the number of samples are as they were; the code is in no git repository"
+    assert f"not as in run first: step 1: the gradient of weight\ndtrain: replay: {text}\n" in result.stderr
+
+
 def test_on_another_kind_of_processor_losses_are_compared_and_that_is_said() -> None:
     train("6")
     shutil.rmtree("checkpoints")
