@@ -90,7 +90,7 @@ def replay_run(
     """
     entry = run_of(word)
     manifest, ledger = read_manifest(entry), read_ledger(Path(entry.folder))
-    has_failed = (manifest["outcome"] or {}).get("exit_code") != 0
+    has_failed = (manifest.get("outcome") or {}).get("exit_code") != 0
     step = _last_step(wanted, ledger, entry.run_id, int(has_failed))  # a step that fails has no line
     again = prepare_rerun(entry, (), any_commit=any_commit, say=say)
     os.environ.update(again.variables)
