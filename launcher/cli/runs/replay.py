@@ -134,9 +134,10 @@ def _last_step(wanted: Wanted, ledger: Ledger, run_id: str, more: int) -> int:
     if wanted.micro_batch is not None:
         if wanted.step is None or not wanted.pdb:
             raise UsageError("--micro-batch names a place in a step: add --step N and --pdb")
-        each = int(ledger.loader.get("micro_batches", 1))
+        then = ledger.step(wanted.step)  # the last step of an epoch may have fewer
+        each = int(ledger.loader.get("micro_batches", 1)) if then is None else then.micro_batches
         if not 0 <= wanted.micro_batch < each:
-            raise UsageError(f"--micro-batch is {wanted.micro_batch}; a step of run {run_id} had 0 to {each - 1}")
+            raise UsageError(f"--micro-batch is {wanted.micro_batch}; this step of run {run_id} had 0 to {each - 1}")
     return ledger.last + more if wanted.step is None else wanted.step
 
 

@@ -205,7 +205,7 @@ def test_on_another_host_and_with_more_workers(ssh_hosts: SshHosts) -> None:
         (["--step", "9"], "--step is 9; run first had the steps 1 to 8"),
         (["--step", "0"], "--step is 0; run first had the steps 1 to 8"),
         (["--micro-batch", "1", "--step", "2"], "--micro-batch names a place in a step: add --step N and --pdb"),
-        (["--micro-batch", "4", "--step", "2", "--pdb"], "--micro-batch is 4; a step of run first had 0 to 3"),
+        (["--micro-batch", "4", "--step", "2", "--pdb"], "--micro-batch is 4; this step of run first had 0 to 3"),
         (["none"], "there is no run none; see dtrain ps --all"),
     ],
 )
@@ -234,6 +234,15 @@ def test_steps_before_the_run_are_those_of_another_one() -> None:
     gone = "the state with which the run began, at step 9, is gone"
     assert f"dtrain: replay of run first to step 10, from step 1: {gone}\n" in result.stderr
     assert last_line(result) == "dtrain: replay: steps 9 to 10 have the same bits (8 hashes)", result
+
+
+def test_the_last_step_of_an_epoch_has_fewer_micro_batches() -> None:
+    script = Path("train.py")
+    script.write_text(script.read_text().replace("shares=[4]", "shares=[4 if step % 5 else 1, 1]"))
+    train("8")
+    result = replay("--step", "5", "--micro-batch", "2", "--pdb")
+    text = "dtrain: --micro-batch is 2; this step of run first had 0 to 1\n"
+    assert (result.returncode, result.stderr) == (2, text)
 
 
 def test_a_run_without_a_ledger_says_what_makes_one() -> None:
