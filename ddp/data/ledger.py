@@ -22,6 +22,7 @@ import math
 import os
 import sys
 import weakref
+from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from os import PathLike
@@ -41,7 +42,7 @@ class Ledger:
     def __init__(self) -> None:
         self.path: str | None = None  # given by `ddp.ledger`
         self.kind: Kind = "sampled"  # of the loader that trains
-        self.line_s = 0.0  # that the last line took
+        self.lines_s = deque([0.0], maxlen=64)  # that the last lines took
         self._loader: weakref.ref[object] | None = None  # whose steps are recorded
         self._is_writer = False  # whether this process was rank 0 when the last step began
         self._step: int | None = None  # the last one, whose line is not written yet
@@ -124,7 +125,7 @@ class Ledger:
                 line = line[os.write(self._file, line) :]
         except OSError as error:
             self._give_up(error)
-        self.line_s = perf_counter() - began
+        self.lines_s.append(perf_counter() - began)
 
     @cached_property
     def _file(self) -> int | None:

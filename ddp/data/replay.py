@@ -54,9 +54,15 @@ def begin() -> None:
 
 
 def reach(step: int | None, micro_batch: int, frame: FrameType | None) -> None:
-    """Open the debugger in the user's code above `frame` if this micro-batch of the step is the one to stop before."""
-    found = None if step is None else plan()
-    if step is not None and found is not None and found.pdb and (step, micro_batch) == (found.step, found.micro_batch):
+    """Open the debugger in the user's code above `frame` if this micro-batch of the step is the one to stop before.
+
+    Raises SystemExit after the last step, whose loop was left.
+    """
+    if step is None or (found := plan()) is None or found.step is None:
+        return
+    if step > found.step:
+        raise SystemExit(0)
+    if found.pdb and (step, micro_batch) == (found.step, found.micro_batch):
         record.add_stop(step, micro_batch)
         import pdb  # imports much
 

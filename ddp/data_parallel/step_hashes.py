@@ -29,10 +29,11 @@ from ddp.data_parallel.checksum import drift_among
 from ddp.errors import DriftError
 
 _SHARE = 0.02  # of the time of a step, for hashes and the ledger
+_LEAST = 0.005  # for hashes, where the ledger alone takes more
 _FIRST_STEPS = 8  # of which the time is not typical
 _LOOK_EVERY = 64  # steps, at the share
 _TOLERANCE = 0.25  # of the number of parts
-_MOST = 1 << 10  # parts, also where the line alone takes more than the share
+_MOST = 1 << 10  # parts
 _FACTOR = 6364136223846793005  # Knuth's for 64 bits: any odd number would do
 _BITS = 48  # of a hash in the step status
 
@@ -74,6 +75,8 @@ class StepHashes:
         if began:
             self._times_s = [*self._times_s, self._began - began][-_LOOK_EVERY:]
         else:
+            _hash(self._members[0].parameter)  # the first hash of a process takes far longer
+            self._began = perf_counter()
             for member in self._members:
                 _hash(member.parameter)
             self._cost_s = 2 * (perf_counter() - self._began)
@@ -95,8 +98,9 @@ class StepHashes:
         count = len(self._times_s)
         if count < _FIRST_STEPS or (count > _FIRST_STEPS and (self._step or 0) % _LOOK_EVERY):
             return known
-        allowed_s = _SHARE * median(self._times_s) - record.line_s
-        best = min(_MOST, math.ceil(self._cost_s / allowed_s)) if allowed_s * _MOST > self._cost_s else _MOST
+        step_s = median(self._times_s)
+        allowed_s = max(_SHARE * step_s - median(record.lines_s), _LEAST * step_s)
+        best = min(_MOST, math.ceil(self._cost_s / allowed_s))
         return best if abs(best - known) > _TOLERANCE * known else known
 
     def check(self, channel: Channel, statuses: StatusSum) -> DriftError | None:

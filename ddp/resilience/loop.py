@@ -125,7 +125,7 @@ def resilient(function: F) -> F:
                 "TORCH_NCCL_ASYNC_ERROR_HANDLING to another value than 0, or TORCH_FR_BUFFER_SIZE to 0: unset it",
                 stacklevel=2,
             )
-        if current_generation() is None or dist.get_world_size() == 1:
+        if replayed is not None or current_generation() is None or dist.get_world_size() == 1:
             return function(state, *args, **kwargs)
         return _loop_of_process().run(state.commits, lambda: function(state, *args, **kwargs))
 

@@ -31,6 +31,7 @@ class Step:
     """A step: its loss, if the script reported it, and by parameter the hashes of its gradient and of itself before."""
 
     number: int
+    micro_batches: int
     loss: float | None
     hashes: Mapping[str, tuple[str, str]]
     machine: Mapping[str, Any]
@@ -49,6 +50,10 @@ class Ledger:
     @property
     def steps(self) -> list[int]:
         return sorted(self._places)
+
+    @property
+    def first(self) -> int:
+        return min(self._places, default=1)
 
     def step(self, number: int) -> Step | None:
         """Return what was written of a step. Raises OSError."""
@@ -110,7 +115,7 @@ def step_of(found: Mapping[str, Any], machine: Mapping[str, Any]) -> Step | None
     try:
         loss = found["loss"]
         hashes = {name: (str(gradient), str(own)) for name, (gradient, own) in found["hashes"].items()}
-        return Step(int(found["step"]), None if loss is None else float(loss), hashes, machine)
+        return Step(int(found["step"]), sum(found["shares"]), None if loss is None else float(loss), hashes, machine)
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
 

@@ -90,13 +90,15 @@ def replay_run(
     """
     entry = run_of(word)
     manifest, ledger = read_manifest(entry), read_ledger(Path(entry.folder))
-    step = _last_step(wanted, ledger, entry.run_id)
+    has_failed = (manifest.get("outcome") or {}).get("exit_code") != 0
+    step = _last_step(wanted, ledger, entry.run_id, int(has_failed))  # a step that fails has no line
     again = prepare_rerun(entry, (), any_commit=any_commit, say=say)
     os.environ.update(again.variables)
     given = parse(again.argv, as_torchrun=again.as_torchrun)
     run_id = f"{PREFIX}{entry.run_id[:100]}-{os.urandom(2).hex()}"
     folder = Path(given.log_dir).absolute() / run_id
     begins, name, path = _newest(ledger, Path(entry.folder), step)
+    lost = f"the state with which the run began, at step {ledger.first}, is gone" if begins < ledger.first else ""
     with nullcontext(path) if path is None or wanted.on else _pinned(path, folder) as pinned:
         plan = {
             "step": None if wanted.pdb and wanted.step is None else step,
@@ -113,8 +115,9 @@ def replay_run(
         check_here(request.spec)
         if not any(host.remote for host in request.spec.hosts):
             request = replace(request, spec=replace(request.spec, sync=()))
-        replay = Replay(entry.run_id, ledger, manifest, [*filter(None, [again.code]), *_differs(manifest, request)])
-        say(f"replay of run {entry.run_id} to step {step}, from step {begins}: {path or 'its beginning'}")
+        facts = [*filter(None, [again.code, lost]), *_differs(manifest, request)]
+        replay = Replay(entry.run_id, ledger, manifest, facts)
+        say(f"replay of run {entry.run_id} to step {step}, from step {begins}: {path or lost or 'its beginning'}")
         caller = Caller([*again.argv], read_ledger=replay.read)
         with hold(request.spec.log_dir, run_id):
             ended = control(request, options, Limits(None, None), Verbosity(False, False, False, say, None), caller)
@@ -123,18 +126,19 @@ def replay_run(
     return exit_code
 
 
-def _last_step(wanted: Wanted, ledger: Ledger, run_id: str) -> int:
-    """Return the last step to make. Raises UsageError for one that the run did not have."""
-    most = max(ledger.steps, default=0) + 1
-    if wanted.step is not None and not 1 <= wanted.step <= most:
-        raise UsageError(f"--step is {wanted.step}; run {run_id} had the steps 1 to {most}")
+def _last_step(wanted: Wanted, ledger: Ledger, run_id: str, more: int) -> int:
+    """Return the last step to make, `more` after the last line. Raises UsageError for one that the run did not have."""
+    most = max(ledger.steps, default=0) + more
+    if wanted.step is not None and not ledger.first <= wanted.step <= most:
+        raise UsageError(f"--step is {wanted.step}; run {run_id} had the steps {ledger.first} to {most}")
     if wanted.micro_batch is not None:
         if wanted.step is None or not wanted.pdb:
             raise UsageError("--micro-batch names a place in a step: add --step N and --pdb")
-        each = int(ledger.loader.get("micro_batches", 1))
+        then = ledger.step(wanted.step)  # the last step of an epoch may have fewer
+        each = int(ledger.loader.get("micro_batches", 1)) if then is None else then.micro_batches
         if not 0 <= wanted.micro_batch < each:
-            raise UsageError(f"--micro-batch is {wanted.micro_batch}; a step of run {run_id} had 0 to {each - 1}")
-    return ledger.last + 1 if wanted.step is None else wanted.step
+            raise UsageError(f"--micro-batch is {wanted.micro_batch}; this step of run {run_id} had 0 to {each - 1}")
+    return ledger.last + more if wanted.step is None else wanted.step
 
 
 def _newest(ledger: Ledger, folder: Path, step: int) -> tuple[int, str, Path | None]:
@@ -194,6 +198,7 @@ class Replay:
         self._ledger = ledger
         self._recorded = (manifest["outcome"] or {}).get("cause") or {}
         self._facts = facts
+        self._has_git = manifest["git"] is not None
         self._here = Ledger()
         self._compared = Comparison()
         self._reached = 0  # the newest step
@@ -217,7 +222,11 @@ class Replay:
             return []
         loader, machine = self._ledger.loader, self._ledger.machine
         facts = [*self._facts, *_lines(_unequal(loader, self._here.loader) | _unequal(machine, self._here.machine))]
-        return [f"not as in run {self._run_id}: {different}", *(facts or ["code, versions and data are as they were"])]
+        return [f"not as in run {self._run_id}: {different}", *(facts or [self._equal()])]
+
+    def _equal(self) -> str:
+        equal = "versions and the number of samples are as they were"
+        return f"commit, {equal}" if self._has_git else f"{equal}; the code is in no git repository"
 
     def verdict(self, outcome: Outcome, step: int | None) -> tuple[str, int]:
         """Return the last line and the exit code; `step` is the one that was to be reached."""

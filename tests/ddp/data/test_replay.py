@@ -120,6 +120,13 @@ def test_it_begins_at_a_checkpoint_and_ends_after_its_step(runs: Runs, tmp_path:
     assert there == {path.name for path in files if path.suffix == ".pt"}
 
 
+def test_it_ends_after_a_step_in_which_the_loop_was_left(runs: Runs) -> None:
+    parts = "itertools.chain(itertools.islice(loader.epochs(3), 4), loader.epochs(3))"
+    left = PLAIN.replace("for step in loader.epochs(3):", f"import itertools\nfor step in {parts}:")
+    assert runs.run(left, "ledger").stdout == "from None\nto the end\n"
+    assert runs.replay(left, step=4) == "from None\nsteps 1 to 4"
+
+
 def test_it_begins_at_a_snapshot_of_a_state(runs: Runs, tmp_path: Path) -> None:
     folder = tmp_path / "replayable"
     folder.mkdir()

@@ -30,7 +30,7 @@ def write(path: Path, *lines: Any, end: str = "") -> Path:
 
 
 def step(number: int, loss: float | None = None, machine: Any = A, **hashes: tuple[str, str]) -> Step:
-    return Step(number, loss, hashes, machine)
+    return Step(number, 3, loss, hashes, machine)
 
 
 def present(ledger: Ledger, number: int) -> Step:

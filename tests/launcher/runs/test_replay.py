@@ -107,6 +107,17 @@ def test_a_difference_is_said_with_the_step_the_parameter_and_what_else_differs(
     )
 
 
+def test_code_without_a_repository_is_not_said_to_be_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(Path().absolute().parent))
+    train("6")
+    shutil.rmtree("checkpoints")
+    script = Path("train.py")
+    script.write_text(script.read_text().replace("digest(state, step, data)", "digest(state, step, data, 1)"))
+    result = replay()
+    text = "versions and the number of samples are as they were; the code is in no git repository"
+    assert f"not as in run first: step 1: the gradient of weight\ndtrain: replay: {text}\n" in result.stderr
+
+
 def test_on_another_kind_of_processor_losses_are_compared_and_that_is_said() -> None:
     train("6")
     shutil.rmtree("checkpoints")
@@ -191,10 +202,10 @@ def test_on_another_host_and_with_more_workers(ssh_hosts: SshHosts) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--step", "10"], "--step is 10; run first had the steps 1 to 9"),
-        (["--step", "0"], "--step is 0; run first had the steps 1 to 9"),
+        (["--step", "9"], "--step is 9; run first had the steps 1 to 8"),
+        (["--step", "0"], "--step is 0; run first had the steps 1 to 8"),
         (["--micro-batch", "1", "--step", "2"], "--micro-batch names a place in a step: add --step N and --pdb"),
-        (["--micro-batch", "4", "--step", "2", "--pdb"], "--micro-batch is 4; a step of run first had 0 to 3"),
+        (["--micro-batch", "4", "--step", "2", "--pdb"], "--micro-batch is 4; this step of run first had 0 to 3"),
         (["none"], "there is no run none; see dtrain ps --all"),
     ],
 )
@@ -203,6 +214,35 @@ def test_what_cannot_be_replayed_is_an_error_that_names_what_can(words: list[str
     result = replay(*words)
     assert (result.returncode, result.stderr) == (1 if words == ["none"] else 2, f"dtrain: {expected}\n")
     assert not [*Path("runs").glob("replay-*")]
+
+
+def test_steps_before_the_run_are_those_of_another_one() -> None:
+    """A run that was resumed begins with a checkpoint, which may be gone."""
+    train("8", name="before")
+    script = Path("train.py")
+    script.write_text(
+        script.read_text()
+        .replace("if PLAN and (path := PLAN", "if path := PLAN and (PLAN")
+        .replace('PLAN["checkpoint"])', 'PLAN["checkpoint"]) or not PLAN and "checkpoints/step-0000000008.pt"')
+    )
+    train("12")
+    early = replay("--step", "8")
+    text = "dtrain: --step is 8; run first had the steps 9 to 12\n"
+    assert (early.returncode, early.stderr) == (2, text)
+    shutil.rmtree("checkpoints")
+    result = replay("first", "--step", "10")
+    gone = "the state with which the run began, at step 9, is gone"
+    assert f"dtrain: replay of run first to step 10, from step 1: {gone}\n" in result.stderr
+    assert last_line(result) == "dtrain: replay: steps 9 to 10 have the same bits (8 hashes)", result
+
+
+def test_the_last_step_of_an_epoch_has_fewer_micro_batches() -> None:
+    script = Path("train.py")
+    script.write_text(script.read_text().replace("shares=[4]", "shares=[4 if step % 5 else 1, 1]"))
+    train("8")
+    result = replay("--step", "5", "--micro-batch", "2", "--pdb")
+    text = "dtrain: --micro-batch is 2; this step of run first had 0 to 1\n"
+    assert (result.returncode, result.stderr) == (2, text)
 
 
 def test_a_run_without_a_ledger_says_what_makes_one() -> None:

@@ -60,3 +60,40 @@ def test_one_process_reproduces_a_bug_of_many(bug: str, tmp_path: Path, monkeypa
         assert BUGS[bug].partition(":")[0] in verdict
         assert "; the recorded exception came again: " in verdict, verdict
         assert "not as in run" not in verdict
+
+
+RESILIENT = """\
+import torch, ddp
+
+torch.manual_seed(0)
+ddp.init()
+model = ddp.DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = ddp.StepLoader(torch.randn(32, 4), global_batch_size=8, micro_batch_size=2)
+
+@ddp.resilient
+def train(state):
+    for step in loader.epochs(1):
+        step.mean([backward(x) for x in step])
+        optimizer.step(); optimizer.zero_grad(); state.commit()
+
+def backward(x):
+    loss = model(x).square().mean()
+    loss.backward()
+    return loss.item()
+
+train(ddp.State(model=model, optimizer=optimizer, loader=loader))
+"""
+
+
+def test_several_workers_make_a_step_of_a_resilient_function_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    (tmp_path / "train.py").write_text(RESILIENT)
+    assert (
+        run_dtrain("run", "--run-id", "first", "train.py", cwd=tmp_path, env={"OMP_NUM_THREADS": "1"}).returncode == 0
+    )
+    again = run_dtrain("replay", "--step", "3", "--nproc-per-node", "2", cwd=tmp_path)
+    assert again.returncode == 0, again
+    assert again.stderr.splitlines()[-1].startswith("dtrain: replay: steps 1 to 3 have the same bits")
