@@ -18,6 +18,7 @@ from ddp.comm.broadcast import BufferSync, broadcast_tensors
 from ddp.comm.objects import gather_values
 from ddp.comm.sums import small_sum
 from ddp.comm.sums.small_sum import SmallAdder, add_up
+from ddp.monitoring.stall_report import Pending
 from ddp.torch_internals import not_split_off
 
 LIMIT_BYTES = 1000
@@ -83,7 +84,7 @@ def large_buffers_travel_in_turn() -> None:
         module.register_buffer(f"buffer{number}", tensor.detach())
     waited: list[str] = []
 
-    def wait(work: dist.Work, what: str, *, device: torch.device) -> None:
+    def wait(work: Pending, what: str, *, device: torch.device) -> None:
         assert device.type == "cpu"
         waited.append(what)
         work.wait()
