@@ -12,11 +12,13 @@ Steps are counted over all epochs, from 1. A checkpoint's step is the last one b
 micro-batches of each rank. `loss` is what `step.mean()` returned ("nan" and "inf" as texts), else null. Hashes are 64
 bits in hex, of the averaged gradient and of the parameter before the optimizer's step; each parameter has them in one
 of `every` steps (`ddp.data_parallel.step_hashes`). A step that is repeated after a failure has several lines; the last
-one counts. Only the first StepLoader of a script that trains is in the ledger.
+one counts. Only the first StepLoader of a script that trains is in the ledger. Lines are written ten times a second at
+most, and when the process ends; of one that is killed, those of the last 0.1 s are lost.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import math
 import os
@@ -34,16 +36,19 @@ from ddp.errors import ArgumentError
 Kind = Literal["sampled", "full", "off"]
 KINDS = get_args(Kind)
 _VARIABLE = "DTRAIN_LEDGER_FILE"
+_PAUSE_S = 0.1  # between writes, each of which wakes the process that reads
 
 
 class Ledger:
-    """The ledger of this process. Owns its file, which is opened for the first line and stays open."""
+    """The ledger of this process. Owns its file, which is opened for the first lines and stays open."""
 
     def __init__(self) -> None:
         self.path: str | None = None  # given by `ddp.ledger`
         self.kind: Kind = "sampled"  # of the loader that trains
         self.lines_s = deque([0.0], maxlen=64)  # that the last lines took
         self._loader: weakref.ref[object] | None = None  # whose steps are recorded
+        self._lines: list[str] = []  # not written yet
+        self._written = 0.0  # when the last ones were
         self._is_writer = False  # whether this process was rank 0 when the last step began
         self._step: int | None = None  # the last one, whose line is not written yet
         self._owner: object = None
@@ -67,9 +72,9 @@ class Ledger:
         if self._loader() is loader:
             self.end()
             self.kind, self._is_writer = kind, rank == 0
-            self._write({"ledger": 1, **facts})
+            self._add({"ledger": 1, **facts})
             if self._loaded is not None:
-                self._write(self._loaded)
+                self._add(self._loaded)
                 self._loaded = None
 
     def begin_step(self, loader: object, owner: object, step: int, shares: Sequence[int], rank: int) -> bool:
@@ -98,12 +103,13 @@ class Ledger:
         line = {"checkpoint": os.path.abspath(path), "step": step}
         if self.is_kept:
             self.end()
-            self._write(line)
+            self._add(line)
         else:
             self._loaded = line
 
     def add_stop(self, step: int, micro_batch: int) -> None:
-        self._write({"stopped": step, "micro_batch": micro_batch})
+        self._add({"stopped": step, "micro_batch": micro_batch})
+        self.flush()
 
     def end(self, owner: object = None) -> None:
         """Write the line of the last step, if its gradients were averaged. With `owner`, only that of this one."""
@@ -112,20 +118,34 @@ class Ledger:
         step, self._step, self._owner = self._step, None, None
         if step is not None and self._every:
             line = {"step": step, "shares": self._shares, "loss": self._loss, "every": self._every}
-            self._write({**line, "hashes": self._hashes})
+            self._add({**line, "hashes": self._hashes})
         self._loss, self._every, self._hashes = None, 0, {}
 
-    def _write(self, content: Mapping[str, Any]) -> None:
-        if not self._is_writer or self._file is None:
+    def _add(self, content: Mapping[str, Any]) -> None:
+        if not self._is_writer:
             return
         began = perf_counter()
-        line = memoryview(json.dumps(content).encode() + b"\n")
+        self._lines.append(json.dumps(content) + "\n")
+        if began - self._written >= _PAUSE_S:
+            self.flush()
+        self.lines_s.append(perf_counter() - began)
+
+    def flush(self) -> None:
+        """Write the lines that are not written yet."""
+        data = memoryview("".join(self._lines).encode())
+        self.forget()
+        if not data or self._file is None:
+            return
         try:
-            while line:
-                line = line[os.write(self._file, line) :]
+            while data:
+                data = data[os.write(self._file, data) :]
         except OSError as error:
             self._give_up(error)
-        self.lines_s.append(perf_counter() - began)
+        self._written = perf_counter()
+
+    def forget(self) -> None:
+        """Leave the lines that are not written yet to another process."""
+        self._lines.clear()
 
     @cached_property
     def _file(self) -> int | None:
@@ -142,6 +162,8 @@ class Ledger:
 
 
 record = Ledger()
+atexit.register(record.flush)
+os.register_at_fork(after_in_child=record.forget)
 
 
 def ledger(path: str | PathLike[str]) -> None:

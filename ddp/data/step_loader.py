@@ -170,6 +170,12 @@ class StepLoader:
         replay.begin()
         kind: Kind = "full" if replay.plan() is not None and self.ledger != "off" else self.ledger
         record.begin(self, rank, {"machine": {**_machine(), "threads": self._threads}, "loader": self._facts()}, kind)
+        try:
+            yield from self._steps(count, place)
+        finally:
+            record.flush()
+
+    def _steps(self, count: int, place: tuple[int, int]) -> Iterator[Step]:
         while self.epoch < count:
             epoch, generator = self.epoch, torch.Generator().manual_seed(self.seed)
             batches = iter(
