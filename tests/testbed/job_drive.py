@@ -82,7 +82,7 @@ class Drive:
     def link(self, host: str) -> int:
         return self.job.fleet.states[host].link
 
-    def wait(self, seconds: float, *, heard: str = "") -> list[Command]:
+    def wait(self, seconds: float, *, heard: Iterable[str] = "") -> list[Command]:
         """Let time pass, with every Tick that the job asks for; the hosts `heard` send heartbeats."""
         until, commands = self.now + seconds, []
         while self.now < until and self.job.outcome is None:
@@ -198,6 +198,13 @@ class Drive:
     def phase(self) -> Phase:
         """Return the job's phase, by a call: mypy takes an attribute to be still what an assertion before said."""
         return self.job.phase
+
+
+def running(*names: str, **changes: Any) -> Drive:
+    """Return a job whose workers all run, two on each host."""
+    drive = Drive(*names, **changes)
+    drive.run()
+    return drive
 
 
 def tells(commands: Iterable[Command]) -> list[Send]:

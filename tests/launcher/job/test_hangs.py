@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from testbed.job_drive import Drive, messages, notices, receivers, tells
+from testbed.job_drive import Drive, messages, notices, receivers, running, tells
 
 from launcher.hangs.watch import Blame, HangPolicy, WaitingRanks
 from launcher.job.events import Command, Notice, SaveEvidence, Signalled, Tick
@@ -20,12 +20,6 @@ from launcher.protocol.reports import Collected, Collective, Collectives, Eviden
 from launcher.protocol.two_way import Heartbeat
 
 AUTO, REPORT, OFF = HangPolicy(acts=True), HangPolicy(), HangPolicy(watches=False)
-
-
-def running(policy: HangPolicy, **options: Any) -> Drive:
-    drive = Drive("a", "b", hang=policy, **options)
-    drive.run()
-    return drive
 
 
 def beat(drive: Drive, host: str, *, stopped: tuple[int, ...] = ()) -> list[Command]:
@@ -84,8 +78,7 @@ def without(drive: Drive, host: str, *, others: str) -> None:
 
 
 def three(policy: HangPolicy = AUTO) -> Drive:
-    drive = Drive("a", "b", "c", hang=policy, nnodes=(1, 3), max_restarts=3)
-    drive.run()
+    drive = running("a", "b", "c", hang=policy, nnodes=(1, 3), max_restarts=3)
     beats(drive, "abc")
     return drive
 
@@ -95,7 +88,7 @@ def killed(drive: Drive, *, restart_policy: int = 0) -> list[Command]:
 
 
 def test_a_resilient_rank_that_hangs_is_killed_and_replaced_alone() -> None:
-    drive = running(AUTO, max_restarts=1)
+    drive = running("a", "b", hang=AUTO, max_restarts=1)
     commands = hang(drive)
     (order,) = messages(commands, KillWorker)
     assert (order.rank, order.attempt, order.signum, receivers(commands, KillWorker)) == (3, 0, signal.SIGKILL, ["b"])
@@ -111,7 +104,7 @@ def test_a_resilient_rank_that_hangs_is_killed_and_replaced_alone() -> None:
 
 
 def test_another_rank_that_hangs_ends_the_attempt_and_is_its_cause() -> None:
-    drive = running(AUTO)
+    drive = running("a", "b", hang=AUTO)
     hang(drive)
     commands = killed(drive)
     assert receivers(commands, Collect) == [], "all were looked at before"
@@ -123,13 +116,13 @@ def test_another_rank_that_hangs_ends_the_attempt_and_is_its_cause() -> None:
 
 
 def test_with_restarts_left_the_attempt_is_made_again() -> None:
-    drive = running(AUTO, max_restarts=1)
+    drive = running("a", "b", hang=AUTO, max_restarts=1)
     hang(drive)
     assert receivers(killed(drive), EndAttempt) == ["a", "b"]
 
 
 def test_the_user_is_notified_once() -> None:
-    drive = running(REPORT)
+    drive = running("a", "b", hang=REPORT)
     commands = hang(drive)
     (said,) = notices(commands)
     assert said.startswith("rank 3 on b (pid 103) hangs: a signal stopped it")
@@ -144,7 +137,7 @@ def test_the_user_is_notified_once() -> None:
 
 def test_the_collective_that_the_others_wait_in_is_said_with_it() -> None:
     for policy in (REPORT, AUTO):
-        drive = running(policy)
+        drive = running("a", "b", hang=policy)
         beat(drive, "a")
         beat(drive, "b", stopped=(3,))
         first, second = sorted(notices(seen(drive, stopped=(3,), last=(9, 9, 9, 8))))
@@ -153,7 +146,7 @@ def test_the_collective_that_the_others_wait_in_is_said_with_it() -> None:
 
 
 def test_ranks_that_wait_for_each_other_in_different_collectives_are_said_once() -> None:
-    drive = running(REPORT)
+    drive = running("a", "b", hang=REPORT)
     attempt, hangs = drive.job.attempt, Hangs(REPORT)
     assert attempt is not None
     found = tuple(
@@ -173,20 +166,20 @@ def test_ranks_that_wait_for_each_other_in_different_collectives_are_said_once()
 
 
 def test_no_one_looks_if_that_was_asked_for() -> None:
-    drive = running(OFF)
+    drive = running("a", "b", hang=OFF)
     assert beat(drive, "b", stopped=(3,)) == []
 
 
 @pytest.mark.parametrize("stopped", [(), (0, 1, 2, 3)])
 def test_a_look_that_finds_nothing_is_forgotten(stopped: tuple[int, ...]) -> None:
-    drive = running(AUTO)
+    drive = running("a", "b", hang=AUTO)
     beat(drive, "b", stopped=(3,))
     assert seen(drive, stopped=stopped) == []
     assert drive.job.phase is Phase.RUNNING
 
 
 def test_a_look_gives_way_to_what_the_user_asks_for_and_to_a_failure() -> None:
-    drive = running(AUTO)
+    drive = running("a", "b", hang=AUTO)
     beat(drive, "b", stopped=(3,))
     assert receivers(drive.event(Signalled(signal.SIGQUIT)), Collect) == ["a", "b"]
     (shown,) = [c for c in seen(drive, stopped=(3,)) if isinstance(c, SaveEvidence)]
@@ -198,7 +191,7 @@ def test_a_look_gives_way_to_what_the_user_asks_for_and_to_a_failure() -> None:
 
 
 def test_a_host_that_does_not_answer_blames_no_one() -> None:
-    drive = running(AUTO)
+    drive = running("a", "b", hang=AUTO)
     beat(drive, "b", stopped=(3,))
     number = messages(drive.commands, Collect)[-1].number
     for rank in (2, 3):
@@ -209,7 +202,7 @@ def test_a_host_that_does_not_answer_blames_no_one() -> None:
 
 
 def test_one_that_has_ended_by_itself_meanwhile_did_not_hang() -> None:
-    drive = running(AUTO)
+    drive = running("a", "b", hang=AUTO)
     hang(drive)
     drive.say("b", replace(drive.exited("b", 3, 7)))
     drive.stop_all()
@@ -295,14 +288,14 @@ def silent(drive: Drive, after_s: float) -> None:
 
 
 def test_a_run_that_shows_life_is_stopped_at_once() -> None:
-    drive = running(REPORT)
+    drive = running("a", "b", hang=REPORT)
     silent(drive, 5.0)
     assert receivers(drive.event(Signalled(signal.SIGTERM)), Stop) == ["a", "b"]
     assert not messages(drive.commands, Collect)
 
 
 def test_a_run_that_seems_to_hang_is_looked_at_before_it_is_stopped() -> None:
-    drive = running(REPORT)
+    drive = running("a", "b", hang=REPORT)
     silent(drive, 12.0)
     commands = drive.event(Signalled(signal.SIGTERM))
     assert (receivers(commands, Collect), receivers(commands, Stop)) == (["a", "b"], [])
@@ -313,7 +306,7 @@ def test_a_run_that_seems_to_hang_is_looked_at_before_it_is_stopped() -> None:
 
 
 def test_hosts_that_do_not_answer_do_not_keep_it_from_its_end() -> None:
-    drive = running(REPORT)
+    drive = running("a", "b", hang=REPORT)
     silent(drive, 12.0)
     drive.event(Signalled(signal.SIGTERM))
     assert drive.job.deadline() <= drive.now + COLLECT_S
@@ -325,7 +318,7 @@ def test_hosts_that_do_not_answer_do_not_keep_it_from_its_end() -> None:
     [(signal.SIGINT, signal.SIGINT, signal.SIGKILL), (signal.SIGTERM, signal.SIGTERM, signal.SIGTERM)],
 )
 def test_a_second_signal_does_not_wait_for_the_look(first: int, second: int, expected: int) -> None:
-    drive = running(REPORT)
+    drive = running("a", "b", hang=REPORT)
     silent(drive, 12.0)
     assert receivers(drive.event(Signalled(first)), Stop) == []
     drive.event(Signalled(second))
@@ -333,7 +326,7 @@ def test_a_second_signal_does_not_wait_for_the_look(first: int, second: int, exp
 
 
 def test_a_worker_that_fails_while_it_is_looked_at_is_not_the_cause() -> None:
-    drive = running(REPORT)
+    drive = running("a", "b", hang=REPORT)
     silent(drive, 12.0)
     drive.event(Signalled(signal.SIGTERM))
     drive.say("a", drive.exited("a", 0, 1))

@@ -4,7 +4,7 @@ import signal
 from typing import Any
 
 import pytest
-from testbed.job_drive import Drive, messages, receivers
+from testbed.job_drive import Drive, messages, receivers, running
 
 from launcher.hangs.watch import HangPolicy
 from launcher.job.events import (
@@ -24,12 +24,6 @@ from launcher.job.run import Phase
 from launcher.protocol.commands import CloseDebugger, Collect, KillWorker, OpenDebugger, RestClocks, Stop
 from launcher.protocol.reports import Collected, DebuggerClosed, DebuggerOpened, Evidence
 from launcher.protocol.two_way import ChannelData, ChannelTaken, Heartbeat
-
-
-def running(**options: Any) -> Drive:
-    drive = Drive("a", "b", **options)
-    drive.run()
-    return drive
 
 
 def answers(commands: list[Command]) -> dict[int, Any]:
@@ -52,7 +46,7 @@ def collected(drive: Drive, host: str, *ranks: int) -> list[Command]:
 
 
 def test_two_who_ask_for_the_same_meanwhile_share_the_next_round() -> None:
-    drive = running()
+    drive = running("a", "b")
     assert receivers(stacks(drive, 1), Collect) == ["a", "b"]
     assert stacks(drive, 2) == []
     assert stacks(drive, 3) == []
@@ -67,7 +61,7 @@ def test_two_who_ask_for_the_same_meanwhile_share_the_next_round() -> None:
 
 
 def test_a_host_that_does_not_answer_is_named_once_its_time_is_up() -> None:
-    drive = running()
+    drive = running("a", "b")
     stacks(drive, 1)
     collected(drive, "a", 0, 1)
     assert answers(drive.wait(COLLECT_S - 0.1, heard="ab")) == {}
@@ -76,7 +70,7 @@ def test_a_host_that_does_not_answer_is_named_once_its_time_is_up() -> None:
 
 
 def test_only_the_hosts_of_the_ranks_are_asked_and_native_frames_have_more_time() -> None:
-    drive = running()
+    drive = running("a", "b")
     commands = stacks(drive, 1, 3, native=True)
     (order,) = messages(commands, Collect)
     assert (receivers(commands, Collect), order.ranks, order.native) == (["b"], [3], True)
@@ -86,7 +80,7 @@ def test_only_the_hosts_of_the_ranks_are_asked_and_native_frames_have_more_time(
 
 
 def test_a_failure_ends_the_round_and_who_asks_then_gets_it() -> None:
-    drive = running()
+    drive = running("a", "b")
     stacks(drive, 1, native=True)
     drive.say("a", evidence(drive, 0))
     commands = drive.say("b", drive.exited("b", 2, 1))
@@ -99,7 +93,7 @@ def test_a_failure_ends_the_round_and_who_asks_then_gets_it() -> None:
 
 
 def test_sigquit_during_a_round_of_a_command_is_answered_after_it() -> None:
-    drive = running()
+    drive = running("a", "b")
     stacks(drive, 1)
     assert drive.event(Signalled(signal.SIGQUIT)) == []
     collected(drive, "a", 0, 1)
@@ -114,7 +108,7 @@ def test_sigquit_during_a_round_of_a_command_is_answered_after_it() -> None:
 
 
 def test_one_who_has_left_gets_no_answer() -> None:
-    drive = running()
+    drive = running("a", "b")
     stacks(drive, 1)
     stacks(drive, 2)
     drive.event(AskerLeft(1))
@@ -137,14 +131,14 @@ def debug(drive: Drive, asker: int = 1, rank: int = 3) -> list[Command]:
 
 
 def opened(**options: Any) -> Drive:
-    drive = running(**options)
+    drive = running("a", "b", **options)
     debug(drive)
     drive.say("b", DebuggerOpened(1))
     return drive
 
 
 def test_what_both_ends_of_a_debugger_say_is_passed_on() -> None:
-    drive = running()
+    drive = running("a", "b")
     commands = debug(drive)
     (order,) = messages(commands, OpenDebugger)
     assert (receivers(commands, OpenDebugger), order.channel, order.rank, order.debugger) == (["b"], 1, 3, "pdb")
@@ -178,7 +172,7 @@ def test_the_end_of_the_rank_or_of_its_host_ends_the_debugger() -> None:
 
 
 def test_all_clocks_of_stalls_rest_while_a_debugger_is_open() -> None:
-    drive = running(stall_timeout_s=60.0, hang=HangPolicy(acts=True))
+    drive = running("a", "b", stall_timeout_s=60.0, hang=HangPolicy(acts=True))
     commands = debug(drive)
     assert receivers(commands, RestClocks) == [], "it may hang in truth"
     commands = drive.say("b", DebuggerOpened(1))
@@ -196,7 +190,7 @@ def test_all_clocks_of_stalls_rest_while_a_debugger_is_open() -> None:
 
 
 def test_a_look_that_was_under_way_blames_no_one_once_a_debugger_is_open() -> None:
-    drive = running(hang=HangPolicy(acts=True))
+    drive = running("a", "b", hang=HangPolicy(acts=True))
     debug(drive)
     beat: dict[str, Any] = {"steps": 50, "longest_s": [0.5, 0.0, 0.0]}
     drive.say("a", Heartbeat(drive.time("a"), **beat))
@@ -212,7 +206,7 @@ def test_a_look_that_was_under_way_blames_no_one_once_a_debugger_is_open() -> No
 
 @pytest.mark.parametrize("resting", [True, False])
 def test_a_new_attempt_has_no_debugger_of_the_last(resting: bool) -> None:
-    drive = opened(max_restarts=1) if resting else running(max_restarts=1)
+    drive = opened(max_restarts=1) if resting else running("a", "b", max_restarts=1)
     if not resting:
         debug(drive)
     commands = drive.fail(0)

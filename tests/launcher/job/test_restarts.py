@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from testbed.job_drive import Drive, messages, notices, receivers, tells
+from testbed.job_drive import Drive, messages, notices, receivers, running, tells
 
 from launcher.job.events import Command, Send, Signalled
 from launcher.job.run import Phase
@@ -12,12 +12,6 @@ from launcher.protocol.commands import Collect, NextGeneration, OpenStore, Resta
 from launcher.protocol.reports import Started
 
 PEER_LOST = {"type": "RuntimeError", "message": "Connection closed by peer", "where": "t.py:3", "inside": ""}
-
-
-def running(*names: str, **changes: Any) -> Drive:
-    drive = Drive(*names, **changes)
-    drive.run()
-    return drive
 
 
 def fails(drive: Drive, rank: int, status: int = -9, *, after_s: float = 0.0, **changes: Any) -> list[Command]:

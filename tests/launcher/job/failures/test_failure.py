@@ -67,6 +67,30 @@ PASSED_ON = "dtrain passes it on when it is sent one; the script has no handler 
             "rank 3 on a was killed by SIGTERM after 1.2 s",
             f"rank 3 on a (pid 7) was killed by SIGTERM ({OTHER}) after 1.2 s",
         ),
+        (
+            FailureKind.KILLED,
+            {"status": -9, "killer": "the out-of-memory killer: 61 of 64 GiB in use"},
+            "rank 3 on a was killed by SIGKILL after 1.2 s",
+            "rank 3 on a (pid 7) was killed by SIGKILL (the out-of-memory killer: 61 of 64 GiB in use) after 1.2 s",
+        ),
+        (
+            FailureKind.KILLED,
+            {"status": -11},
+            "rank 3 on a was killed by SIGSEGV after 1.2 s",
+            "rank 3 on a (pid 7) was killed by SIGSEGV (it crashed: segmentation fault) after 1.2 s",
+        ),
+        (
+            FailureKind.KILLED,
+            {"status": -40},
+            "rank 3 on a was killed by signal 40 after 1.2 s",
+            f"rank 3 on a (pid 7) was killed by signal 40 ({OTHER}) after 1.2 s",
+        ),
+        (
+            FailureKind.HUNG,
+            {"status": -9, "message": "x"},
+            "rank 3 on a hung after 1.2 s: x",
+            "rank 3 on a (pid 7) hung after 1.2 s: x",
+        ),
         (FailureKind.NEVER_STARTED, {"message": "x"}, "rank 3 on a x", "rank 3 on a x"),
         (FailureKind.HOST_LOST, {"message": "x"}, "host a was lost after 1.2 s: x", "host a was lost after 1.2 s: x"),
         (
@@ -140,28 +164,21 @@ def raised(at: float, error_type: str, message: str = "") -> Failure:
     return ended(at, FailureKind.RAISED, error_type=error_type, message=message)
 
 
-def test_nothing_failed() -> None:
+CLOSED = raised(10.0, "RuntimeError", "[gloo] Connection closed by peer")
+
+
+@pytest.mark.parametrize(
+    "failures",
+    [
+        [ended(10.0), ended(11.0)],
+        [ended(10.01), CLOSED],  # which is a consequence of what is seen a little later
+        [CLOSED, ended(10.0 + SLACK_S + 0.1)],
+        [raised(10.0, "DistBackendError"), raised(10.5, "ConnectionResetError")],  # consequences alone
+    ],
+)
+def test_the_cause_is_the_first_failure_by_itself(failures: list[Failure]) -> None:
     assert first_cause([]) is None
-
-
-def test_the_first_in_time_is_the_cause_whatever_came_first_in_the_news() -> None:
-    later, first = ended(11.0), ended(10.0)
-    assert first_cause([later, first]) is first
-
-
-def test_a_lost_connection_is_the_consequence_of_what_is_seen_a_little_later() -> None:
-    victim, root = raised(10.0, "RuntimeError", "[gloo] Connection closed by peer"), ended(10.01)
-    assert first_cause([victim, root]) is root
-
-
-def test_what_fails_long_after_a_lost_connection_is_not_its_cause() -> None:
-    victim, other = raised(10.0, "ConnectionResetError"), ended(10.0 + SLACK_S + 0.1)
-    assert first_cause([other, victim]) is victim
-
-
-def test_of_consequences_alone_the_first_is_taken() -> None:
-    first, second = raised(10.0, "DistBackendError"), raised(10.5, "ConnectionResetError")
-    assert first_cause([second, first]) is first
+    assert first_cause(failures) is first_cause(failures[::-1]) is failures[0]
 
 
 @pytest.mark.parametrize(
