@@ -29,7 +29,7 @@ from launcher.placement.job_spec import CommandKind, JobSpec
 from launcher.placement.job_spec import WorkerCommand as Program
 from launcher.protocol.commands import Collect, StartWorker
 from launcher.protocol.message import PROTOCOL, Report
-from launcher.protocol.reports import Bye, Collected, Exited, Facts, Hello, Started, StoreOpened, Swept
+from launcher.protocol.reports import Bye, Collected, Evidence, Exited, Facts, Hello, Started, StoreOpened, Swept
 from launcher.protocol.two_way import Heartbeat
 from testbed.present import present
 
@@ -156,6 +156,11 @@ class Drive:
         self.join()
         self.check()
         self.begin()
+
+    def evidence(self, rank: int, **changes: Any) -> Evidence:
+        """Return what the newest Collect finds of a rank."""
+        number = messages(self.commands, Collect)[-1].number
+        return replace(Evidence(number, self.number, rank, 100 + rank, "S", "", 1, 0.0, ""), **changes)
 
     def collected(self, *names: str) -> list[Command]:
         """Let hosts answer the newest Collect, with nothing found."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from testbed.job_drive import Drive, messages, notices, receivers, running, tells
+from testbed.present import present
 
 from launcher.hangs.watch import Blame, HangPolicy, WaitingRanks
 from launcher.job.events import Command, Notice, SaveEvidence, Signalled, Tick
@@ -30,21 +31,10 @@ def called(number: int, operation: str = "all_reduce") -> Collectives:
     return Collectives(["default_pg"], [Collective("default_pg", number, operation, "Float[4]", 4, done=False)])
 
 
-def seen(drive: Drive, *, stopped: tuple[int, ...], last: Sequence[int] = ()) -> list[Command]:
-    """Let the hosts answer the newest look; `last` is the number of the last collective of each rank, if known."""
-    number = messages(drive.commands, Collect)[-1].number
-    commands = []
-    for rank in range(4):
-        state = "T" if rank in stopped else "S"
-        found = Evidence(number, drive.number, rank, 100 + rank, state, "", 1, 0.0, "", silent_s=1.5, steps=25)
-        commands += drive.say(drive.host_of(rank), replace(found, collectives=called(last[rank])) if last else found)
-    return [*commands, *drive.say("a", Collected(number)), *drive.say("b", Collected(number))]
-
-
 def hang(drive: Drive) -> list[Command]:
     beat(drive, "a")
     assert receivers(beat(drive, "b", stopped=(3,)), Collect) == ["a", "b"]
-    return seen(drive, stopped=(3,))
+    return look(drive, stopped=(3,))
 
 
 def beats(drive: Drive, hosts: str, *, stopped: tuple[int, ...] = (), silent_s: float = 0.0) -> list[Command]:
@@ -56,16 +46,17 @@ def beats(drive: Drive, hosts: str, *, stopped: tuple[int, ...] = (), silent_s: 
     return commands
 
 
-def look(drive: Drive, *, stopped: tuple[int, ...] = (), pids: dict[int, int] | None = None) -> list[Command]:
-    """Let the hosts that make up the attempt now answer the newest look."""
-    number, attempt, commands = messages(drive.commands, Collect)[-1].number, drive.job.attempt, []
-    assert attempt is not None
-    for rank in (row.number for row in attempt.ranks):
-        state, pid = "T" if rank in stopped else "S", (pids or {}).get(rank, 100 + rank)
-        found = Evidence(number, drive.number, rank, pid, state, "", 1, 0.0, "", silent_s=1.5, steps=25)
-        commands += drive.say(attempt.host_of(rank), found)
-    hosts = dict.fromkeys(attempt.host_of(rank) for rank in (row.number for row in attempt.ranks))
-    return commands + [c for host in hosts for c in drive.say(host, Collected(number))]
+def look(
+    drive: Drive, *, stopped: tuple[int, ...] = (), pids: dict[int, int] | None = None, last: Sequence[int] = ()
+) -> list[Command]:
+    """Let the hosts answer the newest look; `last` is the number of the last collective of each rank, if known."""
+    commands = []
+    for row in present(drive.job.attempt).ranks:
+        rank = row.number
+        known = {"state": "T" if rank in stopped else "S", "pid": (pids or {}).get(rank, 100 + rank)}
+        found = drive.evidence(rank, **known, silent_s=1.5, steps=25)
+        commands += drive.say(row.host, replace(found, collectives=called(last[rank])) if last else found)
+    return commands + drive.collected()
 
 
 def without(drive: Drive, host: str, *, others: str) -> None:
@@ -130,7 +121,7 @@ def test_the_user_is_notified_once() -> None:
     assert [c.asked for c in commands if isinstance(c, SaveEvidence)] == [True]
     drive.wait(60, heard="ab")
     assert receivers(beat(drive, "b", stopped=(3,)), Collect) == ["a", "b"]
-    assert notices(seen(drive, stopped=(3,))) == []
+    assert notices(look(drive, stopped=(3,))) == []
     drive.end_well()
     assert drive.outcome.exit_code == 0
 
@@ -140,7 +131,7 @@ def test_the_collective_that_the_others_wait_in_is_said_with_it() -> None:
         drive = running("a", "b", hang=policy)
         beat(drive, "a")
         beat(drive, "b", stopped=(3,))
-        first, second = sorted(notices(seen(drive, stopped=(3,), last=(9, 9, 9, 8))))
+        first, second = sorted(notices(look(drive, stopped=(3,), last=(9, 9, 9, 8))))
         assert first.startswith("rank 3 has not called all_reduce 9 (Float[4]) of group default_pg; ranks 0, 1, 2 have")
         assert second.startswith("rank 3 on b (pid 103) hangs: ")
 
@@ -174,7 +165,7 @@ def test_no_one_looks_if_that_was_asked_for() -> None:
 def test_a_look_that_finds_nothing_is_forgotten(stopped: tuple[int, ...]) -> None:
     drive = running("a", "b", hang=AUTO)
     beat(drive, "b", stopped=(3,))
-    assert seen(drive, stopped=stopped) == []
+    assert look(drive, stopped=stopped) == []
     assert drive.job.phase is Phase.RUNNING
 
 
@@ -182,7 +173,7 @@ def test_a_look_gives_way_to_what_the_user_asks_for_and_to_a_failure() -> None:
     drive = running("a", "b", hang=AUTO)
     beat(drive, "b", stopped=(3,))
     assert receivers(drive.event(Signalled(signal.SIGQUIT)), Collect) == ["a", "b"]
-    (shown,) = [c for c in seen(drive, stopped=(3,)) if isinstance(c, SaveEvidence)]
+    (shown,) = [c for c in look(drive, stopped=(3,)) if isinstance(c, SaveEvidence)]
     assert shown.asked
     drive.wait(60, heard="ab")
     assert receivers(beat(drive, "b", stopped=(3,)), Collect) == ["a", "b"]
@@ -193,11 +184,8 @@ def test_a_look_gives_way_to_what_the_user_asks_for_and_to_a_failure() -> None:
 def test_a_host_that_does_not_answer_blames_no_one() -> None:
     drive = running("a", "b", hang=AUTO)
     beat(drive, "b", stopped=(3,))
-    number = messages(drive.commands, Collect)[-1].number
-    for rank in (2, 3):
-        found = Evidence(number, 0, rank, 100 + rank, "T" if rank == 3 else "S", "", 1, 0.0, "", steps=25)
-        drive.say("b", found)
-    drive.say("b", Collected(number))
+    drive.say("b", drive.evidence(2, steps=25), drive.evidence(3, state="T", steps=25))
+    drive.collected("b")
     assert messages(drive.wait(5, heard="ab"), KillWorker) == []
 
 
@@ -299,7 +287,7 @@ def test_a_run_that_seems_to_hang_is_looked_at_before_it_is_stopped() -> None:
     silent(drive, 12.0)
     commands = drive.event(Signalled(signal.SIGTERM))
     assert (receivers(commands, Collect), receivers(commands, Stop)) == (["a", "b"], [])
-    commands = seen(drive, stopped=())
+    commands = look(drive)
     assert receivers(commands, Stop) == ["a", "b"]
     assert [len(command.evidence) for command in commands if isinstance(command, SaveEvidence)] == [4]
     assert {stop.signum for stop in messages(drive.commands, Stop)} == {signal.SIGTERM}
@@ -330,7 +318,7 @@ def test_a_worker_that_fails_while_it_is_looked_at_is_not_the_cause() -> None:
     silent(drive, 12.0)
     drive.event(Signalled(signal.SIGTERM))
     drive.say("a", drive.exited("a", 0, 1))
-    seen(drive, stopped=())
+    look(drive)
     assert drive.job.phase is Phase.STOPPING
     assert drive.job.attempt is not None
     assert not drive.job.attempt.failures

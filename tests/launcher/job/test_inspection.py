@@ -22,7 +22,7 @@ from launcher.job.events import (
 from launcher.job.inspection import COLLECT_S, NATIVE_S
 from launcher.job.run import Phase
 from launcher.protocol.commands import CloseDebugger, Collect, KillWorker, OpenDebugger, RestClocks, Stop
-from launcher.protocol.reports import Collected, DebuggerClosed, DebuggerOpened, Evidence
+from launcher.protocol.reports import DebuggerClosed, DebuggerOpened
 from launcher.protocol.two_way import ChannelData, ChannelTaken, Heartbeat
 
 
@@ -35,14 +35,8 @@ def stacks(drive: Drive, asker: int, *ranks: int, native: bool = False) -> list[
     return drive.event(Asked(asker, StacksQuestion(ranks, native)))
 
 
-def evidence(drive: Drive, rank: int) -> Evidence:
-    number = messages(drive.commands, Collect)[-1].number
-    return Evidence(number, drive.number, rank, 100 + rank, "S", "", 1, 0.0, "")
-
-
 def collected(drive: Drive, host: str, *ranks: int) -> list[Command]:
-    number = messages(drive.commands, Collect)[-1].number
-    return drive.say(host, *(evidence(drive, rank) for rank in ranks), Collected(number))
+    return [c for rank in ranks for c in drive.say(host, drive.evidence(rank))] + drive.collected(host)
 
 
 def test_two_who_ask_for_the_same_meanwhile_share_the_next_round() -> None:
@@ -82,7 +76,7 @@ def test_only_the_hosts_of_the_ranks_are_asked_and_native_frames_have_more_time(
 def test_a_failure_ends_the_round_and_who_asks_then_gets_it() -> None:
     drive = running("a", "b")
     stacks(drive, 1, native=True)
-    drive.say("a", evidence(drive, 0))
+    drive.say("a", drive.evidence(0))
     commands = drive.say("b", drive.exited("b", 2, 1))
     answer = answers(commands)[1]
     assert [each.rank for each in answer["evidence"]] == [0]
@@ -196,12 +190,9 @@ def test_a_look_that_was_under_way_blames_no_one_once_a_debugger_is_open() -> No
     drive.say("a", Heartbeat(drive.time("a"), **beat))
     assert receivers(drive.say("b", Heartbeat(drive.time("b"), stopped=[3], **beat)), Collect) == ["a", "b"]
     drive.say("b", DebuggerOpened(1))
-    number = messages(drive.commands, Collect)[-1].number
     for rank in range(4):
-        state = "T" if rank == 3 else "S"
-        drive.say(drive.host_of(rank), Evidence(number, 0, rank, 100 + rank, state, "", 1, 0.0, "", steps=25))
-    drive.say("a", Collected(number))
-    assert receivers(drive.say("b", Collected(number)), KillWorker) == []
+        drive.say(drive.host_of(rank), drive.evidence(rank, state="T" if rank == 3 else "S", steps=25))
+    assert receivers(drive.collected(), KillWorker) == []
 
 
 @pytest.mark.parametrize("resting", [True, False])

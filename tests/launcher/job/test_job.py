@@ -2,7 +2,6 @@
 
 import json
 import signal
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -55,7 +54,6 @@ from launcher.protocol.message import PROTOCOL
 from launcher.protocol.reports import (
     Bye,
     Collected,
-    Evidence,
     Failing,
     PortsReserved,
     Started,
@@ -448,16 +446,12 @@ def test_a_store_that_ends_after_the_workers_is_nothing() -> None:
 # ---- evidence, before anything is stopped --------------------------------------------------------------------
 
 
-def evidence(number: int, rank: int) -> Evidence:
-    return Evidence(number, 0, rank, 100 + rank, "S", "", 1, 0.0, "stack")
-
-
 def test_where_the_secondary_failures_stand_is_asked_before_they_are_stopped() -> None:
     drive = running("a", "b")
     commands = drive.say("a", drive.exited("a", 0, 1))
     assert (receivers(commands, Collect), receivers(commands, Stop)) == (["a", "b"], [])
-    assert drive.say("a", evidence(1, 1), Collected(1)) == []
-    commands = drive.say("b", evidence(1, 3), evidence(1, 2), Collected(1))
+    assert drive.say("a", drive.evidence(1), Collected(1)) == []
+    commands = drive.say("b", drive.evidence(3), drive.evidence(2), Collected(1))
     (keep,) = [command for command in commands if isinstance(command, SaveEvidence)]
     assert [found.rank for found in keep.evidence] == [1, 2, 3]
     assert (keep.attempt, keep.asked, receivers(commands, Stop)) == (0, False, ["a", "b"])
@@ -503,8 +497,8 @@ def test_what_the_failed_ranks_had_waited_for_is_missing() -> None:
     for rank in (0, 1):
         drive.say("a", drive.exited("a", rank, 1, error=LATE))
     waits, loads = STOOD[1].stack, STOOD[2].stack
-    drive.say("a", replace(evidence(1, 1), stack=loads), Collected(1))  # it is about to raise
-    drive.say("b", replace(evidence(1, 2), stack=waits), replace(evidence(1, 3), stack=loads), Collected(1))
+    drive.say("a", drive.evidence(1, stack=loads), Collected(1))  # it is about to raise
+    drive.say("b", drive.evidence(2, stack=waits), drive.evidence(3, stack=loads), Collected(1))
     drive.wait(ROOT_WAIT_S, heard="ab")
     drive.stop_all()
     assert drive.outcome.missing == (MissingRank(3, "b", "/home/me/train.py:7 in load", "all_reduce"),)
@@ -525,12 +519,12 @@ def test_sigquit_shows_where_the_ranks_stand_and_the_run_goes_on() -> None:
     drive = running("a", "b")
     assert receivers(drive.event(Signalled(signal.SIGQUIT)), Collect) == ["a", "b"]
     assert drive.event(Signalled(signal.SIGQUIT)) == [], "one at a time"
-    drive.say("a", evidence(1, 0), Collected(1))
+    drive.say("a", drive.evidence(0), Collected(1))
     (keep,) = [c for c in drive.wait(COLLECT_S, heard="ab") if isinstance(c, SaveEvidence)]
     assert (keep.asked, len(keep.evidence)) == (True, 1)
     assert drive.job.phase is Phase.RUNNING
     assert receivers(drive.event(Signalled(signal.SIGQUIT)), Collect) == ["a", "b"]
-    drive.say("a", evidence(2, 0))
+    drive.say("a", drive.evidence(0))
     commands = drive.say("b", drive.exited("b", 2, 1))
     assert [type(command) for command in commands] == [SaveEvidence, Send, Send], (
         "what was asked for is shown, then it is again"
@@ -963,11 +957,17 @@ def test_a_returned_host_waits_for_the_next_attempt_unless_the_run_is_to_grow() 
         assert drive.members == ("b", "a"), "who stayed keeps its rank"
 
 
+def without_the_last(*names: str, **changes: Any) -> Drive:
+    """Return a job that is to grow and opens its store on all hosts but the last, which is not reached."""
+    drive = Drive(*names, grow=True, **changes)
+    drive.join(*names[:-1])
+    drive.check(*names[:-1])
+    drive.lose(names[-1], "connection refused")
+    return drive
+
+
 def test_a_host_that_comes_while_workers_start_is_used_once_they_have() -> None:
-    drive = Drive("a", "b", nnodes=(1, 2), grow=True)
-    drive.join("a")
-    drive.check("a")
-    drive.lose("b", "connection refused")
+    drive = without_the_last("a", "b", nnodes=(1, 2))
     drive.say("a", drive.opened())
     drive.wait(1)
     drive.back("b")
@@ -976,10 +976,7 @@ def test_a_host_that_comes_while_workers_start_is_used_once_they_have() -> None:
 
 
 def test_a_run_about_to_end_does_not_grow() -> None:
-    drive = Drive("a", "b", nnodes=(1, 2), grow=True)
-    drive.join("a")
-    drive.check("a")
-    drive.lose("b", "connection refused")
+    drive = without_the_last("a", "b", nnodes=(1, 2))
     drive.begin()
     drive.say("a", drive.exited("a", 0))
     drive.wait(1)
@@ -987,30 +984,8 @@ def test_a_run_about_to_end_does_not_grow() -> None:
     assert drive.job.phase is Phase.RUNNING
 
 
-def test_hosts_that_are_lost_while_a_run_ends_an_attempt_to_grow_may_come_back() -> None:
-    drive = Drive("a", "b", "c", nnodes=(2, 3), grow=True, start_timeout_s=20.0)
-    drive.join("a", "b")
-    drive.check("a", "b")
-    drive.lose("c", "connection refused")
-    drive.begin()
-    drive.wait(1)
-    drive.back("c")
-    assert drive.job.phase is Phase.ENDING
-    drive.lose("c")
-    drive.lose("b")
-    drive.swept("a")
-    drive.event(Tick())
-    drive.back("b")  # its workers are gone, so the attempt is over
-    drive.wait(3, heard="ab")  # the last call for c
-    assert drive.phase() is Phase.OPENING_STORE
-    assert drive.members == ("a", "b")
-
-
 def test_a_run_that_ended_an_attempt_to_grow_and_has_too_few_hosts_left_has_failed() -> None:
-    drive = Drive("a", "b", "c", nnodes=(2, 3), grow=True, start_timeout_s=20.0)
-    drive.join("a", "b")
-    drive.check("a", "b")
-    drive.lose("c", "connection refused")
+    drive = without_the_last("a", "b", "c", nnodes=(2, 3), start_timeout_s=20.0)
     drive.begin()
     drive.wait(1)
     drive.back("c")
@@ -1026,10 +1001,7 @@ def test_a_run_that_ended_an_attempt_to_grow_and_has_too_few_hosts_left_has_fail
 
 
 def test_a_host_that_is_gone_whenever_the_run_has_made_room_for_it_is_left_out() -> None:
-    drive = Drive("a", "b", nnodes=(1, 2), grow=True)
-    drive.join("a")
-    drive.check("a")
-    drive.lose("b", "connection refused")
+    drive = without_the_last("a", "b", nnodes=(1, 2))
     for _ in range(2):
         drive.begin()
         while drive.job.fleet.states["b"].phase.name != "CONNECTING":
@@ -1177,7 +1149,7 @@ def test_a_signal_between_two_attempts_ends_the_run() -> None:
     drive.begin()
     drive.say("a", drive.exited("a", 0, 7))
     number = messages(drive.commands, Collect)[-1].number
-    drive.say("a", replace(evidence(number, 1), attempt=1), Collected(number))
+    drive.say("a", drive.evidence(1), Collected(number))
     drive.say("a", drive.exited("a", 1, -signal.SIGTERM, provoked=True))
     drive.swept()
     assert drive.job.phase is Phase.GATHERING
@@ -1333,16 +1305,6 @@ def test_a_lost_host_is_looked_at_once_more_before_the_end() -> None:
     assert receivers(drive.check("b"), Stop) == ["b"]
     drive.goodbye("b")
     assert (drive.outcome.unchecked, drive.outcome.exit_code) == ((), 143)
-
-
-def test_a_host_lost_before_workers_were_started_left_none() -> None:
-    drive = Drive("a", "b")
-    drive.join()
-    drive.check("a")
-    drive.event(Signalled(signal.SIGTERM))
-    drive.lose("a")
-    drive.goodbye("b")
-    assert (drive.outcome.unchecked, drive.outcome.hosts) == ((), 0)
 
 
 def test_what_a_host_could_not_end_is_named() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from testbed.job_drive import Drive, messages, notices, receivers, running, tells
 
-from launcher.job.events import Command, Send, Signalled
+from launcher.job.events import Command, Send
 from launcher.job.run import Phase
 from launcher.placement.roles import Role, Roles
 from launcher.protocol.commands import Collect, NextGeneration, OpenStore, RestartWorker
@@ -55,13 +55,6 @@ def test_the_number_goes_out_at_once_though_the_restart_waits() -> None:
         (host, NextGeneration(attempt=0, number=2)) for host in "ab"
     ]
     assert messages(drive.wait(0.6, heard="ab"), RestartWorker) == [RestartWorker(3, 0, restart=2)]
-
-
-def test_each_of_several_failures_has_a_number_of_its_own() -> None:
-    drive = running("a", "b", max_restarts=9)
-    numbers = [messages(fails(drive, rank, after_s=0.1), NextGeneration)[0].number for rank in (1, 2, 3)]
-    assert numbers == [1, 2, 3]
-    assert drive.job.phase is Phase.RUNNING
 
 
 def test_of_failures_one_right_after_the_other_the_newest_number_is_sent_before_their_successors_start() -> None:
@@ -177,18 +170,6 @@ def test_consequences_alone_each_use_a_restart() -> None:
     drive = running("a", "b", max_restarts=1)
     fails(drive, 3, 1, error=PEER_LOST)
     assert messages(fails(drive, 0, 1, error=PEER_LOST, after_s=0.1), NextGeneration) == []
-
-
-def test_what_ends_the_attempt_otherwise_cancels_the_restart() -> None:
-    drive = running("a", "b", max_restarts=9)
-    fails(drive, 3)
-    starts(drive, 3)
-    fails(drive, 3)
-    drive.lose("a")
-    assert messages(drive.wait(5.0, heard="b"), RestartWorker) == []
-    drive = running("a", "b", max_restarts=9)
-    drive.event(Signalled(15))
-    assert messages(fails(drive, 3), NextGeneration) == []
 
 
 def test_a_rank_that_is_left_out_before_it_has_started_again_is_not_waited_for() -> None:
