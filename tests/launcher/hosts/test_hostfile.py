@@ -84,17 +84,12 @@ def complaint(path: Path) -> str:
             10,
             "slots is 'x', which is not a number of at most 6 digits; write a line as in: node1 slots=4",
         ),
-        ("n1 slots=-1", 10, "slots is '-1'"),
-        ("n1 slots=1234567", 10, "slots is '1234567'"),
         ("n1 slots=4,max_slots=8", 10, "slots is '4,max_slots'"),
         ("n1 slots", 4, "slots has no value"),
-        ("n1 slots=", 4, "slots has no value"),
         ("n1 slots==4", 4, "slots has no value"),
         ("n1  4", 5, "'4' is not known after a host, only slots=, max_slots=, user= and port=; write a line as in:"),
-        ("n1 slot=4", 4, "'slot' is not known"),
         ("n1 n2 slots=4", 4, "'n2' is not known"),
         ("n1 slots=4 slots=4", 18, "slots is given twice for 'n1'"),
-        ("n1 slots=4 count=4", 18, "slots is given twice for 'n1'"),
         ("n1:22 slots=4", 13, "slots is given twice for 'n1:22'; after a name, 22 is slots"),
         ("me@n1 user=you", 12, "user is given twice for 'me@n1'"),
         ("n1 slots=4 max_slots=2", 1, "max_slots is 2, which is less than the slots of 4"),
@@ -103,9 +98,6 @@ def complaint(path: Path) -> str:
         ("n1 port=0", 1, "port is 0; sshd's is 1 to 65535"),
         ("n1,n2 slots=4", 1, "'n1,n2' is not a host; write NAME, NAME:SLOTS"),
         ("\tfe80::1 slots=4", 2, "'fe80::1' is not a host"),
-        (" n1:x", 2, "'n1:x' is not a host"),
-        ("^n1", 1, "'^n1' is not a host"),
-        ("+n0", 1, "'+n0' is not a host"),
         ("-n1", 1, "'-n1' begins with '-'"),
         ("= 4", 1, "'=' is not a host"),
         (" me@n[1-x] slots=4", 7, "'1-x' in 'n[1-x]' is not a number or range"),
@@ -115,9 +107,7 @@ def complaint(path: Path) -> str:
             1,
             "host a is on line 1 already; name it once with all its slots (a slots=8), or by its name alone",
         ),
-        ("a", 1, "host a is on line 1 already"),
         ("b slots=1", 1, "host b is on line 2 already"),
-        ("me@b", 1, "host b is on line 2 already"),
         ("b:2222", 1, "host b is on line 2 already"),
         ("127.0.0.1", 1, "hosts localhost and 127.0.0.1 are both this machine"),
         ("n[1-65536]:1", 1, "here the list has more than 65536 hosts"),
@@ -230,13 +220,6 @@ def test_any_hosts_in_open_mpis_form_are_read_as_they_were_written(hosts: list[H
         ]
         text += fill + "".join(words) + end + "\n"
     assert parse_discovered(text, command="x") == tuple(hosts)
-
-
-@settings(deadline=None, max_examples=40)
-@given(several(st.builds(ssh, NAMES, st.none() | st.integers(1, 1023))), ENDS)
-def test_any_hosts_in_mpichs_form_are_read_as_they_were_written(hosts: list[Host], end: str) -> None:
-    lines = [bracketed(host.name) + ("" if host.slots is None else f":{host.slots}") + end for host in hosts]
-    assert parse_discovered("\n".join(lines), command="x") == tuple(hosts)
 
 
 @settings(deadline=None, max_examples=40)
