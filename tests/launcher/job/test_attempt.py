@@ -11,7 +11,7 @@ from launcher.job.attempt import HUNG_S, AttemptState
 from launcher.job.failures.failure import FailureKind
 from launcher.job.ranks import RankState
 from launcher.job.recovery.members import choose_members
-from launcher.job.timers import Timer, Timers
+from launcher.job.timers import Timers
 from launcher.placement.placement import HostOffer, Placement, place
 from launcher.protocol.reports import Exited, Started
 from launcher.protocol.two_way import Heartbeat
@@ -88,26 +88,6 @@ def test_a_host_is_needed_until_its_workers_have_ended_well_and_for_the_store() 
     assert not state.needs("b")
 
 
-def test_progress_is_a_number_that_changes() -> None:
-    state = attempt()
-    state.take_start(present(state.ranks.get(0)), Started(0, 0, 1, 0.0), 11.0)
-    state.take_heartbeat("a", Heartbeat(0.0, 5), 12.0)
-    state.take_heartbeat("a", Heartbeat(0.0, 5), 13.0)
-    assert state._timers.at(Timer.STALL) == 17.0
-    state.take_heartbeat("a", Heartbeat(0.0, 6), 14.0)
-    assert state._timers.at(Timer.STALL) == 19.0
-
-
-def test_a_process_that_has_started_again_has_time_until_its_first_step() -> None:
-    state = attempt(start_s=60.0)
-    starts(state, 0, 11.0)
-    assert state._timers.at(Timer.STALL) == 71.0
-    state.take_heartbeat("a", Heartbeat(0.0, 1, steps=1), 20.0)
-    assert state._timers.at(Timer.STALL) == 25.0
-    starts(state, 0, 21.0)
-    assert state._timers.at(Timer.STALL) == 81.0
-
-
 def test_a_host_says_when_its_workers_have_saved_more_checkpoints() -> None:
     state = attempt()
     said = [state.take_heartbeat("a", Heartbeat(0.0, saved=saved), 11.0) for saved in (0, 1, 1, 2)]
@@ -159,10 +139,3 @@ def test_one_lost_rank_is_enough_to_be_waited_for() -> None:
     state.ranks.move(present(state.ranks.get(3)), RankState.GONE)
     state.lose("b", state.failure(FailureKind.HOST_LOST, "b", "gone", 11.0))
     assert (state.ranks.count(RankState.LOST), state.lacks_workers) == (1, True)
-
-
-def test_each_generation_has_a_number_and_a_time() -> None:
-    state = attempt()
-    state._timers.set(Timer.GENERATION, 12.0)
-    assert [state.begin_generation(11.0), state.begin_generation(13.0)] == [1, 2]
-    assert (state.announced_at, state._timers.over(Timer.GENERATION, 99.0)) == (13.0, False)

@@ -35,8 +35,9 @@ from launcher.protocol.two_way import Heartbeat
 T = 30.0
 
 
-def fleet_of(*names: str, kind: HostKind = HostKind.SSH, timeout_s: float = T) -> Fleet:
-    return Fleet([Host(name, kind) for name in names], Timers(), timeout_s=timeout_s, join_s=60.0, now=0.0)
+def fleet_of(*names: str, kind: HostKind = HostKind.SSH, timeout_s: float = T, timers: Timers | None = None) -> Fleet:
+    hosts = [Host(name, kind) for name in names]
+    return Fleet(hosts, timers or Timers(), timeout_s=timeout_s, join_s=60.0, now=0.0)
 
 
 def ready(fleet: Fleet, now: float) -> None:
@@ -176,7 +177,7 @@ def test_a_host_that_speaks_may_have_heard_us_until_now() -> None:
     fleet.occupy(state)
     state.heard = 99.0
     fleet.lost(state, "the connection broke", 100.0)
-    assert fleet._timers.at(Timer.FENCE) == pytest.approx(99.0 + T + fleet.fence_s)
+    assert state.fenced_at == pytest.approx(99.0 + T + fleet.fence_s)
     fleet.fence(100.0)
     assert fleet.busy == {"a"}
     fleet.fence(99.0 + T + fleet.fence_s)
@@ -199,7 +200,7 @@ def test_on_this_machine_only_time_helps() -> None:
     state = fleet.states["a"]
     fleet.occupy(state)
     fleet.lost(state, "its agent was killed", 100.0)
-    assert fleet._timers.at(Timer.FENCE) == 100.0 + LOCAL_FENCE_S
+    assert state.fenced_at == 100.0 + LOCAL_FENCE_S
 
 
 def test_a_lease_that_rests_never_ends() -> None:
@@ -250,30 +251,32 @@ def test_a_silent_host_is_found_and_one_that_looks_at_its_devices_has_more_time(
 
 
 def test_a_lost_host_is_tried_again_with_growing_pauses() -> None:
-    fleet = fleet_of("a")
+    timers = Timers()
+    fleet = fleet_of("a", timers=timers)
     ready(fleet, 0.0)
     state, now, pauses = fleet.states["a"], 100.0, []
     for _ in range(8):
         fleet.lost(state, "gone", now)
         fleet.try_again(state, now)
-        at = fleet._timers.at(Timer.RETRY)
+        at = timers.at(Timer.RETRY)
         assert fleet.retries(at - 0.01) == []
         assert fleet.retries(at) == [Open(state.host, state.link)]
-        assert fleet._timers.at(Timer.RETRY) == NEVER
+        assert timers.at(Timer.RETRY) == NEVER
         pauses.append(at - now)
         now = at
     assert pauses == [*RETRIES_S, RETRIES_S[-1], RETRIES_S[-1]]
 
 
 def test_a_host_that_never_stays_for_long_is_tried_with_growing_pauses_too() -> None:
-    fleet = fleet_of("a")
+    timers = Timers()
+    fleet = fleet_of("a", timers=timers)
     state, now, pauses = fleet.states["a"], 100.0, []
     for stays_s in (1.0, 1.0, 1.0, STEADY_S, 1.0):
         ready(fleet, now)
         now += stays_s
         fleet.lost(state, "gone", now)
         fleet.try_again(state, now)
-        at = fleet._timers.at(Timer.RETRY)
+        at = timers.at(Timer.RETRY)
         pauses.append(at - now)
     assert pauses == [0.0, 1.0, 2.0, 0.0, 0.0]
 

@@ -16,7 +16,7 @@ from launcher.job.failures.failure import FailureKind
 from launcher.job.inspection import COLLECT_S
 from launcher.job.recovery.hangs import Hangs
 from launcher.job.run import Phase
-from launcher.protocol.commands import Collect, EndAttempt, KillWorker, RestartWorker, Stop
+from launcher.protocol.commands import Collect, KillWorker, RestartWorker, Stop
 from launcher.protocol.reports import Collected, Collective, Collectives, Evidence
 from launcher.protocol.two_way import Heartbeat
 
@@ -104,12 +104,6 @@ def test_another_rank_that_hangs_ends_the_attempt_and_is_its_cause() -> None:
     cause = drive.cause
     assert (cause.kind, cause.rank, drive.outcome.exit_code) == (FailureKind.HUNG, 3, 1)
     assert [each.rank for each in drive.outcome.evidence] == [0, 1, 2, 3]
-
-
-def test_with_restarts_left_the_attempt_is_made_again() -> None:
-    drive = running("a", "b", hang=AUTO, max_restarts=1)
-    hang(drive)
-    assert receivers(killed(drive), EndAttempt) == ["a", "b"]
 
 
 def test_the_user_is_notified_once() -> None:

@@ -236,21 +236,6 @@ def test_a_host_that_was_to_join_takes_the_place_of_one_that_is_lost() -> None:
     assert drive.job.fleet.states["c"].failed_attempts == 0
 
 
-def test_ranks_of_a_host_that_does_not_join_are_not_given_away_while_its_workers_may_run() -> None:
-    drive = resilient_run("a", "b", "c", nnodes=(1, 3))
-    drive.lose("b")
-    fence(drive, "ac")
-    assert [start.rank for start in messages(drive.back("b"), StartWorker)] == [2, 3]
-    assert receivers(drive.lose("c"), EndAttempt) == ["b"]
-    drive.wait(1.0, heard="a")
-    assert [start.rank for start in messages(drive.back("c"), StartWorker)] == [4, 5]
-    for rank in (4, 5):
-        drive.say("c", Started(0, rank, 500 + rank, drive.now))
-    for name in "ac":
-        say_resilient(drive, name)
-    assert [start.rank for start in messages(drive.say("b", Swept(0, 0, 0, [])), StartWorker)] == [2, 3]
-
-
 @pytest.mark.parametrize("timeout_s", [30.0, 60.0])
 def test_the_time_for_another_store_begins_once_the_host_of_the_last_one_is_fenced(timeout_s: float) -> None:
     drive = resilient_run("a", "b", "c", nnodes=(1, 3), heartbeat_timeout_s=timeout_s)
