@@ -66,7 +66,7 @@ def test_a_look_without_an_answer_changes_nothing() -> None:
     assert watch.looked(look(WAITS, OWN), range(2), 120.0) is not None
 
 
-def test_a_process_that_took_the_place_of_one_that_waited_has_not_waited() -> None:
+def test_a_process_in_the_place_of_one_that_waited_has_not() -> None:
     watch = MeetingWatch(HangPolicy())
     assert watch.looked(look(OWN, WAITS), range(2), 30.0) is None
     assert watch.looked(look(WAITS, OWN), range(2), 60.0) is None

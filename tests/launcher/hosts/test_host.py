@@ -129,7 +129,7 @@ def test_any_list_of_hosts_is_read_as_it_was_written(listed: list[Host], comma: 
 
 @settings(deadline=None, max_examples=300)
 @given(st.text("ab1-[]:,@. 2", max_size=20) | st.text(max_size=20))
-def test_any_text_is_a_list_of_hosts_or_an_error_with_a_column_of_it(text: str) -> None:
+def test_any_text_is_a_list_of_hosts_or_an_error_with_a_column(text: str) -> None:
     column = 1
     try:
         assert parse_hosts(text)

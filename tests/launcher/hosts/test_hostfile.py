@@ -166,7 +166,7 @@ def test_a_discovery_script_may_find_no_host() -> None:
     assert parse_discovered("\n\nn1:0\n", command="./discover") == ()
 
 
-def test_a_bad_line_of_a_discovery_script_names_the_command_and_the_line() -> None:
+def test_a_bad_line_of_a_discovery_script_names_the_command() -> None:
     with pytest.raises(UsageError) as raised:
         parse_discovered("n1:4\nnot found: x\n\nn2:y\n", command="./discover --all")
     first, second = str(raised.value).splitlines()
@@ -202,7 +202,7 @@ def bracketed(name: str) -> str:
 
 @settings(deadline=None, max_examples=60)
 @given(several(OPEN_MPI), st.data())
-def test_any_hosts_in_open_mpis_form_are_read_as_they_were_written(hosts: list[Host], data: st.DataObject) -> None:
+def test_any_hosts_in_open_mpi_s_form_are_read_as_written(hosts: list[Host], data: st.DataObject) -> None:
     text = data.draw(st.sampled_from(["", "\ufeff"]))
     for host in hosts:
         user, limit = host.user, data.draw(st.sampled_from(["max_slots", "max-slots", "slots_max"]))
@@ -224,7 +224,7 @@ def test_any_hosts_in_open_mpis_form_are_read_as_they_were_written(hosts: list[H
 
 @settings(deadline=None, max_examples=40)
 @given(st.lists(NAMES, min_size=1, max_size=12, unique=True), st.data())
-def test_a_pbs_file_counts_lines_and_keeps_the_order_of_first_appearance(names: list[str], data: st.DataObject) -> None:
+def test_a_pbs_file_counts_lines_in_order_of_appearance(names: list[str], data: st.DataObject) -> None:
     repeated = [*names, *data.draw(st.lists(st.sampled_from(names), min_size=1, max_size=12))]
     lines = data.draw(st.permutations(repeated))
     order = list(dict.fromkeys(lines))
@@ -234,7 +234,7 @@ def test_a_pbs_file_counts_lines_and_keeps_the_order_of_first_appearance(names: 
 
 @settings(deadline=None, max_examples=300)
 @given(st.text("ab1-[]:,@. =\n\r\t#slotmax_", max_size=60) | st.text(max_size=40))
-def test_any_text_is_hosts_or_an_error_whose_places_are_in_the_text(text: str) -> None:
+def test_any_text_is_hosts_or_an_error_with_places_in_it(text: str) -> None:
     places = []
     try:
         parse_discovered(text, command="x")

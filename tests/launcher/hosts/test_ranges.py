@@ -38,7 +38,7 @@ def test_a_list_becomes_the_names_that_slurm_makes_of_it(text: str, names: str) 
     assert expand(text) == tuple(names.split())
 
 
-def test_the_installed_slurm_expands_the_same_lists_to_the_same_names(tmp_path: Path) -> None:
+def test_the_installed_slurm_expands_lists_to_the_same_names(tmp_path: Path) -> None:
     require(shutil.which("scontrol"), "scontrol", "apt-get install slurm-client")
     conf = tmp_path / "slurm.conf"
     conf.write_text("ClusterName=x\nSlurmctldHost=localhost\nNodeName=n1\nPartitionName=p Nodes=ALL\n")

@@ -113,16 +113,14 @@ def test_a_discovery_script_that_fails_says_so(tmp_path: Path) -> None:
     assert (result.returncode, "--nnodes MIN:MAX" in result.stderr) == (2, True)
 
 
-def test_a_discovery_script_that_hangs_is_killed_with_what_it_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_discovery_script_that_hangs_is_killed_with_its_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources_module, "DISCOVERY_S", 0.3)
     with pytest.raises(DtrainError, match=r"did not answer within 0\.3 s"):
         discover(_script(tmp_path, "sleep 60 & sleep 60"))  # that nothing stays is checked after every test
 
 
 @pytest.mark.parametrize("where", ["", " >&2"])
-def test_a_discovery_script_that_prints_without_end_is_killed_with_what_it_started(tmp_path: Path, where: str) -> None:
+def test_a_discovery_script_that_prints_endlessly_is_killed(tmp_path: Path, where: str) -> None:
     with pytest.raises(DtrainError, match="was ended, since it printed more than 1 MiB; it must print one HOST:SLOTS"):
         discover(_script(tmp_path, f"sleep 60 & yes node1:1{where}"))
 
@@ -146,7 +144,7 @@ def test_quiet_does_not_hide_that_the_discovery_script_fails(tmp_path: Path) -> 
     assert "ended with 3: no credentials" in said
 
 
-def test_a_discovery_script_that_runs_when_the_run_ends_is_not_complained_of(tmp_path: Path) -> None:
+def test_a_discovery_script_that_runs_at_the_end_is_no_error(tmp_path: Path) -> None:
     script = _script(tmp_path, "if [ -e started ]; then touch asked; sleep 60; fi; echo localhost:1")
     (tmp_path / "work.py").write_text(
         "import os, time\nopen('started', 'w')\nwhile not os.path.exists('asked'): time.sleep(0.02)\n"

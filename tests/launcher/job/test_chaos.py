@@ -74,7 +74,7 @@ def test_the_seed_decides_whom_they_hit() -> None:
 
 
 @pytest.mark.parametrize(("saves", "lost"), [({0: (2, 7), 1: (1, 30)}, 7), ({}, 57), (None, None)])
-def test_where_all_start_again_steps_are_lost_since_the_newest_checkpoint(
+def test_a_new_attempt_loses_steps_since_the_newest_checkpoint(
     saves: dict[int, tuple[int, int]] | None, lost: int | None
 ) -> None:
     """Without ddp (None) what was saved is not known."""
@@ -122,7 +122,7 @@ def test_no_one_is_hit_once_a_worker_has_finished() -> None:
     assert messages(drive.wait(100, heard="ab"), KillWorker) == []
 
 
-def test_one_that_had_finished_before_the_signal_is_no_fault_that_is_waited_for() -> None:
+def test_a_worker_that_finished_before_the_signal_is_no_fault() -> None:
     drive = training("kill worker every 30s")
     order = fault(drive, 30)
     host = drive.host_of(order.rank)
@@ -158,7 +158,7 @@ def test_only_workers_that_have_made_a_step_are_stopped() -> None:
     assert messages(drive.wait(20, heard="ab"), KillWorker) == [], "its successor has made none"
 
 
-def test_a_job_that_takes_longer_to_start_than_the_time_between_two_faults_comes_to_a_step() -> None:
+def test_a_job_that_starts_slowly_comes_to_a_step_between_faults() -> None:
     drive = running("a", "b", chaos=parse_chaos("kill worker every 10s, seed 1"), max_restarts=0)
     hit_at: list[float] = []
     began = drive.now
@@ -214,7 +214,7 @@ def test_lost_hosts_cost_no_restart_and_are_not_excluded() -> None:
     assert [text for text in notices(drive.commands) if "excluded" in text] == []
 
 
-def test_a_host_whose_workers_are_killed_on_purpose_is_not_excluded() -> None:
+def test_a_host_whose_workers_chaos_kills_is_not_excluded() -> None:
     drive = training("kill worker every 5s, seed 1", max_restarts=0, nnodes=(1, 2))
     hit = []
     for _ in range(5):

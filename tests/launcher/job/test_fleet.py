@@ -49,7 +49,7 @@ def ready(fleet: Fleet, now: float) -> None:
 
 
 @pytest.mark.parametrize("timeout_s", [1.0, 2.0, 5.0, 10.0, 30.0, 600.0, 1e3, 4e3, 1e5])
-def test_the_fence_leaves_time_for_the_guard_of_an_agent_that_hangs_and_for_clocks(timeout_s: float) -> None:
+def test_the_fence_leaves_time_for_the_guard_and_for_clocks(timeout_s: float) -> None:
     late_s = min(LATE_S, LATE * timeout_s)
     guard_acts_s = late_s + min(0.2, 0.5 * late_s)  # it looks twice
     drift_s = 2e-4 * (120.0 + timeout_s)
@@ -149,7 +149,7 @@ class OneHost:
         return -1.0 if self.ended_at is None else self.now - self.ended_at
 
 
-def test_whatever_the_delays_a_lost_host_s_workers_are_gone_when_it_is_fenced(seeds: Seeds) -> None:
+def test_a_lost_host_s_workers_are_gone_when_it_is_fenced(seeds: Seeds) -> None:
     for seed in seeds(60):
         host = OneHost(seed)
         assert host.run() > 0.95 * host.fleet.fence_s, f"OneHost({seed}).run()"
@@ -217,7 +217,7 @@ def test_a_lease_that_rests_never_ends() -> None:
     assert fleet.never_fenced() == ["a"]
 
 
-def test_heartbeats_say_when_a_host_was_heard_and_go_to_those_that_were_heard_since_the_last() -> None:
+def test_heartbeats_answer_what_was_heard_since_the_last() -> None:
     fleet = fleet_of("a", "b", "c")
     ready(fleet, 0.0)
     for state in fleet:
@@ -233,7 +233,7 @@ def test_heartbeats_say_when_a_host_was_heard_and_go_to_those_that_were_heard_si
     assert fleet_of("a", kind=HostKind.SIMULATED).heartbeats(0.0) == []
 
 
-def test_many_agents_on_one_machine_speak_seldom_but_often_enough() -> None:
+def test_many_agents_on_one_machine_send_fewer_heartbeats() -> None:
     def pause_s(parts: int, timeout_s: float) -> float:
         hosts = [Host(f"sim{part}", HostKind.SIMULATED, part=part, parts=parts) for part in range(parts)]
         return Fleet(hosts, Timers(), timeout_s=timeout_s, join_s=60.0, now=0.0).heartbeat_s
@@ -242,7 +242,7 @@ def test_many_agents_on_one_machine_speak_seldom_but_often_enough() -> None:
     assert pause_s(1000, 2.0) == 0.2
 
 
-def test_a_silent_host_is_found_and_one_that_looks_at_its_devices_has_more_time() -> None:
+def test_a_host_that_looks_at_its_devices_may_be_silent_longer() -> None:
     fleet = fleet_of("a", "b")
     ready(fleet, 0.0)
     fleet._move(fleet.states["b"], HostPhase.CHECKING)
@@ -267,7 +267,7 @@ def test_a_lost_host_is_tried_again_with_growing_pauses() -> None:
     assert pauses == [*RETRIES_S, RETRIES_S[-1], RETRIES_S[-1]]
 
 
-def test_a_host_that_never_stays_for_long_is_tried_with_growing_pauses_too() -> None:
+def test_a_host_that_never_stays_is_tried_with_growing_pauses() -> None:
     timers = Timers()
     fleet = fleet_of("a", timers=timers)
     state, now, pauses = fleet.states["a"], 100.0, []
@@ -334,7 +334,7 @@ def changes_of(kind: type, source: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("kind", "owner"), [(HostState, "fleet.py"), (Rank, "ranks.py")])
-def test_what_is_known_of_a_host_or_a_rank_changes_in_one_module_only(kind: type, owner: str) -> None:
+def test_a_host_or_a_rank_is_changed_in_one_module_only(kind: type, owner: str) -> None:
     folder = Path(fleet_module.__file__).parent
     files = [*folder.rglob("*.py"), *folder.with_name("controller").glob("*.py")]
     found = {file.name: changes_of(kind, file.read_text()) for file in files}

@@ -78,7 +78,7 @@ def killed(drive: Drive, *, restart_policy: int = 0) -> list[Command]:
     return drive.say("b", drive.exited("b", 3, -signal.SIGKILL, restart_policy=restart_policy, steps=25))
 
 
-def test_a_resilient_rank_that_hangs_is_killed_and_replaced_alone() -> None:
+def test_a_resilient_rank_that_hangs_is_replaced_alone() -> None:
     drive = running("a", "b", hang=AUTO, max_restarts=1)
     commands = hang(drive)
     (order,) = messages(commands, KillWorker)
@@ -94,7 +94,7 @@ def test_a_resilient_rank_that_hangs_is_killed_and_replaced_alone() -> None:
     assert drive.job.phase is Phase.RUNNING
 
 
-def test_another_rank_that_hangs_ends_the_attempt_and_is_its_cause() -> None:
+def test_another_rank_that_hangs_ends_the_attempt() -> None:
     drive = running("a", "b", hang=AUTO)
     hang(drive)
     commands = killed(drive)
@@ -130,7 +130,7 @@ def test_the_collective_that_the_others_wait_in_is_said_with_it() -> None:
         assert second.startswith("rank 3 on b (pid 103) hangs: ")
 
 
-def test_ranks_that_wait_for_each_other_in_different_collectives_are_said_once() -> None:
+def test_ranks_in_different_collectives_are_reported_once() -> None:
     drive = running("a", "b", hang=REPORT)
     attempt, hangs = drive.job.attempt, Hangs(REPORT)
     assert attempt is not None
@@ -163,7 +163,7 @@ def test_a_look_that_finds_nothing_is_forgotten(stopped: tuple[int, ...]) -> Non
     assert drive.job.phase is Phase.RUNNING
 
 
-def test_a_look_gives_way_to_what_the_user_asks_for_and_to_a_failure() -> None:
+def test_a_look_gives_way_to_the_user_and_to_a_failure() -> None:
     drive = running("a", "b", hang=AUTO)
     beat(drive, "b", stopped=(3,))
     assert receivers(drive.event(Signalled(signal.SIGQUIT)), Collect) == ["a", "b"]
@@ -213,7 +213,7 @@ def test_ranks_of_the_same_pid_on_two_hosts_are_two() -> None:
 
 
 @pytest.mark.parametrize("end", ["its host is lost", "it has finished"])
-def test_others_are_watched_after_a_rank_that_was_killed_has_ended_otherwise(end: str) -> None:
+def test_others_are_watched_after_a_killed_rank_ended_otherwise(end: str) -> None:
     drive = three()
     beats(drive, "abc", stopped=(5,))
     assert len(messages(look(drive, stopped=(5,)), KillWorker)) == 1
@@ -254,7 +254,7 @@ def test_looks_that_a_host_does_not_answer_become_rarer(known: dict[str, Any]) -
     assert 3 <= looks <= 10
 
 
-def test_no_one_looks_while_the_others_wait_for_hosts_to_take_over() -> None:
+def test_no_one_looks_while_the_others_wait_for_hosts() -> None:
     drive = three()
     drive.lose("c")
     assert receivers(beats(drive, "ab", stopped=(3,)), Collect) == []
@@ -276,7 +276,7 @@ def test_a_run_that_shows_life_is_stopped_at_once() -> None:
     assert not messages(drive.commands, Collect)
 
 
-def test_a_run_that_seems_to_hang_is_looked_at_before_it_is_stopped() -> None:
+def test_a_run_that_seems_hung_is_looked_at_before_it_stops() -> None:
     drive = running("a", "b", hang=REPORT)
     silent(drive, 12.0)
     commands = drive.event(Signalled(signal.SIGTERM))
@@ -307,7 +307,7 @@ def test_a_second_signal_does_not_wait_for_the_look(first: int, second: int, exp
     assert messages(drive.commands, Stop)[-1].signum == expected
 
 
-def test_a_worker_that_fails_while_it_is_looked_at_is_not_the_cause() -> None:
+def test_a_worker_that_fails_during_a_look_is_not_the_cause() -> None:
     drive = running("a", "b", hang=REPORT)
     silent(drive, 12.0)
     drive.event(Signalled(signal.SIGTERM))
@@ -318,7 +318,7 @@ def test_a_worker_that_fails_while_it_is_looked_at_is_not_the_cause() -> None:
     assert not drive.job.attempt.failures
 
 
-def test_where_the_ranks_are_that_others_wait_for_is_an_error_that_names_all_their_hosts() -> None:
+def test_ranks_that_others_wait_for_are_named_with_their_hosts() -> None:
     attempt: Any = SimpleNamespace(number=0, host_of=lambda rank: f"node{rank // 8}")
     waiting = WaitingRanks((0,), (), tuple(range(1, 512)), (512,), (513, 514), (), 30.0)
     notice, _ = Hangs(REPORT).report_waiting(attempt, waiting, 1)

@@ -54,7 +54,7 @@ def test_two_who_ask_for_the_same_meanwhile_share_the_next_round() -> None:
     assert drive.job.phase is Phase.RUNNING
 
 
-def test_a_host_that_does_not_answer_is_named_once_its_time_is_up() -> None:
+def test_a_host_that_does_not_answer_in_time_is_named() -> None:
     drive = running("a", "b")
     stacks(drive, 1)
     collected(drive, "a", 0, 1)
@@ -63,7 +63,7 @@ def test_a_host_that_does_not_answer_is_named_once_its_time_is_up() -> None:
     assert (answer["missing"], [each.rank for each in answer["evidence"]]) == ({"b": [2, 3]}, [0, 1])
 
 
-def test_only_the_hosts_of_the_ranks_are_asked_and_native_frames_have_more_time() -> None:
+def test_only_hosts_of_the_ranks_are_asked_and_longer_for_native() -> None:
     drive = running("a", "b")
     commands = stacks(drive, 1, 3, native=True)
     (order,) = messages(commands, Collect)
@@ -86,7 +86,7 @@ def test_a_failure_ends_the_round_and_who_asks_then_gets_it() -> None:
     assert error["error"].startswith("no worker can be looked at now: looking where the ranks stand")
 
 
-def test_sigquit_during_a_round_of_a_command_is_answered_after_it() -> None:
+def test_sigquit_during_a_round_is_answered_after_it() -> None:
     drive = running("a", "b")
     stacks(drive, 1)
     assert drive.event(Signalled(signal.SIGQUIT)) == []
@@ -183,7 +183,7 @@ def test_all_clocks_of_stalls_rest_while_a_debugger_is_open() -> None:
     assert drive.job.phase is Phase.EVIDENCE_ROUND
 
 
-def test_a_look_that_was_under_way_blames_no_one_once_a_debugger_is_open() -> None:
+def test_a_look_blames_no_one_once_a_debugger_is_open() -> None:
     drive = running("a", "b", hang=HangPolicy(acts=True))
     debug(drive)
     beat: dict[str, Any] = {"steps": 50, "longest_s": [0.5, 0.0, 0.0]}

@@ -124,7 +124,7 @@ def test_two_hosts_from_the_first_connection_to_the_end() -> None:
     assert closed(drive.commands) == ["a", "b"]
 
 
-def test_a_host_not_reached_and_a_host_with_a_problem_are_named_in_one_error() -> None:
+def test_all_hosts_that_cannot_start_are_in_one_error() -> None:
     drive = Drive("a", "b", "c")
     drive.join("a", "b")
     drive.check("a")
@@ -140,7 +140,7 @@ def test_a_host_not_reached_and_a_host_with_a_problem_are_named_in_one_error() -
     assert messages(drive.commands, StartWorker) == []
 
 
-def test_a_refused_host_that_leaves_before_the_secondary_failures_answer_keeps_its_reason() -> None:
+def test_a_refused_host_that_leaves_keeps_its_reason() -> None:
     for leave in (AgentMessage("a", 1, Bye(0, [], "")), Lost("a", 1, "its agent ended with status 0")):
         drive = Drive("a", "b")
         drive.join()
@@ -160,7 +160,7 @@ def test_a_refused_host_that_leaves_before_the_secondary_failures_answer_keeps_i
         ({"python": "3.9.2"}, "/usr/bin/python3 is Python 3.9.2, here it is"),
     ],
 )
-def test_another_version_on_a_host_is_found_before_anything_starts(changes: dict[str, Any], reason: str) -> None:
+def test_another_version_on_a_host_is_found_first(changes: dict[str, Any], reason: str) -> None:
     drive = Drive("a", "b")
     drive.join("a")
     drive.check("a")
@@ -185,7 +185,7 @@ def test_only_ordinary_workers_are_bound_to_processors() -> None:
     ]
 
 
-def test_a_variable_that_cannot_hold_all_processes_is_an_error_and_no_worker_starts() -> None:
+def test_a_variable_too_long_for_all_processes_is_an_error() -> None:
     workers = 9000
     drive = Drive("a", hosts=(Host("a", HostKind.SSH, slots=workers),), env_for=("tf",))
     drive.join()
@@ -197,7 +197,7 @@ def test_a_variable_that_cannot_hold_all_processes_is_an_error_and_no_worker_sta
     assert "TF_CONFIG names every process, and would need " in str(drive.outcome.error)
 
 
-def test_the_cluster_of_tensorflow_is_sent_to_each_host_once_before_its_workers() -> None:
+def test_tensorflow_s_cluster_is_sent_to_each_host_once() -> None:
     drive = Drive("a", "b", env_for=("tf",))
     drive.join()
     drive.say("a", drive.facts("a"))
@@ -271,7 +271,7 @@ def test_hosts_that_are_not_ready_in_time_are_all_named() -> None:
     }  # fmt: skip
 
 
-def test_a_store_that_does_not_open_in_time_is_an_error_of_its_host() -> None:
+def test_a_store_that_opens_too_late_is_an_error_of_its_host() -> None:
     drive = Drive("a", "b", start_timeout_s=20.0)
     drive.join()
     drive.check()
@@ -282,7 +282,7 @@ def test_a_store_that_does_not_open_in_time_is_an_error_of_its_host() -> None:
     assert str(drive.outcome.error).startswith("a: the rendezvous store was not opened within 20 s")
 
 
-def test_workers_that_do_not_start_in_time_are_named_with_their_host() -> None:
+def test_workers_that_start_too_late_are_named_with_their_host() -> None:
     drive = Drive("a", "b", start_timeout_s=20.0)
     drive.join()
     drive.check()
@@ -296,7 +296,7 @@ def test_workers_that_do_not_start_in_time_are_named_with_their_host() -> None:
     assert drive.outcome.exit_code == 1
 
 
-def test_where_event_follows_event_the_heartbeats_go_out_all_the_same() -> None:
+def test_heartbeats_go_out_though_event_follows_event() -> None:
     drive = running("a")
     sent = [c for _ in range(100) for c in drive.say("a", Heartbeat(drive.time("a")), after_s=0.1)]
     assert 6 <= len(messages(sent, Heartbeat)) <= 7, "every 1.5 s, though there was no Tick"
@@ -305,7 +305,7 @@ def test_where_event_follows_event_the_heartbeats_go_out_all_the_same() -> None:
 # ---- failures ------------------------------------------------------------------------------------------------
 
 
-def test_the_first_failure_decides_the_exit_code_by_corrected_time() -> None:
+def test_the_first_failure_by_corrected_time_is_the_exit_code() -> None:
     drive = running("a", "b", clocks={"a": 5000.0, "b": -900.0})
     drive.now += 10
     later, first = drive.now - 0.5, drive.now - 2.0
@@ -327,7 +327,7 @@ def test_the_first_failure_decides_the_exit_code_by_corrected_time() -> None:
     assert drive.cause.at == pytest.approx(first)
 
 
-def test_silence_that_is_our_own_does_not_touch_the_clock_or_lose_the_host() -> None:
+def test_silence_of_our_own_reader_loses_no_host() -> None:
     drive = running("a", clocks={"a": -5000.0})
     for _ in range(5):
         assert closed(drive.event(ReaderBlocked("a"), after_s=T - 1)) == []
@@ -337,7 +337,7 @@ def test_silence_that_is_our_own_does_not_touch_the_clock_or_lose_the_host() -> 
     assert drive.cause.at == drive.now
 
 
-def test_a_failure_known_from_its_error_file_before_our_stop_is_the_cause() -> None:
+def test_an_exception_raised_before_our_stop_is_the_cause() -> None:
     error = {"type": "ValueError", "message": "loss is nan", "where": "train.py:9 in step"}
     drive = running("a", "b", clocks={"b": 77.0})
     drive.now += 2
@@ -412,7 +412,7 @@ def test_the_host_of_the_store_may_not_go() -> None:
     assert drive.job.phase is Phase.EVIDENCE_ROUND
 
 
-def test_a_store_that_cannot_be_opened_is_an_error_before_any_worker() -> None:
+def test_a_store_that_cannot_open_is_an_error_before_any_worker() -> None:
     drive = Drive("a", "b")
     drive.join()
     drive.check()
@@ -446,7 +446,7 @@ def test_a_store_that_ends_after_the_workers_is_nothing() -> None:
 # ---- evidence, before anything is stopped --------------------------------------------------------------------
 
 
-def test_where_the_secondary_failures_stand_is_asked_before_they_are_stopped() -> None:
+def test_where_the_others_stand_is_asked_before_they_are_stopped() -> None:
     drive = running("a", "b")
     commands = drive.say("a", drive.exited("a", 0, 1))
     assert (receivers(commands, Collect), receivers(commands, Stop)) == (["a", "b"], [])
@@ -460,7 +460,7 @@ def test_where_the_secondary_failures_stand_is_asked_before_they_are_stopped() -
 
 
 @pytest.mark.parametrize("restarts", [0, 1])
-def test_what_failed_is_named_before_its_end_if_the_others_take_long_to_end(restarts: int) -> None:
+def test_what_failed_is_named_early_if_the_others_end_slowly(restarts: int) -> None:
     drive = running("a", "b", max_restarts=restarts)
     bad = {"type": "ValueError", "message": "bad batch", "where": ""}
     assert notices(drive.fail(2, error=bad)) == []
@@ -473,7 +473,7 @@ def test_what_failed_is_named_before_its_end_if_the_others_take_long_to_end(rest
     assert notices(drive.wait(5, heard="ab")) == [], "once"
 
 
-def test_a_lost_host_is_named_before_its_workers_are_certainly_gone() -> None:
+def test_a_lost_host_is_named_before_it_is_fenced() -> None:
     drive = running("a", "b", "c", nnodes=(2, 3))
     drive.lose("b")
     drive.collected("a", "c")
@@ -504,7 +504,7 @@ def test_what_the_failed_ranks_had_waited_for_is_missing() -> None:
     assert drive.outcome.missing == (MissingRank(3, "b", "/home/me/train.py:7 in load", "all_reduce"),)
 
 
-def test_of_ranks_that_all_timed_out_those_in_another_collective_are_missing() -> None:
+def test_timed_out_ranks_in_another_collective_are_missing() -> None:
     drive = running("a", "b")
     for rank in range(4):
         error = {**LATE, "inside": "barrier", "where": "train.py:9 in main"} if rank == 3 else LATE
@@ -531,7 +531,7 @@ def test_sigquit_shows_where_the_ranks_stand_and_the_run_goes_on() -> None:
     )
 
 
-def test_a_lost_connection_waits_a_little_for_what_it_is_the_consequence_of() -> None:
+def test_a_lost_connection_waits_a_little_for_its_cause() -> None:
     closed_by_peer = {"type": "RuntimeError", "message": "Connection closed by peer [10.0.0.2]:1", "where": ""}
     drive = running("a", "b", "c")
     drive.say("a", drive.exited("a", 0, 1, error=closed_by_peer))
@@ -542,7 +542,7 @@ def test_a_lost_connection_waits_a_little_for_what_it_is_the_consequence_of() ->
     assert (drive.cause.rank, drive.outcome.exit_code) == (2, 137)
 
 
-def test_a_host_that_is_silent_meanwhile_is_waited_for_and_is_the_cause() -> None:
+def test_a_host_that_is_silent_meanwhile_is_the_cause() -> None:
     drive = running("a", "b", "c", nnodes=(1, 3))
     drive.say("a", drive.exited("a", 0, -6), after_s=1)
     drive.collected("a", "b")
@@ -556,7 +556,7 @@ def test_a_host_that_is_silent_meanwhile_is_waited_for_and_is_the_cause() -> Non
     assert ended == f"attempt 0 failed: host c was lost after {T:.1f} s: nothing was heard from it for 30 s"
 
 
-def test_what_a_host_sent_before_it_was_lost_does_not_make_it_alive() -> None:
+def test_what_a_host_sent_before_it_was_lost_proves_no_life() -> None:
     drive = running("a", "b", "c", nnodes=(1, 3))
     delayed = Heartbeat(drive.time("c") + 1)
     drive.say("a", drive.exited("a", 0, -6), after_s=2)
@@ -576,7 +576,7 @@ def test_a_host_that_sends_something_meanwhile_is_not_the_cause() -> None:
     assert receivers(drive.say("c", Heartbeat(drive.time("c") - 10)), Stop) == ["a", "b", "c"]
 
 
-def test_a_host_whose_clock_stood_still_is_waited_for_as_long_as_a_silent_one() -> None:
+def test_a_host_whose_clock_stood_still_counts_as_silent() -> None:
     drive = running("a", "b", "c", nnodes=(1, 3))
     drive.clocks["c"] = -60.0
     drive.say("a", drive.exited("a", 0, -6), after_s=2)
@@ -611,7 +611,7 @@ def test_the_time_until_the_first_step_does_not_count_as_a_stall() -> None:
     assert receivers(drive.wait(0.5, heard="b"), Collect) == ["a", "b"]
 
 
-def test_a_run_that_never_makes_a_step_stalls_once_the_time_for_its_start_is_over() -> None:
+def test_a_run_without_a_step_stalls_after_its_start() -> None:
     drive = running("a", "b", stall_timeout_s=12.0, start_timeout_s=60.0, hang=OFF)
     assert receivers(drive.wait(59.5, heard="ab"), Collect) == []
     assert receivers(drive.wait(0.5, heard="ab"), Collect) == ["a", "b"]
@@ -652,7 +652,7 @@ def test_how_a_failing_process_ends_by_itself_is_its_exit_code() -> None:
     assert drive.outcome.secondary_failures == ()
 
 
-def test_a_failing_process_that_is_no_news_or_has_to_stop_is_left_to_its_end() -> None:
+def test_a_failing_process_that_has_to_stop_is_left_to_its_end() -> None:
     drive = running("a", "b")
     drive.fail(0)
     assert drive.say("b", failing(drive, 3, at=drive.now), after_s=0.5) == []
@@ -664,7 +664,7 @@ def test_a_failing_process_that_is_no_news_or_has_to_stop_is_left_to_its_end() -
 # ---- back at work --------------------------------------------------------------------------------------------
 
 
-def test_a_failed_attempt_is_followed_by_another_once_all_its_workers_are_gone() -> None:
+def test_another_attempt_begins_once_all_workers_are_gone() -> None:
     drive = running("a", "b", max_restarts=1)
     assert receivers(drive.fail(0, 7), EndAttempt) == ["a", "b"]
     assert drive.swept("a") == []
@@ -822,7 +822,7 @@ def test_a_host_that_was_suspended_and_lost_is_never_fenced() -> None:
 
 
 @pytest.mark.parametrize("left", [[], ["pid 9 (python, state D)"]])
-def test_what_is_left_of_an_earlier_run_is_an_error_and_what_was_removed_is_none(left: list[str]) -> None:
+def test_only_what_is_left_of_an_earlier_run_is_an_error(left: list[str]) -> None:
     drive = Drive("a")
     drive.join("a")
     commands = drive.say("a", drive.facts("a", killed_runs=1, ended=2, not_ended=left))
@@ -830,7 +830,7 @@ def test_what_is_left_of_an_earlier_run_is_an_error_and_what_was_removed_is_none
     assert (notice.is_error, "; still there on a: pid 9" in notice.text) == (bool(left), bool(left))
 
 
-def test_what_cannot_be_ended_keeps_its_host_out_of_the_next_attempt() -> None:
+def test_what_cannot_be_ended_keeps_its_host_out() -> None:
     drive = running("a", "b", "c", nnodes=(1, 2), max_restarts=1)
     drive.fail(0, 7)
     commands = drive.swept("a", left=["pid 9 (python, state D)"])
@@ -860,7 +860,7 @@ def test_leftovers_that_a_new_agent_cannot_end_are_named() -> None:
     assert drive.outcome.left == (("a", ("pid 9 (python, state D)",)),)
 
 
-def test_an_agent_that_ends_by_itself_and_leaves_something_is_not_used_again() -> None:
+def test_the_host_of_an_agent_that_left_something_is_not_used() -> None:
     drive = running("a", "b", nnodes=(1, 2))
     drive.say("b", Bye(0, ["pid 9 (python, state D)"], "it received SIGTERM"))
     drive.collected("a")
@@ -871,7 +871,7 @@ def test_an_agent_that_ends_by_itself_and_leaves_something_is_not_used_again() -
     assert drive.outcome.left == (("b", ("pid 9 (python, state D)",)),)
 
 
-def test_what_an_agent_says_of_an_attempt_before_it_has_cleaned_up_proves_nothing() -> None:
+def test_before_an_agent_has_cleaned_up_it_proves_nothing() -> None:
     drive = running("a", "b", nnodes=(1, 2), max_restarts=1)
     drive.lose("b")
     drive.event(Tick())
@@ -920,7 +920,7 @@ def lose_and_leave(drive: Drive, name: str) -> None:
             drive.lose(name, "connection refused")
 
 
-def test_a_lost_host_costs_no_restart_and_the_secondary_failures_go_on() -> None:
+def test_a_lost_host_costs_no_restart_and_the_others_go_on() -> None:
     drive = running("a", "b", "c", nnodes=(2, 3))
     lose_and_leave(drive, "a")
     assert drive.members == ("b", "c")
@@ -931,7 +931,7 @@ def test_a_lost_host_costs_no_restart_and_the_secondary_failures_go_on() -> None
     assert (drive.outcome.exit_code, drive.outcome.attempts, drive.outcome.world_size) == (0, 2, 4)
 
 
-def test_a_spare_takes_the_place_of_a_lost_host_and_the_secondary_failures_keep_their_ranks() -> None:
+def test_a_spare_takes_the_place_of_a_lost_host() -> None:
     drive = running("a", "b", "c", nnodes=(2, 2), max_restarts=0)
     assert drive.members == ("a", "b")
     lose_and_leave(drive, "a")
@@ -939,7 +939,7 @@ def test_a_spare_takes_the_place_of_a_lost_host_and_the_secondary_failures_keep_
     assert notices(drive.commands)[-1] == "attempt 1 begins on 2 hosts, without a, with c"
 
 
-def test_a_returned_host_waits_for_the_next_attempt_unless_the_run_is_to_grow() -> None:
+def test_a_returned_host_is_used_at_once_with_grow_only() -> None:
     for grow in (False, True):
         drive = running("a", "b", nnodes=(1, 2), grow=grow)
         lose_and_leave(drive, "a")
@@ -966,7 +966,7 @@ def without_the_last(*names: str, **changes: Any) -> Drive:
     return drive
 
 
-def test_a_host_that_comes_while_workers_start_is_used_once_they_have() -> None:
+def test_a_host_that_comes_while_workers_start_is_used_later() -> None:
     drive = without_the_last("a", "b", nnodes=(1, 2))
     drive.say("a", drive.opened())
     drive.wait(1)
@@ -984,7 +984,7 @@ def test_a_run_about_to_end_does_not_grow() -> None:
     assert drive.job.phase is Phase.RUNNING
 
 
-def test_a_run_that_ended_an_attempt_to_grow_and_has_too_few_hosts_left_has_failed() -> None:
+def test_a_run_that_wanted_to_grow_and_has_too_few_hosts_failed() -> None:
     drive = without_the_last("a", "b", "c", nnodes=(2, 3), start_timeout_s=20.0)
     drive.begin()
     drive.wait(1)
@@ -1000,7 +1000,7 @@ def test_a_run_that_ended_an_attempt_to_grow_and_has_too_few_hosts_left_has_fail
     assert (drive.outcome.exit_code, drive.outcome.no_restart_reason != "") == (1, True)
 
 
-def test_a_host_that_is_gone_whenever_the_run_has_made_room_for_it_is_left_out() -> None:
+def test_a_host_that_never_joins_when_it_may_is_left_out() -> None:
     drive = without_the_last("a", "b", nnodes=(1, 2))
     for _ in range(2):
         drive.begin()
@@ -1032,7 +1032,7 @@ def test_a_host_that_ends_two_attempts_in_a_row_is_left_out() -> None:
     assert drive.members == ("a",)
 
 
-def test_a_host_that_is_left_out_is_still_tried_until_what_it_may_have_left_is_gone() -> None:
+def test_a_host_that_is_left_out_is_tried_until_it_is_clean() -> None:
     drive = running("a", "b", nnodes=(1, 2), max_restarts=5)
     drive.fail(2, 7)
     drive.swept()
@@ -1069,7 +1069,7 @@ def test_a_run_begins_with_enough_hosts_after_a_last_call() -> None:
     assert drive.members == ("a", "b")
 
 
-def test_a_run_begins_at_once_with_the_hosts_that_are_named_first() -> None:
+def test_a_run_begins_at_once_with_the_hosts_named_first() -> None:
     for ready, phase in (("ac", Phase.GATHERING), ("ab", Phase.OPENING_STORE)):
         drive = Drive("a", "b", "c", nnodes=(1, 2))
         drive.join(*ready)
@@ -1077,7 +1077,7 @@ def test_a_run_begins_at_once_with_the_hosts_that_are_named_first() -> None:
         assert drive.phase() is phase, "the third host is on its way"
 
 
-def test_half_of_the_time_for_the_start_is_for_imports_before_the_workers() -> None:
+def test_half_of_the_time_left_for_the_start_is_for_imports() -> None:
     drive = Drive("a", "b", start_timeout_s=60.0)
     drive.wait(20.0)
     drive.join()
@@ -1095,7 +1095,7 @@ def test_a_last_call_leaves_time_for_the_start() -> None:
     drive.begin()
 
 
-def test_hosts_that_cannot_be_used_are_named_where_a_run_begins_without_them() -> None:
+def test_a_host_that_a_run_begins_without_is_named() -> None:
     drive = Drive("a", "b", nnodes=(1, 2))
     drive.join()
     commands = drive.say("b", drive.facts("b", problems=["no /work"]))
@@ -1103,7 +1103,7 @@ def test_hosts_that_cannot_be_used_are_named_where_a_run_begins_without_them() -
     assert receivers(drive.check("a"), OpenStore) == ["a"]
 
 
-def test_a_host_on_which_the_workers_do_not_fit_is_left_out_where_secondary_failures_are_enough() -> None:
+def test_a_host_that_workers_do_not_fit_is_left_out_of_enough() -> None:
     hosts = (Host("a", HostKind.SSH), Host("b", HostKind.SSH))
     drive = Drive("a", "b", hosts=hosts, nnodes=(1, 2), nproc="gpu")
     drive.join()
@@ -1161,7 +1161,7 @@ def test_a_signal_between_two_attempts_ends_the_run() -> None:
     assert drive.outcome.evidence == (), "where the ranks of an earlier attempt stood is history as well"
 
 
-def test_a_second_ctrl_c_kills_at_once_and_more_of_them_delay_nothing() -> None:
+def test_a_second_ctrl_c_kills_at_once_and_more_delay_nothing() -> None:
     drive = running("a", "b")
     drive.event(Signalled(signal.SIGINT))
     second = drive.event(Signalled(signal.SIGINT), after_s=1)
@@ -1175,7 +1175,7 @@ def test_a_second_ctrl_c_kills_at_once_and_more_of_them_delay_nothing() -> None:
     assert drive.outcome.exit_code == 130
 
 
-def test_after_a_ctrl_c_it_is_said_what_is_waited_for_and_how_long() -> None:
+def test_after_a_ctrl_c_it_is_said_what_is_waited_for() -> None:
     def words(signum: int) -> list[str]:
         drive = running("a", "b", grace_s=10.0)
         commands = [*drive.event(Signalled(signum)), *drive.wait(0.5, heard="ab")]
@@ -1201,7 +1201,7 @@ def test_a_second_ctrl_c_looks_at_no_lost_host_again() -> None:
     assert [name for name, _ in drive.outcome.unchecked] == ["b"]
 
 
-def test_ctrl_c_while_a_failure_is_cleaned_up_kills_and_keeps_the_cause() -> None:
+def test_ctrl_c_after_a_failure_kills_and_keeps_the_cause() -> None:
     drive = running("a")
     drive.fail(1, 5)
     assert [stop.signum for stop in messages(drive.event(Signalled(signal.SIGINT)), Stop)] == [signal.SIGKILL]
@@ -1209,7 +1209,7 @@ def test_ctrl_c_while_a_failure_is_cleaned_up_kills_and_keeps_the_cause() -> Non
     assert (drive.outcome.exit_code, drive.outcome.signum) == (5, None)
 
 
-def test_a_signal_after_the_last_worker_ended_well_changes_nothing() -> None:
+def test_a_signal_after_the_last_worker_finished_changes_nothing() -> None:
     drive = running("a")
     drive.say("a", drive.exited("a", 0), drive.exited("a", 1))
     drive.event(Signalled(signal.SIGTERM))
@@ -1279,7 +1279,7 @@ def test_a_stop_while_hosts_still_connect_waits_for_none_of_them() -> None:
 # ---- the end -------------------------------------------------------------------------------------------------
 
 
-def test_a_host_that_does_not_answer_is_given_up_after_the_grace_period_and_a_bound() -> None:
+def test_a_host_that_does_not_answer_is_given_up() -> None:
     drive = running("a", "b", grace_s=20.0)
     drive.event(Signalled(signal.SIGTERM))
     drive.goodbye("a")
@@ -1374,7 +1374,7 @@ def fails_alone(drive: Drive, rank: int, restart_policy: int = 1, status: int = 
     return drive.say(host, drive.exited(host, rank, status, restart_policy=restart_policy, **changes))
 
 
-def test_a_process_that_stands_alone_starts_again_and_no_other_is_notified() -> None:
+def test_a_process_that_stands_alone_starts_again_alone() -> None:
     drive = running("a", "b", max_restarts=3)
     commands = fails_alone(drive, 3, ran_s=12.3)
     assert [(tell.host, tell.message) for tell in tells(commands)] == [("b", RestartWorker(3, 0, restart=1))]
@@ -1396,7 +1396,7 @@ def test_a_process_that_stands_alone_starts_again_and_no_other_is_notified() -> 
     assert (drive.outcome.exit_code, drive.outcome.attempts, drive.outcome.worker_restarts) == (0, 1, 3)
 
 
-def test_what_looks_like_a_consequence_waits_for_what_it_may_follow_from() -> None:
+def test_what_looks_like_a_consequence_waits_for_its_cause() -> None:
     drive = running("a", "b", max_restarts=1)
     assert messages(fails_alone(drive, 3, status=1, error=PEER_LOST), RestartWorker) == []
     drive.wait(0.5, heard="ab")
@@ -1412,7 +1412,7 @@ def test_what_looks_like_a_consequence_waits_for_what_it_may_follow_from() -> No
     assert (drive.outcome.exit_code, drive.outcome.worker_restarts) == (137, 0)
 
 
-def test_secondary_failures_that_cannot_do_without_it_end_the_attempt_and_it_is_the_cause() -> None:
+def test_others_that_cannot_do_without_it_end_the_attempt() -> None:
     drive = running("a", "b", max_restarts=1)
     assert messages(fails_alone(drive, 3), RestartWorker) == [RestartWorker(3, 0, restart=1)]
     drive.say("b", Started(0, 3, 200, drive.time("b")), after_s=0.1)
@@ -1434,7 +1434,7 @@ def test_a_later_failure_by_itself_is_the_cause() -> None:
     assert [failure.rank for failure in drive.outcome.left_out] == [3]
 
 
-def test_a_process_that_is_left_out_is_the_cause_once_the_secondary_failures_have_succeeded() -> None:
+def test_a_process_left_out_is_the_cause_of_a_run_that_ended() -> None:
     drive = running("a", "b", "c", max_restarts=0)
     for rank in (4, 5):
         commands = fails_alone(drive, rank, status=-9 - rank)
@@ -1459,7 +1459,7 @@ def test_the_last_of_those_that_the_run_waits_for_ends_it() -> None:
     assert (outcome.exit_code, outcome.left_out, len(outcome.secondary_failures)) == (3, (), 1)
 
 
-def test_the_last_of_them_may_be_left_out_where_another_has_succeeded() -> None:
+def test_the_last_may_be_left_out_where_another_has_finished() -> None:
     drive = running("a", max_restarts=0)
     drive.say("a", drive.exited("a", 0))
     assert receivers(fails_alone(drive, 1), Stop) == ["a"]
@@ -1467,7 +1467,7 @@ def test_the_last_of_them_may_be_left_out_where_another_has_succeeded() -> None:
     assert drive.outcome.exit_code == 137
 
 
-def test_one_that_the_secondary_failures_wait_for_ends_the_attempt_when_no_restart_is_left() -> None:
+def test_one_that_others_wait_for_ends_a_run_without_restarts() -> None:
     drive = running("a", "b", max_restarts=1)
     fails_alone(drive, 3, restart_policy=2)
     drive.say("b", Started(0, 3, 200, drive.time("b")), after_s=40)
@@ -1504,7 +1504,7 @@ def test_nothing_starts_again_while_the_attempt_ends_or_the_run() -> None:
     assert drive.outcome.exit_code == 130
 
 
-def test_a_run_does_not_stall_while_it_waits_for_one_to_start_again() -> None:
+def test_a_run_does_not_stall_while_one_starts_again() -> None:
     drive = running("a", "b", max_restarts=9, stall_timeout_s=1.0, start_timeout_s=1.0)
     for _ in range(3):
         fails_alone(drive, 3, restart_policy=2, status=3)
@@ -1520,7 +1520,7 @@ def test_a_run_does_not_stall_while_it_waits_for_one_to_start_again() -> None:
     assert drive.phase() is Phase.EVIDENCE_ROUND
 
 
-def test_time_in_which_no_one_listened_does_not_count_for_a_restart() -> None:
+def test_time_asleep_does_not_count_for_a_restart() -> None:
     drive = running("a", "b", max_restarts=1)
     fails_alone(drive, 3, status=1, error=PEER_LOST)
     drive.event(Slept(100.0), after_s=100.0)
@@ -1528,7 +1528,7 @@ def test_time_in_which_no_one_listened_does_not_count_for_a_restart() -> None:
     assert len(messages(drive.wait(0.2, heard="ab"), RestartWorker)) == 1
 
 
-def test_one_that_makes_room_after_a_warning_is_not_started_again() -> None:
+def test_one_that_makes_room_is_not_started_again() -> None:
     drive = running("a", "b", max_restarts=3, requeue=True)
     drive.event(Signalled(signal.SIGUSR1))
     assert messages(fails_alone(drive, 3, status=75), RestartWorker) == []
@@ -1546,7 +1546,7 @@ def test_the_run_s_key_is_in_no_text() -> None:
     assert "canary" not in repr(drive.commands)
 
 
-def test_a_rank_that_finished_while_the_others_waited_for_it_is_known() -> None:
+def test_a_rank_that_finished_while_others_waited_is_known() -> None:
     drive = running("a", "b")
     drive.say("b", drive.exited("b", 3))
     lost = {"type": "RuntimeError", "message": "Connection closed by peer"}
@@ -1558,7 +1558,7 @@ def test_a_rank_that_finished_while_the_others_waited_for_it_is_known() -> None:
 
 
 @pytest.mark.parametrize("by_user", [False, True])
-def test_what_fails_while_all_are_stopped_is_shown_unless_the_user_stopped_them(by_user: bool) -> None:
+def test_what_fails_after_our_stop_is_shown(by_user: bool) -> None:
     drive = running("a", "b")
     if by_user:
         drive.event(Signalled(signal.SIGTERM))

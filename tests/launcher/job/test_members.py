@@ -45,7 +45,7 @@ def started(drive: Drive, commands: list[Any]) -> list[Any]:
     ]
 
 
-def test_the_others_are_notified_at_once_and_again_when_the_lost_host_is_fenced() -> None:
+def test_the_others_are_notified_of_a_loss_and_of_its_fence() -> None:
     drive = resilient_run("a", "b", "c", nnodes=(1, 3))
     commands = drive.lose("c")
     assert [(send.host, send.message) for send in tells(commands)] == [
@@ -85,7 +85,7 @@ def test_a_spare_host_takes_the_ranks_and_only_those_are_started() -> None:
     assert (drive.outcome.exit_code, drive.outcome.attempts) == (0, 1)
 
 
-def test_a_run_of_fixed_size_waits_for_the_host_and_uses_a_restart_for_it() -> None:
+def test_a_run_of_fixed_size_uses_a_restart_for_a_lost_host() -> None:
     drive = resilient_run("a", "b", max_restarts=1)
     drive.lose("b")
     drive.wait(0.1, heard="a")
@@ -97,7 +97,7 @@ def test_a_run_of_fixed_size_waits_for_the_host_and_uses_a_restart_for_it() -> N
     assert drive.job.phase is Phase.EVIDENCE_ROUND, "the one restart was used"
 
 
-def test_ranks_move_together_but_keep_their_numbers_in_the_attempt() -> None:
+def test_ranks_move_together_and_keep_their_numbers() -> None:
     drive = resilient_run("a", "b", "c", nnodes=(1, 3), max_restarts=1)
     drive.lose("b")
     news = messages(fence(drive, "ac"), NextGeneration)
@@ -120,7 +120,7 @@ def test_the_store_is_opened_on_another_host_first() -> None:
     }
 
 
-def test_a_second_loss_before_the_first_is_fenced_is_one_generation() -> None:
+def test_two_losses_before_a_fence_are_one_generation() -> None:
     drive = resilient_run("a", "b", "c", nnodes=(1, 3))
     drive.lose("c")
     drive.wait(5.0, heard="ab")
@@ -166,7 +166,7 @@ def test_a_rank_that_finishes_meanwhile_lets_all_start_again() -> None:
     assert drive.job.phase is Phase.EVIDENCE_ROUND
 
 
-def test_a_failed_rank_starts_again_only_with_the_next_generation() -> None:
+def test_a_failed_rank_starts_again_with_the_next_generation() -> None:
     drive = resilient_run("a", "b", "c", nnodes=(1, 3), max_restarts=3)
     drive.lose("c")
     commands = drive.say("b", drive.exited("b", 2, -9, restart_policy=3))
@@ -176,7 +176,7 @@ def test_a_failed_rank_starts_again_only_with_the_next_generation() -> None:
     assert [kind for kind in kinds if kind != "Prepare"] == ["NextGeneration", "NextGeneration", "RestartWorker"]
 
 
-def test_a_host_that_comes_back_joins_at_a_commit_once_its_workers_are_ready() -> None:
+def test_a_host_that_comes_back_joins_at_a_commit() -> None:
     drive = resilient_run("a", "b", "c", nnodes=(1, 3))
     drive.lose("c")
     fence(drive, "ab")
@@ -216,7 +216,7 @@ def test_what_fails_before_it_has_joined_ends_alone() -> None:
     assert messages(drive.say("c", Swept(0, 0, 0, [])), StartWorker) == []
 
 
-def test_a_host_that_was_to_join_takes_the_place_of_one_that_is_lost() -> None:
+def test_a_host_that_was_to_join_takes_the_place_of_a_lost_one() -> None:
     drive = Drive("a", "b", "c", nnodes=(2, 3), max_restarts=3, last_call_s=0.0)
     drive.join("a", "b")
     drive.check("a", "b")
@@ -237,7 +237,7 @@ def test_a_host_that_was_to_join_takes_the_place_of_one_that_is_lost() -> None:
 
 
 @pytest.mark.parametrize("timeout_s", [30.0, 60.0])
-def test_the_time_for_another_store_begins_once_the_host_of_the_last_one_is_fenced(timeout_s: float) -> None:
+def test_the_time_for_another_store_begins_at_the_fence(timeout_s: float) -> None:
     drive = resilient_run("a", "b", "c", nnodes=(1, 3), heartbeat_timeout_s=timeout_s)
     drive.lose("a")
     commands = []
@@ -248,7 +248,7 @@ def test_the_time_for_another_store_begins_once_the_host_of_the_last_one_is_fenc
     assert receivers(drive.say("b", StoreOpened(0, "10.0.0.7", 4711)), NextGeneration) == ["b", "c"]
 
 
-def test_the_answer_to_an_earlier_order_for_a_store_is_not_taken_for_that_to_the_last_one() -> None:
+def test_only_the_answer_to_the_last_order_for_a_store_counts() -> None:
     drive = resilient_run("a", "b", "c", nnodes=(1, 3))
     drive.lose("a")
     assert receivers(fence(drive, "bc"), OpenStore) == ["b"]
@@ -261,7 +261,7 @@ def test_the_answer_to_an_earlier_order_for_a_store_is_not_taken_for_that_to_the
     assert {env["MASTER_PORT"] for env in news.variables.values()} == {"4712"}
 
 
-def test_a_missing_module_on_a_new_host_does_not_end_a_run_that_was_well() -> None:
+def test_a_missing_module_on_a_new_host_does_not_end_the_run() -> None:
     drive = resilient_run("a", "b", "c", nnodes=(2, 2), max_restarts=5)
     drive.lose("b")
     started(drive, fence(drive, "ac"))
@@ -278,7 +278,7 @@ def placed(*names: str, slots: int = 2) -> Placement:
     return place(offers, nproc=None)
 
 
-def test_workers_that_run_keep_their_ranks_in_the_attempt_and_others_get_free_ones() -> None:
+def test_workers_that_run_keep_their_ranks() -> None:
     before = placed("a", "b", "c")
     after = numbered(placed("a", "d", "c", "e"), {"a": (0, 1), "c": (4, 5)}, before)
     assert [(worker.host, worker.rank, worker.world_rank) for worker in after.workers] == [

@@ -79,7 +79,7 @@ def test_any_bytes_and_unfinished_lines_survive(tmp_path: Path) -> None:
     assert kept == b"caf\xe9 \xff\x00|\nno newline at the end"
 
 
-def test_progress_bars_end_in_one_line_where_there_is_no_terminal(tmp_path: Path) -> None:
+def test_progress_bars_are_one_line_where_there_is_no_terminal(tmp_path: Path) -> None:
     path = script(
         tmp_path,
         "import sys, time\n"
@@ -92,7 +92,7 @@ def test_progress_bars_end_in_one_line_where_there_is_no_terminal(tmp_path: Path
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
-def test_bars_below_each_other_never_move_the_cursor_to_lines_of_others(tmp_path: Path, size: int) -> None:
+def test_nested_bars_never_move_the_cursor_to_lines_of_others(tmp_path: Path, size: int) -> None:
     """As tqdm draws nested bars, whatever parts of it arrive together."""
     drawn = b"".join(
         b"\repochs %d/2\n\rsteps 1/1\x1b[A\n\r         \r\x1b[A\r         \rdone %d\n\repochs %d/2" % (n, n, n + 1)
@@ -180,7 +180,7 @@ def test_closed_stdout_does_not_end_the_run(tmp_path: Path) -> None:
     assert (tmp_path / "runs/r/attempt_0/0/stdout.log").read_text().splitlines()[-1] == "19"
 
 
-def test_log_folder_that_cannot_be_written_is_said_once_and_training_goes_on(tmp_path: Path) -> None:
+def test_a_log_folder_that_cannot_be_written_is_reported_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     path = script(tmp_path, "print('trained')")
     result = run_dtrain("run", "--nproc-per-node", "3", "--log-dir", "file", path, cwd=tmp_path)
@@ -380,7 +380,7 @@ def test_every_attempt_has_files_of_its_own(tmp_path: Path) -> None:
     assert sink.kept("attempt_1/0/error.json") == "error second"
 
 
-def test_rank_on_another_host_has_another_prefix_and_its_old_line_is_finished_first(tmp_path: Path) -> None:
+def test_a_rank_on_another_host_has_another_prefix(tmp_path: Path) -> None:
     with output_thread(tmp_path) as sink:
         sink.output.add_worker(0, "alpha", 0)
         sink.output.add_worker(1, "beta", 0)
@@ -411,7 +411,7 @@ def test_tail_is_of_the_newest_attempt_only(tmp_path: Path) -> None:
     assert sink.output.tail(0, 1) == []
 
 
-def test_tail_is_of_the_process_that_took_the_place_of_a_dead_one(tmp_path: Path) -> None:
+def test_the_tail_is_of_the_process_that_replaced_a_dead_one(tmp_path: Path) -> None:
     with output_thread(tmp_path) as sink:
         sink.output.add_worker(0, "sim0", 0)
         sink.output.write(0, 2, b"KeyboardInterrupt\nlast words")
@@ -451,7 +451,7 @@ class Stack(str):
         return super().splitlines(keepends)
 
 
-def test_evidence_is_kept_beside_the_ranks_and_said_where_someone_asked(tmp_path: Path) -> None:
+def test_evidence_is_kept_and_shown_where_someone_asked(tmp_path: Path) -> None:
     one = evidence(0, "caf\xe9 \udcff")
     with output_thread(tmp_path) as sink:
         sink.output.keep_evidence(2, 1, [one], say=False)
@@ -463,7 +463,7 @@ def test_evidence_is_kept_beside_the_ranks_and_said_where_someone_asked(tmp_path
     assert sink.seen("err").count(f"stacks of all ranks: {paths[1]}") == sink.seen("err").count("stacks of") == 1
 
 
-def test_stacks_are_never_read_in_the_loop_which_has_heartbeats_to_send(tmp_path: Path) -> None:
+def test_stacks_are_read_by_the_output_thread_only(tmp_path: Path) -> None:
     spec = JobSpec(WorkerCommand(CommandKind.SCRIPT, "t.py"), (Host("here", HostKind.LOCAL),), run_id="r", python="p")
     found = tuple(replace(one, stack=Stack(one.stack)) for one in STOOD)
     with output_thread(tmp_path) as sink:

@@ -40,9 +40,7 @@ def gloo(source: str, port: int) -> str:
 
 
 @pytest.mark.parametrize(("variable", "is_coloured"), [("FORCE_COLOR", True), ("NO_COLOR", False)])
-def test_the_first_line_of_a_failure_is_coloured_where_that_is_wanted(
-    variable: str, is_coloured: bool, tmp_path: Path
-) -> None:
+def test_the_first_line_of_a_failure_may_be_coloured(variable: str, is_coloured: bool, tmp_path: Path) -> None:
     result = run_dtrain("run", "--no-python", "false", cwd=tmp_path, env={variable: "1"})
     assert result.returncode == 1, result
     assert ("dtrain: \x1b[1;31m" in result.stderr) == is_coloured, result
@@ -96,13 +94,13 @@ def test_a_package_that_one_host_lacks_can_be_sent_there() -> None:
         "Distributed package doesn't have NCCL built in",
     ],
 )
-def test_a_torch_without_cuda_is_named_with_the_command_that_shows_it(message: str) -> None:
+def test_a_torch_without_cuda_is_named(message: str) -> None:
     said = "the torch on sim1 is built without CUDA; dtrain check shows torch and GPUs of each host"
     assert said in lines(outcome(failure(message=message)))
     assert said not in lines(outcome(failure(message="CUDA out of memory")))
 
 
-def test_a_rank_that_asked_without_input_is_named_with_what_to_do_instead() -> None:
+def test_a_rank_that_asked_without_input_is_named() -> None:
     for changes, is_said in (
         ({"error_type": "BdbQuit", "message": ""}, True),
         ({"error_type": "EOFError", "message": "EOF when reading a line"}, True),
@@ -120,7 +118,7 @@ def test_what_to_do_about_too_little_memory_is_said() -> None:
     assert said not in lines(outcome(dataclasses.replace(killed, killer="")))
 
 
-def test_a_crash_is_shown_without_frames_of_dtrain_and_loaded_libraries() -> None:
+def test_a_crash_is_shown_without_frames_of_dtrain() -> None:
     own = '  File "/home/me/train.py", line 3 in step'
     ours = [f'  File "/opt/x/launcher/agent/workers/{name}.py", line 9 in f' for name in ("bootstrap", "fork_server")]
     words = ["Fatal Python error: Segmentation fault", own, *ours, "Extension modules: numpy._core (total: 1)"]
@@ -134,7 +132,7 @@ def test_long_messages_are_cut_and_counted() -> None:
     assert shown[1:6] == ["RuntimeError: line 0", "line 1", "line 2", "(26 more lines)", "line 29"]
 
 
-def test_a_rank_that_finished_while_others_waited_for_it_is_named() -> None:
+def test_a_rank_that_finished_while_others_waited_is_named() -> None:
     cause = failure(message="Connection closed by peer [127.0.0.1]:47497", inside="barrier")
     said = "rank 2 had finished, with code 0: others may still have waited for it"
     assert said in lines(outcome(cause, finished_ranks=(2,)))
@@ -174,7 +172,7 @@ def test_what_a_worker_wrote_cannot_steer_the_terminal() -> None:
 # ---- what followed ----
 
 
-def test_victims_of_one_loss_are_one_line_whatever_address_they_saw() -> None:
+def test_victims_of_one_loss_are_one_line() -> None:
     alike = [
         failure(rank=n, at=2.0 + n / 10, inside="all_reduce", message=gloo("pair.cc:554", 41952 + n)) for n in range(6)
     ]
@@ -203,7 +201,7 @@ def test_victims_are_distinguished_by_what_they_were_in() -> None:
     assert group_secondary_failures([nameless])[0].how == "failed with DistBackendError: connection closed by peer"
 
 
-def test_equal_ends_stand_once_whether_their_process_was_killed_meanwhile_or_not() -> None:
+def test_equal_ends_stand_once_though_one_was_killed_meanwhile() -> None:
     peer = {"error_type": "RuntimeError", "message": "connection closed by peer", "inside": "all_reduce"}
     others = (failure(rank=2, pid=3, **peer), failure(rank=3, pid=4, status=-9, **peer))
     shown = lines(outcome(failure(), secondary_failures=others))
@@ -273,7 +271,7 @@ def test_stall_shows_where_every_group_stands_and_who_is_odd() -> None:
     assert shown[-1] == "see it: less runs/r1/attempt_0/evidence-1.txt"
 
 
-def test_a_rank_that_the_failed_ones_had_waited_for_is_named_first() -> None:
+def test_a_rank_that_the_failed_ones_waited_for_is_named_first() -> None:
     late = failure(rank=0, error_type="RuntimeError", message="Timed out waiting 5000ms for recv", inside="all_reduce")
     shown = lines(outcome(late, missing=[MissingRank(2, "sim2", "/home/me/train.py:7 in load", "all_reduce")]))
     assert shown[:3] == [
@@ -434,7 +432,7 @@ def test_stop_by_a_signal() -> None:
     ]
 
 
-def test_a_run_that_makes_room_says_so_and_whether_its_workers_handled_the_signal() -> None:
+def test_a_run_that_makes_room_says_what_the_signal_did() -> None:
     end = outcome(None, preempted=True, exit_code=75)
     first = "ended after 1.5 s to make room (USR1, --requeue); exit code 75; output in runs/r1"
     assert lines(end) == [first, "0 processes left on 2 hosts"]

@@ -150,7 +150,7 @@ IMPORTS = {
 
 
 @pytest.mark.parametrize("what", IMPORTS)
-def test_a_rank_that_imports_is_at_its_own_line_not_in_the_bootstrap(what: str) -> None:
+def test_a_rank_that_imports_is_at_its_own_line(what: str) -> None:
     called_by = ("<frozen runpy>", 88, "_run_code"), (BOOTSTRAP, 76, "_run")
     (group,) = groups([evidence(0, stack(*IMPORTS[what], STEP, MAIN, *called_by))])
     assert one_line(group) == f"rank 0 is at /home/me/train.py:40 in step, in {what.partition(',')[0]}"

@@ -130,7 +130,7 @@ def test_a_run_that_ends_while_its_file_is_thinned_loses_no_line(
     assert sum(line[4] for line in read_lines(tmp_path)[1] if line[0] == "steps") == 2000
 
 
-def test_a_line_that_was_cut_costs_itself_and_not_the_next_or_the_writing(tmp_path: Path) -> None:
+def test_a_line_that_was_cut_costs_itself_only(tmp_path: Path) -> None:
     """A run that was killed left it, and SLURM has started the run again."""
     phases_s = [0.001] * 6
     written(tmp_path, ["event", "notice", 1.0, "x"])
@@ -153,7 +153,7 @@ def test_what_cannot_be_summed_up_loses_its_oldest_lines(tmp_path: Path) -> None
     assert [*found][-1] == lines[-1]
 
 
-def test_a_full_disk_is_reported_once_and_costs_nothing_but_the_file(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_once(tmp_path: Path) -> None:
     (tmp_path / TIMELINE).symlink_to("/dev/full")
     failed: list[OSError] = []
     file = TimelineFile(tmp_path, "r", failed.append)

@@ -154,7 +154,7 @@ def test_a_single_long_step_does_not_say_what_is_slow() -> None:
     assert [straggler.what for _, straggler in reported] == ["data"]
 
 
-def test_a_rank_that_is_slow_from_the_start_is_found_and_stays_so() -> None:
+def test_a_rank_that_is_slow_from_the_start_is_found() -> None:
     reported, detector = simulated(steps=300, slower=lambda _, rank: {"forward": 0.1} if rank == 2 else {})
     ((found_at, found),) = reported
     assert found_at <= 18 + SAID_AFTER  # 2 s and 11 windows are learned from
@@ -174,7 +174,7 @@ def test_a_slow_host_is_named_once(ranks: int) -> None:
     assert reported[0][0] <= 200 + SAID_AFTER
 
 
-def test_a_host_of_which_one_rank_was_slow_before_is_named_as_a_whole() -> None:
+def test_a_host_is_named_though_one_rank_was_slow_before() -> None:
     def slower(step: int, rank: int) -> Mapping[str, float]:
         return {"data": 0.2} if step > (100 if rank == 2 else 200) and rank // 2 == 1 else {}
 
@@ -281,7 +281,7 @@ def test_the_first_seconds_say_nothing(kind: str) -> None:
     assert run.reported == []
 
 
-def test_where_processors_are_shared_the_host_is_named_once_and_no_rank_is() -> None:
+def test_where_processors_are_shared_only_the_host_is_named() -> None:
     asked: list[tuple[int, float]] = []
 
     def queued_part(rank: int, since: float) -> float:
@@ -299,7 +299,7 @@ def test_where_processors_are_shared_the_host_is_named_once_and_no_rank_is() -> 
     assert since == pytest.approx(100 * 0.23, rel=0.1)
 
 
-def test_a_rank_that_is_much_slower_than_its_waits_for_a_processor_explain_is_named() -> None:
+def test_a_rank_slower_than_its_waits_for_a_processor_is_named() -> None:
     slower = {"forward": 0.1}  # a third of the time
     reported, _ = simulated(slower=lambda _, rank: slower if rank == 3 else {}, queued_part=lambda _rank, _since: 0.1)
     assert [found.ranks for _, found in reported] == [(3,)]

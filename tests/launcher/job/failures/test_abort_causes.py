@@ -180,20 +180,20 @@ def test_the_cause_is_read_from_what_a_process_wrote(stderr: str, said: str, own
     assert looks_like_consequence(failure) != own
 
 
-def test_where_nothing_is_known_an_abort_may_follow_from_another_failure() -> None:
+def test_an_abort_of_unknown_cause_may_be_a_consequence() -> None:
     assert abort_cause("step 8 loss 0.3\nFatal Python error: Aborted\n") is None
     assert what_happened(failed(1, "")) == "rank 1 on h was killed by SIGABRT after 9.0 s"
     assert looks_like_consequence(failed(1, ""))
 
 
 @pytest.mark.parametrize(("own_at", "peer_at"), [(1.0, 1.4), (1.4, 1.0)])
-def test_where_all_abort_the_one_with_a_fault_of_its_own_is_the_cause(own_at: float, peer_at: float) -> None:
+def test_of_aborts_the_one_with_its_own_fault_is_the_cause(own_at: float, peer_at: float) -> None:
     own = failed(2, in_watchdog("CUDA error: uncorrectable ECC error encountered"), own_at)
     peers = [failed(rank, in_watchdog(NCCL + REMOTE + "Broken pipe"), peer_at + rank / 100) for rank in (0, 1, 3)]
     assert first_cause([*peers, own]) is own
 
 
-def test_where_all_wait_until_a_timeout_the_rank_that_is_behind_is_the_cause() -> None:
+def test_of_timeouts_the_rank_that_is_behind_is_the_cause() -> None:
     waiting = [failed(rank, watchdog(rank, 1580, 1582), 1.0 + rank / 10) for rank in (0, 1, 3)]
     behind = failed(2, watchdog(2, 1579, 1579), 2.0)
     assert first_cause([*waiting, behind]) is behind
@@ -205,7 +205,7 @@ def test_a_timeout_long_after_a_lost_connection_is_not_the_cause() -> None:
     assert first_cause([failed(0, watchdog(0, 1580, 1582), 601.0), lost]) is lost
 
 
-def test_an_error_of_torch_is_a_consequence_only_if_its_text_leaves_that_open() -> None:
+def test_the_text_of_torch_s_error_decides_its_place() -> None:
     for text, own in ((NCCL + REMOTE + "Broken pipe", False), (NCCL + "Cuda failure 2 'out of memory'", True)):
         error = {"type": "DistBackendError", "message": text, "where": "t.py:3", "inside": "all_reduce"}
         exited = Exited(0, 1, 101, 1, 9.0, False, "", error, None, 0.0)

@@ -225,14 +225,14 @@ def reported(at: float, rank: int, named: str, message: str = "") -> Failure:
     return failure_of("a", Exited(0, rank, 100 + rank, 1, 1.0, False, "", error, None, 0.0), at, attempt=0)
 
 
-def test_the_rank_that_an_error_of_ddp_names_is_the_cause_whenever_it_failed_and_whatever_it_says() -> None:
+def test_the_rank_that_an_error_of_ddp_names_is_the_cause() -> None:
     root = ended(10.0 + 5 * SLACK_S, FailureKind.RAISED, rank=2, error_type="RuntimeError", message="read timed out")
     assert looks_like_consequence(root)
     assert first_cause([reported(10.0, 0, "2"), reported(10.1, 1, "2"), root]) is root
     assert first_cause([reported(10.0, 0, "1"), reported(10.1, 1, "2"), root]) is root
 
 
-def test_an_error_that_names_no_one_who_failed_stays_the_cause_where_nothing_else_is_one() -> None:
+def test_an_error_that_names_no_failed_rank_stays_the_cause() -> None:
     first, second = reported(10.0, 0, "2"), reported(10.1, 1, "")
     assert first_cause([second, first]) is first
     assert present(first_cause([second, first, ended(10.2, rank=3)])).rank == 3
