@@ -69,15 +69,11 @@ HET = {
 
 
 def slots(env: Mapping[str, str]) -> list[tuple[str, int | None]]:
-    allocation = find_allocation(env)
-    assert allocation is not None
-    return [(host.name, host.slots) for host in hosts_of(allocation)]
+    return [(host.name, host.slots) for host in hosts_of(present(find_allocation(env)))]
 
 
 def test_nodes_become_hosts_that_srun_reaches() -> None:
-    allocation = find_allocation(BATCH)
-    assert allocation is not None
-    hosts = hosts_of(allocation)
+    hosts = hosts_of(present(find_allocation(BATCH)))
     assert [(host.name, host.kind, host.slots) for host in hosts] == [
         (f"node{i}", HostKind.SRUN, None) for i in (1, 2, 3)
     ]
@@ -96,8 +92,7 @@ def test_tasks_count_only_where_several_on_a_node_were_asked_for() -> None:
 def test_the_only_node_needs_no_srun_if_we_are_on_it() -> None:
     one = {**BATCH, "SLURM_JOB_NODELIST": "node1", "SLURM_JOB_NUM_NODES": "1", "SLURM_TASKS_PER_NODE": "1"}
     for here, kind in (("node1", HostKind.LOCAL), ("", HostKind.SRUN)):
-        allocation = find_allocation({**one, "SLURMD_NODENAME": here})
-        assert allocation is not None
+        allocation = present(find_allocation({**one, "SLURMD_NODENAME": here}))
         assert [host.kind for host in hosts_of(allocation)] == [kind]
 
 

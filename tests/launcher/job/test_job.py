@@ -377,8 +377,8 @@ def test_a_silent_host_was_lost_when_it_was_last_heard() -> None:
     drive.goodbye("a")
     drive.wait(CHECK_S)
     cause = drive.cause
-    assert cause.message == "nothing was heard from it for 30 s"
-    assert cause.at == last
+    assert (cause.message, cause.at) == ("nothing was heard from it for 30 s", last)
+    assert cause.ran_s == pytest.approx(last + T - 1000.0), "until that was noticed"
 
 
 def test_an_agent_that_someone_else_ends_is_a_lost_host() -> None:
@@ -403,13 +403,6 @@ def test_a_host_whose_workers_have_ended_well_may_go() -> None:
     drive.goodbye("a")
     drive.wait(CHECK_S)
     assert (drive.outcome.exit_code, drive.outcome.cause) == (0, None)
-
-
-def test_the_host_of_the_store_may_not_go() -> None:
-    drive = running("a", "b")
-    drive.say("a", drive.exited("a", 0), drive.exited("a", 1))
-    drive.lose("a")
-    assert drive.job.phase is Phase.EVIDENCE_ROUND
 
 
 def test_a_store_that_cannot_open_is_an_error_before_any_worker() -> None:
@@ -786,23 +779,6 @@ def test_a_host_is_fenced_by_the_end_of_its_lease() -> None:
         "no route to host; a host ends its workers by itself 30 s after it last heard from dtrain, "
         "one that is stopped, frozen, paused or asleep when it goes on"
     )
-
-
-def test_a_host_that_went_silent_was_lost_when_that_was_noticed() -> None:
-    """Though it may have gone right after it was heard last: as its guard says that its agent had stopped."""
-    drive = running("a", "b")
-    noticed = drive.now + T
-    drive.wait(T - 0.5, heard="a")
-    drive.lose(
-        "b",
-        "its agent was killed: the guard ended this host's agent, which had not acted in time (state T)",
-        after_s=0.5,
-    )
-    drive.collected("a")
-    drive.goodbye("a")
-    drive.wait(CHECK_S)
-    assert drive.cause.ran_s == pytest.approx(noticed - 1000.0)
-    assert drive.cause.at < noticed - 20
 
 
 def test_a_host_that_was_suspended_and_lost_is_never_fenced() -> None:
