@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 from testbed.job_drive import Drive, messages, notices, receivers, running, tells
+from testbed.outcomes import STOOD
 from testbed.present import present
 
-from launcher.hangs.watch import Blame, HangPolicy, WaitingRanks
+from launcher.hangs.watch import BUSY, QUIET_S, Blame, HangPolicy, WaitingRanks
 from launcher.job.events import Command, Notice, SaveEvidence, Signalled, Tick
 from launcher.job.failures.failure import FailureKind
 from launcher.job.inspection import COLLECT_S
@@ -148,6 +149,24 @@ def test_ranks_in_different_collectives_are_reported_once() -> None:
     assert hangs.report_circle(attempt, Blame((), found, 330.0), 8) == []
     same = tuple(replace(each, pid=1, collectives=called(5)) for each in found)
     assert hangs.report_circle(attempt, Blame((), same, 300.0), 9) == [], "they may wait for something else"
+
+
+@pytest.mark.parametrize("policy", [AUTO, REPORT])
+def test_ranks_that_all_wait_end_the_attempt_with_hang_auto(policy: HangPolicy) -> None:
+    drive = running("a", "b", hang=policy)
+    silent_s = BUSY * QUIET_S
+    for _ in range(100):
+        for host in "ab":
+            if drive.say(host, Heartbeat(drive.time(host), steps=50, silent_s=silent_s)):
+                for rank in range(4):
+                    waits = drive.evidence(rank, stack=STOOD[0].stack, silent_s=silent_s, steps=25)
+                    drive.say(drive.host_of(rank), waits)
+                drive.collected()
+        drive.wait(1.0)
+    if policy.acts:
+        assert (drive.cause.kind, drive.outcome.exit_code) == (FailureKind.STALLED, 1)
+    else:
+        assert drive.job.phase is Phase.RUNNING
 
 
 def test_no_one_looks_if_that_was_asked_for() -> None:

@@ -51,7 +51,7 @@ def test_pauses_grow_with_attempts_that_made_no_progress() -> None:
     pauses = [judge(patient, others[:count]).again_after_s for count in range(1, 11)]
     assert pauses == [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
     assert judge(patient, [*others, crashed(saved=1)]).again_after_s == 0.0
-    assert judge(patient, [*others, crashed(ran_s=100.0), crashed()]).again_after_s == 0.0
+    assert judge(patient, [*others, crashed(ran_s=60.0), crashed()]).again_after_s == 0.0
 
 
 def test_the_same_failure_without_progress_ends_the_run() -> None:
