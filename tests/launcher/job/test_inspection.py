@@ -39,18 +39,20 @@ def collected(drive: Drive, host: str, *ranks: int) -> list[Command]:
     return [c for rank in ranks for c in drive.say(host, drive.evidence(rank))] + drive.collected(host)
 
 
+def all_collected(drive: Drive) -> list[Command]:
+    return collected(drive, "a", 0, 1) + collected(drive, "b", 2, 3)
+
+
 def test_two_who_ask_for_the_same_meanwhile_share_the_next_round() -> None:
     drive = running("a", "b")
     assert receivers(stacks(drive, 1), Collect) == ["a", "b"]
     assert stacks(drive, 2) == []
     assert stacks(drive, 3) == []
-    collected(drive, "a", 0, 1)
-    commands = collected(drive, "b", 2, 3)
+    commands = all_collected(drive)
     assert receivers(commands, Collect) == ["a", "b"], "those who came later see what is later"
     assert [each.rank for each in answers(commands)[1]["evidence"]] == [0, 1, 2, 3]
     assert answers(commands)[1]["missing"] == {}
-    collected(drive, "a", 0, 1)
-    assert answers(collected(drive, "b", 2, 3)).keys() == {2, 3}
+    assert answers(all_collected(drive)).keys() == {2, 3}
     assert drive.job.phase is Phase.RUNNING
 
 
@@ -90,12 +92,10 @@ def test_sigquit_during_a_round_is_answered_after_it() -> None:
     drive = running("a", "b")
     stacks(drive, 1)
     assert drive.event(Signalled(signal.SIGQUIT)) == []
-    collected(drive, "a", 0, 1)
-    commands = collected(drive, "b", 2, 3)
+    commands = all_collected(drive)
     assert answers(commands).keys() == {1}
     assert receivers(commands, Collect) == ["a", "b"]
-    collected(drive, "a", 0, 1)
-    (shown,) = collected(drive, "b", 2, 3)
+    (shown,) = all_collected(drive)
     assert isinstance(shown, SaveEvidence)
     assert (shown.asked, [each.rank for each in shown.evidence]) == (True, [0, 1, 2, 3])
     assert receivers(drive.wait(1.0, heard="ab"), Collect) == []
@@ -107,8 +107,7 @@ def test_one_who_has_left_gets_no_answer() -> None:
     stacks(drive, 2)
     drive.event(AskerLeft(1))
     drive.event(AskerLeft(2))
-    collected(drive, "a", 0, 1)
-    commands = collected(drive, "b", 2, 3)
+    commands = all_collected(drive)
     assert answers(commands) == {}
     assert receivers(commands, Collect) == [], "no round begins for the second one"
 

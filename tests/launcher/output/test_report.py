@@ -454,10 +454,12 @@ def test_each_fault_on_purpose_has_a_line_with_its_cost() -> None:
         FaultCost("kill", "rank 1 on sim0", 30.0, detection_s=0.051, recovery_s=0.44, steps_lost=0),
         FaultCost("stop", "rank 2 on sim1", 60.0, detection_s=1.9),
     )
-    lines = report(outcome(None, exit_code=0, faults=faults), folder=None, tail=lambda *_: []).splitlines()
-    assert lines[1] == "--chaos made 2 faults:"
-    assert [line.split("  ")[0].strip() for line in lines[-2:]] == ["kill rank 1 on sim0", "stop rank 2 on sim1"]
-    assert lines[-2].split()[5:] == ["30.00", "s", "0.05", "s", "0.44", "s", "0"]
-    assert lines[-1].split()[5:] == ["60.00", "s", "1.90", "s", "-", "-"]
-    many = report(outcome(None, exit_code=0, faults=25 * faults[:1]), folder=None, tail=lambda *_: []).splitlines()
-    assert many[-1] == "and 5 more faults; --error-json has all of them"
+    shown = lines(outcome(None, exit_code=0, faults=faults), folder=None)
+    assert shown[1] == "--chaos made 2 faults:"
+    assert [line.split("  ")[0] for line in shown[-2:]] == ["kill rank 1 on sim0", "stop rank 2 on sim1"]
+    assert shown[-2].split()[5:] == ["30.00", "s", "0.05", "s", "0.44", "s", "0"]
+    assert shown[-1].split()[5:] == ["60.00", "s", "1.90", "s", "-", "-"]
+    assert (
+        lines(outcome(None, exit_code=0, faults=25 * faults[:1]))[-1]
+        == "and 5 more faults; --error-json has all of them"
+    )

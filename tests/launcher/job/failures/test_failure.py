@@ -25,7 +25,28 @@ def failure(kind: FailureKind, **more: Any) -> Failure:
 
 
 OTHER = "by another process or by itself: dtrain did not send it"
-PASSED_ON = "dtrain passes it on when it is sent one; the script has no handler for it"
+
+
+@pytest.mark.parametrize(
+    ("status", "killer", "name", "why"),
+    [
+        (-10, "", "SIGUSR1", "dtrain passes it on when it is sent one; the script has no handler for it"),
+        (-9, "", "SIGKILL", f"{OTHER}, and no out-of-memory kill was seen"),
+        (
+            -9,
+            "the out-of-memory killer: 61 of 64 GiB in use",
+            "SIGKILL",
+            "the out-of-memory killer: 61 of 64 GiB in use",
+        ),
+        (-11, "", "SIGSEGV", "it crashed: segmentation fault"),
+        (-15, "", "SIGTERM", OTHER),
+        (-40, "", "signal 40", OTHER),
+    ],
+)
+def test_a_signal_is_named_with_who_may_have_sent_it(status: int, killer: str, name: str, why: str) -> None:
+    killed = failure(FailureKind.KILLED, status=status, killer=killer)
+    assert what_happened(killed) == f"rank 3 on a was killed by {name} after 1.2 s"
+    assert what_happened(killed, in_full=True) == f"rank 3 on a (pid 7) was killed by {name} ({why}) after 1.2 s"
 
 
 @pytest.mark.parametrize(
@@ -48,42 +69,6 @@ PASSED_ON = "dtrain passes it on when it is sent one; the script has no handler 
             {"status": 7},
             "rank 3 on a exited with code 7 after 1.2 s",
             "rank 3 on a (pid 7) exited with code 7 after 1.2 s",
-        ),
-        (
-            FailureKind.KILLED,
-            {"status": -10},
-            "rank 3 on a was killed by SIGUSR1 after 1.2 s",
-            f"rank 3 on a (pid 7) was killed by SIGUSR1 ({PASSED_ON}) after 1.2 s",
-        ),
-        (
-            FailureKind.KILLED,
-            {"status": -9},
-            "rank 3 on a was killed by SIGKILL after 1.2 s",
-            f"rank 3 on a (pid 7) was killed by SIGKILL ({OTHER}, and no out-of-memory kill was seen) after 1.2 s",
-        ),
-        (
-            FailureKind.KILLED,
-            {"status": -15},
-            "rank 3 on a was killed by SIGTERM after 1.2 s",
-            f"rank 3 on a (pid 7) was killed by SIGTERM ({OTHER}) after 1.2 s",
-        ),
-        (
-            FailureKind.KILLED,
-            {"status": -9, "killer": "the out-of-memory killer: 61 of 64 GiB in use"},
-            "rank 3 on a was killed by SIGKILL after 1.2 s",
-            "rank 3 on a (pid 7) was killed by SIGKILL (the out-of-memory killer: 61 of 64 GiB in use) after 1.2 s",
-        ),
-        (
-            FailureKind.KILLED,
-            {"status": -11},
-            "rank 3 on a was killed by SIGSEGV after 1.2 s",
-            "rank 3 on a (pid 7) was killed by SIGSEGV (it crashed: segmentation fault) after 1.2 s",
-        ),
-        (
-            FailureKind.KILLED,
-            {"status": -40},
-            "rank 3 on a was killed by signal 40 after 1.2 s",
-            f"rank 3 on a (pid 7) was killed by signal 40 ({OTHER}) after 1.2 s",
         ),
         (
             FailureKind.HUNG,
