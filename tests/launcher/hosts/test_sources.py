@@ -73,10 +73,8 @@ def test_what_gives_no_hosts_is_an_error(sources: Sources, nnodes: tuple[int, in
 @pytest.mark.parametrize(
     ("env", "words", "hosts"),
     [
-        ({"DTRAIN_HOSTFILE": "hosts.txt"}, [], ["far", "near"]),
         ({"DTRAIN_HOSTFILE": "hosts.txt"}, ["--hosts", "other:1"], ["other"]),
         ({"DTRAIN_HOSTS": "one:1"}, ["--hostfile", "hosts.txt"], ["far", "near"]),
-        ({"DTRAIN_HOSTS": "one:1"}, ["--simulate", "--nnodes", "1"], ["sim0"]),
         ({"DTRAIN_HOSTFILE": "hosts.txt"}, ["--exclude", "near"], ["far"]),
         ({**JOB, "SLURM_NTASKS": "6", "SLURM_TASKS_PER_NODE": "2(x3)"}, ["--hosts", "one:1"], ["one"]),
     ],

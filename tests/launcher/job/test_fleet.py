@@ -170,37 +170,30 @@ def test_a_cut_of_the_network_within_the_tolerance_ends_nothing(timeout_s: float
         assert host.ended_at > host.lost_at, f"it has ended its workers: {seed}"
 
 
-def test_a_host_that_speaks_may_have_heard_us_until_now() -> None:
-    fleet = fleet_of("a")
+FENCE_S = fleet_of("a").fence_s
+
+
+@pytest.mark.parametrize(
+    ("kind", "heard", "fenced_at"),
+    [
+        (HostKind.SSH, 99.0, 99.0 + T + FENCE_S),  # it may have heard us until then
+        (HostKind.SSH, 85.0, 85.0 + T + FENCE_S),
+        (HostKind.SSH, 100.0 - T - FENCE_S, 100.0),
+        (HostKind.SIMULATED, 99.0, 100.0 + LOCAL_FENCE_S),  # on this machine only time helps
+    ],
+)
+def test_a_lost_host_is_fenced_once_its_lease_is_over(kind: HostKind, heard: float, fenced_at: float) -> None:
+    fleet = fleet_of("a", kind=kind)
     ready(fleet, 0.0)
     state = fleet.states["a"]
     fleet.occupy(state)
-    state.heard = 99.0
+    state.heard = heard
     fleet.lost(state, "the connection broke", 100.0)
-    assert state.fenced_at == pytest.approx(99.0 + T + fleet.fence_s)
-    fleet.fence(100.0)
+    assert state.fenced_at == pytest.approx(fenced_at)
+    fleet.fence(fenced_at - 0.1)
     assert fleet.busy == {"a"}
-    fleet.fence(99.0 + T + fleet.fence_s)
+    fleet.fence(fenced_at)
     assert (fleet.busy, fleet.dirty(state)) == (set(), True), "its lost agents are still to be looked for"
-
-
-def test_a_host_that_was_silent_is_fenced_the_sooner() -> None:
-    fleet = fleet_of("a", "b")
-    ready(fleet, 0.0)
-    for state, heard in zip(fleet, (100.0 - T - fleet.fence_s, 85.0), strict=True):
-        fleet.occupy(state)
-        state.heard = heard
-        fleet.lost(state, "silent", 100.0)
-    assert [state.fenced_at for state in fleet] == [100.0, 85.0 + T + fleet.fence_s]
-
-
-def test_on_this_machine_only_time_helps() -> None:
-    fleet = fleet_of("a", kind=HostKind.SIMULATED)
-    ready(fleet, 0.0)
-    state = fleet.states["a"]
-    fleet.occupy(state)
-    fleet.lost(state, "its agent was killed", 100.0)
-    assert state.fenced_at == 100.0 + LOCAL_FENCE_S
 
 
 def test_a_lease_that_rests_never_ends() -> None:

@@ -97,13 +97,14 @@ def test_two_hosts_from_the_first_connection_to_the_end() -> None:
         host = "ab"[rank // 2]
         commands = drive.say(host, drive.exited(host, rank), after_s=1)
     assert receivers(commands, Stop) == ["a", "b"]
-    drive.goodbye("a")
+    drive.goodbye("a", swept=2)
     assert drive.job.outcome is None
-    drive.goodbye("b")
+    drive.goodbye("b", swept=1)
     assert drive.job.phase is Phase.ENDED
     outcome = drive.outcome
     assert (outcome.exit_code, outcome.error, outcome.signum, outcome.cause) == (0, None, None, None)
     assert (outcome.world_size, outcome.hosts, outcome.stopped, outcome.duration_s) == (4, 2, 0, 4.0)
+    assert (outcome.swept, outcome.left) == (3, ())
     assert closed(drive.commands) == ["a", "b"]
 
 
@@ -409,14 +410,6 @@ def test_a_store_that_ends_while_workers_run_is_the_cause() -> None:
     drive.stop_all()
     assert (drive.cause.kind, drive.cause.host) == (FailureKind.STORE_LOST, "a")
     assert (drive.outcome.exit_code, len(drive.outcome.secondary_failures)) == (1, 1)
-
-
-def test_a_store_that_ends_after_the_workers_is_nothing() -> None:
-    drive = running("a")
-    drive.say("a", drive.exited("a", 0), drive.exited("a", 1))
-    drive.say("a", StoreFailed(0, "the store's process ended", drive.now))
-    drive.goodbye()
-    assert (drive.outcome.exit_code, drive.outcome.cause, drive.outcome.error) == (0, None, None)
 
 
 # ---- evidence, before anything is stopped --------------------------------------------------------------------
@@ -1143,12 +1136,14 @@ def test_ctrl_c_after_a_failure_kills_and_keeps_the_cause() -> None:
     assert (drive.outcome.exit_code, drive.outcome.signum) == (5, None)
 
 
-def test_a_signal_after_the_last_worker_finished_changes_nothing() -> None:
+def test_nothing_after_the_last_worker_changes_the_outcome() -> None:
     drive = running("a")
     drive.say("a", drive.exited("a", 0), drive.exited("a", 1))
+    drive.say("a", StoreFailed(0, "the store's process ended", drive.now))
     drive.event(Signalled(signal.SIGTERM))
     drive.goodbye()
-    assert (drive.outcome.exit_code, drive.outcome.signum) == (0, None)
+    outcome = drive.outcome
+    assert (outcome.exit_code, outcome.signum, outcome.cause, outcome.error) == (0, None, None, None)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGUSR2])
@@ -1239,15 +1234,6 @@ def test_a_lost_host_is_looked_at_once_more_before_the_end() -> None:
     assert receivers(drive.check("b"), Stop) == ["b"]
     drive.goodbye("b")
     assert (drive.outcome.unchecked, drive.outcome.exit_code) == ((), 143)
-
-
-def test_what_a_host_could_not_end_is_named() -> None:
-    drive = running("a", "b")
-    for rank in range(4):
-        drive.say("ab"[rank // 2], drive.exited("ab"[rank // 2], rank))
-    drive.goodbye("a", swept=2)
-    drive.goodbye("b", swept=1, left=["pid 9 (python, state D)"])
-    assert (drive.outcome.swept, drive.outcome.left) == (3, (("b", ("pid 9 (python, state D)",)),))
 
 
 def test_what_an_older_link_still_says_is_ignored() -> None:

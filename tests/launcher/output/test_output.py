@@ -80,18 +80,6 @@ def test_any_bytes_and_unfinished_lines_survive(tmp_path: Path) -> None:
     assert kept == b"caf\xe9 \xff\x00|\nno newline at the end"
 
 
-def test_progress_bars_are_one_line_where_there_is_no_terminal(tmp_path: Path) -> None:
-    path = script(
-        tmp_path,
-        "import sys, time\n"
-        "for i in range(50):\n    sys.stderr.write(f'\\r{i:3}%|###')\n    sys.stderr.flush()\n    time.sleep(0.002)\n"
-        "sys.stderr.write('\\n')\nprint('windows\\r')",
-    )
-    result = run_dtrain("run", "-q", path, cwd=tmp_path)
-    assert [line.partition("] ")[2] for line in result.stderr.splitlines()] == [" 49%|###"]
-    assert result.stdout.rstrip("\n").endswith("] windows")
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
 def test_nested_bars_never_move_the_cursor_to_lines_of_others(tmp_path: Path, size: int) -> None:
     """As tqdm draws nested bars, whatever parts of it arrive together."""

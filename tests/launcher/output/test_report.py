@@ -274,18 +274,11 @@ def test_a_rank_that_the_failed_ones_waited_for_is_named_first() -> None:
     ]
 
 
-def test_failure_quotes_where_the_secondary_failures_stood() -> None:
-    shown = lines(outcome(failure(), evidence=STOOD))
-    at = shown.index("where the other ranks were:")
-    assert "train.py" in shown[at + 1]
-    assert not any("look at rank" in line for line in shown)
-
-
 def test_the_cause_does_not_stand_among_the_others() -> None:
-    shown = lines(outcome(failure(rank=2), evidence=[evidence(2, "load"), evidence(0, "all_reduce")]))
+    shown = lines(outcome(failure(rank=2), evidence=STOOD))
     at = shown.index("where the other ranks were:")
-    assert shown[at + 1].startswith("rank 0 is at")
-    assert not any("rank 2 is" in line for line in shown)
+    assert shown[at + 1].startswith("ranks 0-1,3 are at /home/me/train.py")
+    assert not any("rank 2 is" in line or "look at rank" in line for line in shown)
 
 
 def test_at_most_five_places_are_shown() -> None:
@@ -321,7 +314,8 @@ def test_hosts_that_were_not_looked_at_are_not_counted_as_clean() -> None:
 
 def test_next_step_is_a_command_that_a_shell_understands() -> None:
     folder = Path("my runs/r1")
-    shown = lines(outcome(failure(attempt=2), attempts=3), folder=folder, stderr=["x"])
+    shown = lines(outcome(failure(attempt=2), attempts=3), folder=folder, stderr=["x"], evidence_file=Path("e.txt"))
+    assert shown[-2] == "stacks of all ranks: e.txt"
     assert shlex.split(shown[-1].removeprefix("see it: ")) == ["less", "my runs/r1/attempt_2/1/stderr.log"]
     silent = lines(outcome(failure()), stdout=["only here"])
     assert "the last lines of its stdout:" in silent
@@ -352,14 +346,6 @@ def test_the_last_line_replays_what_the_script_raised(changes: dict[str, Any], i
     assert (shown[-1] == f"  replay it: dtrain replay {end.run_id}") == is_shown
     assert shown[-1 - is_shown].startswith("  see it: ")
     assert "replay it" not in report(end, folder=FOLDER, tail=lambda *_: ["text"])
-
-
-def test_stacks_are_named_before_the_command() -> None:
-    shown = lines(outcome(failure()), stderr=["x"], evidence_file=Path("runs/r1/attempt_0/evidence-1.txt"))
-    assert shown[-2:] == [
-        "stacks of all ranks: runs/r1/attempt_0/evidence-1.txt",
-        "see it: less runs/r1/attempt_0/1/stderr.log",
-    ]
 
 
 def test_without_log_files_no_command_is_offered() -> None:
