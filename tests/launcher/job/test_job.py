@@ -576,6 +576,9 @@ def test_the_time_until_the_first_step_does_not_count_as_a_stall() -> None:
     drive.say("a", Heartbeat(drive.time("a"), progress=17))  # what importing has printed
     assert receivers(drive.wait(59, heard="ab"), Collect) == []
     drive.say("a", Heartbeat(drive.time("a"), progress=18, steps=1))
+    drive.say("b", Started(0, 2, 200, drive.time("b")))  # in place of one that failed
+    assert receivers(drive.wait(59, heard="ab"), Collect) == []
+    drive.say("a", Heartbeat(drive.time("a"), progress=19, steps=2))
     assert receivers(drive.wait(11.5, heard="b"), Collect) == []
     assert receivers(drive.wait(0.5, heard="b"), Collect) == ["a", "b"]
 
