@@ -119,6 +119,7 @@ def test_all_hosts_that_cannot_start_are_in_one_error() -> None:
     error = drive.outcome.error
     assert isinstance(error, StartError)
     assert error.reasons == {"b": "no /work; no GPU 7", "c": "connection refused"}
+    assert notices(drive.commands) == [], "it is in the error"
     assert str(error).startswith("2 of 3 hosts cannot start; no worker was started.\n")
     assert drive.outcome.exit_code == 1
     assert messages(drive.commands, StartWorker) == []
@@ -337,9 +338,11 @@ def test_an_exception_raised_before_our_stop_is_the_cause() -> None:
     assert (drive.outcome.exit_code, len(drive.outcome.secondary_failures), drive.outcome.stopped) == (1, 1, 1)
 
 
-def test_a_lost_host_ends_the_run_and_is_the_cause() -> None:
+@pytest.mark.parametrize(("quiet_s", "was_quiet"), [(1.9, False), (2.1, True)])
+def test_a_lost_host_ends_the_run_and_is_the_cause(quiet_s: float, was_quiet: bool) -> None:
     drive = running("a", "b")
-    commands = drive.lose("b", after_s=5)
+    heard = drive.now
+    commands = drive.lose("b", after_s=quiet_s)
     assert closed(commands) == ["b"]
     assert receivers(drive.collected("a"), Stop) == ["a"]
     drive.say("a", drive.exited("a", 0, -signal.SIGTERM, provoked=True))
@@ -349,6 +352,7 @@ def test_a_lost_host_ends_the_run_and_is_the_cause() -> None:
     cause = drive.cause
     assert (cause.kind, cause.host, cause.message) == (FailureKind.HOST_LOST, "b", "the connection broke")
     assert (drive.outcome.exit_code, drive.outcome.secondary_failures) == (1, ())
+    assert cause.at == (heard if was_quiet else heard + quiet_s)
 
 
 def test_a_silent_host_was_lost_when_it_was_last_heard() -> None:
@@ -761,6 +765,21 @@ def test_a_host_that_was_suspended_and_lost_is_never_fenced() -> None:
     drive.wait(CHECK_S)
     assert drive.outcome.no_restart_reason == "no further attempt: workers of the last one may still live on b"
     assert [name for name, _ in drive.outcome.unchecked] == ["b"]
+
+
+def test_a_host_that_is_never_fenced_has_time_to_come_back() -> None:
+    drive = running("a", "b", nnodes=(1, 2), max_restarts=1)
+    drive.event(Signalled(signal.SIGTSTP))
+    drive.event(Slept(100), after_s=100)
+    drive.event(Signalled(signal.SIGCONT))
+    drive.say("a", drive.exited("a", 0, 7))
+    drive.collected("a")
+    drive.wait(COLLECT_S, heard="a")
+    drive.swept("a")
+    while "b" not in closed(drive.commands):
+        drive.wait(0.5, heard="a")
+    assert receivers(drive.wait(T - 1, heard="a"), Stop) == []
+    assert receivers(drive.wait(1, heard="a"), Stop) == ["a"]
 
 
 @pytest.mark.parametrize("left", [[], ["pid 9 (python, state D)"]])
