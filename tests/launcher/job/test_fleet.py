@@ -23,7 +23,6 @@ from launcher.job.fleet import (
     TOLERANCE,
     Fleet,
     HostClock,
-    HostPhase,
     HostState,
 )
 from launcher.job.ranks import Rank
@@ -217,7 +216,7 @@ def test_heartbeats_answer_what_was_heard_since_the_last() -> None:
         state.clock.hear(1000.0, 100.5)  # half a second on its way
     for name, heard in (("a", 98.0), ("b", 99.0), ("c", 100.0)):
         fleet.states[name].heard = heard
-    fleet._move(fleet.states["c"], HostPhase.LEAVING)
+    fleet.stop(fleet.states["c"])
     first = [Send("a", Heartbeat(997.5, sent=100.0)), Send("b", Heartbeat(998.5, sent=100.0))]
     first.append(Send("c", Heartbeat(999.5, sent=100.0)))
     assert fleet.heartbeats(100.0) == first, "by their clock, and no later than that"
@@ -238,7 +237,11 @@ def test_many_agents_on_one_machine_send_fewer_heartbeats() -> None:
 def test_a_host_that_looks_at_its_devices_may_be_silent_longer() -> None:
     fleet = fleet_of("a", "b")
     ready(fleet, 0.0)
-    fleet._move(fleet.states["b"], HostPhase.CHECKING)
+    b = fleet.states["b"]
+    fleet.lost(b, "gone", 0.0)
+    fleet.open(b)
+    fleet.connected(b, None, 0.0)
+    fleet.greeted(b, "b2")
     assert [state.name for state in fleet.silent(T)] == ["a"]
     assert [state.name for state in fleet.silent(60.0)] == ["a", "b"]
 
