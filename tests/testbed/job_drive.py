@@ -29,7 +29,7 @@ from launcher.placement.job_spec import CommandKind, JobSpec
 from launcher.placement.job_spec import WorkerCommand as Program
 from launcher.protocol.commands import Collect, StartWorker
 from launcher.protocol.message import PROTOCOL, Report
-from launcher.protocol.reports import Bye, Collected, Exited, Facts, Hello, Started, StoreOpened, Swept
+from launcher.protocol.reports import Bye, Collected, Evidence, Exited, Facts, Hello, Started, StoreOpened, Swept
 from launcher.protocol.two_way import Heartbeat
 from testbed.present import present
 
@@ -82,7 +82,7 @@ class Drive:
     def link(self, host: str) -> int:
         return self.job.fleet.states[host].link
 
-    def wait(self, seconds: float, *, heard: str = "") -> list[Command]:
+    def wait(self, seconds: float, *, heard: Iterable[str] = "") -> list[Command]:
         """Let time pass, with every Tick that the job asks for; the hosts `heard` send heartbeats."""
         until, commands = self.now + seconds, []
         while self.now < until and self.job.outcome is None:
@@ -157,6 +157,11 @@ class Drive:
         self.check()
         self.begin()
 
+    def evidence(self, rank: int, **changes: Any) -> Evidence:
+        """Return what the newest Collect finds of a rank."""
+        number = messages(self.commands, Collect)[-1].number
+        return replace(Evidence(number, self.number, rank, 100 + rank, "S", "", 1, 0.0, ""), **changes)
+
     def collected(self, *names: str) -> list[Command]:
         """Let hosts answer the newest Collect, with nothing found."""
         number = messages(self.commands, Collect)[-1].number
@@ -198,6 +203,13 @@ class Drive:
     def phase(self) -> Phase:
         """Return the job's phase, by a call: mypy takes an attribute to be still what an assertion before said."""
         return self.job.phase
+
+
+def running(*names: str, **changes: Any) -> Drive:
+    """Return a job whose workers all run, two on each host."""
+    drive = Drive(*names, **changes)
+    drive.run()
+    return drive
 
 
 def tells(commands: Iterable[Command]) -> list[Send]:

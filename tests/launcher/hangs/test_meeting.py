@@ -1,5 +1,7 @@
 """Who waits in init_process_group, by two looks at all ranks."""
 
+from testbed.present import present
+
 from launcher.hangs.watch import HangPolicy, MeetingWatch
 from launcher.protocol.reports import Evidence
 
@@ -24,8 +26,7 @@ def test_looks_become_rarer_and_end_with_torch_s_own_limit() -> None:
 def test_who_waits_at_two_looks_is_reported_once() -> None:
     watch = MeetingWatch(HangPolicy())
     assert watch.looked(look(CONNECTS, OWN, WAITS, ""), range(5), 30.0) is None
-    waiting = watch.looked(look(CONNECTS, OWN, CONNECTS, ""), range(5), 60.0)
-    assert waiting is not None
+    waiting = present(watch.looked(look(CONNECTS, OWN, CONNECTS, ""), range(5), 60.0))
     assert (waiting.ranks, waiting.connecting, waiting.waited_s) == ((0, 2), (0, 2), 30.0)
     assert (waiting.absent, waiting.unknown, waiting.ended) == ((1,), (3,), (4,))
     assert not any(watch.wants_look(now) for now in range(10_000))
@@ -34,8 +35,7 @@ def test_who_waits_at_two_looks_is_reported_once() -> None:
 def test_who_has_just_come_has_not_waited() -> None:
     watch = MeetingWatch(HangPolicy())
     assert watch.looked(look(WAITS, OWN, OWN), range(3), 30.0) is None
-    waiting = watch.looked(look(WAITS, CONNECTS, OWN), range(3), 60.0)
-    assert waiting is not None
+    waiting = present(watch.looked(look(WAITS, CONNECTS, OWN), range(3), 60.0))
     assert (waiting.ranks, waiting.connecting, waiting.absent) == ((0,), (), (2,))
 
 
@@ -43,8 +43,7 @@ def test_when_the_last_one_has_just_come_no_one_is_reported() -> None:
     watch = MeetingWatch(HangPolicy())
     assert watch.looked(look(WAITS, OWN), range(2), 30.0) is None
     assert watch.looked(look(WAITS, WAITS), range(2), 60.0) is None
-    waiting = watch.looked(look(WAITS, WAITS), range(2), 90.0)
-    assert waiting is not None
+    waiting = present(watch.looked(look(WAITS, WAITS), range(2), 90.0))
     assert (waiting.ranks, waiting.absent) == ((0, 1), ())
 
 
@@ -66,7 +65,7 @@ def test_a_look_without_an_answer_changes_nothing() -> None:
     assert watch.looked(look(WAITS, OWN), range(2), 120.0) is not None
 
 
-def test_a_process_that_took_the_place_of_one_that_waited_has_not_waited() -> None:
+def test_a_process_in_the_place_of_one_that_waited_has_not() -> None:
     watch = MeetingWatch(HangPolicy())
     assert watch.looked(look(OWN, WAITS), range(2), 30.0) is None
     assert watch.looked(look(WAITS, OWN), range(2), 60.0) is None

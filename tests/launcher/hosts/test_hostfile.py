@@ -84,17 +84,12 @@ def complaint(path: Path) -> str:
             10,
             "slots is 'x', which is not a number of at most 6 digits; write a line as in: node1 slots=4",
         ),
-        ("n1 slots=-1", 10, "slots is '-1'"),
-        ("n1 slots=1234567", 10, "slots is '1234567'"),
         ("n1 slots=4,max_slots=8", 10, "slots is '4,max_slots'"),
         ("n1 slots", 4, "slots has no value"),
-        ("n1 slots=", 4, "slots has no value"),
         ("n1 slots==4", 4, "slots has no value"),
         ("n1  4", 5, "'4' is not known after a host, only slots=, max_slots=, user= and port=; write a line as in:"),
-        ("n1 slot=4", 4, "'slot' is not known"),
         ("n1 n2 slots=4", 4, "'n2' is not known"),
         ("n1 slots=4 slots=4", 18, "slots is given twice for 'n1'"),
-        ("n1 slots=4 count=4", 18, "slots is given twice for 'n1'"),
         ("n1:22 slots=4", 13, "slots is given twice for 'n1:22'; after a name, 22 is slots"),
         ("me@n1 user=you", 12, "user is given twice for 'me@n1'"),
         ("n1 slots=4 max_slots=2", 1, "max_slots is 2, which is less than the slots of 4"),
@@ -103,9 +98,6 @@ def complaint(path: Path) -> str:
         ("n1 port=0", 1, "port is 0; sshd's is 1 to 65535"),
         ("n1,n2 slots=4", 1, "'n1,n2' is not a host; write NAME, NAME:SLOTS"),
         ("\tfe80::1 slots=4", 2, "'fe80::1' is not a host"),
-        (" n1:x", 2, "'n1:x' is not a host"),
-        ("^n1", 1, "'^n1' is not a host"),
-        ("+n0", 1, "'+n0' is not a host"),
         ("-n1", 1, "'-n1' begins with '-'"),
         ("= 4", 1, "'=' is not a host"),
         (" me@n[1-x] slots=4", 7, "'1-x' in 'n[1-x]' is not a number or range"),
@@ -115,9 +107,7 @@ def complaint(path: Path) -> str:
             1,
             "host a is on line 1 already; name it once with all its slots (a slots=8), or by its name alone",
         ),
-        ("a", 1, "host a is on line 1 already"),
         ("b slots=1", 1, "host b is on line 2 already"),
-        ("me@b", 1, "host b is on line 2 already"),
         ("b:2222", 1, "host b is on line 2 already"),
         ("127.0.0.1", 1, "hosts localhost and 127.0.0.1 are both this machine"),
         ("n[1-65536]:1", 1, "here the list has more than 65536 hosts"),
@@ -176,7 +166,7 @@ def test_a_discovery_script_may_find_no_host() -> None:
     assert parse_discovered("\n\nn1:0\n", command="./discover") == ()
 
 
-def test_a_bad_line_of_a_discovery_script_names_the_command_and_the_line() -> None:
+def test_a_bad_line_of_a_discovery_script_names_the_command() -> None:
     with pytest.raises(UsageError) as raised:
         parse_discovered("n1:4\nnot found: x\n\nn2:y\n", command="./discover --all")
     first, second = str(raised.value).splitlines()
@@ -212,7 +202,7 @@ def bracketed(name: str) -> str:
 
 @settings(deadline=None, max_examples=60)
 @given(several(OPEN_MPI), st.data())
-def test_any_hosts_in_open_mpis_form_are_read_as_they_were_written(hosts: list[Host], data: st.DataObject) -> None:
+def test_any_hosts_in_open_mpi_s_form_are_read_as_written(hosts: list[Host], data: st.DataObject) -> None:
     text = data.draw(st.sampled_from(["", "\ufeff"]))
     for host in hosts:
         user, limit = host.user, data.draw(st.sampled_from(["max_slots", "max-slots", "slots_max"]))
@@ -233,15 +223,8 @@ def test_any_hosts_in_open_mpis_form_are_read_as_they_were_written(hosts: list[H
 
 
 @settings(deadline=None, max_examples=40)
-@given(several(st.builds(ssh, NAMES, st.none() | st.integers(1, 1023))), ENDS)
-def test_any_hosts_in_mpichs_form_are_read_as_they_were_written(hosts: list[Host], end: str) -> None:
-    lines = [bracketed(host.name) + ("" if host.slots is None else f":{host.slots}") + end for host in hosts]
-    assert parse_discovered("\n".join(lines), command="x") == tuple(hosts)
-
-
-@settings(deadline=None, max_examples=40)
 @given(st.lists(NAMES, min_size=1, max_size=12, unique=True), st.data())
-def test_a_pbs_file_counts_lines_and_keeps_the_order_of_first_appearance(names: list[str], data: st.DataObject) -> None:
+def test_a_pbs_file_counts_lines_in_order_of_appearance(names: list[str], data: st.DataObject) -> None:
     repeated = [*names, *data.draw(st.lists(st.sampled_from(names), min_size=1, max_size=12))]
     lines = data.draw(st.permutations(repeated))
     order = list(dict.fromkeys(lines))
@@ -251,7 +234,7 @@ def test_a_pbs_file_counts_lines_and_keeps_the_order_of_first_appearance(names: 
 
 @settings(deadline=None, max_examples=300)
 @given(st.text("ab1-[]:,@. =\n\r\t#slotmax_", max_size=60) | st.text(max_size=40))
-def test_any_text_is_hosts_or_an_error_whose_places_are_in_the_text(text: str) -> None:
+def test_any_text_is_hosts_or_an_error_with_places_in_it(text: str) -> None:
     places = []
     try:
         parse_discovered(text, command="x")

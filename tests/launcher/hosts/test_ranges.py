@@ -38,7 +38,7 @@ def test_a_list_becomes_the_names_that_slurm_makes_of_it(text: str, names: str) 
     assert expand(text) == tuple(names.split())
 
 
-def test_the_installed_slurm_expands_the_same_lists_to_the_same_names(tmp_path: Path) -> None:
+def test_the_installed_slurm_expands_lists_to_the_same_names(tmp_path: Path) -> None:
     require(shutil.which("scontrol"), "scontrol", "apt-get install slurm-client")
     conf = tmp_path / "slurm.conf"
     conf.write_text("ClusterName=x\nSlurmctldHost=localhost\nNodeName=n1\nPartitionName=p Nodes=ALL\n")
@@ -72,15 +72,12 @@ def test_what_slurm_does_not_know_is_read_as_well(text: str, names: list[str]) -
     [
         ("", 1, "a host is missing here"),
         ("a,,b", 3, "a host is missing here"),
-        ("a, ", 4, "a host is missing here"),
         ("a b", 2, "'a b' contains a blank"),
         ("x,n[1, 2]", 7, "'n[1, 2]' contains a blank"),
         ("ab,n[3-1]", 6, "'3-1' in 'n[3-1]' runs backwards; write 1-3"),
         ("n[1,x]", 5, "'x' in 'n[1,x]' is not a number or range; write numbers and ranges as in node[01-16,20]"),
-        ("n[1,,2]", 5, "'' in 'n[1,,2]' is not a number"),
         ("n[]", 3, "'' in 'n[]' is not a number"),
         ("n[1-2-3]", 3, "'1-2-3' in"),
-        ("n[-3]", 3, "'-3' in"),
         ("n[3-]", 3, "'3-' in"),
         ("n[٣]", 3, "is not a number"),  # a digit, but not of ours
         ("a,n[1-2", 4, "this '[' is not closed"),

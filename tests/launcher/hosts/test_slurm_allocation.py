@@ -69,22 +69,18 @@ HET = {
 
 
 def slots(env: Mapping[str, str]) -> list[tuple[str, int | None]]:
-    allocation = find_allocation(env)
-    assert allocation is not None
-    return [(host.name, host.slots) for host in hosts_of(allocation)]
+    return [(host.name, host.slots) for host in hosts_of(present(find_allocation(env)))]
 
 
 def test_nodes_become_hosts_that_srun_reaches() -> None:
-    allocation = find_allocation(BATCH)
-    assert allocation is not None
-    hosts = hosts_of(allocation)
+    hosts = hosts_of(present(find_allocation(BATCH)))
     assert [(host.name, host.kind, host.slots) for host in hosts] == [
         (f"node{i}", HostKind.SRUN, None) for i in (1, 2, 3)
     ]
     assert {host.max_slots for host in hosts} == {0}  # --nproc-per-node may ask for more
 
 
-def test_tasks_count_only_where_the_user_asked_for_several_on_a_node() -> None:
+def test_tasks_count_only_where_several_on_a_node_were_asked_for() -> None:
     several = {"SLURM_TASKS_PER_NODE": "4(x2),2"}
     assert slots({**BATCH, **several}) == [("node1", None), ("node2", None), ("node3", None)]  # processors
     assert slots({**BATCH, **several, "SLURM_NTASKS": "10"}) == [("node1", 4), ("node2", 4), ("node3", 2)]
@@ -96,8 +92,7 @@ def test_tasks_count_only_where_the_user_asked_for_several_on_a_node() -> None:
 def test_the_only_node_needs_no_srun_if_we_are_on_it() -> None:
     one = {**BATCH, "SLURM_JOB_NODELIST": "node1", "SLURM_JOB_NUM_NODES": "1", "SLURM_TASKS_PER_NODE": "1"}
     for here, kind in (("node1", HostKind.LOCAL), ("", HostKind.SRUN)):
-        allocation = find_allocation({**one, "SLURMD_NODENAME": here})
-        assert allocation is not None
+        allocation = present(find_allocation({**one, "SLURMD_NODENAME": here}))
         assert [host.kind for host in hosts_of(allocation)] == [kind]
 
 
@@ -148,7 +143,7 @@ def test_outside_of_slurm_there_is_nothing() -> None:
 # ---- steps ---------------------------------------------------------------------------------------------------
 
 
-def test_a_task_of_srun_knows_its_place_and_has_the_nodes_of_its_step() -> None:
+def test_a_task_of_srun_has_a_place_and_the_nodes_of_its_step() -> None:
     allocation = present(find_allocation(STEP))
     step = present(allocation.step)
     assert (step.rank, step.tasks, step.node_rank, step.local_rank, step.interactive) == (2, 3, 1, 0, False)
@@ -163,7 +158,7 @@ def test_an_interactive_shell_stands_for_the_whole_allocation(shell: dict[str, s
     assert [node.name for node in allocation.nodes] == ["node1", "node2", "node3"]
 
 
-def test_variables_inherited_from_the_step_that_submitted_the_job_do_not_count() -> None:
+def test_variables_of_the_step_that_submitted_it_do_not_count() -> None:
     inherited = {**STEP, **BATCH}
     assert find_step(inherited) is None
     assert len(slots(inherited)) == 3
@@ -174,7 +169,7 @@ def test_variables_inherited_from_the_step_that_submitted_the_job_do_not_count()
     assert find_step({**STEP, "SLURM_STEP_ID": "4294967291"}) is None
 
 
-def test_a_run_is_named_after_its_job_and_so_is_what_is_queued_again() -> None:
+def test_a_run_is_named_after_its_job() -> None:
     array = {**BATCH, "SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "7", "SLURM_RESTART_COUNT": "2"}
     assert (slurm_run_id(BATCH), slurm_run_id(array)) == ("slurm-12", "slurm-9_7")
     assert (restart_count(BATCH), restart_count(array)) == (0, 2)
@@ -184,7 +179,7 @@ def test_a_run_is_named_after_its_job_and_so_is_what_is_queued_again() -> None:
 # ---- srun ----------------------------------------------------------------------------------------------------
 
 
-def test_srun_reads_no_options_of_the_job_and_scripts_still_see_them() -> None:
+def test_srun_reads_no_options_of_the_job_but_scripts_see_them() -> None:
     job = {
         "SLURM_JOB_ID": "12", "SLURM_CONF": "/c", "SLURM_GPUS": "4", "SLURM_NTASKS_PER_NODE": "2", "SRUN_DEBUG": "9",
         "SLURM_CPU_BIND_TYPE": "mask", "SLURM_CPUS_PER_TASK": "3", "SLURM_ARRAY_TASK_ID": "7", "HOME": "/h",

@@ -1,27 +1,21 @@
 """Where hosts come from: one source, said clearly; a discovery script is asked again while the run goes on."""
 
 import stat
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from testbed.present import present
+from testbed.job_drive import Drive, notices, receivers
 from testbed.processes import run_dtrain, started_dtrain
 from testbed.sshd import SshHosts
 
-from launcher import __version__
 from launcher.errors import DtrainError, UsageError
 from launcher.hosts import sources as sources_module
 from launcher.hosts.host import Host, HostKind
 from launcher.hosts.sources import Sources, choose_hosts, discover, wait_for_discovery
-from launcher.job.events import AgentMessage, Command, Connected, Discovered, Event, Notice, Open, Send, Tick
+from launcher.job.events import Discovered, Open
 from launcher.job.fleet import HostPhase
-from launcher.job.job import Job
-from launcher.placement.job_spec import CommandKind, JobSpec, WorkerCommand
 from launcher.protocol.commands import EndAttempt
-from launcher.protocol.message import PROTOCOL
-from launcher.protocol.reports import Facts, Hello, Started, StoreOpened, Swept
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]"}
 
@@ -57,6 +51,9 @@ def test_each_source_gives_its_hosts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sources", "nnodes", "message"),
     [
+        (Sources(hosts="a"), (2, 2), "--nnodes 2, but only 1 host is named: a"),
+        (Sources(simulate=True), None, "--simulate needs the number of hosts to divide this machine into: --nnodes N"),
+        (Sources(hosts="a,b", simulate=True), (2, 2), "--simulate divides this machine; "),
         (Sources(hosts="a", hostfile=Path("b")), None, "--hosts and --hostfile cannot be used together"),
         (Sources(script="x", simulate=True), (2, 2), "--hosts-script and --simulate cannot be used together"),
         (Sources(include="a", simulate=True), (2, 2), "or this machine, not from --simulate"),
@@ -76,10 +73,8 @@ def test_what_gives_no_hosts_is_an_error(sources: Sources, nnodes: tuple[int, in
 @pytest.mark.parametrize(
     ("env", "words", "hosts"),
     [
-        ({"DTRAIN_HOSTFILE": "hosts.txt"}, [], ["far", "near"]),
         ({"DTRAIN_HOSTFILE": "hosts.txt"}, ["--hosts", "other:1"], ["other"]),
         ({"DTRAIN_HOSTS": "one:1"}, ["--hostfile", "hosts.txt"], ["far", "near"]),
-        ({"DTRAIN_HOSTS": "one:1"}, ["--simulate", "--nnodes", "1"], ["sim0"]),
         ({"DTRAIN_HOSTFILE": "hosts.txt"}, ["--exclude", "near"], ["far"]),
         ({**JOB, "SLURM_NTASKS": "6", "SLURM_TASKS_PER_NODE": "2(x3)"}, ["--hosts", "one:1"], ["one"]),
     ],
@@ -116,16 +111,14 @@ def test_a_discovery_script_that_fails_says_so(tmp_path: Path) -> None:
     assert (result.returncode, "--nnodes MIN:MAX" in result.stderr) == (2, True)
 
 
-def test_a_discovery_script_that_hangs_is_killed_with_what_it_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_discovery_script_that_hangs_is_killed_with_its_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources_module, "DISCOVERY_S", 0.3)
     with pytest.raises(DtrainError, match=r"did not answer within 0\.3 s"):
         discover(_script(tmp_path, "sleep 60 & sleep 60"))  # that nothing stays is checked after every test
 
 
 @pytest.mark.parametrize("where", ["", " >&2"])
-def test_a_discovery_script_that_prints_without_end_is_killed_with_what_it_started(tmp_path: Path, where: str) -> None:
+def test_a_discovery_script_that_prints_endlessly_is_killed(tmp_path: Path, where: str) -> None:
     with pytest.raises(DtrainError, match="was ended, since it printed more than 1 MiB; it must print one HOST:SLOTS"):
         discover(_script(tmp_path, f"sleep 60 & yes node1:1{where}"))
 
@@ -149,7 +142,7 @@ def test_quiet_does_not_hide_that_the_discovery_script_fails(tmp_path: Path) -> 
     assert "ended with 3: no credentials" in said
 
 
-def test_a_discovery_script_that_runs_when_the_run_ends_is_not_complained_of(tmp_path: Path) -> None:
+def test_a_discovery_script_that_runs_at_the_end_is_no_error(tmp_path: Path) -> None:
     script = _script(tmp_path, "if [ -e started ]; then touch asked; sleep 60; fi; echo localhost:1")
     (tmp_path / "work.py").write_text(
         "import os, time\nopen('started', 'w')\nwhile not os.path.exists('asked'): time.sleep(0.02)\n"
@@ -158,51 +151,22 @@ def test_a_discovery_script_that_runs_when_the_run_ends_is_not_complained_of(tmp
     assert (result.returncode, "--hosts-script" in result.stderr) == (0, False), result
 
 
-def _ready(job: Job, name: str, now: float) -> list[Command]:
-    link = job.fleet.states[name].link
-    python = "{}.{}.{}".format(*sys.version_info[:3])
-    hello = Hello(PROTOCOL, __version__, python, name, 1, f"{name}{link}", now)
-    facts = Facts([], "CUDA_VISIBLE_DEVICES", False, [0], 1, problems=[], time=now)
-    events: list[Event] = [Connected(name, link), AgentMessage(name, link, hello), AgentMessage(name, link, facts)]
-    return [command for event in events for command in job.handle(event, now)]
-
-
-def test_who_is_found_joins_and_who_is_no_longer_named_is_left_out() -> None:
-    hosts = (Host("a", HostKind.SSH, slots=1), Host("b", HostKind.SSH, slots=1))
-    spec = JobSpec(
-        WorkerCommand(CommandKind.SCRIPT, "t.py"),
-        hosts,
-        nnodes=(1, 3),
-        run_id="r",
-        python="p",
-        grow=True,
-        hosts_script="x",
-    )
-    job, now = Job(spec, 0.0), 0.0
-    job.start()
-    assert not [c for c in _ready(job, "a", now) if isinstance(c, Open)]
-    _ready(job, "b", now)
-    now = 20.0
-    job.handle(Tick(), now)
-    assert present(job.attempt).members == ("a", "b")
-    job.handle(AgentMessage("a", 1, StoreOpened(0, "x", 1)), now)
-    for rank, name in enumerate("ab"):
-        job.handle(AgentMessage(name, 1, Started(0, rank, 9, now)), now)
-    found = job.handle(Discovered((hosts[0], Host("c", HostKind.SSH, slots=2))), now)
-    assert [c for c in found if isinstance(c, Open)] == [Open(Host("c", HostKind.SSH, slots=2), 1)]
-    assert [c for c in found if isinstance(c, Notice)] == [
-        Notice("b is excluded from further attempts: it is no longer named by --hosts-script", is_error=True)
-    ]
-    grown = _ready(job, "c", now)
-    assert {c.host for c in grown if isinstance(c, Send) and isinstance(c.message, EndAttempt)} == {"a", "b"}
-    for name in "ab":
-        job.handle(AgentMessage(name, 1, Swept(0, 0, 0, [])), now)
-    assert present(job.attempt).number == 1
-    assert present(job.attempt).members == ("a", "c")
-    assert present(job.attempt).world_size == 3
-    assert job.fleet.states["b"].phase is HostPhase.LEAVING
-    job.handle(Discovered((*hosts, Host("c", HostKind.SSH, slots=2))), now)
-    assert job.fleet.wanted(job.fleet.states["b"]), "it is used again"
+def test_a_run_grows_and_shrinks_as_the_script_says() -> None:
+    drive = Drive("a", "b", nnodes=(1, 3), grow=True, hosts_script="x")
+    drive.join()
+    drive.check()
+    drive.wait(20.0, heard="ab")
+    drive.begin()
+    (a, b), c = drive.job.spec.hosts, Host("c", HostKind.SSH, slots=2)
+    found = drive.event(Discovered((a, c)))
+    assert [command for command in found if isinstance(command, Open)] == [Open(c, 1)]
+    assert notices(found) == ["b is excluded from further attempts: it is no longer named by --hosts-script"]
+    assert receivers(drive.back("c"), EndAttempt) == ["a", "b"]
+    drive.swept()
+    assert (drive.number, drive.members) == (1, ("a", "c"))
+    assert drive.job.fleet.states["b"].phase is HostPhase.LEAVING
+    drive.event(Discovered((a, b, c)))
+    assert drive.job.fleet.wanted(drive.job.fleet.states["b"]), "it is used again"
 
 
 def test_a_host_that_the_script_names_later_joins_the_run(tmp_path: Path, ssh_hosts: SshHosts) -> None:

@@ -11,7 +11,7 @@ from launcher.job.attempt import HUNG_S, AttemptState
 from launcher.job.failures.failure import FailureKind
 from launcher.job.ranks import RankState
 from launcher.job.recovery.members import choose_members
-from launcher.job.timers import Timer, Timers
+from launcher.job.timers import Timers
 from launcher.placement.placement import HostOffer, Placement, place
 from launcher.protocol.reports import Exited, Started
 from launcher.protocol.two_way import Heartbeat
@@ -68,7 +68,7 @@ def ends(state: AttemptState, end: Exited) -> None:
     state.take_exit(present(state.ranks.get(end.rank)), end, 11.0, 11.0)
 
 
-def test_an_attempt_has_ended_well_when_every_worker_has_by_itself() -> None:
+def test_an_attempt_has_finished_when_every_worker_has_by_itself() -> None:
     for provoked in (False, True):
         state = attempt()
         for rank in range(4):
@@ -79,7 +79,7 @@ def test_an_attempt_has_ended_well_when_every_worker_has_by_itself() -> None:
         assert [row.number for row in state.ranks.of(RankState.STOPPED)] == ([3] if provoked else [])
 
 
-def test_a_host_is_needed_until_its_workers_have_ended_well_and_for_the_store() -> None:
+def test_a_host_is_needed_for_its_workers_and_for_the_store() -> None:
     state = attempt()
     for rank in (0, 1, 2):
         ends(state, exited(rank))
@@ -88,27 +88,7 @@ def test_a_host_is_needed_until_its_workers_have_ended_well_and_for_the_store() 
     assert not state.needs("b")
 
 
-def test_progress_is_a_number_that_changes() -> None:
-    state = attempt()
-    state.take_start(present(state.ranks.get(0)), Started(0, 0, 1, 0.0), 11.0)
-    state.take_heartbeat("a", Heartbeat(0.0, 5), 12.0)
-    state.take_heartbeat("a", Heartbeat(0.0, 5), 13.0)
-    assert state._timers.at(Timer.STALL) == 17.0
-    state.take_heartbeat("a", Heartbeat(0.0, 6), 14.0)
-    assert state._timers.at(Timer.STALL) == 19.0
-
-
-def test_a_process_that_has_started_again_has_time_until_its_first_step() -> None:
-    state = attempt(start_s=60.0)
-    starts(state, 0, 11.0)
-    assert state._timers.at(Timer.STALL) == 71.0
-    state.take_heartbeat("a", Heartbeat(0.0, 1, steps=1), 20.0)
-    assert state._timers.at(Timer.STALL) == 25.0
-    starts(state, 0, 21.0)
-    assert state._timers.at(Timer.STALL) == 81.0
-
-
-def test_a_host_says_when_its_workers_have_saved_more_checkpoints() -> None:
+def test_a_host_says_when_its_workers_have_saved_checkpoints() -> None:
     state = attempt()
     said = [state.take_heartbeat("a", Heartbeat(0.0, saved=saved), 11.0) for saved in (0, 1, 1, 2)]
     assert said == [False, True, False, True]
@@ -116,7 +96,7 @@ def test_a_host_says_when_its_workers_have_saved_more_checkpoints() -> None:
     assert (state.steps_on("a"), state.steps_on("b"), state.steps_on("c")) == (0, 3, 0)
 
 
-def test_it_seems_hung_after_a_silence_of_ten_seconds_or_five_times_the_longest_one() -> None:
+def test_it_seems_hung_after_a_long_silence() -> None:
     state = attempt()
     for rank in range(4):
         starts(state, rank, 11.0)
@@ -129,7 +109,7 @@ def test_it_seems_hung_after_a_silence_of_ten_seconds_or_five_times_the_longest_
     assert state.seems_hung(20.0)
 
 
-def test_a_worker_that_was_not_forked_is_counted_with_the_longest_delay() -> None:
+def test_workers_that_were_not_forked_are_counted() -> None:
     state = attempt()
     starts(state, 0, 11.0)
     for rank, costs_s in ((1, 0.25), (2, 0.5), (3, 0.125)):
@@ -137,7 +117,7 @@ def test_a_worker_that_was_not_forked_is_counted_with_the_longest_delay() -> Non
     assert (state.forked, state.by_exec) == (1, {"tensorflow": 0.5})
 
 
-def test_a_host_that_comes_while_it_goes_on_is_resilient_until_it_is_lost() -> None:
+def test_a_host_that_comes_later_is_resilient_until_it_is_lost() -> None:
     state = attempt()
     failure = state.failure(FailureKind.HOST_LOST, "b", "gone", 11.0)
     for rank in range(4):
@@ -159,10 +139,3 @@ def test_one_lost_rank_is_enough_to_be_waited_for() -> None:
     state.ranks.move(present(state.ranks.get(3)), RankState.GONE)
     state.lose("b", state.failure(FailureKind.HOST_LOST, "b", "gone", 11.0))
     assert (state.ranks.count(RankState.LOST), state.lacks_workers) == (1, True)
-
-
-def test_each_generation_has_a_number_and_a_time() -> None:
-    state = attempt()
-    state._timers.set(Timer.GENERATION, 12.0)
-    assert [state.begin_generation(11.0), state.begin_generation(13.0)] == [1, 2]
-    assert (state.announced_at, state._timers.over(Timer.GENERATION, 99.0)) == (13.0, False)

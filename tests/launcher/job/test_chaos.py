@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from testbed.job_drive import Drive, messages, notices, receivers
+from testbed.job_drive import Drive, messages, notices, receivers, running
 from testbed.present import present
 
 from launcher.hangs.watch import HangPolicy
@@ -19,9 +19,8 @@ from launcher.protocol.reports import Started, Stepped, StoreOpened
 from launcher.protocol.two_way import Heartbeat
 
 
-def running(text: str, **options: Any) -> Drive:
-    drive = Drive("a", "b", chaos=parse_chaos(text), **options)
-    drive.run()
+def training(text: str, **options: Any) -> Drive:
+    drive = running("a", "b", chaos=parse_chaos(text), **options)
     for rank in range(4):
         drive.say(drive.host_of(rank), Stepped(0, rank))
     return drive
@@ -38,7 +37,7 @@ def ends(drive: Drive, order: KillWorker, **changes: Any) -> list[Command]:
 
 
 def test_a_killed_worker_is_replaced_and_its_cost_known() -> None:
-    drive = running("kill worker every 30s, seed 1")
+    drive = training("kill worker every 30s, seed 1")
     assert "--chaos: the faults begin, with seed 1" in notices(drive.commands)
     assert messages(drive.wait(29, heard="ab"), KillWorker) == []
     order = fault(drive, 1)
@@ -60,7 +59,7 @@ def test_a_killed_worker_is_replaced_and_its_cost_known() -> None:
 
 def test_the_seed_decides_whom_they_hit() -> None:
     def hit(seed: int) -> list[int]:
-        drive = running(f"kill worker every 10s, seed {seed}")
+        drive = training(f"kill worker every 10s, seed {seed}")
         ranks = []
         for _ in range(8):
             order = fault(drive, 10)
@@ -75,11 +74,11 @@ def test_the_seed_decides_whom_they_hit() -> None:
 
 
 @pytest.mark.parametrize(("saves", "lost"), [({0: (2, 7), 1: (1, 30)}, 7), ({}, 57), (None, None)])
-def test_where_all_start_again_steps_are_lost_since_the_newest_checkpoint(
+def test_a_new_attempt_loses_steps_since_the_newest_checkpoint(
     saves: dict[int, tuple[int, int]] | None, lost: int | None
 ) -> None:
     """Without ddp (None) what was saved is not known."""
-    drive = running("kill worker every 30s, seed 1", max_restarts=0)
+    drive = training("kill worker every 30s, seed 1", max_restarts=0)
     order = fault(drive, 30)
 
     def exited(rank: int) -> dict[str, int | None]:
@@ -105,7 +104,7 @@ def test_where_all_start_again_steps_are_lost_since_the_newest_checkpoint(
 
 def test_a_simulated_host_is_lost_with_all_that_is_on_it() -> None:
     hosts = tuple(Host(name, HostKind.SIMULATED, slots=2, part=part, parts=2) for part, name in enumerate("ab"))
-    drive = running("kill host every 10s, seed 4", hosts=hosts)
+    drive = training("kill host every 10s, seed 4", hosts=hosts)
     commands = drive.wait(10, heard="ab")
     (host,) = receivers(commands, LoseHost)
     link = drive.job.fleet.states[host].link
@@ -118,13 +117,13 @@ def test_a_simulated_host_is_lost_with_all_that_is_on_it() -> None:
 
 
 def test_no_one_is_hit_once_a_worker_has_finished() -> None:
-    drive = running("kill worker every 30s")
+    drive = training("kill worker every 30s")
     drive.say("a", drive.exited("a", 0))
     assert messages(drive.wait(100, heard="ab"), KillWorker) == []
 
 
-def test_one_that_had_finished_before_the_signal_is_no_fault_that_is_waited_for() -> None:
-    drive = running("kill worker every 30s")
+def test_a_worker_that_finished_before_the_signal_is_no_fault() -> None:
+    drive = training("kill worker every 30s")
     order = fault(drive, 30)
     host = drive.host_of(order.rank)
     drive.say(host, drive.exited(host, order.rank))
@@ -134,7 +133,7 @@ def test_one_that_had_finished_before_the_signal_is_no_fault_that_is_waited_for(
 
 
 def test_a_stopped_worker_goes_on_once_another_has_finished() -> None:
-    drive = running("stop worker every 30s, seed 1", hang=HangPolicy(acts=True))
+    drive = training("stop worker every 30s, seed 1", hang=HangPolicy(acts=True))
     order = fault(drive, 30)
     other = (order.rank + 1) % 4
     host = drive.host_of(other)
@@ -147,8 +146,7 @@ def test_a_stopped_worker_goes_on_once_another_has_finished() -> None:
 
 
 def test_only_workers_that_have_made_a_step_are_stopped() -> None:
-    drive = Drive("a", "b", chaos=parse_chaos("stop worker every 5s, seed 1"), hang=HangPolicy(acts=True))
-    drive.run()
+    drive = running("a", "b", chaos=parse_chaos("stop worker every 5s, seed 1"), hang=HangPolicy(acts=True))
     commands = drive.wait(11, heard="ab")
     assert messages(commands, KillWorker) == []
     assert len([text for text in notices(commands) if "no worker is stopped this time" in text]) == 2
@@ -160,9 +158,8 @@ def test_only_workers_that_have_made_a_step_are_stopped() -> None:
     assert messages(drive.wait(20, heard="ab"), KillWorker) == [], "its successor has made none"
 
 
-def test_a_job_that_takes_longer_to_start_than_the_time_between_two_faults_comes_to_a_step() -> None:
-    drive = Drive("a", "b", chaos=parse_chaos("kill worker every 10s, seed 1"), max_restarts=0)
-    drive.run()
+def test_a_job_that_starts_slowly_comes_to_a_step_between_faults() -> None:
+    drive = running("a", "b", chaos=parse_chaos("kill worker every 10s, seed 1"), max_restarts=0)
     hit_at: list[float] = []
     began = drive.now
     while drive.now - began < 200:
@@ -197,7 +194,7 @@ def lost(drive: Drive, hosts: str) -> str:
 
 
 def test_lost_hosts_cost_no_restart_and_are_not_excluded() -> None:
-    drive = running("kill host every 5s, seed 1", max_restarts=0, hosts=simulated("a", "b"))
+    drive = training("kill host every 5s, seed 1", max_restarts=0, hosts=simulated("a", "b"))
     hit = []
     for _ in range(4):
         hit.append(lost(drive, "ab"))
@@ -217,8 +214,8 @@ def test_lost_hosts_cost_no_restart_and_are_not_excluded() -> None:
     assert [text for text in notices(drive.commands) if "excluded" in text] == []
 
 
-def test_a_host_whose_workers_are_killed_on_purpose_is_not_excluded() -> None:
-    drive = running("kill worker every 5s, seed 1", max_restarts=0, nnodes=(1, 2))
+def test_a_host_whose_workers_chaos_kills_is_not_excluded() -> None:
+    drive = training("kill worker every 5s, seed 1", max_restarts=0, nnodes=(1, 2))
     hit = []
     for _ in range(5):
         order = fault(drive, 30)

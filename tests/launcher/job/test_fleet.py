@@ -23,7 +23,6 @@ from launcher.job.fleet import (
     TOLERANCE,
     Fleet,
     HostClock,
-    HostPhase,
     HostState,
 )
 from launcher.job.ranks import Rank
@@ -35,8 +34,9 @@ from launcher.protocol.two_way import Heartbeat
 T = 30.0
 
 
-def fleet_of(*names: str, kind: HostKind = HostKind.SSH, timeout_s: float = T) -> Fleet:
-    return Fleet([Host(name, kind) for name in names], Timers(), timeout_s=timeout_s, join_s=60.0, now=0.0)
+def fleet_of(*names: str, kind: HostKind = HostKind.SSH, timeout_s: float = T, timers: Timers | None = None) -> Fleet:
+    hosts = [Host(name, kind) for name in names]
+    return Fleet(hosts, timers or Timers(), timeout_s=timeout_s, join_s=60.0, now=0.0)
 
 
 def ready(fleet: Fleet, now: float) -> None:
@@ -48,7 +48,7 @@ def ready(fleet: Fleet, now: float) -> None:
 
 
 @pytest.mark.parametrize("timeout_s", [1.0, 2.0, 5.0, 10.0, 30.0, 600.0, 1e3, 4e3, 1e5])
-def test_the_fence_leaves_time_for_the_guard_of_an_agent_that_hangs_and_for_clocks(timeout_s: float) -> None:
+def test_the_fence_leaves_time_for_the_guard_and_for_clocks(timeout_s: float) -> None:
     late_s = min(LATE_S, LATE * timeout_s)
     guard_acts_s = late_s + min(0.2, 0.5 * late_s)  # it looks twice
     drift_s = 2e-4 * (120.0 + timeout_s)
@@ -148,7 +148,7 @@ class OneHost:
         return -1.0 if self.ended_at is None else self.now - self.ended_at
 
 
-def test_whatever_the_delays_a_lost_host_s_workers_are_gone_when_it_is_fenced(seeds: Seeds) -> None:
+def test_a_lost_host_s_workers_are_gone_when_it_is_fenced(seeds: Seeds) -> None:
     for seed in seeds(60):
         host = OneHost(seed)
         assert host.run() > 0.95 * host.fleet.fence_s, f"OneHost({seed}).run()"
@@ -169,37 +169,30 @@ def test_a_cut_of_the_network_within_the_tolerance_ends_nothing(timeout_s: float
         assert host.ended_at > host.lost_at, f"it has ended its workers: {seed}"
 
 
-def test_a_host_that_speaks_may_have_heard_us_until_now() -> None:
-    fleet = fleet_of("a")
+FENCE_S = fleet_of("a").fence_s
+
+
+@pytest.mark.parametrize(
+    ("kind", "heard", "fenced_at"),
+    [
+        (HostKind.SSH, 99.0, 99.0 + T + FENCE_S),  # it may have heard us until then
+        (HostKind.SSH, 85.0, 85.0 + T + FENCE_S),
+        (HostKind.SSH, 100.0 - T - FENCE_S, 100.0),
+        (HostKind.SIMULATED, 99.0, 100.0 + LOCAL_FENCE_S),  # on this machine only time helps
+    ],
+)
+def test_a_lost_host_is_fenced_once_its_lease_is_over(kind: HostKind, heard: float, fenced_at: float) -> None:
+    fleet = fleet_of("a", kind=kind)
     ready(fleet, 0.0)
     state = fleet.states["a"]
     fleet.occupy(state)
-    state.heard = 99.0
+    state.heard = heard
     fleet.lost(state, "the connection broke", 100.0)
-    assert fleet._timers.at(Timer.FENCE) == pytest.approx(99.0 + T + fleet.fence_s)
-    fleet.fence(100.0)
+    assert state.fenced_at == pytest.approx(fenced_at)
+    fleet.fence(fenced_at - 0.1)
     assert fleet.busy == {"a"}
-    fleet.fence(99.0 + T + fleet.fence_s)
+    fleet.fence(fenced_at)
     assert (fleet.busy, fleet.dirty(state)) == (set(), True), "its lost agents are still to be looked for"
-
-
-def test_a_host_that_was_silent_is_fenced_the_sooner() -> None:
-    fleet = fleet_of("a", "b")
-    ready(fleet, 0.0)
-    for state, heard in zip(fleet, (100.0 - T - fleet.fence_s, 85.0), strict=True):
-        fleet.occupy(state)
-        state.heard = heard
-        fleet.lost(state, "silent", 100.0)
-    assert [state.fenced_at for state in fleet] == [100.0, 85.0 + T + fleet.fence_s]
-
-
-def test_on_this_machine_only_time_helps() -> None:
-    fleet = fleet_of("a", kind=HostKind.SIMULATED)
-    ready(fleet, 0.0)
-    state = fleet.states["a"]
-    fleet.occupy(state)
-    fleet.lost(state, "its agent was killed", 100.0)
-    assert fleet._timers.at(Timer.FENCE) == 100.0 + LOCAL_FENCE_S
 
 
 def test_a_lease_that_rests_never_ends() -> None:
@@ -216,14 +209,14 @@ def test_a_lease_that_rests_never_ends() -> None:
     assert fleet.never_fenced() == ["a"]
 
 
-def test_heartbeats_say_when_a_host_was_heard_and_go_to_those_that_were_heard_since_the_last() -> None:
+def test_heartbeats_answer_what_was_heard_since_the_last() -> None:
     fleet = fleet_of("a", "b", "c")
     ready(fleet, 0.0)
     for state in fleet:
         state.clock.hear(1000.0, 100.5)  # half a second on its way
     for name, heard in (("a", 98.0), ("b", 99.0), ("c", 100.0)):
         fleet.states[name].heard = heard
-    fleet._move(fleet.states["c"], HostPhase.LEAVING)
+    fleet.stop(fleet.states["c"])
     first = [Send("a", Heartbeat(997.5, sent=100.0)), Send("b", Heartbeat(998.5, sent=100.0))]
     first.append(Send("c", Heartbeat(999.5, sent=100.0)))
     assert fleet.heartbeats(100.0) == first, "by their clock, and no later than that"
@@ -232,7 +225,7 @@ def test_heartbeats_say_when_a_host_was_heard_and_go_to_those_that_were_heard_si
     assert fleet_of("a", kind=HostKind.SIMULATED).heartbeats(0.0) == []
 
 
-def test_many_agents_on_one_machine_speak_seldom_but_often_enough() -> None:
+def test_many_agents_on_one_machine_send_fewer_heartbeats() -> None:
     def pause_s(parts: int, timeout_s: float) -> float:
         hosts = [Host(f"sim{part}", HostKind.SIMULATED, part=part, parts=parts) for part in range(parts)]
         return Fleet(hosts, Timers(), timeout_s=timeout_s, join_s=60.0, now=0.0).heartbeat_s
@@ -241,39 +234,45 @@ def test_many_agents_on_one_machine_speak_seldom_but_often_enough() -> None:
     assert pause_s(1000, 2.0) == 0.2
 
 
-def test_a_silent_host_is_found_and_one_that_looks_at_its_devices_has_more_time() -> None:
+def test_a_host_that_looks_at_its_devices_may_be_silent_longer() -> None:
     fleet = fleet_of("a", "b")
     ready(fleet, 0.0)
-    fleet._move(fleet.states["b"], HostPhase.CHECKING)
+    b = fleet.states["b"]
+    fleet.lost(b, "gone", 0.0)
+    fleet.open(b)
+    fleet.connected(b, None, 0.0)
+    fleet.greeted(b, "b2")
     assert [state.name for state in fleet.silent(T)] == ["a"]
     assert [state.name for state in fleet.silent(60.0)] == ["a", "b"]
 
 
 def test_a_lost_host_is_tried_again_with_growing_pauses() -> None:
-    fleet = fleet_of("a")
+    timers = Timers()
+    fleet = fleet_of("a", timers=timers)
     ready(fleet, 0.0)
     state, now, pauses = fleet.states["a"], 100.0, []
     for _ in range(8):
         fleet.lost(state, "gone", now)
         fleet.try_again(state, now)
-        at = fleet._timers.at(Timer.RETRY)
+        at = timers.at(Timer.RETRY)
         assert fleet.retries(at - 0.01) == []
         assert fleet.retries(at) == [Open(state.host, state.link)]
-        assert fleet._timers.at(Timer.RETRY) == NEVER
+        assert timers.at(Timer.RETRY) == NEVER
         pauses.append(at - now)
         now = at
     assert pauses == [*RETRIES_S, RETRIES_S[-1], RETRIES_S[-1]]
 
 
-def test_a_host_that_never_stays_for_long_is_tried_with_growing_pauses_too() -> None:
-    fleet = fleet_of("a")
+def test_a_host_that_never_stays_is_tried_with_growing_pauses() -> None:
+    timers = Timers()
+    fleet = fleet_of("a", timers=timers)
     state, now, pauses = fleet.states["a"], 100.0, []
     for stays_s in (1.0, 1.0, 1.0, STEADY_S, 1.0):
         ready(fleet, now)
         now += stays_s
         fleet.lost(state, "gone", now)
         fleet.try_again(state, now)
-        at = fleet._timers.at(Timer.RETRY)
+        at = timers.at(Timer.RETRY)
         pauses.append(at - now)
     assert pauses == [0.0, 1.0, 2.0, 0.0, 0.0]
 
@@ -331,7 +330,7 @@ def changes_of(kind: type, source: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("kind", "owner"), [(HostState, "fleet.py"), (Rank, "ranks.py")])
-def test_what_is_known_of_a_host_or_a_rank_changes_in_one_module_only(kind: type, owner: str) -> None:
+def test_a_host_or_a_rank_is_changed_in_one_module_only(kind: type, owner: str) -> None:
     folder = Path(fleet_module.__file__).parent
     files = [*folder.rglob("*.py"), *folder.with_name("controller").glob("*.py")]
     found = {file.name: changes_of(kind, file.read_text()) for file in files}

@@ -7,25 +7,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from testbed.job_drive import Drive, messages, notices, receivers, tells
+from testbed.job_drive import Drive, messages, notices, receivers, running, tells
+from testbed.outcomes import STOOD
+from testbed.present import present
 
-from launcher.hangs.watch import Blame, HangPolicy, WaitingRanks
+from launcher.hangs.watch import BUSY, QUIET_S, Blame, HangPolicy, WaitingRanks
 from launcher.job.events import Command, Notice, SaveEvidence, Signalled, Tick
 from launcher.job.failures.failure import FailureKind
 from launcher.job.inspection import COLLECT_S
 from launcher.job.recovery.hangs import Hangs
 from launcher.job.run import Phase
-from launcher.protocol.commands import Collect, EndAttempt, KillWorker, RestartWorker, Stop
+from launcher.protocol.commands import Collect, KillWorker, RestartWorker, Stop
 from launcher.protocol.reports import Collected, Collective, Collectives, Evidence
 from launcher.protocol.two_way import Heartbeat
 
 AUTO, REPORT, OFF = HangPolicy(acts=True), HangPolicy(), HangPolicy(watches=False)
-
-
-def running(policy: HangPolicy, **options: Any) -> Drive:
-    drive = Drive("a", "b", hang=policy, **options)
-    drive.run()
-    return drive
 
 
 def beat(drive: Drive, host: str, *, stopped: tuple[int, ...] = ()) -> list[Command]:
@@ -36,21 +32,10 @@ def called(number: int, operation: str = "all_reduce") -> Collectives:
     return Collectives(["default_pg"], [Collective("default_pg", number, operation, "Float[4]", 4, done=False)])
 
 
-def seen(drive: Drive, *, stopped: tuple[int, ...], last: Sequence[int] = ()) -> list[Command]:
-    """Let the hosts answer the newest look; `last` is the number of the last collective of each rank, if known."""
-    number = messages(drive.commands, Collect)[-1].number
-    commands = []
-    for rank in range(4):
-        state = "T" if rank in stopped else "S"
-        found = Evidence(number, drive.number, rank, 100 + rank, state, "", 1, 0.0, "", silent_s=1.5, steps=25)
-        commands += drive.say(drive.host_of(rank), replace(found, collectives=called(last[rank])) if last else found)
-    return [*commands, *drive.say("a", Collected(number)), *drive.say("b", Collected(number))]
-
-
 def hang(drive: Drive) -> list[Command]:
     beat(drive, "a")
     assert receivers(beat(drive, "b", stopped=(3,)), Collect) == ["a", "b"]
-    return seen(drive, stopped=(3,))
+    return look(drive, stopped=(3,))
 
 
 def beats(drive: Drive, hosts: str, *, stopped: tuple[int, ...] = (), silent_s: float = 0.0) -> list[Command]:
@@ -62,16 +47,17 @@ def beats(drive: Drive, hosts: str, *, stopped: tuple[int, ...] = (), silent_s: 
     return commands
 
 
-def look(drive: Drive, *, stopped: tuple[int, ...] = (), pids: dict[int, int] | None = None) -> list[Command]:
-    """Let the hosts that make up the attempt now answer the newest look."""
-    number, attempt, commands = messages(drive.commands, Collect)[-1].number, drive.job.attempt, []
-    assert attempt is not None
-    for rank in (row.number for row in attempt.ranks):
-        state, pid = "T" if rank in stopped else "S", (pids or {}).get(rank, 100 + rank)
-        found = Evidence(number, drive.number, rank, pid, state, "", 1, 0.0, "", silent_s=1.5, steps=25)
-        commands += drive.say(attempt.host_of(rank), found)
-    hosts = dict.fromkeys(attempt.host_of(rank) for rank in (row.number for row in attempt.ranks))
-    return commands + [c for host in hosts for c in drive.say(host, Collected(number))]
+def look(
+    drive: Drive, *, stopped: tuple[int, ...] = (), pids: dict[int, int] | None = None, last: Sequence[int] = ()
+) -> list[Command]:
+    """Let the hosts answer the newest look; `last` is the number of the last collective of each rank, if known."""
+    commands = []
+    for row in present(drive.job.attempt).ranks:
+        rank = row.number
+        known = {"state": "T" if rank in stopped else "S", "pid": (pids or {}).get(rank, 100 + rank)}
+        found = drive.evidence(rank, **known, silent_s=1.5, steps=25)
+        commands += drive.say(row.host, replace(found, collectives=called(last[rank])) if last else found)
+    return commands + drive.collected()
 
 
 def without(drive: Drive, host: str, *, others: str) -> None:
@@ -84,8 +70,7 @@ def without(drive: Drive, host: str, *, others: str) -> None:
 
 
 def three(policy: HangPolicy = AUTO) -> Drive:
-    drive = Drive("a", "b", "c", hang=policy, nnodes=(1, 3), max_restarts=3)
-    drive.run()
+    drive = running("a", "b", "c", hang=policy, nnodes=(1, 3), max_restarts=3)
     beats(drive, "abc")
     return drive
 
@@ -94,8 +79,8 @@ def killed(drive: Drive, *, restart_policy: int = 0) -> list[Command]:
     return drive.say("b", drive.exited("b", 3, -signal.SIGKILL, restart_policy=restart_policy, steps=25))
 
 
-def test_a_resilient_rank_that_hangs_is_killed_and_replaced_alone() -> None:
-    drive = running(AUTO, max_restarts=1)
+def test_a_resilient_rank_that_hangs_is_replaced_alone() -> None:
+    drive = running("a", "b", hang=AUTO, max_restarts=1)
     commands = hang(drive)
     (order,) = messages(commands, KillWorker)
     assert (order.rank, order.attempt, order.signum, receivers(commands, KillWorker)) == (3, 0, signal.SIGKILL, ["b"])
@@ -110,8 +95,8 @@ def test_a_resilient_rank_that_hangs_is_killed_and_replaced_alone() -> None:
     assert drive.job.phase is Phase.RUNNING
 
 
-def test_another_rank_that_hangs_ends_the_attempt_and_is_its_cause() -> None:
-    drive = running(AUTO)
+def test_another_rank_that_hangs_ends_the_attempt() -> None:
+    drive = running("a", "b", hang=AUTO)
     hang(drive)
     commands = killed(drive)
     assert receivers(commands, Collect) == [], "all were looked at before"
@@ -122,14 +107,8 @@ def test_another_rank_that_hangs_ends_the_attempt_and_is_its_cause() -> None:
     assert [each.rank for each in drive.outcome.evidence] == [0, 1, 2, 3]
 
 
-def test_with_restarts_left_the_attempt_is_made_again() -> None:
-    drive = running(AUTO, max_restarts=1)
-    hang(drive)
-    assert receivers(killed(drive), EndAttempt) == ["a", "b"]
-
-
 def test_the_user_is_notified_once() -> None:
-    drive = running(REPORT)
+    drive = running("a", "b", hang=REPORT)
     commands = hang(drive)
     (said,) = notices(commands)
     assert said.startswith("rank 3 on b (pid 103) hangs: a signal stopped it")
@@ -137,23 +116,23 @@ def test_the_user_is_notified_once() -> None:
     assert [c.asked for c in commands if isinstance(c, SaveEvidence)] == [True]
     drive.wait(60, heard="ab")
     assert receivers(beat(drive, "b", stopped=(3,)), Collect) == ["a", "b"]
-    assert notices(seen(drive, stopped=(3,))) == []
+    assert notices(look(drive, stopped=(3,))) == []
     drive.end_well()
     assert drive.outcome.exit_code == 0
 
 
 def test_the_collective_that_the_others_wait_in_is_said_with_it() -> None:
     for policy in (REPORT, AUTO):
-        drive = running(policy)
+        drive = running("a", "b", hang=policy)
         beat(drive, "a")
         beat(drive, "b", stopped=(3,))
-        first, second = sorted(notices(seen(drive, stopped=(3,), last=(9, 9, 9, 8))))
+        first, second = sorted(notices(look(drive, stopped=(3,), last=(9, 9, 9, 8))))
         assert first.startswith("rank 3 has not called all_reduce 9 (Float[4]) of group default_pg; ranks 0, 1, 2 have")
         assert second.startswith("rank 3 on b (pid 103) hangs: ")
 
 
-def test_ranks_that_wait_for_each_other_in_different_collectives_are_said_once() -> None:
-    drive = running(REPORT)
+def test_ranks_in_different_collectives_are_reported_once() -> None:
+    drive = running("a", "b", hang=REPORT)
     attempt, hangs = drive.job.attempt, Hangs(REPORT)
     assert attempt is not None
     found = tuple(
@@ -172,24 +151,42 @@ def test_ranks_that_wait_for_each_other_in_different_collectives_are_said_once()
     assert hangs.report_circle(attempt, Blame((), same, 300.0), 9) == [], "they may wait for something else"
 
 
+@pytest.mark.parametrize("policy", [AUTO, REPORT])
+def test_ranks_that_all_wait_end_the_attempt_with_hang_auto(policy: HangPolicy) -> None:
+    drive = running("a", "b", hang=policy)
+    silent_s = BUSY * QUIET_S
+    for _ in range(100):
+        for host in "ab":
+            if drive.say(host, Heartbeat(drive.time(host), steps=50, silent_s=silent_s)):
+                for rank in range(4):
+                    waits = drive.evidence(rank, stack=STOOD[0].stack, silent_s=silent_s, steps=25)
+                    drive.say(drive.host_of(rank), waits)
+                drive.collected()
+        drive.wait(1.0)
+    if policy.acts:
+        assert (drive.cause.kind, drive.outcome.exit_code) == (FailureKind.STALLED, 1)
+    else:
+        assert drive.job.phase is Phase.RUNNING
+
+
 def test_no_one_looks_if_that_was_asked_for() -> None:
-    drive = running(OFF)
+    drive = running("a", "b", hang=OFF)
     assert beat(drive, "b", stopped=(3,)) == []
 
 
 @pytest.mark.parametrize("stopped", [(), (0, 1, 2, 3)])
 def test_a_look_that_finds_nothing_is_forgotten(stopped: tuple[int, ...]) -> None:
-    drive = running(AUTO)
+    drive = running("a", "b", hang=AUTO)
     beat(drive, "b", stopped=(3,))
-    assert seen(drive, stopped=stopped) == []
+    assert look(drive, stopped=stopped) == []
     assert drive.job.phase is Phase.RUNNING
 
 
-def test_a_look_gives_way_to_what_the_user_asks_for_and_to_a_failure() -> None:
-    drive = running(AUTO)
+def test_a_look_gives_way_to_the_user_and_to_a_failure() -> None:
+    drive = running("a", "b", hang=AUTO)
     beat(drive, "b", stopped=(3,))
     assert receivers(drive.event(Signalled(signal.SIGQUIT)), Collect) == ["a", "b"]
-    (shown,) = [c for c in seen(drive, stopped=(3,)) if isinstance(c, SaveEvidence)]
+    (shown,) = [c for c in look(drive, stopped=(3,)) if isinstance(c, SaveEvidence)]
     assert shown.asked
     drive.wait(60, heard="ab")
     assert receivers(beat(drive, "b", stopped=(3,)), Collect) == ["a", "b"]
@@ -198,18 +195,15 @@ def test_a_look_gives_way_to_what_the_user_asks_for_and_to_a_failure() -> None:
 
 
 def test_a_host_that_does_not_answer_blames_no_one() -> None:
-    drive = running(AUTO)
+    drive = running("a", "b", hang=AUTO)
     beat(drive, "b", stopped=(3,))
-    number = messages(drive.commands, Collect)[-1].number
-    for rank in (2, 3):
-        found = Evidence(number, 0, rank, 100 + rank, "T" if rank == 3 else "S", "", 1, 0.0, "", steps=25)
-        drive.say("b", found)
-    drive.say("b", Collected(number))
+    drive.say("b", drive.evidence(2, steps=25), drive.evidence(3, state="T", steps=25))
+    drive.collected("b")
     assert messages(drive.wait(5, heard="ab"), KillWorker) == []
 
 
 def test_one_that_has_ended_by_itself_meanwhile_did_not_hang() -> None:
-    drive = running(AUTO)
+    drive = running("a", "b", hang=AUTO)
     hang(drive)
     drive.say("b", replace(drive.exited("b", 3, 7)))
     drive.stop_all()
@@ -238,7 +232,7 @@ def test_ranks_of_the_same_pid_on_two_hosts_are_two() -> None:
 
 
 @pytest.mark.parametrize("end", ["its host is lost", "it has finished"])
-def test_others_are_watched_after_a_rank_that_was_killed_has_ended_otherwise(end: str) -> None:
+def test_others_are_watched_after_a_killed_rank_ended_otherwise(end: str) -> None:
     drive = three()
     beats(drive, "abc", stopped=(5,))
     assert len(messages(look(drive, stopped=(5,)), KillWorker)) == 1
@@ -279,7 +273,7 @@ def test_looks_that_a_host_does_not_answer_become_rarer(known: dict[str, Any]) -
     assert 3 <= looks <= 10
 
 
-def test_no_one_looks_while_the_others_wait_for_hosts_to_take_over() -> None:
+def test_no_one_looks_while_the_others_wait_for_hosts() -> None:
     drive = three()
     drive.lose("c")
     assert receivers(beats(drive, "ab", stopped=(3,)), Collect) == []
@@ -295,25 +289,25 @@ def silent(drive: Drive, after_s: float) -> None:
 
 
 def test_a_run_that_shows_life_is_stopped_at_once() -> None:
-    drive = running(REPORT)
+    drive = running("a", "b", hang=REPORT)
     silent(drive, 5.0)
     assert receivers(drive.event(Signalled(signal.SIGTERM)), Stop) == ["a", "b"]
     assert not messages(drive.commands, Collect)
 
 
-def test_a_run_that_seems_to_hang_is_looked_at_before_it_is_stopped() -> None:
-    drive = running(REPORT)
+def test_a_run_that_seems_hung_is_looked_at_before_it_stops() -> None:
+    drive = running("a", "b", hang=REPORT)
     silent(drive, 12.0)
     commands = drive.event(Signalled(signal.SIGTERM))
     assert (receivers(commands, Collect), receivers(commands, Stop)) == (["a", "b"], [])
-    commands = seen(drive, stopped=())
+    commands = look(drive)
     assert receivers(commands, Stop) == ["a", "b"]
     assert [len(command.evidence) for command in commands if isinstance(command, SaveEvidence)] == [4]
     assert {stop.signum for stop in messages(drive.commands, Stop)} == {signal.SIGTERM}
 
 
 def test_hosts_that_do_not_answer_do_not_keep_it_from_its_end() -> None:
-    drive = running(REPORT)
+    drive = running("a", "b", hang=REPORT)
     silent(drive, 12.0)
     drive.event(Signalled(signal.SIGTERM))
     assert drive.job.deadline() <= drive.now + COLLECT_S
@@ -325,25 +319,25 @@ def test_hosts_that_do_not_answer_do_not_keep_it_from_its_end() -> None:
     [(signal.SIGINT, signal.SIGINT, signal.SIGKILL), (signal.SIGTERM, signal.SIGTERM, signal.SIGTERM)],
 )
 def test_a_second_signal_does_not_wait_for_the_look(first: int, second: int, expected: int) -> None:
-    drive = running(REPORT)
+    drive = running("a", "b", hang=REPORT)
     silent(drive, 12.0)
     assert receivers(drive.event(Signalled(first)), Stop) == []
     drive.event(Signalled(second))
     assert messages(drive.commands, Stop)[-1].signum == expected
 
 
-def test_a_worker_that_fails_while_it_is_looked_at_is_not_the_cause() -> None:
-    drive = running(REPORT)
+def test_a_worker_that_fails_during_a_look_is_not_the_cause() -> None:
+    drive = running("a", "b", hang=REPORT)
     silent(drive, 12.0)
     drive.event(Signalled(signal.SIGTERM))
     drive.say("a", drive.exited("a", 0, 1))
-    seen(drive, stopped=())
+    look(drive)
     assert drive.job.phase is Phase.STOPPING
     assert drive.job.attempt is not None
     assert not drive.job.attempt.failures
 
 
-def test_where_the_ranks_are_that_others_wait_for_is_an_error_that_names_all_their_hosts() -> None:
+def test_ranks_that_others_wait_for_are_named_with_their_hosts() -> None:
     attempt: Any = SimpleNamespace(number=0, host_of=lambda rank: f"node{rank // 8}")
     waiting = WaitingRanks((0,), (), tuple(range(1, 512)), (512,), (513, 514), (), 30.0)
     notice, _ = Hangs(REPORT).report_waiting(attempt, waiting, 1)

@@ -4,7 +4,7 @@ import signal
 from typing import Any
 
 import pytest
-from testbed.job_drive import Drive, messages, receivers
+from testbed.job_drive import Drive, messages, receivers, running
 
 from launcher.hangs.watch import HangPolicy
 from launcher.job.events import (
@@ -22,14 +22,8 @@ from launcher.job.events import (
 from launcher.job.inspection import COLLECT_S, NATIVE_S
 from launcher.job.run import Phase
 from launcher.protocol.commands import CloseDebugger, Collect, KillWorker, OpenDebugger, RestClocks, Stop
-from launcher.protocol.reports import Collected, DebuggerClosed, DebuggerOpened, Evidence
+from launcher.protocol.reports import DebuggerClosed, DebuggerOpened
 from launcher.protocol.two_way import ChannelData, ChannelTaken, Heartbeat
-
-
-def running(**options: Any) -> Drive:
-    drive = Drive("a", "b", **options)
-    drive.run()
-    return drive
 
 
 def answers(commands: list[Command]) -> dict[int, Any]:
@@ -41,33 +35,29 @@ def stacks(drive: Drive, asker: int, *ranks: int, native: bool = False) -> list[
     return drive.event(Asked(asker, StacksQuestion(ranks, native)))
 
 
-def evidence(drive: Drive, rank: int) -> Evidence:
-    number = messages(drive.commands, Collect)[-1].number
-    return Evidence(number, drive.number, rank, 100 + rank, "S", "", 1, 0.0, "")
-
-
 def collected(drive: Drive, host: str, *ranks: int) -> list[Command]:
-    number = messages(drive.commands, Collect)[-1].number
-    return drive.say(host, *(evidence(drive, rank) for rank in ranks), Collected(number))
+    return [c for rank in ranks for c in drive.say(host, drive.evidence(rank))] + drive.collected(host)
+
+
+def all_collected(drive: Drive) -> list[Command]:
+    return collected(drive, "a", 0, 1) + collected(drive, "b", 2, 3)
 
 
 def test_two_who_ask_for_the_same_meanwhile_share_the_next_round() -> None:
-    drive = running()
+    drive = running("a", "b")
     assert receivers(stacks(drive, 1), Collect) == ["a", "b"]
     assert stacks(drive, 2) == []
     assert stacks(drive, 3) == []
-    collected(drive, "a", 0, 1)
-    commands = collected(drive, "b", 2, 3)
+    commands = all_collected(drive)
     assert receivers(commands, Collect) == ["a", "b"], "those who came later see what is later"
     assert [each.rank for each in answers(commands)[1]["evidence"]] == [0, 1, 2, 3]
     assert answers(commands)[1]["missing"] == {}
-    collected(drive, "a", 0, 1)
-    assert answers(collected(drive, "b", 2, 3)).keys() == {2, 3}
+    assert answers(all_collected(drive)).keys() == {2, 3}
     assert drive.job.phase is Phase.RUNNING
 
 
-def test_a_host_that_does_not_answer_is_named_once_its_time_is_up() -> None:
-    drive = running()
+def test_a_host_that_does_not_answer_in_time_is_named() -> None:
+    drive = running("a", "b")
     stacks(drive, 1)
     collected(drive, "a", 0, 1)
     assert answers(drive.wait(COLLECT_S - 0.1, heard="ab")) == {}
@@ -75,8 +65,8 @@ def test_a_host_that_does_not_answer_is_named_once_its_time_is_up() -> None:
     assert (answer["missing"], [each.rank for each in answer["evidence"]]) == ({"b": [2, 3]}, [0, 1])
 
 
-def test_only_the_hosts_of_the_ranks_are_asked_and_native_frames_have_more_time() -> None:
-    drive = running()
+def test_only_hosts_of_the_ranks_are_asked_and_longer_for_native() -> None:
+    drive = running("a", "b")
     commands = stacks(drive, 1, 3, native=True)
     (order,) = messages(commands, Collect)
     assert (receivers(commands, Collect), order.ranks, order.native) == (["b"], [3], True)
@@ -86,9 +76,9 @@ def test_only_the_hosts_of_the_ranks_are_asked_and_native_frames_have_more_time(
 
 
 def test_a_failure_ends_the_round_and_who_asks_then_gets_it() -> None:
-    drive = running()
+    drive = running("a", "b")
     stacks(drive, 1, native=True)
-    drive.say("a", evidence(drive, 0))
+    drive.say("a", drive.evidence(0))
     commands = drive.say("b", drive.exited("b", 2, 1))
     answer = answers(commands)[1]
     assert [each.rank for each in answer["evidence"]] == [0]
@@ -98,29 +88,26 @@ def test_a_failure_ends_the_round_and_who_asks_then_gets_it() -> None:
     assert error["error"].startswith("no worker can be looked at now: looking where the ranks stand")
 
 
-def test_sigquit_during_a_round_of_a_command_is_answered_after_it() -> None:
-    drive = running()
+def test_sigquit_during_a_round_is_answered_after_it() -> None:
+    drive = running("a", "b")
     stacks(drive, 1)
     assert drive.event(Signalled(signal.SIGQUIT)) == []
-    collected(drive, "a", 0, 1)
-    commands = collected(drive, "b", 2, 3)
+    commands = all_collected(drive)
     assert answers(commands).keys() == {1}
     assert receivers(commands, Collect) == ["a", "b"]
-    collected(drive, "a", 0, 1)
-    (shown,) = collected(drive, "b", 2, 3)
+    (shown,) = all_collected(drive)
     assert isinstance(shown, SaveEvidence)
     assert (shown.asked, [each.rank for each in shown.evidence]) == (True, [0, 1, 2, 3])
     assert receivers(drive.wait(1.0, heard="ab"), Collect) == []
 
 
 def test_one_who_has_left_gets_no_answer() -> None:
-    drive = running()
+    drive = running("a", "b")
     stacks(drive, 1)
     stacks(drive, 2)
     drive.event(AskerLeft(1))
     drive.event(AskerLeft(2))
-    collected(drive, "a", 0, 1)
-    commands = collected(drive, "b", 2, 3)
+    commands = all_collected(drive)
     assert answers(commands) == {}
     assert receivers(commands, Collect) == [], "no round begins for the second one"
 
@@ -137,14 +124,14 @@ def debug(drive: Drive, asker: int = 1, rank: int = 3) -> list[Command]:
 
 
 def opened(**options: Any) -> Drive:
-    drive = running(**options)
+    drive = running("a", "b", **options)
     debug(drive)
     drive.say("b", DebuggerOpened(1))
     return drive
 
 
 def test_what_both_ends_of_a_debugger_say_is_passed_on() -> None:
-    drive = running()
+    drive = running("a", "b")
     commands = debug(drive)
     (order,) = messages(commands, OpenDebugger)
     assert (receivers(commands, OpenDebugger), order.channel, order.rank, order.debugger) == (["b"], 1, 3, "pdb")
@@ -178,7 +165,7 @@ def test_the_end_of_the_rank_or_of_its_host_ends_the_debugger() -> None:
 
 
 def test_all_clocks_of_stalls_rest_while_a_debugger_is_open() -> None:
-    drive = running(stall_timeout_s=60.0, hang=HangPolicy(acts=True))
+    drive = running("a", "b", stall_timeout_s=60.0, hang=HangPolicy(acts=True))
     commands = debug(drive)
     assert receivers(commands, RestClocks) == [], "it may hang in truth"
     commands = drive.say("b", DebuggerOpened(1))
@@ -195,24 +182,21 @@ def test_all_clocks_of_stalls_rest_while_a_debugger_is_open() -> None:
     assert drive.job.phase is Phase.EVIDENCE_ROUND
 
 
-def test_a_look_that_was_under_way_blames_no_one_once_a_debugger_is_open() -> None:
-    drive = running(hang=HangPolicy(acts=True))
+def test_a_look_blames_no_one_once_a_debugger_is_open() -> None:
+    drive = running("a", "b", hang=HangPolicy(acts=True))
     debug(drive)
     beat: dict[str, Any] = {"steps": 50, "longest_s": [0.5, 0.0, 0.0]}
     drive.say("a", Heartbeat(drive.time("a"), **beat))
     assert receivers(drive.say("b", Heartbeat(drive.time("b"), stopped=[3], **beat)), Collect) == ["a", "b"]
     drive.say("b", DebuggerOpened(1))
-    number = messages(drive.commands, Collect)[-1].number
     for rank in range(4):
-        state = "T" if rank == 3 else "S"
-        drive.say(drive.host_of(rank), Evidence(number, 0, rank, 100 + rank, state, "", 1, 0.0, "", steps=25))
-    drive.say("a", Collected(number))
-    assert receivers(drive.say("b", Collected(number)), KillWorker) == []
+        drive.say(drive.host_of(rank), drive.evidence(rank, state="T" if rank == 3 else "S", steps=25))
+    assert receivers(drive.collected(), KillWorker) == []
 
 
 @pytest.mark.parametrize("resting", [True, False])
 def test_a_new_attempt_has_no_debugger_of_the_last(resting: bool) -> None:
-    drive = opened(max_restarts=1) if resting else running(max_restarts=1)
+    drive = opened(max_restarts=1) if resting else running("a", "b", max_restarts=1)
     if not resting:
         debug(drive)
     commands = drive.fail(0)

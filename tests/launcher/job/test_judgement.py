@@ -51,10 +51,10 @@ def test_pauses_grow_with_attempts_that_made_no_progress() -> None:
     pauses = [judge(patient, others[:count]).again_after_s for count in range(1, 11)]
     assert pauses == [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
     assert judge(patient, [*others, crashed(saved=1)]).again_after_s == 0.0
-    assert judge(patient, [*others, crashed(ran_s=100.0), crashed()]).again_after_s == 0.0
+    assert judge(patient, [*others, crashed(ran_s=60.0), crashed()]).again_after_s == 0.0
 
 
-def test_the_same_failure_again_and_again_without_progress_ends_the_run() -> None:
+def test_the_same_failure_without_progress_ends_the_run() -> None:
     patient = spec(max_restarts=100)
     assert judge(patient, (LOOP - 1) * [crashed()]).again_after_s is not None
     restart = judge(patient, LOOP * [crashed()])
@@ -64,7 +64,7 @@ def test_the_same_failure_again_and_again_without_progress_ends_the_run() -> Non
     assert judge(patient, [*((LOOP - 1) * [crashed()]), other]).again_after_s is not None
 
 
-def test_a_process_alone_shares_the_restarts_but_is_judged_by_its_own_lives() -> None:
+def test_a_process_alone_is_judged_by_its_own_lives() -> None:
     def died(rank: int, saved: int = 0) -> FailedAttempt:
         return FailedAttempt(CRASH, ran_s=1.0, saved=saved, free=False, rank=rank)
 

@@ -36,13 +36,13 @@ def test_every_answer_follows_from_the_rows(moves: list[tuple[int, RankState, bo
     assert ranks.finished is all(state in over for state in states)
 
 
-def test_a_rank_on_another_host_is_not_the_one_that_a_host_reports() -> None:
+def test_a_host_reports_its_own_ranks_only() -> None:
     ranks = Ranks(workers("a", "b"))
     assert present(ranks.get(1, "a")).host == "a"
     assert (ranks.get(1, "b"), ranks.get(4)) == (None, None)
 
 
-def test_a_number_that_another_worker_gets_counts_as_started_again() -> None:
+def test_a_number_that_another_worker_gets_counts_as_restarted() -> None:
     ranks = Ranks(workers("a", "b"))
     lost = present(ranks.get(2))
     ranks.move(lost, RankState.DONE, exited=EXITED, at=3.0)

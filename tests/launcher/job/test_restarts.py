@@ -3,21 +3,15 @@
 from typing import Any
 
 import pytest
-from testbed.job_drive import Drive, messages, notices, receivers, tells
+from testbed.job_drive import Drive, messages, notices, receivers, running, tells
 
-from launcher.job.events import Command, Send, Signalled
+from launcher.job.events import Command, Send
 from launcher.job.run import Phase
 from launcher.placement.roles import Role, Roles
 from launcher.protocol.commands import Collect, NextGeneration, OpenStore, RestartWorker
 from launcher.protocol.reports import Started
 
 PEER_LOST = {"type": "RuntimeError", "message": "Connection closed by peer", "where": "t.py:3", "inside": ""}
-
-
-def running(*names: str, **changes: Any) -> Drive:
-    drive = Drive(*names, **changes)
-    drive.run()
-    return drive
 
 
 def fails(drive: Drive, rank: int, status: int = -9, *, after_s: float = 0.0, **changes: Any) -> list[Command]:
@@ -63,14 +57,7 @@ def test_the_number_goes_out_at_once_though_the_restart_waits() -> None:
     assert messages(drive.wait(0.6, heard="ab"), RestartWorker) == [RestartWorker(3, 0, restart=2)]
 
 
-def test_each_of_several_failures_has_a_number_of_its_own() -> None:
-    drive = running("a", "b", max_restarts=9)
-    numbers = [messages(fails(drive, rank, after_s=0.1), NextGeneration)[0].number for rank in (1, 2, 3)]
-    assert numbers == [1, 2, 3]
-    assert drive.job.phase is Phase.RUNNING
-
-
-def test_of_failures_one_right_after_the_other_the_newest_number_is_sent_before_their_successors_start() -> None:
+def test_of_failures_close_together_the_newest_number_is_sent() -> None:
     drive = running("a", "b", max_restarts=9)
     assert len(tells(fails(drive, 1))) == 3
     assert tells(fails(drive, 2, after_s=0.001) + fails(drive, 3, after_s=0.001)) == []
@@ -92,7 +79,7 @@ def test_an_attempt_begins_with_generation_0() -> None:
     assert messages(fails(drive, 1), NextGeneration)[0] == NextGeneration(attempt=1, number=1)
 
 
-def test_without_restarts_left_the_attempt_ends_and_no_other_generation_begins() -> None:
+def test_without_restarts_left_no_other_generation_begins() -> None:
     drive = running("a", "b", max_restarts=1)
     fails(drive, 3)
     starts(drive, 3)
@@ -111,7 +98,7 @@ def test_once_a_rank_has_finished_a_failure_ends_the_attempt() -> None:
     assert receivers(drive.commands, OpenStore) == ["a", "a"], "the restart is there for the attempt"
 
 
-def test_a_rank_that_finishes_before_the_successor_starts_ends_the_attempt_too() -> None:
+def test_a_rank_that_finishes_before_a_restart_ends_the_attempt() -> None:
     for after_order in (False, True):
         drive = running("a", "b", max_restarts=2)
         fails(drive, 3)
@@ -142,7 +129,7 @@ def test_with_no_survivor_the_attempt_ends() -> None:
     assert receivers(fails(drive, 1, after_s=0.1), Collect) == ["a"], "the other one is not back yet"
 
 
-def test_a_role_with_a_command_of_its_own_is_in_no_generation_of_the_others() -> None:
+def test_a_role_with_its_own_command_is_in_no_generation() -> None:
     class WithEvaluator(Drive):
         def host_of(self, rank: int) -> str:
             return "a" if rank == 4 else super().host_of(rank)
@@ -171,7 +158,7 @@ def test_a_consequence_uses_no_restart_whichever_comes_first() -> None:
         assert drive.outcome.no_restart_reason == "the one restart (--max-restarts) was used"
 
 
-def test_a_consequence_of_a_failure_that_is_known_starts_again_at_once() -> None:
+def test_a_consequence_of_a_known_failure_starts_again_at_once() -> None:
     drive = running("a", "b", max_restarts=1)
     fails(drive, 3)
     commands = fails(drive, 0, 1, error=PEER_LOST, after_s=0.1)
@@ -185,19 +172,7 @@ def test_consequences_alone_each_use_a_restart() -> None:
     assert messages(fails(drive, 0, 1, error=PEER_LOST, after_s=0.1), NextGeneration) == []
 
 
-def test_what_ends_the_attempt_otherwise_cancels_the_restart() -> None:
-    drive = running("a", "b", max_restarts=9)
-    fails(drive, 3)
-    starts(drive, 3)
-    fails(drive, 3)
-    drive.lose("a")
-    assert messages(drive.wait(5.0, heard="b"), RestartWorker) == []
-    drive = running("a", "b", max_restarts=9)
-    drive.event(Signalled(15))
-    assert messages(fails(drive, 3), NextGeneration) == []
-
-
-def test_a_rank_that_is_left_out_before_it_has_started_again_is_not_waited_for() -> None:
+def test_a_rank_left_out_before_its_restart_is_not_waited_for() -> None:
     drive = running("a", "b", max_restarts=1)
     fails(drive, 3)
     fails(drive, 3, 127, after_s=0.1, pid=0, restart_policy=1, error={"type": "", "message": "could not be started"})
@@ -205,7 +180,7 @@ def test_a_rank_that_is_left_out_before_it_has_started_again_is_not_waited_for()
     assert not drive.job.fails
 
 
-def test_failures_that_end_a_run_one_after_the_other_are_named_once() -> None:
+def test_failures_that_end_a_run_are_named_once() -> None:
     drive = running("a", max_restarts=0)
     fails(drive, 0, 1, restart_policy=1, error=PEER_LOST)
     fails(drive, 1, 3, restart_policy=1, after_s=0.1)

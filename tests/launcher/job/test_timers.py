@@ -26,7 +26,7 @@ def test_a_deadline_that_is_set_again_holds_for_the_later_time() -> None:
     assert (timers.at(Timer.STALL), timers.over(Timer.STALL, 14.9), timers.over(Timer.STALL, 15.0)) == (15, False, True)
 
 
-def test_others_have_as_long_as_before_a_suspension_but_hosts_clocks_went_on() -> None:
+def test_after_a_suspension_all_but_hosts_clocks_have_as_long() -> None:
     timers = Timers()
     runs_on = {Timer.BEAT, Timer.LOOK, Timer.RETRY, Timer.FENCE, Timer.PAUSE}
     for name in (*Timer, (Timer.RESTART, 3)):

@@ -50,9 +50,3 @@ def test_a_command_that_cannot_be_run_says_so_in_an_object(tmp_path: Path) -> No
     said = json.loads(result.stderr)
     assert (said["kind"], said["level"]) == ("message", "error")
     assert "does not exist" in said["text"]
-
-
-def test_merged_lines_are_for_text(tmp_path: Path) -> None:
-    result = run_dtrain("run", "--log-format", "json", "--lines", "merge", "x.py", cwd=tmp_path)
-    assert result.returncode == 2
-    assert "--lines merge is for text" in json.loads(result.stderr)["text"]

@@ -43,13 +43,6 @@ def test_no_line_waits_longer_than_the_longest_time() -> None:
     assert len(lines.leave(10.0 + LONGEST_S)[0].ranks) == 50
 
 
-def test_streams_are_not_mixed() -> None:
-    lines = merger(2)
-    lines.add(0, 1, b"x", 0.0)
-    lines.add(1, 2, b"x", 0.0)
-    assert [line.ranks for line in lines.leave(1.0)] == [[0], [1]]
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_lines_of_one_rank_are_never_reordered_lost_or_doubled(seed: int) -> None:
     chance = random.Random(seed)

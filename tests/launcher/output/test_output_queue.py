@@ -49,7 +49,7 @@ def read_until_closed(fd: int) -> Iterator[bytearray]:
     assert not reader.is_alive()
 
 
-def test_a_stuck_terminal_gets_the_newest_status_and_not_all_of_them(no_files: LogFiles) -> None:
+def test_a_stuck_terminal_gets_the_newest_status_only(no_files: LogFiles) -> None:
     main, terminal = pty.openpty()
     output = OutputThread(Console(out=terminal, err=terminal, colour=False), no_files)
     output.start()
@@ -78,7 +78,7 @@ def switches(thread: threading.Thread) -> int:
     return int(re.findall(r"^voluntary_ctxt_switches:\s+(\d+)", status, re.MULTILINE)[0])
 
 
-def test_of_many_readers_that_wait_one_goes_on_for_each_chunk_that_is_written(no_files: LogFiles) -> None:
+def test_of_many_readers_one_goes_on_for_each_chunk_written(no_files: LogFiles) -> None:
     readers, chunks = 100, 4
     read_end, write_end = os.pipe()
     output = OutputThread(Console(out=write_end, err=write_end), no_files)
@@ -171,7 +171,7 @@ def test_a_line_that_is_cut_leaves_no_colour() -> None:
     assert bytes(seen).endswith(b"x\x1b[0m... (4.9 KB)\r\n")
 
 
-def test_the_unfinished_line_that_began_last_is_at_the_bottom_of_the_terminal(no_files: LogFiles) -> None:
+def test_the_unfinished_line_that_began_last_is_at_the_bottom(no_files: LogFiles) -> None:
     main, terminal = pty.openpty()
     console = Console(out=terminal, err=terminal, colour=False)
     for rank in range(3):

@@ -150,15 +150,16 @@ IMPORTS = {
 
 
 @pytest.mark.parametrize("what", IMPORTS)
-def test_a_rank_that_imports_is_at_its_own_line_not_in_the_bootstrap(what: str) -> None:
+def test_a_rank_that_imports_is_at_its_own_line(what: str) -> None:
     called_by = ("<frozen runpy>", 88, "_run_code"), (BOOTSTRAP, 76, "_run")
     (group,) = groups([evidence(0, stack(*IMPORTS[what], STEP, MAIN, *called_by))])
     assert one_line(group) == f"rank 0 is at /home/me/train.py:40 in step, in {what.partition(',')[0]}"
 
 
-def test_this_python_prints_what_is_understood() -> None:
+def dumped(*names: str) -> str:
+    """Return what faulthandler writes while there are threads of these names."""
     stop = threading.Event()
-    threads = [threading.Thread(target=stop.wait, name=name) for name in ("a", 'b "(most recent call first):')]
+    threads = [threading.Thread(target=stop.wait, name=name) for name in names]
     for thread in threads:
         thread.start()
     with tempfile.TemporaryFile("w+") as file:
@@ -168,25 +169,17 @@ def test_this_python_prints_what_is_understood() -> None:
     stop.set()
     for thread in threads:
         thread.join()
-    name = "test_this_python_prints_what_is_understood"
-    assert rank_position(evidence(0, text)).where.endswith(f" in {name}")
-    assert rank_position(evidence(0, text)).where.startswith(f"{__file__}:")
+    return text
+
+
+def test_this_python_prints_what_is_understood() -> None:
+    found = rank_position(evidence(0, dumped("a", 'b "(most recent call first):')))
+    assert (found.where.startswith(f"{__file__}:"), found.where.endswith(" in dumped")) == (True, True)
 
 
 def test_main_thread_that_was_cut_off_is_unknown() -> None:
     """Of over 100 threads faulthandler prints the newest 100."""
-    stop = threading.Event()
-    threads = [threading.Thread(target=stop.wait) for _ in range(105)]
-    for thread in threads:
-        thread.start()
-    with tempfile.TemporaryFile("w+") as file:
-        faulthandler.dump_traceback(file)
-        file.seek(0)
-        text = file.read()
-    stop.set()
-    for thread in threads:
-        thread.join()
-    assert rank_position(evidence(0, text)).where == ""
+    assert rank_position(evidence(0, dumped(*map(str, range(105))))).where == ""
 
 
 def test_name_that_is_not_ascii_is_shown_as_it_is() -> None:

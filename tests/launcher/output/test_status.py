@@ -49,7 +49,7 @@ def screen() -> Iterator[_Screen]:
     screen.close()
 
 
-def test_a_line_removes_the_status_and_the_next_refresh_draws_it_again(screen: _Screen) -> None:
+def test_a_line_removes_the_status_until_the_next_refresh(screen: _Screen) -> None:
     screen.console.show_status("step 7", gives_way=True)
     assert screen.refresh() == STATUS
     assert screen.console.pause_s(time.monotonic()) is None
@@ -62,7 +62,7 @@ def test_a_line_removes_the_status_and_the_next_refresh_draws_it_again(screen: _
     assert screen.read() == ERASED
 
 
-def test_a_progress_bar_has_the_last_line_as_long_as_it_is_unfinished(screen: _Screen) -> None:
+def test_an_unfinished_progress_bar_has_the_last_line(screen: _Screen) -> None:
     screen.console.show_status("step 7", gives_way=True)
     assert screen.refresh() == STATUS
     screen.console.write(0, 2, b"\r10%")
@@ -74,7 +74,7 @@ def test_a_progress_bar_has_the_last_line_as_long_as_it_is_unfinished(screen: _S
     assert screen.refresh() == ERASED + b"[h:0] 100%\r\n" + b"dtrain: step 8"
 
 
-def test_a_line_written_in_pieces_leaves_the_status_below_it_and_no_prefix(screen: _Screen) -> None:
+def test_a_line_written_in_pieces_leaves_the_status_below_it(screen: _Screen) -> None:
     screen.console.show_status("step 7", gives_way=True)
     assert screen.refresh() == STATUS
     for piece in (b"a", b" ", b"line", b"\n"):  # print("a", "line") under python -u

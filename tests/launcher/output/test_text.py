@@ -23,7 +23,7 @@ def test_a_size_is_written_in_the_largest_unit_that_it_fills() -> None:
     ]  # fmt: skip
 
 
-def test_a_table_shows_texts_as_they_are_but_for_what_steers_a_terminal() -> None:
+def test_a_table_shows_texts_without_what_steers_a_terminal() -> None:
     header, _, *rows = table([{"host": "[red]a", "memory": "\x1b[31m1 GB\a"}, {"host": "b", "memory": "x" * 200}])
     assert header.split() == ["host", "memory"]
     assert rows[0].split() == ["[red]a", "1", "GB\\x07"]

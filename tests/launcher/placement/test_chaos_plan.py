@@ -22,27 +22,24 @@ def test_without_a_seed_each_run_has_another() -> None:
     assert len({parse_chaos("kill worker every 30s").seed for _ in range(20)}) > 1
 
 
+GRAMMAR = r"--chaos.*write `kill worker every 30s`, .*`seed 7`"
+LIMITS = "the time must be 1s to 24h"
+NETWORK = "fault of the network.*hosts of --simulate share the network of this machine"
+
+
 @pytest.mark.parametrize(
-    "text", ["", "seed 7", "kill", "kill worker", "kill worker every 30", "burn worker every 3s", "stop host every 9s",
-             "kill worker every 30s; seed 7", "kill worker every 30s, seed x"]
-)  # fmt: skip
-def test_what_is_no_fault_is_refused_with_the_grammar(text: str) -> None:
-    with pytest.raises(UsageError, match=r"--chaos.*write `kill worker every 30s`, .*`seed 7`"):
-        parse_chaos(text)
-
-
-@pytest.mark.parametrize("text", ["kill worker every 0.1s", "kill worker every 99h"])
-def test_times_have_limits(text: str) -> None:
-    with pytest.raises(UsageError, match="the time must be 1s to 24h"):
-        parse_chaos(text)
-
-
-@pytest.mark.parametrize("text", ["cut host every 30s", "slow every 1m", "kill worker every 9s, cut every 9s"])
-def test_faults_of_the_network_are_refused_with_the_reason(text: str) -> None:
-    with pytest.raises(
-        UsageError, match=r"fault of the network.*hosts of --simulate share the network of this machine"
-    ):
-        parse_chaos(text)
+    ("texts", "reason"),
+    [
+        (("", "seed 7", "kill", "kill worker", "kill worker every 30", "burn worker every 3s"), GRAMMAR),
+        (("stop host every 9s", "kill worker every 30s; seed 7", "kill worker every 30s, seed x"), GRAMMAR),
+        (("kill worker every 0.1s", "kill worker every 99h"), LIMITS),
+        (("cut host every 30s", "slow every 1m", "kill worker every 9s, cut every 9s"), NETWORK),
+    ],
+)
+def test_what_is_no_fault_is_refused_with_the_reason(texts: tuple[str, ...], reason: str) -> None:
+    for text in texts:
+        with pytest.raises(UsageError, match=reason):
+            parse_chaos(text)
 
 
 def _job(text: str, kind: HostKind, *, acts: bool = False) -> JobSpec:

@@ -85,7 +85,7 @@ def test_defaults_give_way_to_what_a_worker_inherits() -> None:
     assert {env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] for env in defaults} == {"1"}
 
 
-def test_a_real_worker_has_all_of_it_whatever_its_launcher_inherited(tmp_path: Path) -> None:
+def test_a_real_worker_has_all_of_it(tmp_path: Path) -> None:
     script = "import json, os; print(json.dumps(dict(os.environ)), flush=True)"
     (tmp_path / "show.py").write_text(script)
     inherited = {

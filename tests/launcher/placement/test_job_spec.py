@@ -150,9 +150,7 @@ def test_run_ids_sort_by_time_and_differ() -> None:
         (("MY_A=9", "MY_A"), {"MY_A": "1"}),
     ],
 )
-def test_exports_are_names_assignments_or_globs_and_the_last_wins(
-    wanted: tuple[str, ...], chosen: dict[str, str]
-) -> None:
+def test_exports_are_names_assignments_or_globs(wanted: tuple[str, ...], chosen: dict[str, str]) -> None:
     assert parse_exports(wanted, HERE, remote=False) == chosen
 
 
@@ -162,7 +160,7 @@ def test_what_cannot_be_a_variable_s_name_is_refused(item: str) -> None:
         parse_exports((item,), HERE, remote=False)
 
 
-def test_a_name_that_is_not_set_here_is_an_error_that_says_what_to_write() -> None:
+def test_a_name_that_is_not_set_here_is_an_error() -> None:
     with pytest.raises(UsageError, match=r"--export GONE: it is not set here; write GONE=VALUE, or set it first"):
         parse_exports(("GONE",), HERE, remote=True)
 
@@ -173,7 +171,7 @@ def test_a_value_never_appears_in_an_error() -> None:
     assert "secret" not in str(raised.value)
 
 
-def test_settings_of_the_known_libraries_travel_and_what_belongs_to_this_host_does_not() -> None:
+def test_settings_of_known_libraries_travel_but_not_this_host_s() -> None:
     assert set(parse_exports((), HERE, remote=True)) == TRAVELLING
     assert parse_exports((), HERE, remote=False) == {}
 

@@ -184,7 +184,7 @@ def test_tensorflow_s_cluster_has_all_but_the_evaluator() -> None:
     assert tasks == [("chief", 0), ("worker", 0), ("worker", 1), ("worker", 2), ("ps", 0), ("ps", 1), ("evaluator", 0)]
 
 
-def test_without_roles_all_are_tensorflow_s_workers_and_others_have_no_config() -> None:
+def test_without_roles_all_are_tensorflow_s_workers() -> None:
     (config, *_) = [json.loads(env["TF_CONFIG"]) for env in _environments(("tf",), Roles())]
     assert (list(config["cluster"]), len(config["cluster"]["worker"])) == (["worker"], 4)
     assert ["TF_CONFIG" in env for env in _environments(("tf",), roles_of(["data:1"]))] == [True] * 4 + [False]
@@ -224,7 +224,7 @@ def _calls_for_each_worker(wanted: tuple[str, ...], workers: int) -> float:
 
 
 @pytest.mark.parametrize("launcher", ["tf", "horovod"])
-def test_a_worker_s_variables_cost_the_same_however_many_workers_there_are(launcher: str) -> None:
+def test_a_worker_s_variables_cost_the_same_among_many(launcher: str) -> None:
     assert _calls_for_each_worker((launcher,), 800) < 1.5 * _calls_for_each_worker((launcher,), 80)
 
 
@@ -274,7 +274,7 @@ def test_every_process_gets_all_roles_in_the_order_of_the_ranks() -> None:
     assert roles_in_order(place([CPU], nproc=1, roles=roles_of([], chief=True, ps=1))) == "chief:1,ps:1"
 
 
-def test_another_command_s_processes_are_no_part_of_the_workers_world() -> None:
+def test_another_command_s_processes_have_a_world_of_their_own() -> None:
     placement = place([CPU, GPU], nproc=1, roles=roles_of(["io:2:serve.py", "same:1"]))
     assert _fields(placement, "role", "rank", "world_rank", "world_size") == [
         ("default", 0, 0, 3),

@@ -46,7 +46,7 @@ def test_the_offset_is_wrong_by_half_of_the_shortest_way_at_most(ahead_s: float)
     assert wire.clock.offset_s == pytest.approx(wire.true_offset_s, abs=1e-6)
 
 
-def test_two_hosts_with_wrong_clocks_agree_on_when_something_happened() -> None:
+def test_two_hosts_with_wrong_clocks_agree_on_a_time() -> None:
     wires = [Wire(5000.0), Wire(-3.0)]
     for wire in wires:
         wire.round_trip(0.002, 0.5, 0.004)

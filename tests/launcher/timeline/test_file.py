@@ -26,6 +26,10 @@ def written(folder: Path, *lines: list[Any], **options: Any) -> list[OSError]:
     return failed
 
 
+def steps_of(count: int) -> list[list[Any]]:
+    return [["steps", 0, 0, step, 1, float(step), [0.001] * 6] for step in range(1, count + 1)]
+
+
 def test_lines_are_read_as_they_were_written(tmp_path: Path) -> None:
     lines: list[list[Any]] = [["attempt", 0, 1.5, [[0, "a"]]], ["event", "notice", 2.0, 'said "ü"']]
     assert written(tmp_path / "run", *lines) == []
@@ -93,10 +97,9 @@ def test_a_file_at_its_limit_is_thinned_and_no_step_is_lost(tmp_path: Path) -> N
 
 def test_a_run_that_ends_waits_for_no_pause_of_the_thinning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("launcher.timeline.file.PAUSE_S", 60.0)
-    lines: list[list[Any]] = [["steps", 0, 0, step, 1, float(step), [0.001] * 6] for step in range(1, 2001)]
     file = TimelineFile(tmp_path, "r", print, limit_bytes=10_000)
     file.begin()
-    for line in lines:
+    for line in steps_of(2000):
         file.add(*line)
     wait_until((tmp_path / f".{TIMELINE}.new").exists, "it is being thinned")
     file.close()
@@ -119,8 +122,7 @@ def test_a_run_that_ends_while_its_file_is_thinned_loses_no_line(
     file = TimelineFile(tmp_path, "r", print, limit_bytes=10_000)
     file.begin()
     wait_until(lambda: not new.exists(), "it is removed")
-    lines: list[list[Any]] = [["steps", 0, 0, step, 1, float(step), [0.001] * 6] for step in range(1, 2001)]
-    for line in lines:
+    for line in steps_of(2000):
         file.add(*line)
     wait_until(new.exists, "it is being thinned")
     file.add("event", "notice", 1.0, "the last")
@@ -130,14 +132,12 @@ def test_a_run_that_ends_while_its_file_is_thinned_loses_no_line(
     assert sum(line[4] for line in read_lines(tmp_path)[1] if line[0] == "steps") == 2000
 
 
-def test_a_line_that_was_cut_costs_itself_and_not_the_next_or_the_writing(tmp_path: Path) -> None:
+def test_a_line_that_was_cut_costs_itself_only(tmp_path: Path) -> None:
     """A run that was killed left it, and SLURM has started the run again."""
-    phases_s = [0.001] * 6
     written(tmp_path, ["event", "notice", 1.0, "x"])
     path = tmp_path / TIMELINE
     path.write_bytes(path.read_bytes() + b'["steps",0,0,1,1,1.0,[0.0')
-    lines: list[list[Any]] = [["steps", 0, 0, step, 1, float(step), phases_s] for step in range(1, 1001)]
-    assert written(tmp_path, *lines, limit_bytes=10_000) == []
+    assert written(tmp_path, *steps_of(1000), limit_bytes=10_000) == []
     assert path.stat().st_size <= 10_000
     first, *steps = read_lines(tmp_path)[1]
     assert first[3] == "x"
@@ -153,7 +153,7 @@ def test_what_cannot_be_summed_up_loses_its_oldest_lines(tmp_path: Path) -> None
     assert [*found][-1] == lines[-1]
 
 
-def test_a_full_disk_is_reported_once_and_costs_nothing_but_the_file(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_once(tmp_path: Path) -> None:
     (tmp_path / TIMELINE).symlink_to("/dev/full")
     failed: list[OSError] = []
     file = TimelineFile(tmp_path, "r", failed.append)

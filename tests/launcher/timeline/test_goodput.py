@@ -117,7 +117,7 @@ def test_a_span_between_steps_is_no_rest() -> None:
     assert _shown(run.parts()) == {"training": 5.0, "checkpoints": 3.5, "rest": 0.5}
 
 
-def test_a_failure_costs_detection_recovery_and_the_steps_made_twice() -> None:
+def test_a_failure_costs_its_recovery_and_the_steps_made_twice() -> None:
     run = _Run()
     run.wait(2.0)
     run.train(10)
@@ -131,7 +131,7 @@ def test_a_failure_costs_detection_recovery_and_the_steps_made_twice() -> None:
 
 
 @pytest.mark.parametrize("lost", [None, 10_000])
-def test_without_a_checkpoint_all_steps_of_the_attempt_are_made_twice(lost: int | None) -> None:
+def test_without_a_checkpoint_all_steps_are_made_twice(lost: int | None) -> None:
     run = _Run()
     run.train(5)
     run.begin_attempt(0)
@@ -142,7 +142,7 @@ def test_without_a_checkpoint_all_steps_of_the_attempt_are_made_twice(lost: int 
 
 
 @pytest.mark.parametrize("lost", [None, 10_000])
-def test_of_a_script_without_ddp_nothing_is_known_to_be_made_twice(lost: int | None) -> None:
+def test_without_ddp_nothing_is_known_to_be_made_twice(lost: int | None) -> None:
     run = _Run()
     run.train_without_ddp(10)
     run.fail(3.0, 1.0)
@@ -152,7 +152,7 @@ def test_of_a_script_without_ddp_nothing_is_known_to_be_made_twice(lost: int | N
     assert run.parts().repeated == 0.0
 
 
-def test_where_the_others_live_on_what_a_step_takes_longer_is_the_failure() -> None:
+def test_where_others_live_on_a_longer_step_is_the_failure() -> None:
     run = _Run()
     run.train(20)
     run.fail(1.0, 4.0)

@@ -71,7 +71,7 @@ def test_a_step_that_cannot_be_is_an_error(at: int, format_: str, value: float) 
         unpack(bytes(data), 0)
 
 
-def test_a_span_of_another_kind_or_that_ends_before_it_begins_is_an_error() -> None:
+def test_a_span_that_cannot_be_is_an_error() -> None:
     data = bytearray(pack([Span(0, 0, "save", 1.0, 2.0)]))
     data[1] = len(SPANS)
     with pytest.raises(ProtocolError):

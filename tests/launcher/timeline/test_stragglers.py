@@ -28,8 +28,26 @@ def _never(_rank: int, _since: float) -> float:
     return 0.0
 
 
-def detector_of(reported: list[Any]) -> Stragglers:
-    return Stragglers(0.0, host_of=lambda _: "here", queued_part=_never, report=reported.append)
+class Lockstep:
+    """Ranks that make steps of `step_s` together, each with its own work in it, and a detector of stragglers."""
+
+    def __init__(self, ranks: int, *, step_s: float = 2.0) -> None:
+        self.reported: list[Any] = []
+        self.detector = Stragglers(0.0, host_of=lambda _: "here", queued_part=_never, report=self.reported.append)
+        self.windows = Windows()
+        self._ranks, self._step_s, self._now = ranks, step_s, 0.0
+
+    def step(self, number: int, works: Callable[[int], float | None], *, attempt: int = 0) -> None:
+        """Let each rank work so long; without a number it makes no step."""
+        self._now += self._step_s
+        for rank in range(self._ranks):
+            if (work := works(rank)) is not None:
+                phases_s = (0.0, work, 0.0, self._step_s - work, 0.0, 0.0)
+                self.windows.add(StepTimes(attempt, rank, number, 1, self._now, phases_s))
+
+    def take(self, *, is_over: bool = False) -> None:
+        for window in self.windows.take(is_over=is_over):
+            self.detector.add(window)
 
 
 def simulated(
@@ -136,7 +154,7 @@ def test_a_single_long_step_does_not_say_what_is_slow() -> None:
     assert [straggler.what for _, straggler in reported] == ["data"]
 
 
-def test_a_rank_that_is_slow_from_the_start_is_found_and_stays_so() -> None:
+def test_a_rank_that_is_slow_from_the_start_is_found() -> None:
     reported, detector = simulated(steps=300, slower=lambda _, rank: {"forward": 0.1} if rank == 2 else {})
     ((found_at, found),) = reported
     assert found_at <= 18 + SAID_AFTER  # 2 s and 11 windows are learned from
@@ -156,7 +174,7 @@ def test_a_slow_host_is_named_once(ranks: int) -> None:
     assert reported[0][0] <= 200 + SAID_AFTER
 
 
-def test_a_host_of_which_one_rank_was_slow_before_is_named_as_a_whole() -> None:
+def test_a_host_is_named_though_one_rank_was_slow_before() -> None:
     def slower(step: int, rank: int) -> Mapping[str, float]:
         return {"data": 0.2} if step > (100 if rank == 2 else 200) and rank // 2 == 1 else {}
 
@@ -177,53 +195,37 @@ def test_where_all_work_longer_no_one_is_slow() -> None:
 
 
 def test_a_slow_attempt_is_over_with_its_processes() -> None:
-    reported: list[Any] = []
-    windows, detector = Windows(), detector_of(reported)
-    now = 0.0
+    run = Lockstep(3)
     for attempt in (0, 1):
         for step in range(1, 100):
-            now += 2.0
-            for rank in range(3):
-                work = 1.9 if rank == 1 and attempt == 0 else 0.9
-                windows.add(StepTimes(attempt, rank, step, 1, now, (0.0, work, 0.0, 2.0 - work, 0.0, 0.0)))
-        for window in windows.take(is_over=True):
-            detector.add(window)
-    assert [each.ranks for each in reported] == [(1,)]
-    assert detector.now == []
-    (known,) = detector.found
+            run.step(step, lambda rank: 1.9 if rank == 1 and attempt == 0 else 0.9, attempt=attempt)  # noqa: B023
+        run.take(is_over=True)
+    assert [each.ranks for each in run.reported] == [(1,)]
+    assert run.detector.now == []
+    (known,) = run.detector.found
     assert (known.to_step, known.from_step) == (99, 13)
     assert json.loads(json.dumps(known.as_json()))["ranks"] == [1]
 
 
 def test_a_slow_rank_that_goes_is_not_said_to_be_fast_again() -> None:
-    reported: list[Any] = []
-    windows, detector = Windows(), detector_of(reported)
+    run = Lockstep(3)
     for step in range(1, 150):
-        for rank in range(3):
-            work = 1.9 if rank == 1 else 0.9
-            if rank != 1 or step < 90:
-                windows.add(StepTimes(0, rank, step, 1, 2.0 * step, (0.0, work, 0.0, 2.0 - work, 0.0, 0.0)))
-        for window in windows.take(is_over=step == 95):  # as at the end of a run, too
-            detector.add(window)
+        run.step(step, lambda rank: 0.9 if rank != 1 else 1.9 if step < 90 else None)  # noqa: B023
+        run.take(is_over=step == 95)  # as at the end of a run, too
         if step == 95:
-            assert detector.now == reported
-    assert [each.to_step for each in reported] == [None]
-    assert detector.now == []
+            assert run.detector.now == run.reported
+    assert [each.to_step for each in run.reported] == [None]
+    assert run.detector.now == []
 
 
 def test_ranks_whose_steps_are_not_divided_are_not_compared() -> None:
     """Rank 1 makes steps of twice the length: without ddp no one knows who waits for whom."""
-    windows, reported = Windows(), list[Any]()
-    detector = detector_of(reported)
+    run = Lockstep(3)
     for step in range(1, 1001):
-        for rank in (0, 1, 2):
-            length = 0.2 if rank == 1 else 0.1
-            if rank != 1 or step % 2 == 0:
-                windows.add(StepTimes(0, rank, step, 1, 0.1 * step, (0.0,) * 5 + (length,)))
-        for window in windows.take():
-            detector.add(window)
-    assert reported == []
-    assert (detector.now, detector.slowest) == ([], None)
+        for rank in (0, 1, 2) if step % 2 == 0 else (0, 2):
+            run.windows.add(StepTimes(0, rank, step, 1, 0.1 * step, (0.0,) * 5 + (0.2 if rank == 1 else 0.1,)))
+        run.take()
+    assert (run.reported, run.detector.now, run.detector.slowest) == ([], [], None)
 
 
 def test_one_rank_alone_is_compared_with_no_one() -> None:
@@ -232,28 +234,13 @@ def test_one_rank_alone_is_compared_with_no_one() -> None:
     assert detector.slowest is None
 
 
-def test_a_rank_that_is_joined_late_has_no_one_to_be_compared_with_until_then() -> None:
-    reported: list[Any] = []
-    windows, detector = Windows(), detector_of(reported)
-    for step in range(1, 60):
-        for rank in range(1 if step < 30 else 2):
-            windows.add(StepTimes(0, rank, step, 1, 2.0 * step, (0.0, 0.9, 0.0, 1.1, 0.0, 0.0)))
-        for window in windows.take():
-            detector.add(window)
-    assert reported == []
-
-
-def test_ranks_whose_first_steps_are_seen_one_after_the_other_are_compared_once_both_are_there() -> None:
-    reported: list[Any] = []
-    windows, detector = Windows(), detector_of(reported)
-    for step in range(1, 120):
-        for rank in range(2):
-            work = 1.8 if rank == 1 else 0.9
-            if rank == 0 or step > 30:
-                windows.add(StepTimes(0, rank, step, 1, 2.0 * step, (0.0, work, 0.0, 2.0 - work, 0.0, 0.0)))
-        for window in windows.take(is_over=step <= 30):  # those of one rank, too
-            detector.add(window)
-    assert [each.ranks for each in reported] == [(1,)]
+def test_ranks_are_compared_once_both_are_there() -> None:
+    for slow_s, found in ((0.9, []), (1.8, [(1,)])):
+        run = Lockstep(2)
+        for step in range(1, 120):
+            run.step(step, lambda rank: 0.9 if rank == 0 else slow_s if step > 30 else None)  # noqa: B023
+            run.take(is_over=step <= 30)  # those of one rank, too
+        assert [each.ranks for each in run.reported] == found
 
 
 @pytest.mark.parametrize(
@@ -276,8 +263,7 @@ def test_who_is_slow_where_it_does_not_matter_is_not_named(slower: Slower, usual
 @pytest.mark.parametrize("kind", ["start", "recovery", "join"])
 def test_the_first_seconds_say_nothing(kind: str) -> None:
     """A rank that is slow only in the 2 s after it has begun, or begun again, adds nothing to its sum."""
-    reported: list[Any] = []
-    windows, detector = Windows(), detector_of(reported)
+    run = Lockstep(3)
     for step in range(1, 400):
         now, begins = 0.2 * step, {"start": 0, "recovery": 200, "join": 200}[kind]
         for rank in range(3):
@@ -285,18 +271,17 @@ def test_the_first_seconds_say_nothing(kind: str) -> None:
             work = 0.18 if is_slow else 0.09
             spent_s = 0.05 if kind == "recovery" and step == 200 else 0.0
             if spent_s:
-                windows.add(Span(0, rank, "recovery", now - spent_s, now))
+                run.windows.add(Span(0, rank, "recovery", now - spent_s, now))
             if not (kind == "join" and rank == 1 and step <= 200):
                 phases_s = (0.0, work, 0.0, 0.2 - work - spent_s, 0.0, spent_s)
-                windows.add(StepTimes(0, rank, step, 1, now, phases_s))
-        for window in windows.take():
-            detector.add(window)
+                run.windows.add(StepTimes(0, rank, step, 1, now, phases_s))
+        run.take()
         if step == begins + 12:
-            assert [each.slow for each in detector._sums.values()] == [0.0] * 3
-    assert reported == []
+            assert [each.slow for each in run.detector._sums.values()] == [0.0] * 3
+    assert run.reported == []
 
 
-def test_where_processors_are_shared_the_host_is_named_once_and_no_rank_is() -> None:
+def test_where_processors_are_shared_only_the_host_is_named() -> None:
     asked: list[tuple[int, float]] = []
 
     def queued_part(rank: int, since: float) -> float:
@@ -314,7 +299,7 @@ def test_where_processors_are_shared_the_host_is_named_once_and_no_rank_is() -> 
     assert since == pytest.approx(100 * 0.23, rel=0.1)
 
 
-def test_a_rank_that_is_much_slower_than_its_waits_for_a_processor_explain_is_named() -> None:
+def test_a_rank_slower_than_its_waits_for_a_processor_is_named() -> None:
     slower = {"forward": 0.1}  # a third of the time
     reported, _ = simulated(slower=lambda _, rank: slower if rank == 3 else {}, queued_part=lambda _rank, _since: 0.1)
     assert [found.ranks for _, found in reported] == [(3,)]

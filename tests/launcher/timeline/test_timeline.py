@@ -17,7 +17,7 @@ def test_every_subscriber_gets_every_record_in_order() -> None:
     assert first == second == records
 
 
-def test_only_the_newest_steps_of_each_rank_are_kept_until_the_next_attempt() -> None:
+def test_only_the_newest_steps_of_each_rank_are_kept() -> None:
     timeline = Timeline()
     for step in range(NEWEST + 5):
         timeline.add(_step(3, step))

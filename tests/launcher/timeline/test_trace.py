@@ -69,7 +69,7 @@ def test_each_rank_has_its_start_its_steps_and_their_parts() -> None:
     ]
 
 
-def test_restarts_and_faults_are_instants_and_attempts_have_a_flow() -> None:
+def test_restarts_and_faults_are_instants() -> None:
     events = [*trace_events(LINES)]
     other = _process(events, "b")
     assert [name for name, *_ in _named(events, pid=other, tid=1)] == [

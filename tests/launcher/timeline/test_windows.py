@@ -79,7 +79,7 @@ def test_of_many_ranks_there_are_fewer_windows() -> None:
     assert len(found) <= 1 + steps * 0.01 * SHARES_PER_S / ranks
 
 
-def test_records_in_any_order_between_ranks_give_the_same_windows(seeds: Seeds) -> None:
+def test_records_in_any_order_give_the_same_windows(seeds: Seeds) -> None:
     first, second, times = seeds(3)
     rng = random.Random(times)
     streams: list[list[StepTimes]] = []

@@ -25,7 +25,28 @@ def failure(kind: FailureKind, **more: Any) -> Failure:
 
 
 OTHER = "by another process or by itself: dtrain did not send it"
-PASSED_ON = "dtrain passes it on when it is sent one; the script has no handler for it"
+
+
+@pytest.mark.parametrize(
+    ("status", "killer", "name", "why"),
+    [
+        (-10, "", "SIGUSR1", "dtrain passes it on when it is sent one; the script has no handler for it"),
+        (-9, "", "SIGKILL", f"{OTHER}, and no out-of-memory kill was seen"),
+        (
+            -9,
+            "the out-of-memory killer: 61 of 64 GiB in use",
+            "SIGKILL",
+            "the out-of-memory killer: 61 of 64 GiB in use",
+        ),
+        (-11, "", "SIGSEGV", "it crashed: segmentation fault"),
+        (-15, "", "SIGTERM", OTHER),
+        (-40, "", "signal 40", OTHER),
+    ],
+)
+def test_a_signal_is_named_with_who_may_have_sent_it(status: int, killer: str, name: str, why: str) -> None:
+    killed = failure(FailureKind.KILLED, status=status, killer=killer)
+    assert what_happened(killed) == f"rank 3 on a was killed by {name} after 1.2 s"
+    assert what_happened(killed, in_full=True) == f"rank 3 on a (pid 7) was killed by {name} ({why}) after 1.2 s"
 
 
 @pytest.mark.parametrize(
@@ -50,22 +71,10 @@ PASSED_ON = "dtrain passes it on when it is sent one; the script has no handler 
             "rank 3 on a (pid 7) exited with code 7 after 1.2 s",
         ),
         (
-            FailureKind.KILLED,
-            {"status": -10},
-            "rank 3 on a was killed by SIGUSR1 after 1.2 s",
-            f"rank 3 on a (pid 7) was killed by SIGUSR1 ({PASSED_ON}) after 1.2 s",
-        ),
-        (
-            FailureKind.KILLED,
-            {"status": -9},
-            "rank 3 on a was killed by SIGKILL after 1.2 s",
-            f"rank 3 on a (pid 7) was killed by SIGKILL ({OTHER}, and no out-of-memory kill was seen) after 1.2 s",
-        ),
-        (
-            FailureKind.KILLED,
-            {"status": -15},
-            "rank 3 on a was killed by SIGTERM after 1.2 s",
-            f"rank 3 on a (pid 7) was killed by SIGTERM ({OTHER}) after 1.2 s",
+            FailureKind.HUNG,
+            {"status": -9, "message": "x"},
+            "rank 3 on a hung after 1.2 s: x",
+            "rank 3 on a (pid 7) hung after 1.2 s: x",
         ),
         (FailureKind.NEVER_STARTED, {"message": "x"}, "rank 3 on a x", "rank 3 on a x"),
         (FailureKind.HOST_LOST, {"message": "x"}, "host a was lost after 1.2 s: x", "host a was lost after 1.2 s: x"),
@@ -140,28 +149,21 @@ def raised(at: float, error_type: str, message: str = "") -> Failure:
     return ended(at, FailureKind.RAISED, error_type=error_type, message=message)
 
 
-def test_nothing_failed() -> None:
+CLOSED = raised(10.0, "RuntimeError", "[gloo] Connection closed by peer")
+
+
+@pytest.mark.parametrize(
+    "failures",
+    [
+        [ended(10.0), ended(11.0)],
+        [ended(10.01), CLOSED],  # which is a consequence of what is seen a little later
+        [CLOSED, ended(10.0 + SLACK_S + 0.1)],
+        [raised(10.0, "DistBackendError"), raised(10.5, "ConnectionResetError")],  # consequences alone
+    ],
+)
+def test_the_cause_is_the_first_failure_by_itself(failures: list[Failure]) -> None:
     assert first_cause([]) is None
-
-
-def test_the_first_in_time_is_the_cause_whatever_came_first_in_the_news() -> None:
-    later, first = ended(11.0), ended(10.0)
-    assert first_cause([later, first]) is first
-
-
-def test_a_lost_connection_is_the_consequence_of_what_is_seen_a_little_later() -> None:
-    victim, root = raised(10.0, "RuntimeError", "[gloo] Connection closed by peer"), ended(10.01)
-    assert first_cause([victim, root]) is root
-
-
-def test_what_fails_long_after_a_lost_connection_is_not_its_cause() -> None:
-    victim, other = raised(10.0, "ConnectionResetError"), ended(10.0 + SLACK_S + 0.1)
-    assert first_cause([other, victim]) is victim
-
-
-def test_of_consequences_alone_the_first_is_taken() -> None:
-    first, second = raised(10.0, "DistBackendError"), raised(10.5, "ConnectionResetError")
-    assert first_cause([second, first]) is first
+    assert first_cause(failures) is first_cause(failures[::-1]) is failures[0]
 
 
 @pytest.mark.parametrize(
@@ -208,14 +210,14 @@ def reported(at: float, rank: int, named: str, message: str = "") -> Failure:
     return failure_of("a", Exited(0, rank, 100 + rank, 1, 1.0, False, "", error, None, 0.0), at, attempt=0)
 
 
-def test_the_rank_that_an_error_of_ddp_names_is_the_cause_whenever_it_failed_and_whatever_it_says() -> None:
+def test_the_rank_that_an_error_of_ddp_names_is_the_cause() -> None:
     root = ended(10.0 + 5 * SLACK_S, FailureKind.RAISED, rank=2, error_type="RuntimeError", message="read timed out")
     assert looks_like_consequence(root)
     assert first_cause([reported(10.0, 0, "2"), reported(10.1, 1, "2"), root]) is root
     assert first_cause([reported(10.0, 0, "1"), reported(10.1, 1, "2"), root]) is root
 
 
-def test_an_error_that_names_no_one_who_failed_stays_the_cause_where_nothing_else_is_one() -> None:
+def test_an_error_that_names_no_failed_rank_stays_the_cause() -> None:
     first, second = reported(10.0, 0, "2"), reported(10.1, 1, "")
     assert first_cause([second, first]) is first
     assert present(first_cause([second, first, ended(10.2, rank=3)])).rank == 3
