@@ -8,6 +8,7 @@ of an operator, if nothing is loaded. DTRAIN_REPLAY=1 is for the script.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from functools import cache
 from os import PathLike
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 
 from ddp.data.ledger import record
 from ddp.monitoring.user_code import user_frame
@@ -53,8 +54,8 @@ def begin() -> None:
         sys.excepthook = _examine
 
 
-def reach(step: int | None, micro_batch: int, frame: FrameType | None) -> None:
-    """Open the debugger in the user's code above `frame` if this micro-batch of the step is the one to stop before.
+def reach(step: int | None, micro_batch: int) -> None:
+    """Open the debugger in the user's code if this micro-batch of the step is the one to stop before.
 
     Raises SystemExit after the last step, whose loop was left.
     """
@@ -66,7 +67,7 @@ def reach(step: int | None, micro_batch: int, frame: FrameType | None) -> None:
         record.add_stop(step, micro_batch)
         import pdb  # imports much
 
-        pdb.Pdb().set_trace(user_frame(frame))
+        pdb.Pdb().set_trace(user_frame(inspect.currentframe()))
 
 
 def end_step(step: int | None) -> None:

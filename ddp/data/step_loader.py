@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -318,7 +317,7 @@ class Step:
                 batch = next(self._batches)
                 current.micro_batch = self._micro_batch(index, self.samples / self._samples(index))
                 _seed(*self._seeds, index)
-                replay.reach(self.recorded, index, sys._getframe(1))
+                replay.reach(self.recorded, index)
                 yield batch
             current.micro_batch = None
             if not self.micro_batches:

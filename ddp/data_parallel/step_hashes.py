@@ -51,7 +51,8 @@ class StepHashes:
         self._before: dict[str, int] = {}  # hashes of the parameters in this step
         self._made: dict[str, tuple[int, int]] = {}  # those of gradients and parameters
         self._made_in = -2  # this step
-        self._cost_s = 0.0  # of hashes of the whole model; measured by rank 0
+        self._cost_s = 0.0  # of hashes of the whole model, before the first step; measured by rank 0
+        self._spent_s = self._rounds = 0.0  # on hashes in steps, and how often they had the whole model
         self._began = 0.0
         self._times_s: list[float] = []  # of steps
 
@@ -67,7 +68,9 @@ class StepHashes:
             self._measure()
         every = self._every if self._step == self._from or record.kind == "full" else 0
         self._part = _part_of(self._members, self._step % every, every) if every else []
+        began = perf_counter()
         self._before = {member.name: _hash(member.parameter) for member in self._part}
+        self._spent_s += perf_counter() - began
 
     def _measure(self) -> None:
         """Measure the times of steps, and once that of hashing."""
@@ -100,7 +103,9 @@ class StepHashes:
             return known
         step_s = median(self._times_s)
         allowed_s = max(_SHARE * step_s - median(record.lines_s), _LEAST * step_s)
-        best = min(_MOST, math.ceil(self._cost_s / allowed_s))
+        # In steps they take longer than before the first one: caches have other contents.
+        cost_s = self._spent_s / self._rounds if self._rounds >= 1 else self._cost_s
+        best = min(_MOST, math.ceil(cost_s / allowed_s))
         return best if abs(best - known) > _TOLERANCE * known else known
 
     def check(self, channel: Channel, statuses: StatusSum) -> DriftError | None:
@@ -131,11 +136,14 @@ class StepHashes:
         """Hash the averaged gradients of a step, whose parameters were hashed when it began."""
         if self._step is None:
             return
+        began = perf_counter()
         self._made = {
             member.name: (_hash(member.parameter.grad), self._before[member.name])
             for member in self._part
             if member.name in self._before
         }
+        self._spent_s += perf_counter() - began
+        self._rounds += 1 / self._every if self._every else 0.0
         self._made_in = self._step
         record.add(max(1, self._every), {name + self._suffix: pair for name, pair in self._made.items()})
 

@@ -247,7 +247,10 @@ def read_lines(folder: Path) -> tuple[dict[str, Any], Iterator[Line]]:
         raise RunError(f"{path} cannot be read: {error.strerror}") from error
     with contextlib.ExitStack() as stack:
         stack.callback(file.close)
-        head = _object(file.readline())
+        first = file.readline()
+        if not first.endswith(b"\n"):
+            raise RunError(f"{path} has no lines yet: the run has just begun")
+        head = _object(first)
         if not isinstance(head, dict) or head.get("format") != _NAME:
             raise RunError(f"{path} is no file of a run's times")
         if head.get("version") != VERSION:

@@ -40,12 +40,23 @@ def test_lines_are_read_as_they_were_written(tmp_path: Path) -> None:
 
 
 def test_the_file_of_a_run_that_goes_on_can_be_read(tmp_path: Path) -> None:
+    (tmp_path / TIMELINE).write_text('{"format": ')
+    with pytest.raises(RunError, match=r"timeline\.jsonl has no lines yet: the run has just begun"):
+        read_lines(tmp_path)
+    (tmp_path / TIMELINE).unlink()
+
+    def lines() -> int:
+        try:
+            return len([*read_lines(tmp_path)[1]])
+        except RunError:  # the thread has not begun to write
+            return 0
+
     file = TimelineFile(tmp_path, "r", print)
     file.begin()
     file.add("event", "notice", 1.0, "x")
-    wait_until(lambda: (tmp_path / TIMELINE).exists() and len([*read_lines(tmp_path)[1]]) == 1, "the line is there")
+    wait_until(lambda: lines() == 1, "the line is there")
     file.add("event", "notice", 2.0, "y")
-    wait_until(lambda: len([*read_lines(tmp_path)[1]]) == 2, "the next one, too")
+    wait_until(lambda: lines() == 2, "the next one, too")
     file.close()
 
 
@@ -186,6 +197,6 @@ def test_a_line_that_is_cut_short_or_spoiled_is_left_out(tmp_path: Path) -> None
     ],
 )
 def test_another_file_or_version_is_an_error(tmp_path: Path, head: str, says: str) -> None:
-    (tmp_path / TIMELINE).write_text(head)
+    (tmp_path / TIMELINE).write_text(f"{head}\n")
     with pytest.raises(RunError, match=says):
         read_lines(tmp_path)
