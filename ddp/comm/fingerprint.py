@@ -26,6 +26,14 @@ def fingerprints(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     return {name: read() for name, read in started.items()}
 
 
+def chained(numbers: Iterable[int]) -> int:
+    """Return one number of 64 bits for `numbers` in their order."""
+    total = 0
+    for number in numbers:
+        total = (total * _HASH_FACTOR + number) % (1 << 64)
+    return total
+
+
 class Digest:
     """One number of 64 bits for the bits of all `tensors`: a sum of 8 bytes each with odd random weights, modulo 2**64.
 
@@ -52,14 +60,7 @@ class Digest:
             )
         pending = [_fetched(torch.stack(of_device)) for of_device in sums.values()]
 
-        def read() -> int:
-            total = 0
-            for wait in pending:
-                for piece in wait().tolist():
-                    total = (total * _HASH_FACTOR + piece) % (1 << 64)
-            return total
-
-        return read
+        return lambda: chained(piece for wait in pending for piece in wait().tolist())
 
 
 def _runs(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:

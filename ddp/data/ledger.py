@@ -122,7 +122,7 @@ class Ledger:
         self._loss, self._every, self._hashes = None, 0, {}
 
     def _add(self, content: Mapping[str, Any]) -> None:
-        if not self._is_writer:
+        if not self._is_writer or self._file is None:
             return
         began = perf_counter()
         self._lines.append(json.dumps(content) + "\n")

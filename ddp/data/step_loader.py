@@ -279,13 +279,13 @@ class Step:
         self.epoch, self.samples = loader.epoch, size
         self.number = position // loader.global_batch_size  # in the epoch
         self.recorded: int | None = None  # its number in the ledger, once it is iterated and has a line there
+        self._total = loader.steps + 1  # its number over all epochs
         self._loader = loader
         self._batches = batches
         self._bounds = loader._bounds(size)
         self._rank, ranks = place
         self._shares = Shares.of(len(self._bounds) - 1, ranks)
         self._seeds = loader.seed, self.epoch, position
-        self._averages_buffers = loader.buffers == "average"
 
     @property
     def micro_batches(self) -> range:
@@ -309,9 +309,8 @@ class Step:
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's micro-batches, and set the random numbers of each. A rank without any takes part, too."""
         current.step, current.is_used = self, False
-        total = self.epoch * len(self._loader) + self.number + 1
-        if record.begin_step(self._loader, self, total, self._shares.counts, self._rank):
-            self.recorded = total
+        if record.begin_step(self._loader, self, self._total, self._shares.counts, self._rank):
+            self.recorded = self._total
         try:
             for index in self.micro_batches:
                 batch = next(self._batches)
@@ -364,7 +363,8 @@ class Step:
     def _micro_batch(self, index: int, divisor: float) -> MicroBatch:
         count = self._shares.leaves
         sum_divisor = 1.0 if self.samples % count else float(count)
-        return MicroBatch(index, divisor, sum_divisor, self._shares, self._rank, self._averages_buffers, self.recorded)
+        averages = self._loader.buffers == "average"
+        return MicroBatch(index, divisor, sum_divisor, self._shares, self._rank, averages, self.recorded)
 
 
 class _Own:

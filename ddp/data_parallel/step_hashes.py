@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from statistics import median
 from time import perf_counter
 
 import torch
 
 from ddp.comm.channel import Channel
-from ddp.comm.fingerprint import Digest
+from ddp.comm.fingerprint import Digest, chained
 from ddp.data.ledger import record
 from ddp.data.micro_batch import MicroBatch
 from ddp.data_parallel.buckets.bucket_plan import Member
@@ -34,7 +34,6 @@ _FIRST_STEPS = 8  # of which the time is not typical
 _LOOK_EVERY = 64  # steps, at the share
 _TOLERANCE = 0.25  # of the number of parts
 _MOST = 1 << 10  # parts
-_FACTOR = 6364136223846793005  # Knuth's for 64 bits: any odd number would do
 _BITS = 48  # of a hash in the step status
 
 
@@ -47,6 +46,7 @@ class StepHashes:
         self._step: int | None = None  # that runs; None in one that is not recorded
         self._is_writer = False
         self._every, self._from = 0, -1  # number of parts, known for the steps from this one on
+        self._parts = 0  # in this step; 0: nothing is hashed
         self._part: list[Member] = []
         self._before: dict[str, int] = {}  # hashes of the parameters in this step
         self._made: dict[str, tuple[int, int]] = {}  # those of gradients and parameters
@@ -63,11 +63,11 @@ class StepHashes:
             return
         self._is_writer = micro_batch.rank == 0
         if record.kind == "full":
-            self._every, self._from = 1, 0
+            self._every, self._from = 1, self._step
         elif self._is_writer:
             self._measure()
-        every = self._every if self._step == self._from or record.kind == "full" else 0
-        self._part = _part_of(self._members, self._step % every, every) if every else []
+        self._parts = parts = self._every if self._step == self._from else 0
+        self._part = _part_of(self._members, self._step % parts, parts) if parts else []
         began = perf_counter()
         self._before = {member.name: _hash(member.parameter) for member in self._part}
         self._spent_s += perf_counter() - began
@@ -88,13 +88,9 @@ class StepHashes:
         """Return this rank's part of the step status: `hashed` and `hash` of the last step, `every` of the next one."""
         if self._step is None:
             return False, 0, 0
-        digest = 0
-        for pair in self._made.values():
-            for each in pair:
-                digest = (digest * _FACTOR + each) % (1 << 64)
         is_hashed = self._made_in == self._step - 1 and bool(self._made)
-        every = self._choose() if self._is_writer and record.kind != "full" else 0
-        return is_hashed, digest >> (64 - _BITS) if is_hashed else 0, every
+        digest = chained(chain.from_iterable(self._made.values())) >> (64 - _BITS) if is_hashed else 0
+        return is_hashed, digest, self._choose() if self._is_writer else 0
 
     def _choose(self) -> int:
         known = self._every or min(len(self._members), _MOST)
@@ -137,13 +133,9 @@ class StepHashes:
         if self._step is None:
             return
         began = perf_counter()
-        self._made = {
-            member.name: (_hash(member.parameter.grad), self._before[member.name])
-            for member in self._part
-            if member.name in self._before
-        }
+        self._made = {member.name: (_hash(member.parameter.grad), self._before[member.name]) for member in self._part}
         self._spent_s += perf_counter() - began
-        self._rounds += 1 / self._every if self._every else 0.0
+        self._rounds += 1 / self._parts if self._parts else 0.0
         self._made_in = self._step
         record.add(max(1, self._every), {name + self._suffix: pair for name, pair in self._made.items()})
 

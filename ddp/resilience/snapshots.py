@@ -57,12 +57,7 @@ class Snapshots:
         copy = HostCopy()
         try:
             objects = {name: dict(_plain(each).state_dict()) for name, each in self._objects.items()}
-            content: dict[str, Any] = {
-                "step": step,
-                "objects": objects,
-                "values": dict(self._values),
-                "random": rng.capture(),
-            }
+            content: dict[str, Any] = {"objects": objects, "values": dict(self._values), "random": rng.capture()}
             check_plain(content)
             content = copy.of(content)
         except DdpError as error:

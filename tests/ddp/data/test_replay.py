@@ -23,13 +23,8 @@ loader = ddp.StepLoader([torch.randn(4) for _ in range(40)], global_batch_size=8
 model = ddp.DistributedDataParallel(net)
 optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
-"""
-PLAIN = f"""{RUN}
-checkpoint = ddp.Checkpoint("saved")
-parts = {{"model": model, "optimizer": optimizer, "scheduler": scheduler, "sampler": loader}}
-restored = checkpoint.load(**parts)
-print("from", restored and restored.step)
-for step in loader.epochs(3):
+
+def mean_loss(step):
     losses = []
     for x in step:
         loss = (model(x) ** 2).mean()
@@ -37,7 +32,15 @@ for step in loader.epochs(3):
         losses.append(loss.item())
         if loader.steps == 13 and os.environ.get("BREAKS"):
             raise ValueError("13")
-    step.mean(losses)
+    return step.mean(losses)
+"""
+PLAIN = f"""{RUN}
+checkpoint = ddp.Checkpoint("saved")
+parts = {{"model": model, "optimizer": optimizer, "scheduler": scheduler, "sampler": loader}}
+restored = checkpoint.load(**parts)
+print("from", restored and restored.step)
+for step in loader.epochs(3):
+    mean_loss(step)
     optimizer.step(); scheduler.step(); optimizer.zero_grad()
     if loader.steps % 5 == 0:
         checkpoint.save(loader.steps, **parts)
@@ -51,12 +54,7 @@ state = ddp.State(model=model, optimizer=optimizer, scheduler=scheduler, loader=
 def train(state):
     print("from", loader.steps, len(state.seen))
     for step in loader.epochs(3):
-        losses = []
-        for x in step:
-            loss = (model(x) ** 2).mean()
-            loss.backward()
-            losses.append(loss.item())
-        state.sum += step.mean(losses)
+        state.sum += mean_loss(step)
         state.seen = [*state.seen, step.number]
         optimizer.step(); scheduler.step(); optimizer.zero_grad(); state.commit()
 
