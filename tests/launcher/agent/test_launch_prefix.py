@@ -52,7 +52,8 @@ if rank == 1 and what != "stop":
 if os.fork() == 0:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.setsid()
-time.sleep(600)
+while True:  # not one long sleep: a signal just before it is only handled after it
+    time.sleep(0.1)
 """
 
 
