@@ -28,6 +28,7 @@ SILENT = {
     "_cdata": "gradients are copied into their buckets",
     "_storage_Use_Count": "gradients are copied into their buckets",
     "_use_count": "gradients are copied into their buckets",
+    "_foreach_add_": "tensors are added one by one",
     "_foreach_copy_": "tensors are copied one by one",
     "_foreach_div_": "tensors are divided one by one",
     "_flatten_dense_tensors": "tensors are put together one by one",
