@@ -15,12 +15,12 @@ from typing import TypeVar
 import hypothesis
 import psutil
 import pytest
-from ddp_worlds.nursery import Nursery
 from testbed import processes
 from testbed.lab import Lab
 from testbed.left import Watch, describe
 from testbed.namespaces import find_part
 from testbed.network import NetworkHosts
+from testbed.nursery import Nursery
 from testbed.once import folder_of_run
 from testbed.pods import Pods
 from testbed.processes import MARK, dtrain_server_if_started, everyone, keep_variables, kill, left_behind, run_dtrain

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from ddp_worlds.nursery import Nursery
+from testbed.nursery import Nursery
 from testbed.once import once
 from testbed.present import present
 from testbed.processes import Result, run_program

@@ -1,7 +1,7 @@
 """The simulated device of the tests: late, with values, and it notices what does not wait."""
 
 import pytest
-from ddp_worlds.nursery import Nursery
+from testbed.nursery import Nursery
 from testbed.seeds import Seeds
 
 CASES = "ddp_worlds.simulated_device_cases"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from ddp_worlds.default_device_cases import _CASES
-from ddp_worlds.nursery import ROOT, Nursery
+from testbed.nursery import ROOT, Nursery
 from torch.utils._device import _device_constructors
 
 CONSTRUCTORS = {function.__name__ for function in _device_constructors()}

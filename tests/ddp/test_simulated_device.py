@@ -1,7 +1,7 @@
 """Training on a device whose work is late gives the CPU's numbers: see testbed.simulated_device."""
 
 import pytest
-from ddp_worlds.nursery import Nursery
+from testbed.nursery import Nursery
 from testbed.seeds import Seeds
 
 CASES = "ddp_worlds.simulated_training_cases"

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_worlds.nursery import Nursery
+from testbed.nursery import Nursery
 from testbed.processes import Result
 from testbed.require import require
 from torch.distributed import (

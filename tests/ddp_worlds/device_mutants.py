@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from ddp_worlds.nursery import ROOT, Nursery, WorldFailed
 from ddp_worlds.simulated_training_cases import WAYS, equals_the_cpu
+from testbed.nursery import ROOT, Nursery, WorldFailed
 
 _CALLS = {"wait", "synchronize", "record", "_record", "_started"}  # as statements
 _HOST_ONLY = (

@@ -28,7 +28,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, cast
 
-from ddp_worlds import nursery
+from testbed import nursery
 
 FILE = nursery.ROOT / "ddp/torch_internals.py"
 GONE = "_gone"

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_worlds.nursery import BACKEND
+from testbed.nursery import BACKEND
 from testbed.present import present
 
 import ddp

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 import pytest
-from ddp_worlds.nursery import Nursery
+from testbed.nursery import Nursery
 from testbed.require import require
 
 MODELS = ["gpt2", "t5", "mixtral", "vit", "whisper", "clip"]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from ddp_worlds.checkpoint_cases import listed
-from ddp_worlds.nursery import Nursery
+from testbed.nursery import Nursery
 from testbed.processes import Result
 from testbed.seeds import Seeds
 from torch import nn

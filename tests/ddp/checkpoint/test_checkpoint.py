@@ -26,7 +26,7 @@ import numpy
 import pytest
 import torch
 from ddp_worlds.checkpoint_cases import listed
-from ddp_worlds.nursery import ROOT, Nursery
+from testbed.nursery import ROOT, Nursery
 from testbed.present import present
 from testbed.processes import run_program
 from testbed.resilient import run as run_script

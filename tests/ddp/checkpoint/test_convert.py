@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from ddp_worlds.checkpoint_cases import listed
-from ddp_worlds.nursery import ROOT, Nursery
+from testbed.nursery import ROOT, Nursery
 from testbed.present import present
 from testbed.processes import run_program
 from testbed.seeds import Seeds

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ddp_worlds.nursery import Nursery
+from testbed.nursery import Nursery
 
 
 def test_large_tensors_and_buffers_travel_in_pieces(nursery: Nursery) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 from _pytest.mark import ParameterSet
-from ddp_worlds.nursery import Nursery
+from testbed.nursery import Nursery
 from testbed.once import once
 
 # Pairs; which of a pair tries the first case.

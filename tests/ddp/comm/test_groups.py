@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ddp_worlds.nursery import Nursery
+from testbed.nursery import Nursery
 
 
 def test_a_group_of_some_ranks_is_made_by_these_alone(nursery: Nursery) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from ddp_worlds import compression_cases as cases
 from ddp_worlds.compression_cases import LOW_RANK
-from ddp_worlds.nursery import Nursery
+from testbed.nursery import Nursery
 
 from ddp.compression import PowerSGD
 

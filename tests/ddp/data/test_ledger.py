@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ddp_worlds.ledger_cases import lines_of
-from ddp_worlds.nursery import Nursery
+from testbed.nursery import Nursery
 
 CASES = "ddp_worlds.ledger_cases"
 

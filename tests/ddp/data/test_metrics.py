@@ -7,7 +7,7 @@ import math
 import numpy
 import pytest
 import torch
-from ddp_worlds.nursery import Nursery
+from testbed.nursery import Nursery
 
 import ddp
 from ddp.data.metrics import gather_metrics, gather_samples

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from ddp_worlds.ledger_cases import lines_of
-from ddp_worlds.nursery import Nursery
+from testbed.nursery import Nursery
 from testbed.processes import Result, run_program
 
 RUN = """

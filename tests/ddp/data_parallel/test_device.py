@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_worlds.nursery import Nursery
+from testbed.nursery import Nursery
 from testbed.seeds import Seeds
 
 from ddp.data_parallel.buckets.transfers import Adder

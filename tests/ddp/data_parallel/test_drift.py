@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from ddp_worlds.nursery import Nursery
 from hypothesis import given
 from hypothesis import strategies as st
+from testbed.nursery import Nursery
 
 from ddp.comm.fingerprint import Digest
 

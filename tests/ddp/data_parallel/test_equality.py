@@ -6,7 +6,7 @@ import itertools
 import random
 
 import pytest
-from ddp_worlds.nursery import Nursery
+from testbed.nursery import Nursery
 
 MODELS = ("mlp", "odd", "attention", "conv", "complex")
 # bucket_cap_mb, views, set_to_none, accumulated micro-batches, find_unused_parameters, from where on a

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ddp_worlds.nursery import Nursery
+from testbed.nursery import Nursery
 
 from ddp.compression import PowerSGD
 from ddp.compression.compressors import named

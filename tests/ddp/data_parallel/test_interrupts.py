@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from ddp_worlds.nursery import Nursery
+from testbed.nursery import Nursery
 
 
 def interrupt_from(nursery: Nursery, backend: str, first: int, stride: int, worlds: int = 1000) -> list[str]:

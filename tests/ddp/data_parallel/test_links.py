@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 import pytest
-from ddp_worlds.nursery import Nursery
 from testbed.namespaces import PARTS, find_part
 from testbed.network import why_not
+from testbed.nursery import Nursery
 from testbed.require import require
 from testbed.slow_network import SlowNetwork
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ddp_worlds.nursery import Nursery
+from testbed.nursery import Nursery
 
 
 @pytest.mark.parametrize("case", ["replicas_along_one_dimension_are_exact", "distributed_tensors_are_refused_by_all"])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ddp_worlds.nursery import Nursery
 from hypothesis import given
 from hypothesis import strategies as st
+from testbed.nursery import Nursery
 
 from ddp.data_parallel.buckets.bucket_plan import BucketLimits, plan_buckets, spec_of
 from ddp.data_parallel.planning.link_cost import LinkCost, fit

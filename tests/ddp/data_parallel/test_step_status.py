@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ddp_worlds.nursery import Nursery
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from testbed.nursery import Nursery
 
 from ddp.data_parallel.buckets.step_status import HEADER_NUMEL, RankStatus, read, used_among, write
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from ddp_worlds.nursery import Nursery
 from ddp_worlds.sync_debug import waiting_is_an_error
+from testbed.nursery import Nursery
 
 from ddp.comm.pinned_buffer import PinnedBuffer, device_with_stream
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ddp_worlds.nursery import ROOT
+from testbed.nursery import ROOT
 
 pytestmark = pytest.mark.gpu
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ddp_worlds.nursery import Nursery
+from testbed.nursery import Nursery
 
 pytestmark = pytest.mark.gpu
 

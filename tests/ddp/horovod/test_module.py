@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ddp_worlds.nursery import Nursery
+from testbed.nursery import Nursery
 
 import ddp.horovod as hvd
 from ddp.errors import MissingNameError, UnsupportedError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ddp_worlds.nursery import Nursery
+from testbed.nursery import Nursery
 
 CASES = "ddp_worlds.horovod_cases"
 # model, optimizer, backward passes a step, synchronize() and clip before step()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ddp_worlds.nursery import ROOT
+from testbed.nursery import ROOT
 
 from ddp.monitoring.stall_text import Answer, Heard, Position, Scene, describe_stall, printable
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_worlds.nursery import Nursery
+from testbed.nursery import Nursery
 from testbed.processes import run_dtrain
 from testbed.resilient import run as run_script
 from testbed.resilient import said

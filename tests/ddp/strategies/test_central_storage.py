@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ddp_worlds.nursery import Nursery
+from testbed.nursery import Nursery
 from testbed.seeds import Seeds
 
 CASES = "ddp_worlds.central_storage_cases"

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ddp_worlds.nursery import Nursery
+from testbed.nursery import Nursery
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 

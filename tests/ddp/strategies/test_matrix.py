@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 from ddp_worlds.matrix_cases import MODELS, Way
-from ddp_worlds.nursery import Nursery
+from testbed.nursery import Nursery
 
 import ddp
 from ddp.compression import PowerSGD

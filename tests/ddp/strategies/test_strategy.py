@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_worlds.nursery import Nursery
 from ddp_worlds.strategy_cases import Setting, check_mean, check_reduce
 from hypothesis import given
 from hypothesis import strategies as st
+from testbed.nursery import Nursery
 from testbed.present import present
 from torch import nn
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_worlds.nursery import Nursery
+from testbed.nursery import Nursery
 
 import ddp
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from ddp_worlds.nursery import Nursery
+from testbed.nursery import Nursery
 from testbed.once import once
 
 CASES = "ddp_worlds.trainer_cases"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from ddp_worlds import verification_cases
-from ddp_worlds.nursery import Nursery
+from testbed.nursery import Nursery
 from testbed.once import once
 
 CASES = "ddp_worlds.verification_cases"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ddp_worlds.nursery import Nursery
+from testbed.nursery import Nursery
 
 from ddp.comm.shm.waiting import Fence
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from ddp_worlds.nursery import Nursery
 from ddp_worlds.parameter_server_cases import KEY
 from ddp_worlds.strategy_cases import Setting
+from testbed.nursery import Nursery
 from testbed.seeds import Seeds
 from torch import nn
 

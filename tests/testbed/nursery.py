@@ -5,7 +5,7 @@ the ranks of every world from there, before it has any thread. Each world has a 
 `run` returns. `program` forks a process that is what `python -c` starts, but for the imports.
 
     with Nursery(folder) as nursery:
-        results = nursery.run(3, "ddp_worlds.data_parallel_cases:mean_equals_whole_batch", steps=5)
+        results = nursery.run(3, mean_equals_whole_batch, steps=5)
 """
 
 from __future__ import annotations
@@ -25,16 +25,21 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any
+from typing import Any, TypeVar, overload
+
+from _pytest.assertion import install_importhook
+from _pytest.config import get_config
 
 from testbed.processes import TIMED_OUT, Result
 
 ROOT = Path(__file__).resolve().parents[2]
+T = TypeVar("T")
+DEADLINE_S = 200.0  # of a world
 BACKEND = os.environ.get("DDP_TEST_BACKEND", "gloo")  # of every world
 _kept: list[Any] = []  # by a rank until it exits
 _NO_FAULT = (  # what some versions say, and no one can mend
@@ -70,19 +75,38 @@ class Nursery:
     def __exit__(self, *_: object) -> None:
         self._connection.close()
 
+    @overload
     def run(
-        self, world_size: int, case: str, *, deadline_s: float = 200.0, group: str = BACKEND, **arguments: Any
-    ) -> list[Any]:
-        """Run `case` ("module:function") on `world_size` ranks; return what each rank's call returned, by rank.
+        self, ranks: int, case: str, *, deadline_s: float = DEADLINE_S, group: str = BACKEND, **arguments: Any
+    ) -> list[Any]: ...
 
-        `group` is the backend of the default group.
+    @overload
+    def run(
+        self,
+        ranks: int,
+        case: Callable[..., T],
+        *,
+        deadline_s: float = DEADLINE_S,
+        group: str = BACKEND,
+        **arguments: Any,
+    ) -> list[T]: ...
+
+    def run(
+        self, ranks: int, case: Any, *, deadline_s: float = DEADLINE_S, group: str = BACKEND, **arguments: Any
+    ) -> list[Any]:
+        """Run a function of a module on each of some ranks; return what the calls returned, by rank.
+
+        A function that this process cannot import is "module:name". `group` is the backend of the default group.
         """
+        __tracebackhide__ = True  # a failure has the ranks' tracebacks
+        if not isinstance(case, str):
+            case = f"{case.__module__}:{case.__qualname__}"
         with tempfile.TemporaryDirectory(prefix="ddp-world-") as folder:
-            self._connection.send(("world", world_size, case, group, arguments, deadline_s, folder))
+            self._connection.send(("world", ranks, case, group, arguments, deadline_s, folder))
             failure = self._connection.recv()
             if failure is not None:
-                raise WorldFailed(f"{case} with {world_size} ranks {arguments}:\n{failure}")
-            return [pickle.loads((Path(folder) / f"result.{rank}").read_bytes()) for rank in range(world_size)]
+                raise WorldFailed(f"{case} with {ranks} ranks {arguments}:\n{failure}")
+            return [pickle.loads((Path(folder) / f"result.{rank}").read_bytes()) for rank in range(ranks)]
 
     def program(self, text: str, cwd: Path, *, deadline_s: float = 100.0, **variables: str) -> Result:
         """Run a program as `python -c` does, to the end of its interpreter; torch and ddp are imported already.
@@ -106,7 +130,7 @@ class Nursery:
 
     def in_turn(self, world_size: int, module: str, cases: Sequence[str], *, group: str = BACKEND) -> None:
         """Run several functions of a module in one world."""
-        self.run(world_size, "ddp_worlds.nursery:call_in_turn", module=module, cases=cases, group=group)
+        self.run(world_size, "testbed.nursery:call_in_turn", module=module, cases=cases, group=group)
 
 
 def _said(folder: Path) -> tuple[str, str]:
@@ -138,13 +162,14 @@ def _start(folder: Path, address: Path) -> None:
         listener.bind(str(address))
         listener.listen(64)
         listener.set_inheritable(True)
-        argv = [sys.executable, "-m", "ddp_worlds.nursery", str(folder), str(listener.fileno())]
+        argv = [sys.executable, "-m", "testbed.nursery", str(folder), str(listener.fileno())]
         os.posix_spawn(sys.executable, argv, env, setsid=True)  # it may outlive this process
 
 
 def _serve(folder: Path, listener: socket.socket) -> None:
     """Serve each connection in a process of its own; leave when the last one is closed."""
     gc.disable()  # a quarter of the time of the imports
+    install_importhook(get_config())  # assertions of test modules show their values on ranks, too
     import torch._dynamo  # noqa: F401  # which the first step of an optimizer imports, in seconds
     from ddp_worlds import data_parallel_cases  # noqa: F401  # imports torch and ddp, before the first fork
 
@@ -188,7 +213,7 @@ def _serve_client(connection: Connection) -> None:
             continue
         world_size, case, group, arguments, deadline_s, folder = request
         _import_ahead(case.partition(":")[0])
-        if case == "ddp_worlds.nursery:call_in_turn":
+        if case == "testbed.nursery:call_in_turn":
             _import_ahead(arguments["module"])
         pids = {_fork(rank, world_size, case, group, arguments, Path(folder)): rank for rank in range(world_size)}
         connection.send(_watch(pids, deadline_s, Path(folder)))
@@ -287,7 +312,8 @@ def _run_rank(rank: int, world_size: int, case: str, group: str, arguments: dict
     _wait_for_all(store, rank, world_size)
     kept = dist.group.WORLD  # a thread of gloo that drops a future's callback must not be the last that holds it
     module, _, function = case.partition(":")
-    result = getattr(importlib.import_module(module), function)(**arguments)
+    named = getattr(importlib.import_module(module), function)
+    result = getattr(named, "on_rank", named)(**arguments)
     dist.destroy_process_group()
     _kept.append(kept)
     return result

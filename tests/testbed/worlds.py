@@ -1,0 +1,46 @@
+"""Tests that run on each rank of a world: real processes with real gloo or shm, forked by the nursery.
+
+    @world(2, 3, backend="shm")
+    @pytest.mark.parametrize("size", [1, 1000])
+    def test_ranks_are_equal_after_training(size: int) -> None:
+        assert ...
+
+The arguments are pytest's, and must be picklable. An assertion that fails on a rank shows its values.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from testbed.nursery import BACKEND, DEADLINE_S, Nursery
+
+
+def world(
+    *ranks: int, backend: str | tuple[str, ...] = BACKEND, deadline_s: float = DEADLINE_S
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run a test on so many processes, whose default group has this backend; once for each number and backend."""
+    backends = (backend,) if isinstance(backend, str) else backend
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def on_ranks(nursery: Nursery, _ranks: int = ranks[0], _backend: str = backends[0], **arguments: Any) -> None:
+            __tracebackhide__ = True
+            nursery.run(_ranks, function, group=_backend, deadline_s=deadline_s, **arguments)
+
+        chosen = {"_ranks": ranks, "_backend": backends}
+        several = {name: values for name, values in chosen.items() if len(values) > 1}
+        names = ["nursery", *several, *inspect.signature(function).parameters]
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        vars(on_ranks)["on_rank"] = function
+        vars(on_ranks)["__signature__"] = inspect.Signature([inspect.Parameter(name, kind) for name in names])
+        test: Callable[..., None] = on_ranks
+        for name, values in several.items():
+            test = pytest.mark.parametrize(name, values)(test)
+        return test
+
+    return decorate
