@@ -236,11 +236,12 @@ class CuttableRelay:
             other.shutdown(socket.SHUT_WR)
 
     def cut(self) -> None:
-        for sock in self._socks:
+        """Cut what is connected now; the node may connect again before this returns."""
+        socks, self._socks = self._socks, []
+        for sock in socks:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
             sock.close()
-        self._socks.clear()
 
     def close(self) -> None:
         self._listening.shutdown(socket.SHUT_RDWR)
