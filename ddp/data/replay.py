@@ -18,9 +18,13 @@ from functools import cache
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from ddp.data.ledger import record
 from ddp.monitoring.user_code import user_frame
+
+if TYPE_CHECKING:
+    from pdb import Pdb
 
 
 @dataclass(frozen=True)
@@ -65,9 +69,17 @@ def reach(step: int | None, micro_batch: int) -> None:
         raise SystemExit(0)
     if found.pdb and (step, micro_batch) == (found.step, found.micro_batch):
         record.add_stop(step, micro_batch)
-        import pdb  # imports much
+        _debugger().set_trace(user_frame(inspect.currentframe()))
 
-        pdb.Pdb().set_trace(user_frame(inspect.currentframe()))
+
+def _debugger() -> Pdb:
+    import pdb  # imports much
+
+    class Debugger(pdb.Pdb):
+        def set_stepinstr(self) -> None:  # by Python 3.13, which stops in the loop's line, before it sets its variables
+            self.set_step()
+
+    return Debugger()
 
 
 def end_step(step: int | None) -> None:
