@@ -2,6 +2,7 @@
 
 import contextlib
 import shutil
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -72,5 +73,16 @@ def clear_temp(temp: Path, group: Path | None = None) -> None:
     for path in temp.iterdir():
         shutil.rmtree(path)
         if group is not None:
-            with contextlib.suppress(FileNotFoundError):
-                (group / path.name).rmdir()
+            _remove_group(group / path.name)
+
+
+def _remove_group(group: Path) -> None:
+    """Remove a control group, if it is there; the kernel is still busy with processes that were just killed."""
+    deadline = time.monotonic() + 10.0
+    while group.exists():
+        try:
+            group.rmdir()
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
