@@ -18,8 +18,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ddp.comm.shm.collectives import Steps
+from ddp.comm.shm.driver_lock import DriverLock
 from ddp.comm.shm.messages import Messages, Receive, Send
-from ddp.comm.shm.process_end import LEAVE_S, end_with_process, join_at_end
+from ddp.comm.shm.process_end import LEAVE_S, end_with_process, has_started, join_at_end
 from ddp.comm.shm.rounds import Lost, Rounds, not_done, refused
 from ddp.monitoring.debuggers import debugged_until
 from ddp.monitoring.interrupts import is_interrupt
@@ -67,7 +68,7 @@ class Engine:
         self._closed = False  # no thread may drive any more
         self._ended = False  # the end was reported to the other ranks
         self._last_words = ""  # the failure to report to them, if there is one
-        self._driving = threading.Lock()
+        self._driving = DriverLock()
         self._telling = threading.RLock()  # for `done`, `event` and `calls`; again, where a group is collected inside
         self._calls: deque[Callable[[], None]] = deque()  # due, when no thread has the lock
         self._thread: threading.Thread | None = None
@@ -86,7 +87,7 @@ class Engine:
         if wait:
             self.wait(operation, None)
             return
-        if self._driving.acquire(blocking=False):
+        if self._driving.take():
             try:
                 self._advance()
             finally:
@@ -98,8 +99,11 @@ class Engine:
     def _fail_late(self) -> None:
         """Fail operations that were queued while the group broke: no thread may drive any more."""
         if self.broken is not None:
-            with self._driving:
+            self._driving.take_within(float("inf"))
+            try:
                 self._fail_all(self.broken)
+            finally:
+                self._driving.release()
             self._call_back()
 
     def run_now(self, what: str, steps: Steps, results: Sequence[torch.Tensor], timeout_s: float) -> None:
@@ -108,7 +112,7 @@ class Engine:
         If nothing else runs, and the others arrive soon, this costs little more than its own steps.
         """
         operation = None
-        if self.broken is None and self._driving.acquire(blocking=False):
+        if self.broken is None and self._driving.take():
             try:
                 if self.broken is None and not self._pending():
                     operation = self._run_at_once(what, steps, results, timeout_s)
@@ -155,7 +159,7 @@ class Engine:
     def _is_done(self, operation: Operation, until: float) -> bool:
         operation.waited = operation.waited or time.monotonic()
         while not operation.done:
-            if not self._closed and self._driving.acquire(blocking=False):
+            if not self._closed and self._driving.take():
                 try:
                     self._drive(operation, until)
                 finally:
@@ -205,12 +209,14 @@ class Engine:
         self._end(limit_s)
         with self._telling:
             thread = self._thread
-        if limit_s > 0 and thread is not None and thread is not threading.current_thread():
+        if limit_s > 0 and thread is not None and has_started(thread) and thread is not threading.current_thread():
             thread.join(limit_s)
         self._call_back()
 
     def _end(self, limit_s: float) -> None:
-        if not self._closed or self._ended or not self._driving.acquire(timeout=limit_s):
+        if not self._closed or self._ended:
+            return
+        if not (self._driving.take_within(limit_s) if limit_s > 0 else self._driving.take_free()):
             return
         try:
             if not self._ended:
@@ -225,7 +231,7 @@ class Engine:
     def leave_to_parent(self) -> None:
         """Give up the group in a forked child: it belongs to the parent."""
         self._closed, self._ended, self._thread = True, True, None
-        self._driving, self._telling = threading.Lock(), threading.RLock()
+        self._driving, self._telling = DriverLock(), threading.RLock()
         self.broken = self.rounds.error("this process was forked from the rank that made the group: make another one")
         for operation in self._drop():
             operation.error, operation.done = self.broken, True
@@ -395,11 +401,11 @@ class Engine:
         with self._telling:
             if self._closed:
                 return
-            if self._thread is None or self._thread_calls:
+            if self._thread is None or self._thread_calls or not has_started(self._thread):
                 self._thread = threading.Thread(target=self._serve, name="shm", daemon=True)
                 self._thread_calls = False
-                self._thread.start()
                 join_at_end(self._thread)
+                self._thread.start()
 
     def _serve(self) -> None:
         """Drive what is left. A thread that runs callbacks gets a successor: they may wait for another operation."""
@@ -407,7 +413,7 @@ class Engine:
             self._left.wait()
             self._left.clear()
             time.sleep(_PAUSE_S)
-            while self._pending() and not self._closed and self._driving.acquire(blocking=False):
+            while self._pending() and not self._closed and self._driving.take():
                 try:
                     self._drive(None, float("inf"))
                 finally:

@@ -31,8 +31,13 @@ def end_with_process(engine: Closing) -> None:
 
 
 def join_at_end(thread: threading.Thread) -> None:
-    """Wait for a thread before the interpreter ends, once all engines are closed."""
+    """Wait for a thread, once it was started, before the interpreter ends and when all engines are closed."""
     _threads.add(thread)
+
+
+def has_started(thread: threading.Thread) -> bool:
+    """Return False also for a thread that an exception of a signal's handler kept from its start."""
+    return thread.ident is not None
 
 
 def close_all() -> None:
@@ -43,7 +48,7 @@ def close_all() -> None:
     until = time.monotonic() + LEAVE_S
     for _, engine in sorted(_engines.items(), reverse=True):
         engine.close()
-    for thread in list(_threads):
+    for thread in filter(has_started, list(_threads)):
         thread.join(max(0.0, until - time.monotonic()))
 
 
