@@ -14,7 +14,7 @@ import pytest
 HEAVY = {"torch", "ddp", "ddp_worlds"}
 SLOW = {"multiprocessing", "socket", "subprocess", "threading"}
 WAITS = {"sleep", "fork"}
-LIGHT = {"testbed.imports", "testbed.job_drive", "testbed.outcomes", "testbed.present"}
+LIGHT = {"testbed.imports", "testbed.job_drive", "testbed.outcomes", "testbed.present", "testbed.typed"}
 
 
 def is_heavy(path: Path) -> bool:

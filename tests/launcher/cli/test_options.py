@@ -4,32 +4,25 @@ import re
 from dataclasses import fields, make_dataclass
 from pathlib import Path
 
-import click
 import pytest
 from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 from testbed.processes import MARK, run_dtrain
+from testbed.typed import typed
 
 from launcher.cli import request
 from launcher.cli.main import cli
-from launcher.cli.options import Options, takes_options
+from launcher.cli.options import Options
 from launcher.cli.request import read_request
 from launcher.placement.job_spec import INTERNAL_VARIABLES, JobSpec
 
 
-def _typed(*words: str) -> Options:
-    found: list[Options] = []
-    command = click.command(context_settings={"allow_interspersed_args": False})(takes_options(found.append))
-    command.main(list(words), standalone_mode=False)
-    return found[0]
-
-
 def test_the_command_line_has_no_defaults_of_its_own() -> None:
-    assert _typed("train.py") == Options(command=("train.py",), typed=frozenset({"command"}))
+    assert typed("train.py") == Options(command=("train.py",), typed=frozenset({"command"}))
 
 
 def test_what_was_typed_is_known_by_name() -> None:
-    found = _typed("--grace-s", "3", "-x", "A", "-x", "B=1", "--nnodes", "2:4", "-m", "--role", "ps:2", "train", "-x")
+    found = typed("--grace-s", "3", "-x", "A", "-x", "B=1", "--nnodes", "2:4", "-m", "--role", "ps:2", "train", "-x")
     assert (found.grace_s, found.export, found.nnodes, found.module, found.role) == (
         3.0, ("A", "B=1"), (2, 4), True, ("ps:2",)
     )  # fmt: skip
