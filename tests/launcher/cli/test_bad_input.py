@@ -93,6 +93,7 @@ def test_wrong_input_says_what_is_allowed(folder: Path, line: str, snapshot: Sna
     with pytest.raises((UsageError, click.UsageError)) as refused:
         check_here(read_request(typed(*line.split())).spec)
     error = refused.value
+    assert isinstance(error, UsageError | click.UsageError)
     assert error.exit_code == 2
     text = error.format_message() if isinstance(error, click.UsageError) else str(error)
     assert text.replace(str(folder), "FOLDER") == snapshot
