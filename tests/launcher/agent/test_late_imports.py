@@ -17,13 +17,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from testbed.fork_server import prepare_for
 from testbed.processes import run_dtrain
 
 from launcher.agent.cleanup.run_tag import RunTag
 from launcher.agent.workers import warm_start
 from launcher.agent.workers.warm_start import ForkServer, Warmth
 from launcher.agent.workers.worker import BOOTSTRAP, Files, spawn
-from launcher.protocol.commands import Prepare, StartWorker
+from launcher.protocol.commands import StartWorker
 
 PR_SET_CHILD_SUBREAPER = 36
 # One step, as every training makes it, and then the facts.
@@ -54,11 +55,8 @@ class Host:
     def prepare(self, script: str, *, through: str = "script") -> None:
         (self.folder / "script.py").write_text(textwrap.dedent(script) + ENDS)
         target = "script.py" if through == "script" else "script"
-        prepare = Prepare(
-            "run", str(self.folder), None, None, {}, 1.0, 1.0, [], 0, 1, [], through, target, names=["RANK"]
-        )
         self._through, self._target = through, target
-        self.server.prepare(prepare, 1)
+        self.server.prepare(prepare_for(self.folder, target, through=through), 1)
         self.load()
 
     def load(self) -> None:
@@ -105,14 +103,10 @@ class Host:
 
 
 @pytest.fixture
-def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder whose modules count as installed."""
-    folder = tmp_path / "lib" / "site-packages"
-    folder.mkdir(parents=True)
-    monkeypatch.setenv("PYTHONPATH", str(folder))
-    (folder / "late.py").write_text(MODULE)
-    (folder / "other.py").write_text(MODULE)
-    return folder
+def installed(installed: Path) -> Path:
+    (installed / "late.py").write_text(MODULE)
+    (installed / "other.py").write_text(MODULE)
+    return installed
 
 
 @pytest.fixture
