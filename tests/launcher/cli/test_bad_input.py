@@ -53,6 +53,8 @@ WRONG = [
     "--workdir /no/such/folder script.py",
     "-m --no-python script.py",
     "--nprocpernode 2 script.py",
+    "--keep-warm 10x script.py",
+    "--keep-warm 5m --hosts node1,node2 script.py",
     "package.train",
     "train",
     "scripts/trian.py",
