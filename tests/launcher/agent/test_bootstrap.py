@@ -237,7 +237,7 @@ WHERE = {
 
 
 @pytest.mark.parametrize(("program", "where", "inside"), WHERE.values(), ids=WHERE.keys())
-def test_facts_name_the_users_own_line_and_the_function_that_raised(
+def test_facts_name_the_user_s_line_and_the_raising_function(
     tmp_path: Path, program: str, where: str, inside: str
 ) -> None:
     write(tmp_path, "script.py", program)
@@ -288,7 +288,7 @@ def test_record_of_torch_elastic_works(tmp_path: Path) -> None:
     assert "RuntimeError: from record" in ours.stderr
 
 
-def test_import_hook_of_the_users_is_asked_about_torch_on_every_rank(tmp_path: Path) -> None:
+def test_the_user_s_import_hook_sees_torch_on_every_rank(tmp_path: Path) -> None:
     hook = """\
         import os, sys
 

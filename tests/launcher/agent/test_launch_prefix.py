@@ -77,7 +77,7 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def test_each_worker_has_its_own_values_in_the_prefix_and_other_braces_stay() -> None:
+def test_braces_in_the_prefix_have_each_worker_s_values() -> None:
     hosts = (Host("a", HostKind.SSH), Host("b", HostKind.SSH))
     command = ("nsys", "-o", "out.{host}.{rank}", "{local_rank}{rank}", "${x} {y}")
     spec = JobSpec(
@@ -117,7 +117,7 @@ def test_exit_codes_signals_and_exceptions_are_the_workers_own(prefix: str, scri
     assert "ValueError: no" in said
 
 
-def test_a_signal_reaches_the_workers_and_what_they_print_is_kept(prefix: str, script: Path) -> None:
+def test_a_signal_reaches_workers_and_their_output_is_kept(prefix: str, script: Path) -> None:
     argv = ["run", "--nproc-per-node", "2", "--launch-prefix", prefix, str(script), "stop"]
     with started_dtrain(*argv, cwd=script.parent) as process:
         for _ in range(2):
@@ -151,7 +151,7 @@ def test_why_workers_are_not_forked_is_said(script: Path) -> None:
     assert "--launch-prefix forks none" in result.stderr
 
 
-def test_a_program_that_is_missing_is_named_before_any_worker_starts(ssh_hosts: SshHosts, script: Path) -> None:
+def test_a_missing_program_is_named_before_any_worker_starts(ssh_hosts: SshHosts, script: Path) -> None:
     hosts = ["--hosts", "node1,node2", "--ssh-config", str(ssh_hosts.ssh_config)]
     result = run_dtrain("run", *hosts, "--launch-prefix", "no-such-program -x", script, cwd=script.parent)
     assert "the program no-such-program is not in PATH there; see --launch-prefix" in result.stderr
@@ -165,7 +165,7 @@ def test_programs_and_hosts_have_it_too(ssh_hosts: SshHosts, tmp_path: Path) -> 
     assert sorted(result.stdout.splitlines()) == ["[node1:0] node1.0", "[node2:1] node2.1"], result.stderr
 
 
-def test_a_worker_in_a_container_is_looked_at_debugged_and_replaced(own_runs: Path) -> None:
+def test_a_worker_in_a_container_is_debugged_and_replaced(own_runs: Path) -> None:
     need_container()
     Path("script.py").write_text(
         "import os, pathlib, time\nimport launcher\n"
@@ -198,9 +198,7 @@ def marked_by(process: psutil.Process, mark: str) -> bool:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
-def test_a_process_that_its_prefix_has_reaped_is_signalled_without_harm(
-    monkeypatch: pytest.MonkeyPatch, signum: signal.Signals
-) -> None:
+def test_a_signal_to_a_reaped_process_does_no_harm(monkeypatch: pytest.MonkeyPatch, signum: signal.Signals) -> None:
     with subprocess.Popen(["sleep", "600"]) as prefix, subprocess.Popen(["true"]) as own:
         own.wait()
         worker = Worker.__new__(Worker)

@@ -70,7 +70,7 @@ def test_only_the_very_process_that_an_identity_names_is_ended() -> None:
         assert other.poll() is None
 
 
-def test_a_run_inside_of_a_run_never_ends_itself_or_what_it_runs_in() -> None:
+def test_a_nested_run_never_ends_itself_or_the_outer_run() -> None:
     ours = AgentIdentity.ours(RunTag("0" * 32, None))  # this process, and its parent
     assert _clean(str(ours)).left == []
 

@@ -534,7 +534,7 @@ def test_a_fork_server_that_fails_costs_nothing_but_time(
         assert "workers were started by exec: its process does not answer" in result.stderr
 
 
-def test_with_torch_the_store_is_forked_too_and_random_states_differ(tmp_path: Path) -> None:
+def test_the_store_is_forked_too_and_random_states_differ(tmp_path: Path) -> None:
     script = write(
         tmp_path,
         "script.py",

@@ -94,9 +94,7 @@ def test_hosts_that_are_well_are_measured_and_nothing_is_left(ssh_hosts: SshHost
     assert _files(ssh_hosts.folder) <= before | {ssh_hosts.folder / name / "sshd.log" for name in ssh_hosts.names}
 
 
-def test_each_host_that_cannot_be_used_is_named_with_the_line_that_fixes_it(
-    ssh_hosts: SshHosts, tmp_path: Path
-) -> None:
+def test_an_unusable_host_is_named_with_the_fix(ssh_hosts: SshHosts, tmp_path: Path) -> None:
     ssh_hosts.stop(2)
     ssh_hosts.change_host_key(3)
     config = ssh_hosts.config("unknown_node4", unknown=[4])
@@ -166,7 +164,7 @@ def test_an_elastic_run_starts_without_the_host_that_is_gone(ssh_hosts: SshHosts
     assert result.stdout.splitlines()[2].startswith(" node1, node2")
 
 
-def test_a_missing_script_a_missing_python_and_a_taken_port_are_found(tmp_path: Path) -> None:
+def test_a_missing_script_or_python_and_a_taken_port_are_found(tmp_path: Path) -> None:
     simulated = ["--simulate", "--nnodes", "2"]
     (tmp_path / "train.py").write_text(SCRIPT)
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -352,7 +350,7 @@ def test_equal_hosts_are_well() -> None:
     assert _said(_examined("a"), _examined("b"), _examined("c")) == {}
 
 
-def test_what_differs_from_most_hosts_is_named_with_its_value_and_how_to_make_it_equal() -> None:
+def test_what_differs_from_most_hosts_is_named_with_the_fix() -> None:
     odd = _examined("c", 90.0, torch="2.12.1+cu126", nccl="2.26.2", script="0ther", python="3.11.2", code="0ld")
     said = _said(_examined("a"), _examined("b"), odd)
     assert {kind: finding.severity.value for kind, finding in said.items()} == {
@@ -376,7 +374,7 @@ def test_a_patch_of_torch_or_another_build_is_a_warning() -> None:
         )
 
 
-def test_a_shared_folder_of_different_users_and_one_machine_by_two_names_are_found() -> None:
+def test_users_of_a_shared_folder_and_double_names_are_found() -> None:
     said = _said(_examined("a"), _examined("b"), _examined("c", user="bob", uid=1001))
     assert said["user"].hosts == ("c",)
     assert "bob (1001), elsewhere ann (1000)" in said["user"].message
@@ -454,7 +452,7 @@ def test_a_host_that_no_one_reaches_is_one_finding() -> None:
     assert singles[-1].message.startswith("3 more connections do not work")
 
 
-def test_a_large_run_tries_a_bounded_number_of_ways_and_finds_who_is_cut_off() -> None:
+def test_a_large_run_tries_few_ways_and_finds_who_is_cut_off() -> None:
     names = [f"n{k}" for k in range(1000)]
     listening = {
         name: Listening(f"10.0.{k // 250}.{k % 250}", 7, 29500 if k == 0 else 0) for k, name in enumerate(names)
@@ -486,7 +484,7 @@ def test_a_large_run_tries_a_bounded_number_of_ways_and_finds_who_is_cut_off() -
     assert looked_at < 10 * len(ways)
 
 
-def test_a_name_that_means_loopback_is_a_warning_unless_the_interface_is_set() -> None:
+def test_a_name_that_means_loopback_is_a_warning() -> None:
     examined = [_examined(name, name_resolves_to=("127.0.1.1",)) for name in "12"]
     listening = {name: Listening(f"10.0.0.{name}", 7) for name in "12"}
     ways = _ways("12", {})

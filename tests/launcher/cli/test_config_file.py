@@ -51,7 +51,7 @@ def test_each_source_may_set_what_the_others_leave_open(folder: Path) -> None:
     assert _workers(folder, "--nproc-per-node=2", DTRAIN_NNODES="3") == 6
 
 
-def test_a_flag_of_the_file_can_be_switched_off_by_the_environment(folder: Path) -> None:
+def test_the_environment_switches_off_a_flag_of_the_file(folder: Path) -> None:
     (folder / "dtrain.toml").write_text("simulate = true\nnnodes = 2\nnproc-per-node = 1\n")
     assert _workers(folder) == 2
     assert _workers(folder, DTRAIN_SIMULATE="0", DTRAIN_NNODES="1") == 1
@@ -119,7 +119,7 @@ def test_help_before_the_script_is_ours(folder: Path) -> None:
     assert "everything after it is passed to the script" in result.stdout.replace("\n  ", " ")
 
 
-def test_options_of_run_come_from_the_environment_and_the_file_too(folder: Path) -> None:
+def test_options_come_from_the_environment_and_the_file_too(folder: Path) -> None:
     (folder / "dtrain.toml").write_text('export = ["GIVEN=a b=c"]\nonly-rank = [1]\ngrace_s = 1\n')
     result = run_dtrain("run", "-q", "show.py", cwd=folder, env={"DTRAIN_NPROC_PER_NODE": "2", "DTRAIN_RUN_ID": "mine"})
     assert (result.returncode, result.stderr) == (0, "")
@@ -234,7 +234,7 @@ def test_nothing_close_lists_all() -> None:
     assert nearest("qqq", {"b", "a"}) == "; the keys are: a, b"
 
 
-def test_options_that_may_be_given_several_times_take_one_value_or_words_with_quotes(tmp_path: Path) -> None:
+def test_repeatable_options_take_one_value_or_a_quoted_list(tmp_path: Path) -> None:
     (tmp_path / "dtrain.toml").write_text('role = "ps:2:serve.py --port 0"\n')
     from_file = run_dtrain("plan", "--json", "train.py", cwd=tmp_path)
     assert from_file.stdout.count('"role": "ps"') == 2, from_file
@@ -248,6 +248,6 @@ def test_options_that_may_be_given_several_times_take_one_value_or_words_with_qu
     assert (broken.returncode, 'DTRAIN_ROLE is "\'ps:1", which cannot be split' in broken.stderr) == (2, True), broken
 
 
-def test_a_typed_source_of_hosts_is_stronger_than_a_node_rank_from_elsewhere(tmp_path: Path) -> None:
+def test_a_typed_source_of_hosts_wins_over_an_inherited_rank(tmp_path: Path) -> None:
     result = run_dtrain("plan", "--hosts", "a:1,b:1", "train.py", cwd=tmp_path, env={"DTRAIN_NODE_RANK": "0"})
     assert result.returncode == 0, result

@@ -215,7 +215,7 @@ def test_a_node_that_does_not_come_is_named_with_what_to_type(tmp_path: Path, po
     assert f"127.0.0.1:{port}" in alone.stderr
 
 
-def test_nodes_of_one_machine_meet_by_its_name_that_means_a_loopback_address(tmp_path: Path, port: int) -> None:
+def test_nodes_of_one_machine_meet_by_its_loopback_name(tmp_path: Path, port: int) -> None:
     """As Debian has it in /etc/hosts: 127.0.1.1, at which node 0 does not listen, since no other machine reaches it."""
     (tmp_path / "show.py").write_text(SHOW)
     program = (

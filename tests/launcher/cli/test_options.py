@@ -36,7 +36,7 @@ def test_what_the_job_takes_over_has_the_job_s_default() -> None:
 
 
 @pytest.mark.parametrize(("field", "kind"), [("grace_s", "int"), ("grace_seconds", "float")])
-def test_a_field_of_the_job_that_no_option_fills_is_an_error_at_import(
+def test_a_field_of_the_job_without_an_option_is_an_error(
     monkeypatch: pytest.MonkeyPatch, field: str, kind: str
 ) -> None:
     declared = [(found.name, found.type) for found in fields(JobSpec) if found.name != "grace_s"]
@@ -52,7 +52,7 @@ def test_what_both_have_goes_into_the_job_as_it_is(monkeypatch: pytest.MonkeyPat
     assert (spec.grace_s, spec.stall_timeout_s, spec.oversubscribe, spec.master_port) == (3.0, 7.0, True, 5)
 
 
-def test_help_lists_every_option_under_a_heading_the_common_ones_first() -> None:
+def test_help_lists_every_option_under_a_heading() -> None:
     text = CliRunner().invoke(cli, ["run", "--help"], terminal_width=110).stdout
     headings = re.findall(r"^(\S.*):$", text, re.MULTILINE)
     assert headings == [

@@ -25,7 +25,7 @@ def _rows(*args: str) -> list[dict[str, Any]]:
     return rows
 
 
-def test_the_json_has_every_worker_with_its_share_of_this_machine() -> None:
+def test_the_json_has_every_worker_with_its_share() -> None:
     rows = _rows("--simulate", "--nnodes", "2", "--nproc-per-node", "2", "train.py")
     assert [(row["rank"], row["host"], row["local_rank"]) for row in rows] == [
         (0, "sim0", 0), (1, "sim0", 1), (2, "sim1", 0), (3, "sim1", 1),

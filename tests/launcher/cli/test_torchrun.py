@@ -55,7 +55,7 @@ def test_a_command_line_of_torchrun_s_runs_unchanged(tmp_path: Path) -> None:
         assert result.stderr.count(f"{word} has no meaning here") == 1
 
 
-def test_what_other_launchers_call_an_option_is_translated_or_refused(tmp_path: Path) -> None:
+def test_options_of_other_launchers_are_translated_or_refused(tmp_path: Path) -> None:
     (tmp_path / "show.py").write_text(SHOW)
     for words, message in [
         (["-np", "2"], "dtrain's option for -n is --nproc-per-node; it counts the workers of each host"),
@@ -130,7 +130,7 @@ def test_wrong_words_are_errors(given: dict[str, object], message: str) -> None:
     assert message in str(error.value)
 
 
-def test_variables_come_before_a_file_and_a_file_before_the_defaults() -> None:
+def test_variables_come_before_a_file_and_that_before_defaults() -> None:
     env = {"PET_MAX_RESTARTS": "2", "PET_STANDALONE": "1", "PET_OTHER": "x", "PET_COMMAND": "y"}
     found = defaults(env, {"max_restarts": "1", "nproc_per_node": "4"})
     assert found == {"nproc_per_node": "4", "max_restarts": "2", "standalone": True}

@@ -83,7 +83,7 @@ def start_method(request: pytest.FixtureRequest, folder: Path) -> list[str]:
     return ["--start-method", method]
 
 
-def test_variables_are_seen_and_changed_and_lines_are_stepped_through(start_method: list[str], folder: Path) -> None:
+def test_variables_are_changed_and_lines_stepped_through(start_method: list[str], folder: Path) -> None:
     detached(*start_method, "--nproc-per-node", "2", "script.py")
     with dtrain_on_terminal("debug", "r", "--rank", "1", cwd=folder) as terminal:
         debugger = Debugger(terminal, 1)
@@ -123,7 +123,7 @@ exec(compile(pathlib.Path(os.__file__).with_name("bdb.py").read_text(), "bdb.py"
 """
 
 
-def test_a_rank_that_imports_what_the_debugger_needs_opens_when_that_is_there(folder: Path) -> None:
+def test_a_rank_that_imports_the_debugger_s_modules_opens_later(folder: Path) -> None:
     """The script trains in an import of its own, which does not end: in that the debugger opens."""
     (folder / "bdb.py").write_text(SLOW_MODULE)
     (folder / "script.py").rename(folder / "training.py")
@@ -136,7 +136,7 @@ def test_a_rank_that_imports_what_the_debugger_needs_opens_when_that_is_there(fo
     end()
 
 
-def test_a_breakpoint_is_come_to_again_and_again_until_it_is_cleared(folder: Path) -> None:
+def test_a_breakpoint_is_hit_until_it_is_cleared(folder: Path) -> None:
     detached("--nproc-per-node", "2", "script.py")
     with dtrain_on_terminal("debug", "r", "--rank", "0", cwd=folder) as terminal:
         debugger = Debugger(terminal, 0)
@@ -347,7 +347,7 @@ def test_without_a_debugger_the_same_limits_end_the_run(folder: Path) -> None:
     assert run_dtrain("wait", "r").returncode != 0
 
 
-def test_a_rank_of_an_ssh_host_is_debugged_in_a_run_in_the_foreground(ssh_hosts: SshHosts, folder: Path) -> None:
+def test_a_rank_of_an_ssh_host_is_debugged(ssh_hosts: SshHosts, folder: Path) -> None:
     where = ["--hosts", "node1,node2", "--ssh-config", str(ssh_hosts.ssh_config), "--nproc-per-node", "1"]
     with started_dtrain("run", "--run-id", "r", *where, "script.py") as run:
         wait_until(lambda: len([*folder.glob("tick*")]) == 2, "the ranks are there")
@@ -364,7 +364,7 @@ def test_a_rank_of_an_ssh_host_is_debugged_in_a_run_in_the_foreground(ssh_hosts:
         assert b"Pdb" not in out
 
 
-def test_a_signal_as_the_time_for_an_answer_ends_does_not_make_it_longer() -> None:
+def test_a_signal_does_not_prolong_the_wait_for_an_answer() -> None:
     """As Ctrl-C after three seconds without a prompt; queue.SimpleQueue of CPython 3.11 waits for ever then."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     said = _Said(Question(ours), 0)

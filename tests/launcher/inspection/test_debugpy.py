@@ -121,7 +121,7 @@ def children_of_the_rank(folder: Path) -> str:
     return children.read_text()
 
 
-def test_a_rank_starts_children_while_an_editor_is_attached_and_after_it(folder: Path) -> None:
+def test_a_rank_starts_children_during_and_after_debugging(folder: Path) -> None:
     require(find_spec("debugpy"), "debugpy", "pip install debugpy")
     (folder / "script.py").write_text(SCRIPT)
     result = run_dtrain("run", "--detach", "--run-id", "r", "script.py", outlived=True)
@@ -151,7 +151,7 @@ def _open_files(folder: Path) -> list[str]:
     return sorted(file for file in _files_of(pid) if not file.startswith("socket:"))
 
 
-def test_an_editor_leaves_the_descriptors_of_the_rank_as_they_were(folder: Path) -> None:
+def test_an_editor_leaves_the_rank_s_descriptors_alone(folder: Path) -> None:
     require(find_spec("debugpy"), "debugpy", "pip install debugpy")
     has_timeout = "import socket\nones, others = socket.socketpair()\nsocket.setdefaulttimeout(60)\n"
     blocks = "assert os.get_blocking(ones.fileno())\n"
@@ -214,7 +214,7 @@ def _listens(pid: int) -> bool:
     ],
     ids=["missing", "fails", "closes", "used"],
 )
-def test_a_debugpy_that_does_not_open_is_reported_with_an_exit_code(code: str, text: str, folder: Path) -> None:
+def test_a_debugpy_that_does_not_open_is_reported(code: str, text: str, folder: Path) -> None:
     (folder / "script.py").write_text(SCRIPT)
     (folder / "debugpy").mkdir()
     (folder / "debugpy/__init__.py").write_text(code)

@@ -42,7 +42,7 @@ def end(exit_code: int = 0) -> None:
     assert run_dtrain("wait", "r").returncode == exit_code
 
 
-def test_the_ranks_are_shown_by_groups_to_who_asks_and_the_run_goes_on(folder: Path) -> None:
+def test_ranks_are_shown_by_groups_and_the_run_goes_on(folder: Path) -> None:
     detached("--nproc-per-node", "3", "script.py", workers=3)
     shown = stacks()
     assert (shown.returncode, shown.stderr) == (0, ""), shown
@@ -79,7 +79,7 @@ def test_several_who_ask_at_once_are_all_answered() -> None:
     end()
 
 
-def test_a_host_that_does_not_answer_is_named_and_the_others_are_shown() -> None:
+def test_a_silent_host_is_named_and_the_others_are_shown() -> None:
     detached("--simulate", "--nnodes", "2", "--nproc-per-node", "1", "script.py", workers=2)
     stopped = psutil.Process(ranks("--rank", "1")[0]["pid"]).parent()
     assert stopped is not None
@@ -135,7 +135,7 @@ def bin_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder / "bin"
 
 
-def test_without_py_spy_the_python_stacks_are_shown_and_why_there_are_no_others(bin_folder: Path) -> None:
+def test_without_py_spy_python_stacks_are_shown_with_the_reason(bin_folder: Path) -> None:
     detached("--python", str(bin_folder / "python"), "script.py")
     (found,) = ranks("--native")
     assert "count" in found["stack"]
@@ -145,7 +145,7 @@ def test_without_py_spy_the_python_stacks_are_shown_and_why_there_are_no_others(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root has a right that py-spy can lack")
-def test_where_ptrace_is_refused_the_python_stacks_are_shown_and_why_there_are_no_others(bin_folder: Path) -> None:
+def test_without_ptrace_python_stacks_are_shown_with_the_reason(bin_folder: Path) -> None:
     program = find_py_spy()
     require(program, "py-spy", "pip install py-spy")
     # A process may not look into one that has a right it lacks. Containers often have no sys_ptrace, so chown as well.

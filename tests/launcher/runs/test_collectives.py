@@ -88,7 +88,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("case", ["late", "ddp", "fsdp", "pair", "left out"])
-def test_of_a_run_that_hangs_the_rank_and_the_collective_are_named(case: str, script: Path) -> None:
+def test_a_hanging_run_s_rank_and_collective_are_named(case: str, script: Path) -> None:
     said, limit_s = SAID[case]
     with started_dtrain("run", "--nproc-per-node", "3", "--run-id", "r", script, case, str(limit_s)):
         wait_until(lambda: said in run_dtrain("stacks", "r").stdout, said)
@@ -136,7 +136,7 @@ os.abort()
 """
 
 
-def test_where_all_ranks_are_ended_by_the_watchdog_its_files_are_compared(script: Path) -> None:
+def test_if_the_watchdog_ends_all_ranks_its_files_are_compared(script: Path) -> None:
     script.write_text(WATCHDOG)
     result = run_dtrain("run", "--nproc-per-node", "3", "--run-id", "r", script)
     assert result.returncode == 128 + signal.SIGABRT

@@ -106,7 +106,7 @@ def test_a_detached_run_that_does_not_start_says_why(folder: Path) -> None:
     assert ps() == []
 
 
-def test_a_run_in_the_foreground_is_listed_looked_into_and_stopped(folder: Path) -> None:
+def test_a_foreground_run_is_listed_and_stopped(folder: Path) -> None:
     with started_dtrain("run", "--nproc-per-node", "2", "--run-id", "front", "script.py") as run:
         wait_until(lambda: any(each["state"] == "running" for each in ps()), "it is listed")
         wait_until(lambda: dtrain("logs", "front").stdout.count("up") == 2, "its output is there")
@@ -344,7 +344,7 @@ def test_other_users_neither_see_nor_stop_a_run(folder: Path) -> None:
     (folder / "state/dtrain").chmod(0o700)
 
 
-def test_a_home_that_cannot_be_written_keeps_no_run_from_its_work(folder: Path) -> None:
+def test_a_home_that_cannot_be_written_harms_no_run(folder: Path) -> None:
     (folder / "go").touch()
     for state in ("script.py", "/proc"):  # a file, and a file system that takes none
         result = run_dtrain("run", "script.py", env={"XDG_STATE_HOME": str(Path(state).absolute())})

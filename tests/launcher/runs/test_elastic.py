@@ -32,7 +32,7 @@ def _options(hosts: SshHosts, *more: str) -> list[str]:
     return ["run", "--ssh-config", str(hosts.ssh_config), "--nproc-per-node", "1", "--heartbeat-timeout-s", "3", *more]
 
 
-def test_a_lost_host_ends_the_attempt_and_the_next_goes_on_without_it(ssh_hosts: SshHosts, script: Path) -> None:
+def test_after_a_lost_host_the_next_attempt_is_without_it(ssh_hosts: SshHosts, script: Path) -> None:
     argv = _options(ssh_hosts, "--hosts", "node1,node2,node3", "--nnodes", "2:3", str(script), "1")
     with started_dtrain(*argv, cwd=script.parent) as process:
         seen = AttemptsSeen(process)

@@ -69,7 +69,7 @@ def test_the_report_of_a_run_is_kept_and_printed_in_any_folder(folder: Path) -> 
 
 
 @pytest.mark.parametrize("way", ["detached", "foreground"])
-def test_wait_and_attach_end_with_the_report_and_the_run_s_exit_code(folder: Path, way: str) -> None:
+def test_wait_and_attach_end_with_report_and_exit_code(folder: Path, way: str) -> None:
     detach = ["--detach"] if way == "detached" else []
     words = ["run", "--nproc-per-node", "2", "--run-id", "r", *detach, "script.py"]
     with started_dtrain(*words, outlived=bool(detach)) as run, contextlib.ExitStack() as looking:
@@ -130,7 +130,7 @@ def test_a_run_that_is_lost_has_a_cause_and_an_end_too(folder: Path) -> None:
         assert (result.returncode, "run r is lost" in result.stdout + result.stderr) == (code, True), result
 
 
-def test_a_run_of_an_older_version_has_no_report_and_breaks_no_command(folder: Path) -> None:
+def test_a_run_of_an_older_version_breaks_no_command(folder: Path) -> None:
     failed("r")
     (entry,) = entries()
     change(entry.name, without=("cause", "report"))

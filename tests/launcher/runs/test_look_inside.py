@@ -100,7 +100,7 @@ def _top() -> dict[str, Any]:
     return found
 
 
-def test_a_throttled_rank_is_named_with_what_is_slow_and_top_shows_it(folder: Path) -> None:
+def test_a_throttled_rank_is_named_and_top_shows_it(folder: Path) -> None:
     """Rank 3 gets its data late for a while, then rank 1 computes slowly to the end."""
     words = ["-v", "--simulate", "--nnodes", "2", "--nproc-per-node", "2", "--run-id", "r"]
     slow = ["3.40.120.data", "1.160.99999.compute"]
@@ -221,7 +221,7 @@ for step in range(1, 1 + int(sys.argv[1])):
 
 
 @pytest.mark.parametrize("columns", [0, 50])
-def test_the_status_line_fits_the_terminal_and_never_mixes_with_lines(folder: Path, columns: int) -> None:
+def test_the_status_line_fits_and_never_mixes_with_lines(folder: Path, columns: int) -> None:
     Path("count.py").write_text(COUNTING)
     with dtrain_on_terminal(
         "run", "--lines", "all", "--nproc-per-node", "2", "count.py", "100000", cwd=folder, columns=columns

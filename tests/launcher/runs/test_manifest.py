@@ -36,7 +36,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_manifest_says_how_a_run_was_started_and_how_it_ended(folder: Path) -> None:
+def test_the_manifest_says_how_a_run_started_and_ended(folder: Path) -> None:
     (folder / "script.py").write_text(WAITS + "raise SystemExit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')\n")
     (folder / "dtrain.toml").write_text("max-restarts = 1\n")
     words = ["--simulate", "--nnodes", "2", "--run-id", "r", "-x", "MY_TOKEN=hidden", "script.py", "--api-key", "hush"]
@@ -260,7 +260,7 @@ def test_logs_are_read_in_the_order_of_their_seconds(folder: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("steps", [0, 5])
-def test_the_steps_of_all_hosts_are_added_up_once_a_second_not_at_each_event(
+def test_steps_of_all_hosts_are_added_up_once_a_second(
     steps: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[AttemptState] = []

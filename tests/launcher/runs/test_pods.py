@@ -67,7 +67,7 @@ def test_the_name_of_the_first_pod_may_come_late(pods: Pods, tmp_path: Path) -> 
     assert second.termination_message.startswith(last)
 
 
-def test_pods_of_a_pytorchjob_whose_first_pod_is_its_own_localhost(pods: Pods, tmp_path: Path) -> None:
+def test_pods_of_a_pytorchjob_whose_first_is_localhost(pods: Pods, tmp_path: Path) -> None:
     """As older operators have it; the other pods get the first one's name. By dtrain-torchrun."""
     (tmp_path / "show.py").write_text("import os\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])")
     torchrun = (sys.executable, "-c", "from launcher.cli.main import torchrun; torchrun()", "show.py")
@@ -108,9 +108,7 @@ def test_an_elastic_run_goes_on_with_a_pod_that_replaces_another(pods: Pods, tmp
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_a_run_of_all_pods_waits_for_the_one_that_replaces_another(
-    pods: Pods, tmp_path: Path, how: signal.Signals
-) -> None:
+def test_a_run_of_all_pods_waits_for_a_replacement(pods: Pods, tmp_path: Path, how: signal.Signals) -> None:
     """As the manifests have it: with --max-restarts, and not elastic."""
     (tmp_path / "work.py").write_text(RESUMES)
     words = ["--heartbeat-timeout-s", "3", "--max-restarts", "3", "work.py"]
@@ -132,7 +130,7 @@ def test_a_run_of_all_pods_waits_for_the_one_that_replaces_another(
     assert out.count("done 2") == 2, err
 
 
-def test_resilient_workers_go_on_with_a_pod_that_replaces_another(pods: Pods, tmp_path: Path) -> None:
+def test_resilient_workers_go_on_with_a_replacement(pods: Pods, tmp_path: Path) -> None:
     words = ["--heartbeat-timeout-s", "3", str(ELASTIC), "2", "0.2"]
     with _indexed(pods, 0, *words, cwd=tmp_path, nnodes="1:2") as first:
         pods.publish(MASTER, first.address)
@@ -185,7 +183,7 @@ def _sigterm_to_both(pods: Pods, grace_s: str, folder: Path) -> Iterator[tuple[P
         yield first, second
 
 
-def test_between_the_signals_of_the_end_of_all_pods_checkpoints_are_saved(pods: Pods, tmp_path: Path) -> None:
+def test_checkpoints_are_saved_when_all_pods_end(pods: Pods, tmp_path: Path) -> None:
     """Kubernetes sends SIGTERM to each process 1, and SIGKILL after terminationGracePeriodSeconds."""
     (tmp_path / "train.py").write_text(
         "import os, signal, sys, time\n"
@@ -200,7 +198,7 @@ def test_between_the_signals_of_the_end_of_all_pods_checkpoints_are_saved(pods: 
     assert first.termination_message.startswith("stopped by SIGTERM after")
 
 
-def test_pods_that_are_killed_after_sigterm_go_on_from_what_they_saved_in_between(pods: Pods, tmp_path: Path) -> None:
+def test_pods_killed_after_sigterm_resume_what_they_saved(pods: Pods, tmp_path: Path) -> None:
     """Of workers that do not end by themselves, when the pod's grace period ends before --grace-s."""
     (tmp_path / "train.py").write_text(
         "import os, signal, time\nfrom pathlib import Path\n"

@@ -152,7 +152,7 @@ def test_attempts_of_earlier_lives_are_counted_on(tmp_path: Path) -> None:
     assert "attempt 5" in result.stdout, result
 
 
-def test_a_run_that_finishes_after_the_warning_is_not_queued_again(tmp_path: Path) -> None:
+def test_a_run_that_finishes_in_time_is_not_queued_again(tmp_path: Path) -> None:
     (tmp_path / "end.py").write_text(
         "import signal, time\nseen = []\nsignal.signal(signal.SIGUSR1, lambda *_: seen.append(1))\n"
         "print('up', flush=True)\nwhile not seen: time.sleep(0.01)\n"

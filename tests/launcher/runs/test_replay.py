@@ -47,7 +47,7 @@ def own_folder() -> Path:
     return found
 
 
-def test_the_step_that_failed_fails_again_from_the_newest_checkpoint() -> None:
+def test_the_failed_step_fails_again_from_the_checkpoint() -> None:
     failed = train("20", "11", options=("--nproc-per-node", "2", "--max-restarts", "1"))
     assert last_line(failed) == "dtrain:   replay it: dtrain replay first"
     assert "see it: less " in failed.stderr.splitlines()[-2]
@@ -67,7 +67,7 @@ def test_the_step_that_failed_fails_again_from_the_newest_checkpoint() -> None:
     assert not (own_folder() / "pinned").exists()
 
 
-def test_a_step_is_reached_with_the_same_bits_and_saves_go_to_the_replay_s_folder() -> None:
+def test_a_step_has_the_same_bits_and_saves_go_elsewhere() -> None:
     train("20")
     shutil.rmtree("checkpoints")
     result = replay("--step", "6")
@@ -84,7 +84,7 @@ def test_a_step_is_reached_with_the_same_bits_and_saves_go_to_the_replay_s_folde
     ), again
 
 
-def test_a_difference_is_said_with_the_step_the_parameter_and_what_else_differs() -> None:
+def test_a_difference_is_said_with_step_and_parameter() -> None:
     subprocess.run(["git", "init", "-q"], check=True)
     Path(".gitignore").write_text("runs/\nstate/\ncheckpoints/\n")
     subprocess.run(["git", "add", "."], check=True)
@@ -118,7 +118,7 @@ def test_code_without_a_repository_is_not_said_to_be_equal(monkeypatch: pytest.M
     assert f"not as in run first: step 1: the gradient of weight\ndtrain: replay: {text}\n" in result.stderr
 
 
-def test_on_another_kind_of_processor_losses_are_compared_and_that_is_said() -> None:
+def test_on_another_processor_losses_are_compared() -> None:
     train("6")
     shutil.rmtree("checkpoints")
     Path("data").write_text("other bits")
@@ -153,7 +153,7 @@ def test_without_a_step_pdb_opens_at_the_exception(folder: Path) -> None:
     assert "step 13 has the same bits (4 hashes); the recorded exception came again" in terminal.shown
 
 
-def test_a_run_that_goes_on_is_replayed_from_a_checkpoint_that_it_removes_meanwhile(folder: Path) -> None:
+def test_an_active_run_is_replayed_though_checkpoints_go(folder: Path) -> None:
     script = Path("train.py")
     wait = "    if step == 10 and not PLAN:\n        while not Path('go').exists(): pass\n    data ="
     script.write_text(script.read_text().replace("    data =", wait))
@@ -262,7 +262,7 @@ def test_only_a_run_that_raised_is_to_be_replayed(ends: str) -> None:
     assert "replay it" not in result.stderr
 
 
-def test_snapshots_are_kept_of_a_run_that_failed_and_replayed_from() -> None:
+def test_snapshots_of_a_failed_run_are_kept_and_replayed_from() -> None:
     failed = train("20", "14", options=("--replayable", "3"))
     assert "dtrain: replayable from step 4\n" in failed.stderr
     shutil.rmtree("checkpoints")

@@ -62,7 +62,7 @@ def script(tmp_path: Path) -> Path:
 
 
 @pytest.mark.usefixtures("warm")
-def test_workers_meet_again_in_a_fresh_store_after_one_was_killed(where: list[str], script: Path) -> None:
+def test_workers_meet_in_a_new_store_after_one_was_killed(where: list[str], script: Path) -> None:
     script.write_text(GLOO)
     result = run_dtrain("run", "--run-id", "r", "--max-restarts", "2", *where, script, cwd=script.parent)
     assert result.returncode == 0, result.stderr
@@ -131,7 +131,7 @@ def test_a_crash_loop_ends_early_and_says_so(script: Path) -> None:
     assert "without any progress" in result.stderr
 
 
-def test_a_killed_store_is_the_cause_and_another_attempt_has_its_own(script: Path) -> None:
+def test_a_killed_store_is_the_cause_and_replaced(script: Path) -> None:
     script.write_text(
         "import os, time\nimport torch.distributed as dist\ndist.init_process_group('gloo')\ndist.barrier()\n"
         "print('up', flush=True)\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': time.sleep(600)\n"
@@ -187,7 +187,7 @@ def test_interrupt_between_two_attempts_ends_the_run(script: Path) -> None:
     assert b"stopped by SIGINT" in stderr
 
 
-def test_error_json_tells_a_program_what_the_screen_tells_a_person(script: Path) -> None:
+def test_error_json_has_what_the_screen_shows(script: Path) -> None:
     script.write_text(
         "import os\nif os.environ['RANK'] == '1': raise ValueError('bad batch')\nimport time\ntime.sleep(60)"
     )

@@ -67,7 +67,7 @@ def test_what_cannot_be_is_said(tmp_path: Path, options: list[str], said: str) -
     assert said in result.stderr
 
 
-def test_a_rank_that_does_not_read_fills_no_memory_and_loses_nothing(tmp_path: Path) -> None:
+def test_a_rank_that_does_not_read_loses_nothing(tmp_path: Path) -> None:
     """What waits is bounded on the whole way: here, in the stream, at the agent and in the worker's pipe."""
     path = script(
         tmp_path,
@@ -210,7 +210,7 @@ def test_ctrl_c_at_a_prompt_ends_the_run(tmp_path: Path) -> None:
     assert "stopped by SIGINT" in terminal.shown
 
 
-def test_ctrl_c_at_a_debugger_that_takes_it_says_how_to_end_the_run(tmp_path: Path) -> None:
+def test_ctrl_c_at_a_debugger_says_how_to_end_the_run(tmp_path: Path) -> None:
     path = script(tmp_path, "breakpoint()\nprint('after')")
     with dtrain_on_terminal("run", "--grace-s", "600", path, cwd=tmp_path) as terminal:
         terminal.read_until("(Pdb) ")
@@ -248,7 +248,7 @@ print("status:", run.wait(), flush=True)
 """
 
 
-def test_a_run_in_the_background_leaves_the_terminal_to_the_shell(tmp_path: Path) -> None:
+def test_a_background_run_leaves_the_terminal_to_the_shell(tmp_path: Path) -> None:
     """It is not stopped by SIGTTIN, takes nothing that is typed for others, and reads once it is in the foreground."""
     script(tmp_path, "print('up')\nprint('got', sys.stdin.readline())")
     (tmp_path / "shell.py").write_text(SHELL)

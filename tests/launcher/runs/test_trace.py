@@ -71,7 +71,7 @@ def dtrain(trained: Path, *words: str) -> Result:
     return run_dtrain(*words, cwd=trained, env={"XDG_STATE_HOME": str(trained / "state")})
 
 
-def test_the_trace_of_a_run_has_all_phases_of_each_rank_in_order_on_one_axis(trained: Path) -> None:
+def test_the_trace_has_all_phases_of_each_rank_in_order(trained: Path) -> None:
     result = dtrain(trained, "trace", "-o", "out.json")
     assert (result.returncode, result.stdout) == (0, ""), result
     events: list[Event] = json.loads((trained / "out.json").read_text())["traceEvents"]
@@ -117,7 +117,7 @@ def _check_order(own: list[Event]) -> None:
     )  # fmt: skip
 
 
-def test_the_killed_rank_its_replacement_and_the_recovery_are_there(trained: Path) -> None:
+def test_a_killed_rank_and_its_recovery_are_in_the_trace(trained: Path) -> None:
     result = dtrain(trained, "trace", "traced", "-o", "-")
     events: list[Event] = json.loads(result.stdout)["traceEvents"]
     instants = {event["args"].get("kind"): event for event in events if event["ph"] == "i" and event["tid"] == 3}
@@ -151,7 +151,7 @@ def test_without_matplotlib_the_plot_says_what_to_install(trained: Path) -> None
 
 
 @pytest.mark.parametrize("command", ["trace", "plot"])
-def test_a_file_that_cannot_be_written_and_a_run_that_is_not_known_are_errors(trained: Path, command: str) -> None:
+def test_an_unwritable_file_and_an_unknown_run_are_errors(trained: Path, command: str) -> None:
     if command == "plot":
         require(find_spec("matplotlib"), "matplotlib", "pip install matplotlib")
     result = dtrain(trained, command, "last", "-o", "nowhere/out.json" if command == "trace" else "nowhere/out.png")

@@ -107,7 +107,7 @@ def test_exported_variables_travel_and_stay_out_of_sight(
 # ---- refusals ----
 
 
-def test_unknown_host_key_is_refused_with_the_command_that_accepts_it(ssh_hosts: SshHosts, script: Path) -> None:
+def test_an_unknown_host_key_is_refused_with_what_accepts_it(ssh_hosts: SshHosts, script: Path) -> None:
     config = ssh_hosts.config("one_unknown", unknown=[2])
     result = run_dtrain(*on(ssh_hosts, config=config), script, cwd=script.parent)
     assert result.returncode == 1
@@ -256,7 +256,7 @@ def test_host_that_dies_is_the_cause_and_the_others_are_stopped(
     assert b"1 worker stopped by dtrain" in stderr
 
 
-def test_jump_host_that_is_not_there_is_named_rather_than_passed_by(ssh_hosts: SshHosts, script: Path) -> None:
+def test_a_missing_jump_host_is_named_not_bypassed(ssh_hosts: SshHosts, script: Path) -> None:
     config = ssh_hosts.folder / "jump"
     config.write_text("Host node1\n  ProxyJump gate.invalid\n" + ssh_hosts.ssh_config.read_text())
     result = run_dtrain(*on(ssh_hosts, "node1", config), script, cwd=script.parent)
