@@ -12,10 +12,11 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 from testbed.processes import run_dtrain, run_program, started
 from testbed.sshd import SshHosts
-from testbed.typed import typed
+from testbed.typed import message_of, typed
 
 from launcher.cli.caller import error_file
 from launcher.cli.request import check_here, check_script, read_request
+from launcher.cli.run_node import commands_of_nodes
 from launcher.errors import UsageError
 from launcher.placement.job_spec import CommandKind, WorkerCommand
 
@@ -30,7 +31,6 @@ WRONG = [
     "--nnodes 2: --hosts a,b script.py",
     "--nnodes 3:4 --hosts a,b script.py",
     "--max-restarts -1 script.py",
-    "--max-restarts x script.py",
     "--grow script.py",
     "--grow --simulate --nnodes 2 script.py",
     "--heartbeat-timeout-s 0.5 script.py",
@@ -52,9 +52,13 @@ WRONG = [
     "--export NOT_SET_HERE script.py",
     "--workdir /no/such/folder script.py",
     "-m --no-python script.py",
-    "--nprocpernode 2 script.py",
     "--keep-warm 10x script.py",
     "--keep-warm 5m --hosts node1,node2 script.py",
+    "--node-rank 1 script.py",
+    "--node-rank 2 --nnodes 2 --master-addr 127.0.0.1 script.py",
+    "--node-rank 1 --nnodes 2 script.py",
+    "--node-rank 0 --nnodes 2 --hosts a,b script.py",
+    "--node-rank 0 --nnodes 1 --include a script.py",
     "package.train",
     "train",
     "scripts/trian.py",
@@ -87,6 +91,7 @@ def folder(tmp_path: Path, script: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     (tmp_path / "both.py").write_text("#!/bin/sh\n''''exec python3 \"$0\" # '''\nprint('python')\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PWD", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))  # without a token
     return tmp_path
 
 
@@ -94,11 +99,7 @@ def folder(tmp_path: Path, script: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 def test_wrong_input_says_what_is_allowed(folder: Path, line: str, snapshot: SnapshotAssertion) -> None:
     with pytest.raises((UsageError, click.UsageError)) as refused:
         check_here(read_request(typed(*line.split())).spec)
-    error = refused.value
-    assert isinstance(error, UsageError | click.UsageError)
-    assert error.exit_code == 2
-    text = error.format_message() if isinstance(error, click.UsageError) else str(error)
-    assert text.replace(str(folder), "FOLDER") == snapshot
+    assert message_of(refused.value).replace(str(folder), "FOLDER") == snapshot
 
 
 @pytest.mark.parametrize(
@@ -106,6 +107,7 @@ def test_wrong_input_says_what_is_allowed(folder: Path, line: str, snapshot: Sna
     [
         (["--max-restarts", "-1"], "--max-restarts is -1; it must be 0 to 1000000"),
         (["--max-restarts", "x"], "'x' is not a valid integer"),
+        (["--nprocpernode", "2"], "Did you mean"),
         (["--nproc", "2"], "dtrain's option for --nproc is --nproc-per-node"),
     ],
 )
@@ -114,6 +116,13 @@ def test_after_wrong_input_nothing_was_started(script: Path, options: list[str],
     assert (result.returncode, result.stdout) == (2, ""), result
     assert message in result.stderr
     assert not (script.parent / "runs").exists()
+
+
+@pytest.mark.parametrize("line", ["--nnodes 1 script.py", "--simulate --nnodes 2 script.py"])
+def test_commands_to_print_need_several_nodes(line: str, snapshot: SnapshotAssertion) -> None:
+    with pytest.raises(UsageError) as refused:
+        commands_of_nodes(typed("--print-commands", *line.split()))
+    assert str(refused.value) == snapshot
 
 
 @pytest.mark.parametrize(("file", "said"), [("/no/such/folder/e.json", "does not exist"), ("/proc", "is a folder")])
