@@ -59,6 +59,7 @@ WRONG = [
     "--node-rank 1 --nnodes 2 script.py",
     "--node-rank 0 --nnodes 2 --hosts a,b script.py",
     "--node-rank 0 --nnodes 1 --include a script.py",
+    "--standalone --hosts a,b script.py",
     "package.train",
     "train",
     "scripts/trian.py",
