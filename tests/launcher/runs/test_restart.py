@@ -104,31 +104,12 @@ def test_when_all_restarts_are_used_the_last_cause_decides(script: Path) -> None
     assert "attempt_2/0/std" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("text", "code"),
-    [
-        ("def broken(:\n", 1),
-        ("import no_such_module\n", 1),
-        ("open('/no/such/file')\n", 1),
-        ("import argparse\nparser = argparse.ArgumentParser()\nparser.parse_args(['--what'])\n", 2),
-    ],
-    ids=["syntax", "import", "missing file", "usage"],
-)
-def test_what_no_restart_can_mend_is_not_tried_again(script: Path, text: str, code: int) -> None:
-    script.write_text("print('begun', flush=True)\n" * ("broken" not in text) + text)
+def test_what_no_restart_can_mend_is_not_tried_again(script: Path) -> None:
+    script.write_text("import argparse\nprint('begun', flush=True)\nargparse.ArgumentParser().parse_args(['--what'])\n")
     result = run_dtrain("run", "--max-restarts", "5", script, cwd=script.parent)
-    assert result.returncode == code, result.stderr
-    assert result.stdout.count("begun") <= 1
+    assert result.returncode == 2, result.stderr
+    assert result.stdout.count("begun") == 1
     assert "a restart cannot fix that" in result.stderr
-
-
-def test_a_crash_loop_ends_early_and_says_so(script: Path) -> None:
-    script.write_text("print('begun', flush=True)\nraise ValueError('again')")
-    result = run_dtrain("run", "--max-restarts", "100", script, cwd=script.parent)
-    assert result.returncode == 1
-    assert 3 <= result.stdout.count("begun") <= 6
-    assert "the same failure came" in result.stderr
-    assert "without any progress" in result.stderr
 
 
 def test_a_killed_store_is_the_cause_and_replaced(script: Path) -> None:
