@@ -146,9 +146,6 @@ def test_why_workers_are_not_forked_is_said(script: Path) -> None:
     options = ["--start-method", "fork", "--launch-prefix", "env A=1"]
     result = run_dtrain("run", *options, script, cwd=script.parent)
     assert "--launch-prefix is set" in result.stderr
-    result = run_dtrain("run", "--keep-warm", "1m", "--launch-prefix", "env A=1", script, cwd=script.parent)
-    assert result.returncode == 2
-    assert "--launch-prefix forks none" in result.stderr
 
 
 def test_a_missing_program_is_named_before_any_worker_starts(ssh_hosts: SshHosts, script: Path) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -60,6 +61,20 @@ WRONG = [
     "--node-rank 0 --nnodes 2 --hosts a,b script.py",
     "--node-rank 0 --nnodes 1 --include a script.py",
     "--standalone --hosts a,b script.py",
+    "--keep-warm 1m --launch-prefix 'env A=1' script.py",
+    "--keep-warm 1m --setup true script.py",
+    "--setup true --simulate --nnodes 2 script.py",
+    '--agent-prefix "a \'b" script.py',
+    '--ssh-command "ssh \'x" --hosts node1 script.py',
+    "--ssh-command ' ' --hosts node1 script.py",
+    "--ssh-command ssh --accept-new-host-keys --hosts node1 script.py",
+    "--ssh-command 'tsh ssh' --ssh-config conf --hosts node1 script.py",
+    "--sync --nnodes 2 --node-rank 0 --master-addr localhost script.py",
+    "--hosts-script true script.py",
+    "--requeue script.py",
+    "--stdin first script.py",
+    "--stdin 0 --detach script.py",
+    "--stdin none /dev/stdin",
     "package.train",
     "train",
     "scripts/trian.py",
@@ -99,7 +114,7 @@ def folder(tmp_path: Path, script: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 @pytest.mark.parametrize("line", WRONG)
 def test_wrong_input_says_what_is_allowed(folder: Path, line: str, snapshot: SnapshotAssertion) -> None:
     with pytest.raises((UsageError, click.UsageError)) as refused:
-        check_here(read_request(typed(*line.split())).spec)
+        check_here(read_request(typed(*shlex.split(line))).spec)
     assert message_of(refused.value).replace(str(folder), "FOLDER") == snapshot
 
 

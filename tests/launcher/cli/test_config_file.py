@@ -162,6 +162,7 @@ def test_a_wrong_value_is_refused_wherever_it_comes_from(folder: Path) -> None:
     assert "it must be a number from 1, or auto, gpu or cpu" in _refusal(DTRAIN_NPROC_PER_NODE="x")
     assert "--nnodes is -1" in _refusal("--nnodes", "-1")
     assert "--nnodes is 'two'" in _refusal(DTRAIN_NNODES="two")
+    assert "'some' is not one of 'merge', 'all'" in _refusal(DTRAIN_LINES="some")
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,7 @@ def test_any_other_nproc_is_refused(text: str) -> None:
         {"keep_warm_s": 60.0, "command": WorkerCommand(CommandKind.PROGRAM, "train")},
         {"keep_warm_s": 60.0, "hosts": (Host("a", HostKind.SRUN),)},
         {"keep_warm_s": 60.0, "hosts": (Host("a", HostKind.JOINED),)},
+        {"setup": "x" * 20000},
     ],
 )
 def test_a_spec_that_cannot_be_run_is_never_made(changes: dict[str, Any], snapshot: SnapshotAssertion) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from testbed.job_drive import Drive
 from testbed.processes import run_dtrain, run_program, started_dtrain, wait_until
+from testbed.typed import output_of
 
 from launcher.errors import UsageError
 from launcher.job.attempt import AttemptState
@@ -203,8 +204,10 @@ def test_keep_runs_by_the_command(folder: Path) -> None:
     for name in "abc":
         assert run_dtrain("run", "--keep-runs", "2", "--run-id", name, "script.py").returncode == 0
     assert sorted(path.name for path in Path("runs").iterdir()) == ["b", "c"]
-    for wrong in (["--keep-runs", "0"], ["--log-max-size", "much"]):
-        assert run_dtrain("run", *wrong, "script.py").returncode == 2
+    with pytest.raises(UsageError, match="--keep-runs"):
+        output_of("run", "--keep-runs", "0", "script.py")
+    with pytest.raises(UsageError, match="--log-max-size"):
+        output_of("run", "--log-max-size", "much", "script.py")
 
 
 @pytest.mark.parametrize(("text", "size"), [("500", 500), ("2K", 2048), ("1.5G", 3 << 29), ("1 GiB", 1 << 30)])

@@ -164,13 +164,6 @@ def test_a_run_that_finishes_in_time_is_not_queued_again(tmp_path: Path) -> None
     assert (process.returncode, b"queued" in err) == (0, False), err
 
 
-def test_requeue_is_for_jobs_of_slurm(tmp_path: Path) -> None:
-    (tmp_path / "end.py").write_text("")
-    result = run_dtrain("run", "--requeue", "end.py", cwd=tmp_path)
-    assert result.returncode == 2
-    assert "--requeue is for SLURM jobs, and this is not one: SLURM_JOB_ID is not set" in result.stderr
-
-
 def test_only_more_checkpoints_than_before_count_as_saved() -> None:
     offers = [HostOffer(name, 1, (), False, "CUDA_VISIBLE_DEVICES", (0,), 1) for name in "ab"]
     attempt = AttemptState(0, ("a", "b"), place(offers, nproc=None), Timers(), began=0.0)

@@ -51,20 +51,6 @@ def test_a_script_from_standard_input_is_for_one_worker(tmp_path: Path) -> None:
         assert result.returncode == 2
         assert "save the script to a file" in result.stderr
         assert "ran" not in result.stdout
-    result = run_dtrain("run", "--stdin", "none", "/dev/stdin", cwd=tmp_path, stdin="print('ran')")
-    assert result.returncode == 2
-    assert "rank 0 does not read the standard input" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [(["--stdin", "first"], "--stdin is 'first'; write a rank such as 0, or none"),
-     (["--stdin", "0", "--detach"], "a detached run has no standard input to pass on")],
-)  # fmt: skip
-def test_what_cannot_be_is_said(tmp_path: Path, options: list[str], said: str) -> None:
-    result = run_dtrain("run", *options, script(tmp_path, ""), cwd=tmp_path)
-    assert result.returncode == 2
-    assert said in result.stderr
 
 
 def test_a_rank_that_does_not_read_loses_nothing(tmp_path: Path) -> None:

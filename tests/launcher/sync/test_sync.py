@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 import uuid
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from testbed.imports import ROOT
 from testbed.processes import Result, marked, run_dtrain, run_program, started_dtrain, wait_until
 from testbed.require import require
 from testbed.sshd import BareHosts
+from testbed.write import write
 
 
 @pytest.fixture
@@ -27,13 +27,6 @@ def project(bare_hosts: BareHosts) -> Path:
     write(folder, "train.py", "import helper\nprint(helper.text())\n")
     write(folder, "helper.py", "def text():\n    return 'first'\n")
     return folder
-
-
-def write(folder: Path, name: str, text: str) -> Path:
-    path = folder / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(textwrap.dedent(text))
-    return path
 
 
 def run(hosts: BareHosts, folder: Path, *args: str, names: str = "node1,node2", sync: str = "code") -> Result:
@@ -86,13 +79,6 @@ def test_a_container_that_is_missing_is_named(bare_hosts: BareHosts, project: Pa
     assert result.returncode == 1
     assert "no-such-container: " in result.stderr
     assert "is what --agent-prefix names installed there?" in result.stderr
-
-
-def test_nodes_that_are_started_by_hand_are_sent_nothing(tmp_path: Path) -> None:
-    options = ["--nnodes", "2", "--node-rank", "0", "--master-addr", "localhost"]
-    refused = run_dtrain("run", "--sync", *options, "train.py", cwd=tmp_path)
-    assert refused.returncode == 2
-    assert "each runs its own dtrain, and so has its Python and packages, before it connects" in refused.stderr
 
 
 def test_a_changed_line_runs_and_written_files_stay_apart(bare_hosts: BareHosts, project: Path) -> None:

@@ -154,18 +154,6 @@ def test_nodes_of_a_slurm_job_run_it(slurm: SlurmCluster, tmp_path: Path) -> Non
     assert "--setup ended there with status 5: no licence" in ended("echo no licence; (exit 5)", "FAILED")
 
 
-def test_what_has_no_meaning_with_it_is_a_usage_error(script: Path) -> None:
-    for options, message in (
-        (["--setup", "true", "--simulate", "--nnodes", "2"], "--setup is not for hosts that are simulated"),
-        (["--setup", "true", "--keep-warm", "1m"], "--keep-warm is not for agents that --setup or --agent-prefix"),
-        (["--agent-prefix", "a 'b"], '--agent-prefix is "a \'b", which cannot be split'),
-        (["--setup", "x" * 20000], "put more than 16384 into a file there"),
-    ):
-        result = run_dtrain("run", *options, script, cwd=script.parent)
-        assert result.returncode == 2
-        assert message in result.stderr
-
-
 # ---- a program around the agent ----
 
 

@@ -80,21 +80,6 @@ def test_options_come_before_the_user_s_and_the_host() -> None:
         login_command(Host("alpha", HostKind.SSH, port=2222), SshOptions(command=("tsh",)))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--ssh-command", "ssh 'x"], "cannot be split as by a shell"),
-        (["--ssh-command", " "], "write a command, or leave it out"),
-        (["--ssh-command", "ssh", "--accept-new-host-keys"], "--ssh-command 'ssh -o StrictHostKeyChecking=accept-new'"),
-        (["--ssh-command", "tsh ssh", "--ssh-config", "conf"], "--ssh-config is an option of ssh"),
-    ],
-)
-def test_what_cannot_be_meant_is_a_usage_error(script: Path, options: list[str], message: str) -> None:
-    result = run_dtrain("run", *options, "--hosts", "node1", script, cwd=script.parent)
-    assert result.returncode == 2
-    assert message in result.stderr
-
-
 def test_a_server_that_takes_one_at_a_time_is_tried_again(ssh_hosts: SshHosts, clients: Clients) -> None:
     ssh_hosts.configure(1, "MaxStartups 1:100:2")
     with ThreadPoolExecutor(8) as pool:
