@@ -136,9 +136,8 @@ def test_a_rank_that_imports_the_debugger_s_modules_opens_later(folder: Path) ->
     end()
 
 
-def test_a_breakpoint_is_hit_until_it_is_cleared(folder: Path) -> None:
-    detached("--nproc-per-node", "2", "script.py")
-    with dtrain_on_terminal("debug", "r", "--rank", "0", cwd=folder) as terminal:
+def test_a_breakpoint_is_hit_until_it_is_cleared(counting: Path) -> None:
+    with dtrain_on_terminal("debug", "r", "--rank", "0", cwd=counting) as terminal:
         debugger = Debugger(terminal, 0)
         debugger.wait_count()
         debugger.say("b tick")
@@ -152,13 +151,11 @@ def test_a_breakpoint_is_hit_until_it_is_cleared(folder: Path) -> None:
         terminal.type("c\n")
         assert terminal.wait() == 0
     assert_goes_on(0)
-    end()
 
 
-def test_each_way_to_leave_lets_the_rank_go_on(folder: Path) -> None:
-    detached("--nproc-per-node", "1", "script.py", workers=1)
+def test_each_way_to_leave_lets_the_rank_go_on(counting: Path) -> None:
     for keys in ("q\n", "exit\n", "\x04", "\x03", "c\n"):
-        with dtrain_on_terminal("debug", "r", "--rank", "0", cwd=folder) as terminal:
+        with dtrain_on_terminal("debug", "r", "--rank", "0", cwd=counting) as terminal:
             Debugger(terminal, 0).wait_prompt()
             terminal.type(keys)
             assert terminal.wait() == 0, repr(keys)
@@ -167,13 +164,11 @@ def test_each_way_to_leave_lets_the_rank_go_on(folder: Path) -> None:
         again = debug(0, "p 'again'\nq\n")
         assert again.returncode == 0, (keys, again)
         assert "'again'" in again.stdout, repr(keys)
-    end()
 
 
 @pytest.mark.parametrize("at", ["the prompt", "a breakpoint's way"])
-def test_a_killed_command_lets_the_rank_go_on(at: str, folder: Path) -> None:
-    detached("--nproc-per-node", "1", "script.py", workers=1)
-    with dtrain_on_terminal("debug", "r", "--rank", "0", cwd=folder) as terminal:
+def test_a_killed_command_lets_the_rank_go_on(at: str, counting: Path) -> None:
+    with dtrain_on_terminal("debug", "r", "--rank", "0", cwd=counting) as terminal:
         debugger = Debugger(terminal, 0)
         debugger.wait_count()
         if at != "the prompt":
@@ -183,7 +178,6 @@ def test_a_killed_command_lets_the_rank_go_on(at: str, folder: Path) -> None:
         terminal.process.kill()
     assert_goes_on(0)
     wait_until(lambda: "'free'" in debug(0, "p 'free'\nq\n").stdout, "another may come")
-    end()
 
 
 def test_the_end_of_the_rank_is_reported(folder: Path) -> None:
@@ -210,9 +204,8 @@ def test_the_end_of_the_run_is_reported_and_is_not_held_up(folder: Path) -> None
     assert run_dtrain("wait", "r").returncode == 128 + signal.SIGTERM
 
 
-def test_a_rank_has_one_debugger_and_others_may_have_theirs(folder: Path) -> None:
-    detached("--nproc-per-node", "2", "script.py")
-    with dtrain_on_terminal("debug", "r", "--rank", "1", cwd=folder) as terminal:
+def test_a_rank_has_one_debugger_and_others_may_have_theirs(counting: Path) -> None:
+    with dtrain_on_terminal("debug", "r", "--rank", "1", cwd=counting) as terminal:
         Debugger(terminal, 1).wait_prompt()
         refused = debug(1, "")
         assert (refused.returncode, refused.stdout) == (1, ""), refused
@@ -223,7 +216,6 @@ def test_a_rank_has_one_debugger_and_others_may_have_theirs(folder: Path) -> Non
         assert terminal.wait() == 0
     missing = debug(9, "")
     assert (missing.returncode, "there is no rank 9" in missing.stderr) == (1, True), missing
-    end()
 
 
 def test_a_program_that_is_no_python_script_has_no_debugger(folder: Path) -> None:
@@ -245,8 +237,7 @@ def test_a_script_that_uses_the_signal_itself_keeps_it(folder: Path) -> None:
     end()
 
 
-def test_what_goes_wrong_at_the_prompt_is_not_the_script_s(folder: Path) -> None:
-    detached("script.py", workers=1)
+def test_what_goes_wrong_at_the_prompt_is_not_the_script_s(counting: Path) -> None:
     typed = ["!import sys; sys.exit(3)", "p nothing", "interact", "run", "!raise KeyboardInterrupt", "p 'x' * 300000"]
     result = debug(0, "\n".join(typed) + "\n")
     assert result.returncode == 0, result
@@ -254,7 +245,6 @@ def test_what_goes_wrong_at_the_prompt_is_not_the_script_s(folder: Path) -> None
     assert "NameError" in result.stdout
     assert "x" * 300000 in result.stdout
     assert_goes_on(0)
-    end()
 
 
 COLLECTIVE = f"""{HEADER}

@@ -67,8 +67,7 @@ def test_ranks_are_shown_by_groups_and_the_run_goes_on(folder: Path) -> None:
     assert "run r has ended: finished" in gone.stderr
 
 
-def test_several_who_ask_at_once_are_all_answered() -> None:
-    detached("--simulate", "--nnodes", "2", "--nproc-per-node", "1", "script.py", workers=2)
+def test_several_who_ask_at_once_are_all_answered(counting: Path) -> None:
     (entry,) = entries()
     with question(entry, "stacks") as one, question(entry, "stacks") as two, question(entry, "stacks") as three:
         for asked in (three, two, one):
@@ -76,11 +75,9 @@ def test_several_who_ask_at_once_are_all_answered() -> None:
             assert isinstance(answer, dict)
             assert [each["rank"] for each in answer["evidence"]] == [0, 1]
             assert asked.receive(60.0) is None
-    end()
 
 
-def test_a_silent_host_is_named_and_the_others_are_shown() -> None:
-    detached("--simulate", "--nnodes", "2", "--nproc-per-node", "1", "script.py", workers=2)
+def test_a_silent_host_is_named_and_the_others_are_shown(counting: Path) -> None:
     stopped = psutil.Process(ranks("--rank", "1")[0]["pid"]).parent()
     assert stopped is not None
     stopped.suspend()
@@ -92,7 +89,6 @@ def test_a_silent_host_is_named_and_the_others_are_shown() -> None:
     assert "rank 0 is at" in shown.stdout
     assert "rank 1 on" in shown.stderr
     assert "did not answer within 2 s" in shown.stderr
-    end()
 
 
 def test_a_run_that_is_ending_says_so() -> None:
@@ -110,18 +106,15 @@ def test_a_run_that_is_ending_says_so() -> None:
         stop.communicate(timeout=60)
 
 
-def test_native_frames_are_shown_where_py_spy_may_look() -> None:
+def test_native_frames_are_shown_where_py_spy_may_look(counting: Path) -> None:
     require(find_py_spy(), "py-spy", "pip install py-spy")
-    detached("script.py")
-    (found,) = ranks("--native")
+    found = ranks("--native")[0]
     if found["no_native"] is not None:
         assert found["no_native"].startswith("ptrace is not permitted"), found
-        end()
         pytest.skip("this user may not look into processes")
     assert "libc" in found["native"], found
     assert "count (" in found["native"]
     assert "libc" in stacks("--native").stdout
-    end()
 
 
 @pytest.fixture
@@ -160,12 +153,11 @@ def test_without_ptrace_python_stacks_are_shown_with_the_reason(bin_folder: Path
     end()
 
 
-def test_a_controller_that_is_stopped_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_controller_that_is_stopped_is_said_to_be(counting: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("launcher.cli.runs.stacks.LIMIT_S", 1.0)
     from launcher.cli.runs.stacks import ask_stacks
     from launcher.errors import RunError
 
-    detached("script.py")
     (entry,) = entries()
     os.kill(entry.pid, signal.SIGSTOP)
     try:
@@ -173,17 +165,14 @@ def test_a_controller_that_is_stopped_is_said_to_be(monkeypatch: pytest.MonkeyPa
             ask_stacks(entry)
     finally:
         os.kill(entry.pid, signal.SIGCONT)
-    end()
 
 
 @pytest.mark.ordinary_user
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
-def test_another_user_gets_no_answer() -> None:
-    detached("script.py")
+def test_another_user_gets_no_answer(counting: Path) -> None:
     (entry,) = entries()
     answer = ask_as_another_user(place() / entry.socket, '{"ask": "stacks"}')
     assert (answer.returncode, answer.stdout) == (0, "b''\n"), answer
-    end()
 
 
 def test_the_ranks_of_hosts_reached_by_ssh_are_shown(ssh_hosts: SshHosts) -> None:
