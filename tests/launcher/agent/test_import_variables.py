@@ -94,6 +94,7 @@ def test_what_a_script_does_first_decides(tmp_path: Path, script: str, reason: s
 def test_what_is_no_script_is_not_forked(tmp_path: Path) -> None:
     for prepare, reason in (
         (prepare_for(tmp_path, start_method="exec"), "--start-method is exec"),
+        (prepare_for(tmp_path, behind="env"), "--launch-prefix is set"),
         (prepare_for(tmp_path, "cProfile", through="module"), "no installed package before it does anything"),
     ):
         with loaded(prepare) as server:

@@ -141,13 +141,6 @@ def test_an_agent_that_is_killed_leaves_no_worker_and_no_prefix(prefix: str, scr
     wait_until(lambda: not [one for one in below if one.is_running() and one.status() != "zombie"], "all have ended")
 
 
-def test_why_workers_are_not_forked_is_said(script: Path) -> None:
-    (script.parent / "script.py").write_text("import psutil")
-    options = ["--start-method", "fork", "--launch-prefix", "env A=1"]
-    result = run_dtrain("run", *options, script, cwd=script.parent)
-    assert "--launch-prefix is set" in result.stderr
-
-
 def test_a_missing_program_is_named_before_any_worker_starts(ssh_hosts: SshHosts, script: Path) -> None:
     hosts = ["--hosts", "node1,node2", "--ssh-config", str(ssh_hosts.ssh_config)]
     result = run_dtrain("run", *hosts, "--launch-prefix", "no-such-program -x", script, cwd=script.parent)

@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from testbed import REPOSITORY
 from testbed.gpu_machine import GpuMachine
 from testbed.left import TEST_CHARS
 from testbed.namespaces import run_part
 from testbed.network import NetworkHosts
+from testbed.nvml import build_nvml
 from testbed.processes import MARK, Result, run_dtrain, run_program, started_dtrain
-from testbed.require import require
 from testbed.sshd import SshHosts
 
 import launcher
@@ -222,7 +221,6 @@ def test_ways_that_are_closed_are_named_by_direction_and_port(network_hosts: Net
 
 # What fake_nvml.c does not answer: who uses a card, and what is wrong with it.
 MORE_NVML = """\
-#include "fake_nvml.c"
 #include <unistd.h>
 struct memory { unsigned long long total, free, used; };
 struct process { unsigned pid; unsigned long long used; unsigned instance, compute; };
@@ -245,20 +243,8 @@ int nvmlDeviceGetCurrentClocksThrottleReasons(struct device *d, unsigned long lo
 """
 
 
-@pytest.fixture
-def nvml(tmp_path: Path) -> Path:
-    compiler = shutil.which("cc")
-    require(compiler, "a C compiler", "apt-get install gcc libc6-dev")
-    source = tmp_path / "nvml.c"
-    source.write_text(MORE_NVML)
-    library = tmp_path / "nvml" / "libnvidia-ml.so.1"
-    library.parent.mkdir()
-    include = REPOSITORY / "tests/testbed"
-    subprocess.run([str(compiler), "-shared", "-fPIC", f"-I{include}", "-o", library, source], check=True)
-    return library.parent
-
-
-def test_gpus_that_are_lost_broken_or_in_use_are_named(nvml: Path, tmp_path: Path) -> None:
+def test_gpus_that_are_lost_broken_or_in_use_are_named(tmp_path: Path) -> None:
+    nvml = build_nvml(tmp_path / "nvml", MORE_NVML)
     with subprocess.Popen(["sleep", "60"]) as user:
         env = {"LD_LIBRARY_PATH": str(nvml), "FAKE_GPUS": "4", "FAKE_LOST": "3", "FAKE_PID": str(user.pid)}
         found = check(tmp_path, "--no-allreduce", env=env)

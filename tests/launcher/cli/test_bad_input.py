@@ -12,7 +12,6 @@ import click
 import pytest
 from syrupy.assertion import SnapshotAssertion
 from testbed.processes import run_dtrain, run_program, started
-from testbed.sshd import SshHosts
 from testbed.typed import message_of, typed
 
 from launcher.cli.caller import error_file
@@ -162,24 +161,10 @@ def test_the_command_for_a_shell_script_runs_it(folder: Path) -> None:
     assert (result.returncode, "gone far" in result.stdout) == (0, True), result
 
 
-def test_missing_program_is_named(tmp_path: Path) -> None:
-    result = run_dtrain("run", "--no-python", "no-such-program", cwd=tmp_path)
-    assert result.returncode == 1
-    assert "the program no-such-program is not in PATH there" in result.stderr
-
-
 def test_missing_module_is_the_workers_own_error(tmp_path: Path) -> None:
     result = run_dtrain("run", "-m", "no.such.module", cwd=tmp_path)
     assert result.returncode == 1
     assert "No module named" in result.stderr
-
-
-def test_more_workers_than_slots(ssh_hosts: SshHosts, script: Path) -> None:
-    options = ["--ssh-config", str(ssh_hosts.ssh_config), "--hosts", "node1:2,node2:4", "--nproc-per-node", "3"]
-    result = run_dtrain("run", *options, script, cwd=script.parent)
-    assert result.returncode == 2
-    assert "node1: 3 workers, but its entry in the host list has 2 slots" in result.stderr
-    assert "node2" not in result.stderr
 
 
 def test_named_port_in_use_names_its_holder_in_one_line(script: Path) -> None:

@@ -2,22 +2,18 @@
 
 import json
 import os
-import shutil
-import subprocess
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from testbed import REPOSITORY
+from testbed.nvml import build_nvml
 from testbed.processes import Result, run_dtrain, run_program
-from testbed.require import require
 
 from launcher.machine.processors import cores, cpu_limit, share
 
 pytestmark = pytest.mark.ordinary_user
 
-FAKE_NVML = REPOSITORY / "tests/testbed/fake_nvml.c"
 UNSET = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "OMP_NUM_THREADS", "CUDA_DEVICE_ORDER"))
 CARD_1 = "GPU-00000001-0000-4000-8000-000000000000"
 SLICES_OF_1 = ("MIG-00000001-0000-4000-8000-000000000000", "MIG-00000001-0001-4000-8000-000000000000")
@@ -46,13 +42,7 @@ print(*(os.environ.get(name, "unset") for name in names), flush=True)
 
 @pytest.fixture(scope="session")
 def nvml_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder with the fake libnvidia-ml.so.1."""
-    compiler = shutil.which("cc")
-    require(compiler, "a C compiler", "apt-get install gcc libc6-dev")
-    folder = tmp_path_factory.mktemp("nvml")
-    argv = [str(compiler), "-shared", "-fPIC", "-o", str(folder / "libnvidia-ml.so.1"), str(FAKE_NVML)]
-    subprocess.run(argv, check=True)
-    return folder
+    return build_nvml(tmp_path_factory.mktemp("nvml"))
 
 
 class Fake:

@@ -3,8 +3,6 @@
 import io
 import json
 import re
-import shutil
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -12,9 +10,8 @@ from typing import Any
 import psutil
 import pytest
 from rich.console import Console
-from testbed import REPOSITORY
+from testbed.nvml import build_nvml
 from testbed.processes import run_dtrain, started_dtrain, wait_until
-from testbed.require import require
 from testbed.terminal import dtrain_on_terminal
 from testbed.warm import HEADER
 
@@ -254,7 +251,6 @@ def test_without_a_terminal_there_is_no_status_line(folder: Path) -> None:
 
 # What fake_nvml.c does not answer: how busy a card is, and its memory.
 BUSY_NVML = """
-#include "fake_nvml.c"
 #include <unistd.h>
 struct memory { unsigned long long total, free, used; };
 struct utilization { unsigned gpu, memory; };
@@ -276,13 +272,7 @@ int nvmlDeviceGetHandleByUUID(const char *uuid, struct device **d) {
 
 @pytest.fixture
 def nvml(folder: Path) -> Path:
-    """Return the folder with the fake library."""
-    compiler = shutil.which("cc")
-    require(compiler, "a C compiler", "apt-get install gcc libc6-dev")
-    Path("nvml.c").write_text(BUSY_NVML)
-    argv = [str(compiler), "-shared", "-fPIC", f"-I{REPOSITORY}/tests/testbed", "-o", "libnvidia-ml.so.1", "nvml.c"]
-    subprocess.run(argv, check=True)
-    return folder
+    return build_nvml(folder, BUSY_NVML)
 
 
 @pytest.mark.parametrize("listed", ["", "GPU-00000001,GPU-00000000,GPU-00000002"])

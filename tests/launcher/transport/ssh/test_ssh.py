@@ -45,12 +45,11 @@ def test_two_hosts_run_the_script_in_the_same_folder(
     ]
 
 
-@by_both
-def test_slots_and_this_machine_can_be_mixed(ssh_hosts: SshHosts, tmp_path: Path, client: tuple[str, ...]) -> None:
+def test_slots_and_this_machine_can_be_mixed(ssh_hosts: SshHosts, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "WORLD_SIZE")
     script.write_text(f"import os\nprint(*(os.environ[n] for n in {names}))")
-    result = run_dtrain(*on(ssh_hosts, "localhost:1,node1:2", client=client), script, cwd=tmp_path)
+    result = run_dtrain(*on(ssh_hosts, "localhost:1,node1:2"), script, cwd=tmp_path)
     lines = sorted(line.partition("] ")[2] for line in result.stdout.splitlines())
     assert lines == ["0 0 1 0 2 3", "1 0 2 1 2 3", "2 1 2 1 2 3"], result.stderr
 
@@ -64,10 +63,14 @@ with socket.create_connection((address, int(os.environ["MASTER_PORT"]))):
 
 
 @pytest.mark.parametrize(
-    ("names", "address"),
-    [("node2,node1", "127.0.0.3"), ("localhost,node1", "127.0.0."), ("node1,localhost", "127.0.0.2")],
+    ("names", "address", "client"),
+    [
+        ("node2,node1", "127.0.0.3", ()),
+        ("localhost,node1", "127.0.0.", ()),
+        ("node1,localhost", "127.0.0.2", ()),
+        ("localhost,node1", "127.0.0.", ("--ssh-command", "ssh")),
+    ],
 )
-@by_both
 def test_store_is_reached_on_the_first_hosts_address(
     ssh_hosts: SshHosts, tmp_path: Path, names: str, address: str, client: tuple[str, ...]
 ) -> None:
@@ -168,11 +171,8 @@ def test_every_unusable_host_is_named_in_one_message(ssh_hosts: SshHosts, script
     assert result.stdout == ""
 
 
-@by_both
-def test_missing_script_there_is_found_before_any_worker_starts(
-    ssh_hosts: SshHosts, tmp_path: Path, client: tuple[str, ...]
-) -> None:
-    result = run_dtrain(*on(ssh_hosts, client=client), "nothing.py", cwd=tmp_path)
+def test_missing_script_there_is_found_before_any_worker_starts(ssh_hosts: SshHosts, tmp_path: Path) -> None:
+    result = run_dtrain(*on(ssh_hosts), "nothing.py", cwd=tmp_path)
     assert result.returncode == 1
     assert result.stderr.count(f"the script {tmp_path}/nothing.py does not exist") == 1
 
