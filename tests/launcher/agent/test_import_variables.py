@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import zipapp
 from pathlib import Path
 
 import pytest
@@ -92,9 +93,14 @@ def test_what_a_script_does_first_decides(tmp_path: Path, script: str, reason: s
 
 
 def test_what_is_no_script_is_not_forked(tmp_path: Path) -> None:
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app/__main__.py").write_text("import numpy\nprint('ran')")
+    zipapp.create_archive(tmp_path / "app", tmp_path / "app.pyz")
     for prepare, reason in (
         (prepare_for(tmp_path, start_method="exec"), "--start-method is exec"),
         (prepare_for(tmp_path, behind="env"), "--launch-prefix is set"),
+        (prepare_for(tmp_path, "app"), "the script is no plain file"),
+        (prepare_for(tmp_path, "app.pyz"), "the script cannot be read as Python"),
         (prepare_for(tmp_path, "cProfile", through="module"), "no installed package before it does anything"),
     ):
         with loaded(prepare) as server:

@@ -13,7 +13,6 @@ import sys
 import textwrap
 import threading
 import time
-import zipapp
 from pathlib import Path
 from typing import Any
 
@@ -200,20 +199,14 @@ def test_why_workers_are_not_forked_is_said_if_asked(tmp_path: Path) -> None:
     assert said not in run_dtrain("run", script, cwd=tmp_path).stderr
 
 
-@pytest.mark.parametrize("kind", ["folder", "archive", "pipe"])
-def test_a_script_that_is_no_plain_file_runs_as_ever(tmp_path: Path, kind: str) -> None:
-    script = write(tmp_path, "app/__main__.py", "import numpy\nprint('ran')").parent
-    if kind == "archive":
-        zipapp.create_archive(script, tmp_path / "app.pyz")
-        script = tmp_path / "app.pyz"
-    if kind == "pipe":
-        script = tmp_path / "pipe"
-        os.mkfifo(script)
-        threading.Thread(target=script.write_text, args=("import numpy\nprint('ran')",), daemon=True).start()
-    result = run_dtrain("run", "-v", script, cwd=tmp_path)
+def test_a_script_from_a_pipe_runs_as_ever(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    text = "import numpy\nprint('ran')"
+    threading.Thread(target=(tmp_path / "pipe").write_text, args=(text,), daemon=True).start()
+    result = run_dtrain("run", "-v", "pipe", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "ran\n" in result.stdout
-    assert "workers were started by exec: the script" in result.stderr
+    assert "workers were started by exec: the script is no plain file" in result.stderr
 
 
 def test_a_script_of_another_role_is_started_by_exec(installed: Path, tmp_path: Path) -> None:
@@ -295,30 +288,18 @@ def test_nothing_is_left_of_a_run_that_ends(
     assert (tmp_path / "ran").exists() != imports
 
 
-def test_where_a_forked_worker_hangs_is_shown(tmp_path: Path) -> None:
-    script = write(
-        tmp_path,
-        "script.py",
-        """
-        import numpy, os, time
-        def hang():
-            open(f"pid-{os.getpid()}", "w")
-            time.sleep(1000)
-        hang()
-        """,
-    )
-    result = run_verbose(tmp_path, "--stall-timeout-s", "3", "--start-timeout-s", "15", "--grace-s", "1", script)
-    assert FORKED in result.stderr, result
-    assert f"{script}:5 in hang" in result.stderr
-    assert "fork_server.py" not in result.stderr
-
-
-def test_py_spy_finds_a_forked_worker_where_it_stands(tmp_path: Path) -> None:
-    program = find_py_spy()
-    require(program, "py-spy", "pip install py-spy")
+def test_where_a_forked_worker_stands_is_shown(tmp_path: Path) -> None:
     source = "import numpy, os, time\ndef hang():\n    open(f'pid-{os.getpid()}', 'w')\n    time.sleep(1000)\nhang()"
-    with started_dtrain("run", "--grace-s", "1", write(tmp_path, "script.py", source), cwd=tmp_path):
+    with started_dtrain("run", "--grace-s", "1", write(tmp_path, "script.py", source), cwd=tmp_path) as process:
         wait_until(lambda: bool([*tmp_path.glob("pid-*")]), "it runs")
+        process.send_signal(signal.SIGQUIT)
+        said = b""
+        while b"stacks of all ranks" not in said:
+            said += process.stderr.readline()
+        assert re.search(rb"script.py:[34] in hang", said), said
+        assert b"fork_server.py" not in said
+        program = find_py_spy()
+        require(program, "py-spy", "pip install py-spy")
         pid = next(tmp_path.glob("pid-*")).name.partition("-")[2]
         dump = subprocess.run([str(program), "dump", "--pid", pid], capture_output=True, text=True, check=False)
     if "ermission" in dump.stderr:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 from testbed.gpu_machine import GpuMachine
 from testbed.left import TEST_CHARS
 from testbed.namespaces import run_part
@@ -29,7 +31,7 @@ from launcher import __version__
 from launcher.check.allreduce import allreduce_spec
 from launcher.check.examiner import AT_ONCE, all_at_once, listen, probe
 from launcher.check.facts import Clock, Gpu, HostFacts, Listening, Probe, Target
-from launcher.check.finding import Examined, Finding, Severity, fix_in, merged
+from launcher.check.finding import Examined, Finding, fix_in, merged
 from launcher.check.hosts import host_findings
 from launcher.check.pairs import MOST, pair_findings, targets
 from launcher.check.report import Report, report_as_text
@@ -327,71 +329,54 @@ def _examined(name: str, clock_s: float = 0.0, **facts: Any) -> Examined:
     )
 
 
-def _said(*examined: Examined, script_here: str | None = "5c819e") -> dict[str, Finding]:
+SAME_MACHINE: dict[str, Any] = {"offered": replace(OFFERED, gpus=["0"], gpus_verified=True)}
+SLICES = replace(OFFERED, gpus=["MIG-1", "MIG-2"], gpus_verified=True)
+LOGGED = ((7200.0, "Xid 48 of 0000:86:00: DBE"), (300.0, "Xid 79 of 0000:3b:00: GPU has fallen off the bus"))
+
+
+def _with_gpu(**facts: Any) -> list[Examined]:
+    return [_examined("a", **{"gpus": (Gpu(0),), "driver": "1", **facts})]
+
+
+def _three(clock_s: float = 0.0, **facts: Any) -> list[Examined]:
+    """Two equal hosts, and one that differs."""
+    return [_examined("a"), _examined("b"), _examined("c", clock_s, **facts)]
+
+
+EXAMINED = {
+    "equal hosts": _three(),
+    "many differences": _three(
+        90.0, torch="2.12.1+cu126", nccl="2.26.2", script="0ther", python="3.11.2", code="0ld"
+    ),
+    "a patch of torch": _three(torch="2.13.1+cu126"),
+    "another build of torch": _three(torch="2.13.0+cu128"),
+    "another user of a shared folder": _three(user="bob", uid=1001),
+    "another user of another folder": [_examined("a"), _examined("c", uid=1001, workdir_mark="2:2")],
+    "another user of an unknown folder": [
+        _examined("a", workdir_mark=""), _examined("c", uid=1001, workdir_mark="")
+    ],
+    "one machine by two names": [
+        replace(_examined(name, **SAME_MACHINE), facts=replace(FACTS, **SAME_MACHINE)) for name in "ab"
+    ],
+    "a new driver": _with_gpu(driver_cuda="12.8"),
+    "an old driver": _with_gpu(driver_cuda="11.8"),
+    "torch without CUDA": _with_gpu(torch_cuda=None),
+    "CUDA, but GPUs of AMD": _with_gpu(vendor="AMD"),
+    "ROCm and GPUs of AMD": _with_gpu(vendor="AMD", torch_cuda="ROCm 6.4"),
+    "slices of a GPU": _with_gpu(driver_cuda="12.8", offered=SLICES),
+    "errors in the kernel's log": [_examined("a", logged=LOGGED), _examined("b")],
+    "an error in the kernel's log": [_examined("a", logged=LOGGED[1:]), _examined("b")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXAMINED)
+def test_what_is_found(name: str, snapshot: SnapshotAssertion) -> None:
+    examined = EXAMINED[name]
     spec = _spec(*(one.host.name for one in examined))
-    return {one.kind: one for one in merged(host_findings(spec, examined, code_here="c0de", script_here=script_here))}
-
-
-def test_equal_hosts_are_well() -> None:
-    assert _said(_examined("a"), _examined("b"), _examined("c")) == {}
-
-
-def test_what_differs_from_most_hosts_is_named_with_the_fix() -> None:
-    odd = _examined("c", 90.0, torch="2.12.1+cu126", nccl="2.26.2", script="0ther", python="3.11.2", code="0ld")
-    said = _said(_examined("a"), _examined("b"), odd)
-    assert {kind: finding.severity.value for kind, finding in said.items()} == {
-        "torch": "error", "nccl": "error", "script": "error", "dtrain-code": "warning", "clock": "warning",
-        "python-patch": "note", "sync-code": "note", "sync-env": "note",
-    }  # fmt: skip
-    assert {finding.hosts for finding in said.values()} == {("c",)}
-    assert said["torch"].message == "torch: 2.12.1+cu126, but 2.13.0+cu126 on a, b"
-    assert said["torch"].fixes == [
-        "ssh c '/opt/python -m pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cu126'"
-    ]
-    assert said["script"].fixes == [f"scp {Path.cwd() / 'train.py'} c:{Path.cwd() / 'train.py'}"]
-    assert said["clock"].message == "its clock is 90.0 s ahead of ours"
-    assert said["sync-code"].message == "dtrain run --sync code sends your code to hosts that lack it"
-
-
-def test_a_patch_of_torch_or_another_build_is_a_warning() -> None:
-    for version in ("2.13.1+cu126", "2.13.0+cu128"):
-        assert (
-            _said(_examined("a"), _examined("b"), _examined("c", torch=version))["torch"].severity is Severity.WARNING
-        )
-
-
-def test_users_of_a_shared_folder_and_double_names_are_found() -> None:
-    said = _said(_examined("a"), _examined("b"), _examined("c", user="bob", uid=1001))
-    assert said["user"].hosts == ("c",)
-    assert "bob (1001), elsewhere ann (1000)" in said["user"].message
-    assert "user" not in _said(_examined("a"), _examined("c", uid=1001, workdir_mark="2:2"))
-    assert "user" not in _said(_examined("a", workdir_mark=""), _examined("c", uid=1001, workdir_mark=""))
-    one: dict[str, Any] = {"offered": replace(OFFERED, gpus=["0"], gpus_verified=True)}
-    same = [replace(_examined(name, **one), facts=replace(FACTS, **one)) for name in "ab"]
-    assert _said(*same)["same-machine"].severity is Severity.WARNING
-
-
-def test_a_torch_that_cannot_use_the_gpus_of_its_host_is_named() -> None:
-    some: dict[str, Any] = {"gpus": (Gpu(0),), "driver": "1"}
-    assert _said(_examined("a", **some, driver_cuda="12.8")) == {}
-    assert "driver-too-old" in _said(_examined("a", **some, driver_cuda="11.8"))
-    assert _said(_examined("a", **some, torch_cuda=None))["torch-without-cuda"].severity is Severity.WARNING
-    other = _said(_examined("a", **some, vendor="AMD"))["torch-without-rocm"]
-    assert (other.severity, "is built for CUDA" in other.message) == (Severity.NOTE, True)
-    assert _said(_examined("a", **some, vendor="AMD", torch_cuda="ROCm 6.4")) == {}
-    slices = replace(OFFERED, gpus=["MIG-1", "MIG-2"], gpus_verified=True)
-    assert "Duplicate GPU detected" in _said(_examined("a", offered=slices))["mig"].message
-
-
-def test_errors_of_gpus_in_the_kernel_log_are_a_warning() -> None:
-    errors = ((7200.0, "Xid 48 of 0000:86:00: DBE"), (300.0, "Xid 79 of 0000:3b:00: GPU has fallen off the bus"))
-    finding = _said(_examined("a", logged=errors), _examined("b"))["gpu-log"]
-    assert (finding.severity, finding.hosts) == (Severity.WARNING, ("a",))
-    assert finding.message == (
-        "the kernel's log has 2 errors of GPUs, the newest 5 minutes ago: Xid 79 of 0000:3b:00: GPU has fallen off the "
-        "bus"
-    )
-    assert "an error of a GPU 5 minutes ago" in _said(_examined("a", logged=errors[1:]))["gpu-log"].message
+    found = merged(host_findings(spec, examined, code_here="c0de", script_here="5c819e"))
+    lines = [f"{one.severity.value} {one.kind}, {', '.join(one.hosts)}: {one.message} {one.fixes}" for one in found]
+    text = re.sub("--no-deps [^']+", "--no-deps SOURCE", "\n".join(lines))
+    assert text.replace(str(Path.cwd()), "HERE") == snapshot
 
 
 def test_the_all_reduce_uses_nccl_only_where_it_is_for_the_gpus() -> None:
