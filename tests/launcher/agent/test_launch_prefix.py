@@ -15,6 +15,7 @@ from testbed.left import TEST_CHARS
 from testbed.processes import MARK, run_dtrain, started_dtrain, wait_until
 from testbed.require import require
 from testbed.sshd import SshHosts
+from testbed.typed import dtrain
 
 from launcher.agent.workers.worker import Worker, _find_behind
 from launcher.hosts.host import Host, HostKind
@@ -166,10 +167,10 @@ def test_a_worker_in_a_container_is_debugged_and_replaced(own_runs: Path) -> Non
     options = ["--nproc-per-node", "2", "--max-restarts", "1", "--launch-prefix", PREFIXES["container"]]
     started = run_dtrain("run", "--detach", "--run-id", "r", *options, "script.py", outlived=True)
     assert started.returncode == 0, started
-    wait_until(lambda: "in count" in run_dtrain("stacks", "r").stdout, "they count")
+    wait_until(lambda: "in count" in dtrain("stacks", "r").stdout, "they count")
     said = run_dtrain("debug", "r", "--rank", "1", stdin="p 40 + 2, os.getpid()\nc\n").stdout
     assert "(42, 2)" in said
-    wait_until(lambda: '"step": 0' not in run_dtrain("ps", "--json").stdout, "steps are counted")
+    wait_until(lambda: '"step": 0' not in dtrain("ps", "--json").stdout, "steps are counted")
     mark = os.environ[MARK][:TEST_CHARS]
     below = [one for one in psutil.process_iter() if marked_by(one, mark) and "bootstrap.py" in one.cmdline()[2]]
     assert len(below) == 2
@@ -177,7 +178,7 @@ def test_a_worker_in_a_container_is_debugged_and_replaced(own_runs: Path) -> Non
     log = Path("runs/r/attempt_1/0/stdout.log")
     wait_until(lambda: log.exists() and "up 1" in log.read_text(), "they are started again")
     Path("go").touch()
-    assert run_dtrain("wait", "r").returncode == 0
+    assert dtrain("wait", "r").returncode == 0
 
 
 def marked_by(process: psutil.Process, mark: str) -> bool:

@@ -23,6 +23,7 @@ import pytest
 from testbed.left import nothing_left
 from testbed.processes import run_dtrain, run_program, started, wait_until
 from testbed.sshd import SshHosts
+from testbed.typed import dtrain
 
 import launcher
 from launcher.agent.workers import call_function
@@ -109,7 +110,7 @@ def test_a_program_gets_what_each_rank_returns_and_prints(folder: Path) -> None:
     assert manifest["state"] == "finished"
     assert manifest["command"]["words"] == ["--nproc-per-node", "2", "--run-id", "one", "--", "train"]
     assert "rank 1 of 2" in Path("runs/one/attempt_0/1/stdout.log").read_text()
-    listed = json.loads(run_dtrain("ps", "--all", "--json").stdout)
+    listed = json.loads(dtrain("ps", "--all", "--json").stdout)
     assert [(run["command"], run["state"], run["exit_code"]) for run in listed] == [
         ("exit", "failed", 3), ("<lambda>", "finished", 0), ("train", "finished", 0),
     ]  # fmt: skip

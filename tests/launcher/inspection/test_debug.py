@@ -13,6 +13,7 @@ import pytest
 from testbed.processes import Result, run_dtrain, started_dtrain, wait_until
 from testbed.sshd import SshHosts
 from testbed.terminal import Terminal, dtrain_on_terminal
+from testbed.typed import dtrain
 from testbed.warm import HEADER
 
 from launcher.cli.runs.debug import _Said
@@ -29,7 +30,7 @@ def detached(*words: str | Path, workers: int = 2) -> None:
 
 def end(exit_code: int = 0) -> None:
     Path("go").touch()
-    assert run_dtrain("wait", "r").returncode == exit_code
+    assert dtrain("wait", "r").returncode == exit_code
 
 
 def tick(rank: int) -> int:
@@ -198,10 +199,10 @@ def test_the_end_of_the_run_is_reported_and_is_not_held_up(folder: Path) -> None
     with dtrain_on_terminal("debug", "r", "--rank", "1", cwd=folder) as terminal:
         debugger = Debugger(terminal, 1)
         debugger.wait_prompt()
-        assert run_dtrain("stop", "r").returncode == 0
+        assert dtrain("stop", "r").returncode == 0
         assert terminal.wait() == 1
         assert "the attempt ends" in terminal.shown or "rank 1 on" in terminal.shown
-    assert run_dtrain("wait", "r").returncode == 128 + signal.SIGTERM
+    assert dtrain("wait", "r").returncode == 128 + signal.SIGTERM
 
 
 def test_a_rank_has_one_debugger_and_others_may_have_theirs(counting: Path) -> None:
@@ -224,7 +225,7 @@ def test_a_program_that_is_no_python_script_has_no_debugger(folder: Path) -> Non
     refused = debug(0, "")
     assert refused.returncode == 1, refused
     assert "dtrain did not start as a Python script" in refused.stderr or "takes no debugger" in refused.stderr
-    assert run_dtrain("stop", "r").returncode == 0
+    assert dtrain("stop", "r").returncode == 0
 
 
 def test_a_script_that_uses_the_signal_itself_keeps_it(folder: Path) -> None:
@@ -332,9 +333,9 @@ def test_a_debugger_may_be_held_for_longer_than_every_timeout(where: list[str], 
 def test_without_a_debugger_the_same_limits_end_the_run(folder: Path) -> None:
     (folder / "script.py").write_text(TRAINING)
     detached("--stall-timeout-s", "3", "--nproc-per-node", "2", "script.py")
-    pid = json.loads(run_dtrain("stacks", "r", "--json").stdout)["ranks"][1]["pid"]
+    pid = json.loads(dtrain("stacks", "r", "--json").stdout)["ranks"][1]["pid"]
     os.kill(pid, signal.SIGSTOP)
-    assert run_dtrain("wait", "r").returncode != 0
+    assert dtrain("wait", "r").returncode != 0
 
 
 def test_a_rank_of_an_ssh_host_is_debugged(ssh_hosts: SshHosts, folder: Path) -> None:

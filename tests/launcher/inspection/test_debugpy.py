@@ -19,6 +19,7 @@ from testbed.processes import run_dtrain, wait_until
 from testbed.require import require
 from testbed.sshd import BareHosts
 from testbed.terminal import dtrain_on_terminal
+from testbed.typed import dtrain
 
 # Starts children while there is a file `start`, and says in `children` how they ended.
 SCRIPT = """
@@ -132,7 +133,7 @@ def test_a_rank_starts_children_during_and_after_debugging(folder: Path) -> None
             assert children_of_the_rank(folder) == "7 0 8\n"
         assert children_of_the_rank(folder) == "7 0 8\n"
     (folder / "go").touch()
-    assert run_dtrain("wait", "r").returncode == 0
+    assert dtrain("wait", "r").returncode == 0
     assert "frozen modules" not in (folder / "runs/r/console.log").read_text()
 
 
@@ -163,7 +164,7 @@ def test_an_editor_leaves_the_rank_s_descriptors_alone(folder: Path) -> None:
         pass
     wait_until(lambda: _open_files(folder) == before, f"the rank has open what it had: {before}")
     (folder / "go").touch()
-    assert run_dtrain("wait", "r").returncode == 0
+    assert dtrain("wait", "r").returncode == 0
 
 
 def test_an_editor_sees_sent_files_at_their_paths_here(bare_hosts: BareHosts, folder: Path) -> None:
@@ -182,7 +183,7 @@ def test_an_editor_sees_sent_files_at_their_paths_here(bare_hosts: BareHosts, fo
         frames = editor.frames(thread["id"])
         assert str(project / "script.py") in [frame["source"]["path"] for frame in frames], frames
     (folder / "go").touch()
-    assert run_dtrain("wait", "r").returncode == 0
+    assert dtrain("wait", "r").returncode == 0
 
 
 CLOSES = """
@@ -230,4 +231,4 @@ def test_a_debugpy_that_does_not_open_is_reported(code: str, text: str, folder: 
     wait_until(lambda: not _listens(pid), "no port of the rank is open")
     assert children_of_the_rank(folder) == "7 0 8\n"
     (folder / "go").touch()
-    assert run_dtrain("wait", "r").returncode == 0
+    assert dtrain("wait", "r").returncode == 0

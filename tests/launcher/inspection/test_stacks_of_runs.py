@@ -14,6 +14,7 @@ from testbed.another_user import ask_as_another_user
 from testbed.processes import Result, run_dtrain, started_dtrain, wait_until
 from testbed.require import require
 from testbed.sshd import SshHosts
+from testbed.typed import dtrain
 
 from launcher.agent.observation.evidence import find_py_spy
 from launcher.runs.control import question
@@ -27,7 +28,7 @@ def detached(*words: str | Path, workers: int = 1) -> None:
 
 
 def stacks(*words: str) -> Result:
-    return run_dtrain("stacks", "r", *words)
+    return dtrain("stacks", "r", *words)
 
 
 def ranks(*words: str) -> list[dict[str, Any]]:
@@ -39,7 +40,7 @@ def ranks(*words: str) -> list[dict[str, Any]]:
 
 def end(exit_code: int = 0) -> None:
     Path("go").touch()
-    assert run_dtrain("wait", "r").returncode == exit_code
+    assert dtrain("wait", "r").returncode == exit_code
 
 
 def test_ranks_are_shown_by_groups_and_the_run_goes_on(folder: Path) -> None:
@@ -98,7 +99,7 @@ def test_a_run_that_is_ending_says_so() -> None:
     )
     detached("--grace-s", "60", "deaf.py")
     with started_dtrain("stop", "r") as stop:
-        wait_until(lambda: "told" in run_dtrain("logs", "r").stdout, "the worker has the signal")
+        wait_until(lambda: "told" in dtrain("logs", "r").stdout, "the worker has the signal")
         refused = stacks()
         assert (refused.returncode, refused.stdout) == (1, ""), refused
         assert "no worker can be looked at now: stopping; waiting for" in refused.stderr

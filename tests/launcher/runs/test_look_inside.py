@@ -13,6 +13,7 @@ from rich.console import Console
 from testbed.nvml import build_nvml
 from testbed.processes import run_dtrain, started_dtrain, wait_until
 from testbed.terminal import dtrain_on_terminal
+from testbed.typed import dtrain
 from testbed.warm import HEADER
 
 from launcher.cli.runs.top import FRAME, screen_of
@@ -91,7 +92,7 @@ def check_parts(found: dict[str, Any]) -> dict[str, float]:
 
 
 def _top() -> dict[str, Any]:
-    result = run_dtrain("top", "--json")
+    result = dtrain("top", "--json")
     assert result.returncode == 0, result
     found: dict[str, Any] = json.loads(result.stdout)
     return found
@@ -124,7 +125,7 @@ def test_a_throttled_rank_is_named_and_top_shows_it(folder: Path) -> None:
         assert all(psutil.Process(rank["pid"]).name() for rank in found["ranks"])
         assert all(0.0 <= rank["last_step_ago_s"] < 60.0 for rank in found["ranks"])
         assert 0 < found["goodput"] < 1
-        once = run_dtrain("top", "r")  # no terminal: once, and of no terminal's width
+        once = dtrain("top", "r")  # no terminal: once, and of no terminal's width
         assert once.returncode == 0, once
         assert "rank 1 on sim0 is slow" in once.stdout
         with dtrain_on_terminal("top", "r", cwd=folder) as terminal:
@@ -135,8 +136,8 @@ def test_a_throttled_rank_is_named_and_top_shows_it(folder: Path) -> None:
         lines = _plain(terminal.shown)
         assert max(map(len, lines)) <= 80
         assert any(line.split()[:6] == ["host", "rank", "pid", "step", "ago", "time"] for line in lines)
-        assert run_dtrain("ps").stdout.count(" %") == 1
-        run_dtrain("stop", "r")
+        assert dtrain("ps").stdout.count(" %") == 1
+        dtrain("stop", "r")
         assert run.wait() == 143
         said = run.stderr.read().decode()
     assert re.search(r"dtrain: rank 3 on sim1 is slow since step \d+ \(data\): \S+ times the others' work\n", said)
@@ -150,7 +151,7 @@ def test_a_throttled_rank_is_named_and_top_shows_it(folder: Path) -> None:
     assert ([1], "compute", "sim0") in [(each["ranks"], each["what"], each["host"]) for each in slow_at_last]
     spent = check_parts(found)
     assert spent["waiting_s"] > 50 * 0.15 * 0.75 * 0.8  # of three ranks of four, in the first of these steps
-    assert run_dtrain("top", "r").returncode == 1
+    assert dtrain("top", "r").returncode == 1
 
 
 def _plain(shown: str) -> list[str]:
@@ -322,7 +323,7 @@ def test_top_counts_restarts_and_faults(folder: Path) -> None:
 
 
 def _runs() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(run_dtrain("ps", "--json").stdout)
+    found: list[dict[str, Any]] = json.loads(dtrain("ps", "--json").stdout)
     return found
 
 
