@@ -16,6 +16,7 @@ from testbed.imports import ROOT
 from testbed.processes import Result, marked, run_dtrain, run_program, started_dtrain, wait_until
 from testbed.require import require
 from testbed.sshd import BareHosts
+from testbed.typed import dtrain
 from testbed.write import write
 
 
@@ -139,7 +140,7 @@ def test_the_debugger_shows_and_takes_the_user_s_own_paths(
     typed = f"b {project}/helper.py:4\nw\nc\np __file__\nq\n"
     shown = run_dtrain("debug", "job", "--rank", "0", stdin=typed).stdout
     (tmp_path / "go").touch()
-    assert run_dtrain("wait", "job").returncode == 0
+    assert dtrain("wait", "job").returncode == 0
     assert f"Breakpoint 1 at {project}/helper.py:4\n" in shown
     assert f"  {project}/train.py(3)<module>()\n" in shown
     assert f"> {project}/helper.py(4)text()\n" in shown
@@ -379,12 +380,12 @@ def test_detached_and_repeated_runs_send_their_code(bare_hosts: BareHosts, proje
     options = ["--sync", "code", "--hosts", "node1", "--ssh-config", str(bare_hosts.ssh_config), "--run-id", "job"]
     detached = run_dtrain("run", "--detach", *options, "train.py", cwd=project, outlived=True)
     assert detached.stdout.strip() == "job", detached.stderr
-    assert run_dtrain("wait", "job", cwd=project).returncode == 0
-    assert "[node1:0] first" in run_dtrain("logs", "job", cwd=project).stdout
+    assert dtrain("wait", "job").returncode == 0
+    assert "[node1:0] first" in dtrain("logs", "job").stdout
     write(project, "helper.py", "def text():\n    return 'second'\n")
     assert shown(run_dtrain("rerun", "job", cwd=project, outlived=True)) == ["job"]
-    assert run_dtrain("wait", "job", cwd=project).returncode == 0
-    assert "[node1:0] second" in run_dtrain("logs", "job", cwd=project).stdout
+    assert dtrain("wait", "job").returncode == 0
+    assert "[node1:0] second" in dtrain("logs", "job").stdout
 
 
 def test_a_restart_on_a_spare_host_sends_it_the_code(bare_hosts: BareHosts, project: Path) -> None:
