@@ -54,7 +54,7 @@ def folder(own_runs: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _answer(*words: str) -> Any:
-    result = run_dtrain(*words, "--json")
+    result = dtrain(*words, "--json")
     assert result.returncode == 0, result
     return json.loads(result.stdout)
 
