@@ -219,9 +219,7 @@ def _counts(env: Mapping[str, str], variable: str, names: tuple[str, ...]) -> tu
     for item in text.split(","):
         match = re.fullmatch(r"0*([1-9][0-9]{0,5})(?:\(x0*([1-9][0-9]{0,5})\))?", item)
         if match is None:
-            raise UsageError(
-                f"{variable} is {text!r}; it must be tasks by node, as in 4(x2),2. {_INSTEAD.capitalize()}"
-            )
+            raise UsageError(f"{variable} is {text!r}; it must be tasks by node, as in 4(x2),2; {_INSTEAD}")
         counts += [int(match[1])] * int(match[2] or 1)
         if len(counts) > MAX_HOSTS:
             break
@@ -234,9 +232,7 @@ def _number(env: Mapping[str, str], *variables: str) -> int:
     variable = next((name for name in variables if name in env), variables[0])
     text = env.get(variable, "")
     if not re.fullmatch(r"[0-9]{1,10}", text):
-        raise UsageError(
-            f"{variable} is {repr(text) if text else 'not set'}; it must be a number. {_INSTEAD.capitalize()}"
-        )
+        raise UsageError(f"{variable} is {repr(text) if text else 'not set'}; it must be a number; {_INSTEAD}")
     return int(text)
 
 

@@ -240,27 +240,25 @@ def read_lines(folder: Path) -> tuple[dict[str, Any], Iterator[Line]]:
     """Return the head and the lines of a run's file, which may still be growing. Raises RunError."""
     path = folder / TIMELINE
     try:
-        file = path.open("rb")
+        with path.open("rb") as file:
+            first, start = file.readline(), file.tell()
     except FileNotFoundError as error:
         raise RunError(f"{folder} has no {TIMELINE}: the run had no workers, or is one of an older dtrain") from error
     except OSError as error:
         raise RunError(f"{path} cannot be read: {error.strerror}") from error
-    with contextlib.ExitStack() as stack:
-        stack.callback(file.close)
-        first = file.readline()
-        if not first.endswith(b"\n"):
-            raise RunError(f"{path} has no lines yet: the run has just begun")
-        head = _object(first)
-        if not isinstance(head, dict) or head.get("format") != _NAME:
-            raise RunError(f"{path} is no file of a run's times")
-        if head.get("version") != VERSION:
-            raise RunError(f"{path} was written by another dtrain (version {head.get('version')}); use that one")
-        stack.pop_all()
-    return head, _rest(file)
+    if not first.endswith(b"\n"):
+        raise RunError(f"{path} has no lines yet: the run has just begun")
+    head = _object(first)
+    if not isinstance(head, dict) or head.get("format") != _NAME:
+        raise RunError(f"{path} is no file of a run's times")
+    if head.get("version") != VERSION:
+        raise RunError(f"{path} was written by another dtrain (version {head.get('version')}); use that one")
+    return head, _rest(path, start)
 
 
-def _rest(file: Any) -> Iterator[Line]:
-    with file:
+def _rest(path: Path, start: int) -> Iterator[Line]:
+    with path.open("rb") as file:
+        file.seek(start)
         for text in file:
             line = _object(text)
             if isinstance(line, list) and line:  # the last one may be truncated

@@ -15,6 +15,7 @@ class AttemptsSeen:
 
     def __init__(self, process: Program) -> None:
         self.lines: list[tuple[int, int, int, int, str]] = []
+        self.said = ""  # by dtrain, once the run has ended, if the test keeps it here
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._read, args=(process.stdout,), daemon=True)
         self._thread.start()

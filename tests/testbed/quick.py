@@ -14,7 +14,10 @@ import pytest
 HEAVY = {"torch", "ddp", "ddp_worlds"}
 SLOW = {"multiprocessing", "socket", "subprocess", "threading"}
 WAITS = {"sleep", "fork"}
-LIGHT = {"testbed.imports", "testbed.job_drive", "testbed.outcomes", "testbed.present"}
+OF_ALL = {"nothing_left_behind", "own_folders", "start_by_exec_in_turn"}  # fixtures, which start nothing
+LIGHT = {
+    f"testbed.{name}" for name in ("imports", "job_drive", "outcomes", "present", "seeds", "typed", "write")
+}  # fmt: skip
 
 
 def is_heavy(path: Path) -> bool:
@@ -32,7 +35,7 @@ def is_quick(item: pytest.Item) -> bool:
     if not isinstance(item, pytest.Function):
         return False
     fixtures = [f.func for fixtures in item._fixtureinfo.name2fixturedefs.values() for f in fixtures]
-    named = (thing for thing in (item.function, *fixtures) if thing.__name__ != "nothing_left_behind")
+    named = (thing for thing in (item.function, *fixtures) if thing.__name__ not in OF_ALL)
     seen: set[int] = set()
     return not any(_is_slow(thing, item.module, seen) for thing in named)
 
@@ -48,7 +51,7 @@ def _is_slow(thing: object, module: ModuleType, seen: set[int]) -> bool:
         return where not in LIGHT
     if where in SLOW:
         return True
-    if where not in (module.__name__, "conftest"):
+    if where != module.__name__ and where.rpartition(".")[2] != "conftest":
         return False
     if isinstance(thing, type):
         return any(_is_slow(part, module, seen) for part in vars(thing).values())

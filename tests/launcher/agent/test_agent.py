@@ -196,7 +196,7 @@ def test_end_of_an_attempt_without_workers_is_answered_at_once(agent: AgentProce
     assert not [message for message in agent.seen if isinstance(message, StoreFailed)]
 
 
-def test_a_store_that_serves_is_closed_with_its_attempt_and_not_reported(agent: AgentProcess) -> None:
+def test_a_store_is_closed_with_its_attempt_and_not_reported(agent: AgentProcess) -> None:
     agent.prepare(grace_s=60)
     store = agent.open_store()
     with socket.create_connection((store.address, store.port)):
@@ -226,9 +226,7 @@ def test_stubborn_workers_have_their_grace_period_and_no_more(agent: AgentProces
     assert [m.status for m in agent.seen if isinstance(m, Exited)] == [-signal.SIGKILL]
 
 
-def test_a_worker_that_has_failed_and_goes_on_has_half_of_the_grace_period_after_the_signal(
-    agent: AgentProcess, tmp_path: Path
-) -> None:
+def test_a_failed_worker_has_half_of_the_grace_period(agent: AgentProcess, tmp_path: Path) -> None:
     agent.prepare(grace_s=8)
     agent.start(
         "import os, signal, threading, time\n"
@@ -242,7 +240,7 @@ def test_a_worker_that_has_failed_and_goes_on_has_half_of_the_grace_period_after
     agent.expect(Swept)
 
 
-def test_a_worker_that_has_failed_and_goes_on_is_stopped_before_the_grace_period_is_over(agent: AgentProcess) -> None:
+def test_a_failed_worker_is_stopped_before_the_grace_period_ends(agent: AgentProcess) -> None:
     agent.prepare(grace_s=600)
     agent.start("import threading, time\nthreading.Thread(target=time.sleep, args=(600,)).start()\nraise ValueError")
     agent.expect(Failing)
@@ -309,7 +307,7 @@ def test_steps_saves_and_output_are_progress(agent: AgentProcess) -> None:
     assert agent.end_attempt().saved == 2
 
 
-def test_bars_below_each_other_that_are_redrawn_are_no_sign_of_life(agent: AgentProcess) -> None:
+def test_redrawn_progress_bars_are_no_sign_of_life(agent: AgentProcess) -> None:
     agent.prepare()
     agent.start(
         "import os, struct, time\n"
@@ -392,9 +390,7 @@ def test_nothing_is_left_whichever_process_is_killed(
     nothing_is_left(agent, family)
 
 
-def test_agent_and_guard_killed_together_are_cleaned_up_after_by_the_next_agent(
-    agent: AgentProcess, family: Family, tmp_path: Path
-) -> None:
+def test_the_next_agent_cleans_up_after_agent_and_guard(agent: AgentProcess, family: Family, tmp_path: Path) -> None:
     agent.prepare()
     family.start(agent, *CHILDREN)
     family.start(agent, "cleared daemon", "exit", rank=1)  # its parent, and all ways up to it, are gone
@@ -454,29 +450,6 @@ def test_an_agent_that_still_lives_is_ended_by_the_next_one(
         successor.stop()
 
 
-@pytest.mark.parametrize("change", ["boot", "start", "run_tag"])
-def test_a_trace_that_does_not_fit_ends_nothing(
-    agent: AgentProcess, family: Family, tmp_path: Path, change: str
-) -> None:
-    agent.prepare()
-    worker = family.start(agent)
-    identity = agent.hello.agent_identity
-    if change == "boot":
-        identity = identity.replace('"boot": "', '"boot": "x')
-    else:  # the pids are others' by now; with the mark, what carries it would be ended
-        for pid in (agent.pid, agent.process.pid):
-            found = present(processes.find(pid))
-            identity = identity.replace(str(found.start), str(found.start - 1))
-        identity = identity.replace(run_tag_of(agent), "0" * 32)
-    if change == "run_tag":
-        identity = identity.replace("0" * 32, "../" + "0" * 29)
-    with AgentProcess(tmp_path) as successor:
-        assert successor.prepare(lost_agents=[identity]).left == []
-        successor.stop()
-    assert {psutil.pid_exists(pid) for pid in (agent.pid, agent.process.pid, worker)} == {True}
-    agent.stop()
-
-
 def _kill_both(agent: AgentProcess) -> None:
     agent.process.send_signal(signal.SIGSTOP)  # the guard: it must not act before both are dead
     os.kill(agent.pid, signal.SIGKILL)
@@ -499,9 +472,7 @@ def test_a_host_that_hears_nothing_ends_everything_by_itself(agent: AgentProcess
     nothing_is_left(agent, family)
 
 
-def test_the_lease_holds_while_an_attempt_is_ended_and_after_the_controller_s_end(
-    agent: AgentProcess, family: Family
-) -> None:
+def test_the_lease_holds_while_an_attempt_ends(agent: AgentProcess, family: Family) -> None:
     agent.prepare(grace_s=60, lease_s=LEASE_S)
     family.start(agent, "stubborn", *CHILDREN)
     agent.beat()
@@ -525,9 +496,7 @@ def test_a_heartbeat_that_was_long_under_way_prolongs_nothing(agent: AgentProces
     assert time.monotonic() - sent > LEASE_S
 
 
-def test_an_agent_that_was_stopped_is_ended_by_its_guard_when_the_lease_is_over(
-    agent: AgentProcess, family: Family
-) -> None:
+def test_a_stopped_agent_is_ended_by_its_guard_after_the_lease(agent: AgentProcess, family: Family) -> None:
     agent.prepare(grace_s=60, lease_s=LEASE_S)
     family.start(agent, "stubborn", *CHILDREN)
     agent.beat()
@@ -675,9 +644,7 @@ def test_what_cannot_be_killed_is_named_and_the_agent_goes_on(
 # Runs of other tests that were killed meanwhile may be found, too.
 
 
-def test_what_a_run_has_left_that_was_killed_whole_is_ended_by_the_next_run(
-    agent: AgentProcess, family: Family, tmp_path: Path
-) -> None:
+def test_the_next_run_ends_what_a_killed_run_left(agent: AgentProcess, family: Family, tmp_path: Path) -> None:
     agent.prepare()
     family.start(agent, *CHILDREN)
     _kill_both(agent)
@@ -693,83 +660,32 @@ def test_what_a_run_has_left_that_was_killed_whole_is_ended_by_the_next_run(
         other.stop()
 
 
-@pytest.mark.parametrize("living", ["all", "guard", "run that it has started", "run with another folder"])
-def test_a_run_that_lives_is_not_touched(agent: AgentProcess, family: Family, tmp_path: Path, living: str) -> None:
-    agent.prepare()
-    family.start(agent, "own session")
-    env = {}
-    nested = contextlib.ExitStack()
-    if living == "guard":
-        agent.process.send_signal(signal.SIGSTOP)
-        os.kill(agent.pid, signal.SIGKILL)
-        wait_until(lambda: processes.find(agent.pid) is None, "the agent is dead")
-    elif living != "all":
-        _kill_both(agent)
-        env["DTRAIN_AGENT"] = run_tag_of(agent)
-    if living == "run with another folder":
-        nested.enter_context(AgentProcess(tmp_path, temp=tmp_path / "elsewhere", env=env))
-        env = {}
-    with nested, AgentProcess(tmp_path, env=env) as other:
-        other.prepare()
-        assert temp_folder_of(agent).is_dir()
-        assert not family.is_gone()
-        other.stop()
-    if living == "guard":
-        agent.process.send_signal(signal.SIGCONT)
-    elif living == "all":
-        agent.stop()
-    else:
-        with AgentProcess(tmp_path) as other:
-            assert other.prepare().killed_runs >= 1
-    nothing_is_left(agent, family)
-
-
-@pytest.mark.parametrize(
-    "change", ["another machine's", "of others", "another name", "link", "junk", "no identity", "a folder", "wrong tag"]
-)
-def test_a_folder_that_is_not_one_of_ours_ends_nothing(
-    agent: AgentProcess, family: Family, tmp_path: Path, change: str
+@pytest.mark.parametrize("other_folder", [False, True])
+def test_a_killed_run_whose_own_run_lives_is_not_touched(
+    agent: AgentProcess, family: Family, tmp_path: Path, other_folder: bool
 ) -> None:
     agent.prepare()
     family.start(agent, "own session")
     _kill_both(agent)
-    folder = temp_folder_of(agent)
-    identity = folder / IDENTITY
-    text = identity.read_text()
-    match change:
-        case "another machine's":
-            identity.write_text(text.replace('"boot": "', '"boot": "x'))
-        case "of others":
-            folder.chmod(0o770)
-        case "another name":
-            folder.rename(agent.temp / ("dtrain-" + "0" * 16))
-        case "link":
-            identity.rename(tmp_path / "elsewhere")
-            identity.symlink_to(tmp_path / "elsewhere")
-        case "junk":
-            identity.write_bytes(b"\xff{" + b"[" * 100_000)
-        case "no identity":
-            identity.unlink()
-        case "a folder":
-            identity.unlink()
-            identity.mkdir()
-        case "wrong tag":
-            tag = run_tag_of(agent)
-            identity.write_text(text.replace(tag, tag[:16] + "?" * 16))
-    with AgentProcess(tmp_path) as other:
+    env = {"DTRAIN_AGENT": run_tag_of(agent)}  # what it has started has this variable
+    with contextlib.ExitStack() as nested:
+        if other_folder:
+            nested.enter_context(AgentProcess(tmp_path, temp=tmp_path / "elsewhere", env=env))
+            env = {}
+        other = nested.enter_context(AgentProcess(tmp_path, env=env))
         other.prepare()
-        assert [*agent.temp.glob("dtrain-*")]
+        assert temp_folder_of(agent).is_dir()
         assert not family.is_gone()
         other.stop()
     with AgentProcess(tmp_path) as last:
-        assert last.prepare(lost_agents=[text]).left == []
-    assert family.is_gone()
+        assert last.prepare().killed_runs >= 1
+    nothing_is_left(agent, family)
 
 
 # ---- the folder and the group --------------------------------------------------------------------------------
 
 
-def test_a_control_group_holds_the_workers_and_those_in_it_are_removed(agent: AgentProcess) -> None:
+def test_a_control_group_holds_the_workers_and_is_removed(agent: AgentProcess) -> None:
     agent.prepare()
     group = cgroup_of(agent)
     if group is None:
@@ -797,7 +713,7 @@ def test_a_worker_s_own_folder_among_its_files_is_removed(agent: AgentProcess) -
     assert not temp_folder_of(agent).exists()
 
 
-def test_what_is_written_to_the_progress_file_is_as_its_format_says(agent: AgentProcess, tmp_path: Path) -> None:
+def test_the_progress_file_has_its_format(agent: AgentProcess, tmp_path: Path) -> None:
     """64 bytes, so that a program in any language can map them."""
     agent.prepare()
     agent.start("import os\nprint(os.environ['DTRAIN_PROGRESS_FILE'], flush=True)\nimport time; time.sleep(600)")
@@ -816,7 +732,7 @@ def test_values_begin_with_the_prefixes_that_were_sent_before(agent: AgentProces
     assert agent.expect(Output).data == b"a long story"
 
 
-def test_a_worker_is_started_again_alone_with_nothing_of_its_former_life_but_its_restart_policy(
+def test_a_restarted_worker_keeps_only_its_restart_policy(
     agent: AgentProcess,
 ) -> None:
     agent.prepare(grace_s=0.2)
@@ -854,7 +770,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     agent.stop()
 
 
-def test_a_worker_that_could_not_be_started_again_is_when_that_is_ordered_once_more(agent: AgentProcess) -> None:
+def test_a_restart_that_failed_can_be_ordered_again(agent: AgentProcess) -> None:
     agent.prepare(grace_s=0.2)
     script = """
 import os, struct

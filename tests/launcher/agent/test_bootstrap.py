@@ -4,35 +4,24 @@ import json
 import signal
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 from testbed import REPOSITORY
 from testbed.processes import Result, run_dtrain, run_program
+from testbed.write import lines_of_workers, write
 
 BOOTSTRAP = REPOSITORY / "launcher/agent/workers/bootstrap.py"
 
 
-def write(folder: Path, name: str, text: str) -> Path:
-    path = folder / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(textwrap.dedent(text))
-    return path
-
-
-def worker_lines(text: str) -> list[str]:
-    """The workers' own lines: without the prefixes, and without what dtrain says itself."""
-    return [line.partition("] ")[2] for line in text.splitlines() if line.startswith("[")]
-
-
 def run_both(folder: Path, *argv: str) -> tuple[Result, Result]:
-    """Run the same command line under plain python and as the only worker of a run."""
-    options = ["-m"] if argv[0] == "-m" else []
-    words = argv[len(options) :]
-    plain = run_program(sys.executable, *options, *words, cwd=folder)
-    ours = run_dtrain("run", "--log-dir", folder / "logs", *options, *words, cwd=folder)
-    return plain, ours
+    """Run the same command line under plain python and as an agent starts a worker."""
+    is_module = argv[0] == "-m"
+    target = argv[is_module:]
+    plain = run_program(sys.executable, *argv, cwd=folder)
+    env = {"TORCHELASTIC_ERROR_FILE": str(folder / "0-0.json"), "RANK": "0"}
+    kind = "module" if is_module else "script"
+    return plain, run_program(sys.executable, "-u", BOOTSTRAP, kind, *target, cwd=folder, env=env)
 
 
 WORLD = """\
@@ -74,7 +63,7 @@ def test_script_sees_the_same_world(tmp_path: Path, argv: tuple[str, ...]) -> No
     plain, ours = run_both(tmp_path, *argv)
     assert plain.returncode == 0, plain.stderr
     assert ours.returncode == 0, ours.stderr
-    assert json.loads(worker_lines(ours.stdout)[0]) == json.loads(plain.stdout)
+    assert json.loads(ours.stdout) == json.loads(plain.stdout)
 
 
 RAISING = {
@@ -95,37 +84,32 @@ RAISING = {
 def test_ends_and_prints_as_plain_python_does(tmp_path: Path, program: str) -> None:
     write(tmp_path, "script.py", program)
     plain, ours = run_both(tmp_path, "script.py")
-    status = plain.returncode if plain.returncode >= 0 else 128 - plain.returncode
-    assert ours.returncode == status
-    assert worker_lines(ours.stdout) == plain.stdout.splitlines()
-    printed = worker_lines(ours.stderr)
-    assert printed == plain.stderr.splitlines()
-    assert "bootstrap" not in "\n".join(printed)
+    assert (ours.returncode, ours.stdout, ours.stderr) == (plain.returncode, plain.stdout, plain.stderr)
+    assert "bootstrap" not in ours.stderr
 
 
 def test_module_traceback_has_no_frame_of_ours(tmp_path: Path) -> None:
     write(tmp_path, "package/__init__.py", "")
     write(tmp_path, "package/train.py", "import os\n1 / 0")
     plain, ours = run_both(tmp_path, "-m", "package.train")
-    assert worker_lines(ours.stderr) == plain.stderr.splitlines()
+    assert ours.stderr == plain.stderr
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
-def test_multiprocessing_works(tmp_path: Path, method: str) -> None:
+def test_multiprocessing_works(tmp_path: Path) -> None:
     write(
         tmp_path,
         "script.py",
-        f"""
+        """
         import multiprocessing, sys
         def square(x): return x * x
         if __name__ == "__main__":
-            with multiprocessing.get_context({method!r}).Pool(2) as pool:
-                print(pool.map(square, [1, 2, 3]))
+            for method in ("spawn", "fork", "forkserver"):
+                with multiprocessing.get_context(method).Pool(2) as pool:
+                    print(pool.map(square, [1, 2, 3]))
         """,
     )
     plain, ours = run_both(tmp_path, "script.py")
-    assert plain.stdout.splitlines() == ["[1, 4, 9]"]
-    assert worker_lines(ours.stdout) == ["[1, 4, 9]"], ours.stderr
+    assert plain.stdout == ours.stdout == "[1, 4, 9]\n" * 3, ours.stderr
 
 
 def test_data_loader_workers_work(tmp_path: Path) -> None:
@@ -143,7 +127,7 @@ def test_data_loader_workers_work(tmp_path: Path) -> None:
         """,
     )
     ours = run_dtrain("run", "--log-dir", tmp_path / "logs", "script.py", cwd=tmp_path)
-    assert worker_lines(ours.stdout) == ["[[0, 1, 2, 3], [4, 5, 6, 7]]"] * 2, ours.stderr
+    assert lines_of_workers(ours.stdout) == ["[[0, 1, 2, 3], [4, 5, 6, 7]]"] * 2, ours.stderr
 
 
 def test_input_meets_a_closed_stdin(tmp_path: Path) -> None:
@@ -162,7 +146,7 @@ def test_script_named_like_our_modules_is_the_users(tmp_path: Path) -> None:
     write(tmp_path, "agent.py", "import launcher, worker")
     write(tmp_path, "worker.py", "print('the users worker')")
     ours = run_program(Path(sys.executable).with_name("dtrain"), "run", "--log-dir", "logs", "agent.py", cwd=tmp_path)
-    assert worker_lines(ours.stdout) == ["the users launcher", "the users worker"], ours.stderr
+    assert lines_of_workers(ours.stdout) == ["the users launcher", "the users worker"], ours.stderr
 
 
 def test_no_python_runs_any_program(tmp_path: Path) -> None:
@@ -170,7 +154,7 @@ def test_no_python_runs_any_program(tmp_path: Path) -> None:
         "run", "--log-dir", "logs", "--nproc-per-node", "2", "--no-python", "sh", "-c", "echo $RANK of $WORLD_SIZE",
         cwd=tmp_path,
     )  # fmt: skip
-    assert sorted(worker_lines(ours.stdout)) == ["0 of 2", "1 of 2"]
+    assert sorted(lines_of_workers(ours.stdout)) == ["0 of 2", "1 of 2"]
 
 
 def test_segfault_shows_where_and_exits_139(tmp_path: Path) -> None:
@@ -192,7 +176,7 @@ def test_error_file_is_torch_elastics(tmp_path: Path) -> None:
     assert error["message"]["message"] == "ValueError: é"
     assert "line 3, in <module>" in error["message"]["extraInfo"]["py_callstack"]
     assert error["message"]["extraInfo"]["timestamp"].isdigit()
-    assert not Path(worker_lines(ours.stdout)[0]).exists()
+    assert not Path(lines_of_workers(ours.stdout)[0]).exists()
 
 
 WHERE = {
@@ -237,7 +221,7 @@ WHERE = {
 
 
 @pytest.mark.parametrize(("program", "where", "inside"), WHERE.values(), ids=WHERE.keys())
-def test_facts_name_the_users_own_line_and_the_function_that_raised(
+def test_facts_name_the_user_s_line_and_the_raising_function(
     tmp_path: Path, program: str, where: str, inside: str
 ) -> None:
     write(tmp_path, "script.py", program)
@@ -288,7 +272,7 @@ def test_record_of_torch_elastic_works(tmp_path: Path) -> None:
     assert "RuntimeError: from record" in ours.stderr
 
 
-def test_import_hook_of_the_users_is_asked_about_torch_on_every_rank(tmp_path: Path) -> None:
+def test_the_user_s_import_hook_sees_torch_on_every_rank(tmp_path: Path) -> None:
     hook = """\
         import os, sys
 
@@ -306,7 +290,7 @@ def test_import_hook_of_the_users_is_asked_about_torch_on_every_rank(tmp_path: P
         "run", "--nproc-per-node", "2", "train.py", cwd=tmp_path, env={"PYTHONPATH": f"{tmp_path}/hooks"}
     )
     assert result.returncode == 0, result.stderr
-    assert sorted(worker_lines(result.stdout)) == ["rank 0 imports torch", "rank 1 imports torch"]
+    assert sorted(lines_of_workers(result.stdout)) == ["rank 0 imports torch", "rank 1 imports torch"]
 
 
 def test_worker_reads_as_its_script_in_ps(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def read_until(agent: AgentProcess, text: bytes, times: int = 1) -> None:
         agent.expect(Output)
 
 
-def test_living_workers_are_notified_and_a_successor_starts_with_the_newest(agent: AgentProcess) -> None:
+def test_workers_are_notified_and_a_successor_has_the_newest(agent: AgentProcess) -> None:
     for rank in (0, 1):
         agent.start(LISTENS, str(rank), rank=rank)
         agent.expect_output(b"first 0 nothing\n")
@@ -75,7 +75,7 @@ def test_living_workers_are_notified_and_a_successor_starts_with_the_newest(agen
     agent.stop()
 
 
-def test_a_first_life_that_starts_late_learns_what_the_others_were(agent: AgentProcess) -> None:
+def test_a_late_first_process_learns_of_earlier_generations(agent: AgentProcess) -> None:
     agent.start(LISTENS, "0")
     agent.tell(NextGeneration(attempt=0, number=4))
     agent.expect_output(b"rank 0 told 4\n")
@@ -150,9 +150,7 @@ def test_a_pipe_that_no_one_reads_keeps_the_newest_number(tmp_path: Path) -> Non
     pipe.close()
 
 
-def test_where_memory_has_no_file_the_state_lies_with_the_other_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_memory_files_the_state_is_with_other_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*_: object) -> int:
         raise PermissionError(1, "Operation not permitted")
 
@@ -207,9 +205,7 @@ def test_a_wait_for_others_is_no_measure_of_a_step(agent: AgentProcess) -> None:
 
 
 @pytest.mark.parametrize("restart_policy", [3, 4])
-def test_a_failed_worker_that_starts_again_counts_by_its_restart_policy(
-    agent: AgentProcess, restart_policy: int
-) -> None:
+def test_a_restarted_worker_counts_by_its_restart_policy(agent: AgentProcess, restart_policy: int) -> None:
     agent.start(LISTENS.replace('"<Q", 3', f'"<Q", {restart_policy}'), "1", rank=1)
     agent.expect_output(b"first 0 nothing\n")
     agent.tell(NextGeneration(attempt=0, number=1))

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
-import selectors
-from collections.abc import Iterator
+import zipapp
 from pathlib import Path
 
 import pytest
-from testbed.processes import run_dtrain, wait_until
+from testbed.fork_server import loaded, prepare_for
+from testbed.processes import run_dtrain
 
-from launcher.agent.cleanup.run_tag import RunTag
-from launcher.agent.warm.kept import describe, stop
-from launcher.agent.workers.warm_start import ForkServer, Warmth
-from launcher.protocol.commands import Prepare
+from launcher.agent.warm.kept import describe
+from launcher.protocol.commands import StartWorker
 
 IMPORTS = "import os, re, subprocess\n"
 FORKED = "were forked from processes that had imported their packages"
@@ -60,34 +57,66 @@ HARMFUL = {
 }
 
 
-@pytest.fixture
-def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder whose modules count as installed."""
-    folder = tmp_path / "lib" / "site-packages"
-    folder.mkdir(parents=True)
-    monkeypatch.setenv("PYTHONPATH", str(folder))
-    return folder
+WHY_NOT = {
+    "only the standard library": ("import json", "the script imports only the standard library"),
+    "variables first": ("import os; os.environ.update(A='b'); import numpy", "no installed package before it does"),
+    "own module first": ("import mine; import numpy", "no installed package before it does anything"),
+    "missing module": ("import nowhere, numpy", "no installed package before it does anything"),
+    "left out": ("import keras", "keras is left to each worker: it starts threads, connects to something or"),
+}
+# Packages that make a fork unsafe.
+UNSAFE = {
+    "threaded": (
+        "import threading, time; threading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
+        "the imports left 1 threads running (",
+    ),
+    "connected": ("import socket; kept = socket.socketpair()", "the imports left socket:"),
+    "parent": ("import subprocess; kept = subprocess.Popen(['sleep', '5'])", "the imports left a process running"),
+    "broken": ("raise ValueError('broken')", "settings cannot be imported (ValueError)"),
+    "reads to seed": ("import os, random; random.seed(os.environ['LOCAL_RANK'])", "reads LOCAL_RANK when"),
+    "leaving": ("raise SystemExit(3)", "settings cannot be imported (SystemExit)"),
+    "killing": ("import os; os.kill(os.getpid(), 9)", "its process has ended"),
+}
 
 
-def why_not(folder: Path) -> tuple[str, float]:
-    """Return why a script that imports settings cannot be forked, and what that costs."""
-    (folder / "script.py").write_text("import settings")
-    names = ["RANK", "LOCAL_RANK"]
-    command = ("script", "script.py")
-    prepare = Prepare("run", str(folder), "script.py", None, {}, 1.0, 1.0, [], 0, 1, [], *command, names=names)
-    selector = selectors.DefaultSelector()
-    server = ForkServer(RunTag.new(), selector, Warmth())
-    server.prepare(prepare, 1)
-    pid = server.pid
-    assert pid is not None
-    try:
-        while server.is_loading:
-            for chosen, _ in selector.select(60):
-                chosen.data()
+def why_not(folder: Path, script: str = "import settings") -> tuple[str, float]:
+    """Return why a script cannot be forked, and what that costs."""
+    (folder / "script.py").write_text(script)
+    with loaded(prepare_for(folder)) as server:
         return server.why_not, server.costs_s
-    finally:
-        server.kill()
-        os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize(("script", "reason"), WHY_NOT.values(), ids=[*WHY_NOT])
+def test_what_a_script_does_first_decides(tmp_path: Path, script: str, reason: str) -> None:
+    (tmp_path / "mine.py").write_text("print('imported')")
+    assert reason in why_not(tmp_path, script)[0]
+
+
+def test_what_is_no_script_is_not_forked(tmp_path: Path) -> None:
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app/__main__.py").write_text("import numpy\nprint('ran')")
+    zipapp.create_archive(tmp_path / "app", tmp_path / "app.pyz")
+    for prepare, reason in (
+        (prepare_for(tmp_path, start_method="exec"), "--start-method is exec"),
+        (prepare_for(tmp_path, behind="env"), "--launch-prefix is set"),
+        (prepare_for(tmp_path, "app"), "the script is no plain file"),
+        (prepare_for(tmp_path, "app.pyz"), "the script cannot be read as Python"),
+        (prepare_for(tmp_path, "cProfile", through="module"), "no installed package before it does anything"),
+    ):
+        with loaded(prepare) as server:
+            assert reason in server.why_not
+    (tmp_path / "script.py").write_text("import settings")
+    with loaded(prepare_for(tmp_path)) as server:
+        program = StartWorker(0, 0, "", ["true"], {}, {})
+        assert server.why_not_for(program, {}, ()) == "it is no Python script"
+        server.why_not, bound = "", StartWorker(0, 0, "script", ["script.py"], {}, {})
+        assert server.why_not_for(bound, {}, (0,)).startswith("--numa-binding is set")
+
+
+@pytest.mark.parametrize(("source", "reason"), UNSAFE.values(), ids=[*UNSAFE])
+def test_a_package_that_makes_a_fork_unsafe(installed: Path, tmp_path: Path, source: str, reason: str) -> None:
+    (installed / "settings.py").write_text(source)
+    assert reason in why_not(tmp_path)[0]
 
 
 @pytest.mark.parametrize("source", HARMLESS.values(), ids=[*HARMLESS])
@@ -107,7 +136,7 @@ def test_who_reads_a_variable_of_one_worker_is_named(installed: Path, tmp_path: 
     assert costs_s > 0
 
 
-def test_a_forked_worker_finds_the_settings_that_a_started_one_does(
+def test_a_forked_worker_finds_the_same_settings(
     installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, source in HARMLESS.items():
@@ -127,9 +156,7 @@ def test_a_forked_worker_finds_the_settings_that_a_started_one_does(
     assert "('SETTING_A', '1')" in forked[0]
 
 
-def test_a_worker_that_has_variables_which_a_package_looked_for_is_started_by_exec(
-    installed: Path, tmp_path: Path
-) -> None:
+def test_a_worker_with_such_a_variable_is_started_by_exec(installed: Path, tmp_path: Path) -> None:
     (installed / "settings.py").write_text(
         IMPORTS + "seen = [v for k, v in os.environ.items() if k.startswith('OMPI_')]"
     )
@@ -141,7 +168,7 @@ def test_a_worker_that_has_variables_which_a_package_looked_for_is_started_by_ex
     assert re.search(r"seen \['1', '0', ", known.stdout), known
 
 
-def test_each_user_sees_which_package_prevents_a_fork_and_what_that_costs(installed: Path, tmp_path: Path) -> None:
+def test_the_package_and_its_cost_are_shown(installed: Path, tmp_path: Path) -> None:
     (installed / "heavy.py").write_text("import time\ntime.sleep(0.3)\nimport settings\ntime.sleep(5)")
     (installed / "settings.py").write_text(IMPORTS + "seen = dict(os.environ).get('RANK')")
     (tmp_path / "script.py").write_text("import heavy\nprint('seen', heavy.settings.seen)")
@@ -152,7 +179,7 @@ def test_each_user_sees_which_package_prevents_a_fork_and_what_that_costs(instal
     assert re.search(said + r"each such start takes at least \d+\.\d s longer$", line)
 
 
-def test_so_is_a_package_that_each_worker_imports_by_itself(installed: Path, tmp_path: Path) -> None:
+def test_so_is_a_package_that_is_left_to_each_worker(installed: Path, tmp_path: Path) -> None:
     (installed / "tensorflow").mkdir()
     (installed / "tensorflow" / "__init__.py").write_text("import time\ntime.sleep(0.3)\nimport tensorflow.core")
     (installed / "tensorflow" / "core.py").touch()
@@ -163,19 +190,8 @@ def test_so_is_a_package_that_each_worker_imports_by_itself(installed: Path, tmp
     assert re.search(said, line), result
 
 
-@pytest.fixture
-def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A runtime folder in which nothing is warm, nor anything at the end."""
-    folder = tmp_path / "runtime"
-    folder.mkdir(mode=0o700)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
-    yield folder
-    stop()
-    wait_until(lambda: not [*folder.iterdir()], "nothing is left in the runtime folder")
-
-
 @pytest.mark.parametrize("package", ["prefix", "copy"])
-def test_what_is_kept_warm_serves_a_run_with_other_variables_unless_a_package_looked_for_those(
+def test_another_variable_matters_if_a_package_looked_for_it(
     installed: Path, tmp_path: Path, runtime: Path, package: str
 ) -> None:
     (installed / "settings.py").write_text(IMPORTS + HARMLESS[package])

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import socket
 import sys
-import textwrap
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,11 +19,14 @@ import psutil
 import pytest
 from testbed.another_user import ask_as_another_user
 from testbed.processes import MARK, Result, run_dtrain, run_program, started_dtrain, wait_until
+from testbed.typed import typed
+from testbed.write import write
 
 from launcher.agent.warm.folder import open_folder, prefix_of
 from launcher.agent.warm.handover import ask
 from launcher.agent.warm.kept import describe, extend, new_socket, stop
-from launcher.errors import SocketError
+from launcher.cli.request import read_request
+from launcher.errors import SocketError, UsageError
 
 SCRIPT = """
 import heavy, own
@@ -49,36 +51,20 @@ VARYING = {
 }  # fmt: skip
 
 
-def write(folder: Path, name: str, text: str) -> Path:
-    path = folder / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(textwrap.dedent(text))
-    return path
-
-
-def place(folder: Path) -> dict[str, str]:
-    """A runtime folder of the user's own, and a script with a package that it imports; return the variables."""
-    (folder / "runtime").mkdir(mode=0o700)
+def place(folder: Path) -> None:
+    """Make a script and a package that it imports, and a folder for what stays warm."""
+    (folder / "runtime").mkdir(mode=0o700, exist_ok=True)
     write(folder, "lib/site-packages/heavy.py", HEAVY)
     write(folder, "own.py", "VALUE = 1")
     write(folder, "script.py", SCRIPT)
-    return {"XDG_RUNTIME_DIR": str(folder / "runtime"), "PYTHONPATH": str(folder / "lib" / "site-packages")}
 
 
 @pytest.fixture
-def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A runtime folder in which nothing is warm, nor anything at the end."""
-    for name, value in place(tmp_path).items():
-        monkeypatch.setenv(name, value)
+def runtime(runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    place(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "lib" / "site-packages"))
     monkeypatch.chdir(tmp_path)
-    runtime = tmp_path / "runtime"
-    yield runtime
-    for folder in (runtime / "dtrain-warm", runtime):
-        if folder.exists():
-            os.chown(folder, os.getuid(), -1)
-            folder.chmod(0o700)
-    stop()
-    wait_until(lambda: not [*runtime.iterdir()], "nothing is left in the runtime folder")
+    return runtime
 
 
 @pytest.fixture(scope="module")
@@ -118,17 +104,28 @@ def run(*argv: object, **options: Any) -> Result:
     return result
 
 
-def surroundings() -> dict[str, Any]:
-    """What an agent finds that dtrain starts here."""
-    text = "import json; from launcher.agent.warm.surroundings import find_surroundings as f; print(json.dumps(f()))"
-    seen: dict[str, Any] = json.loads(run_program(sys.executable, "-c", text).stdout)
-    return seen
+def start(*argv: str) -> int:
+    """Have the packages of the script imported in a process that stays warm, without a run; return its pid."""
+    result = run_dtrain("warm", "--start", *argv, "script.py", outlived=True)
+    assert result.returncode == 0, result
+    return int(describe()[0]["pid"])
 
 
 def importer(result: Result) -> int:
     """The process that had imported the package for a run's workers."""
     (pid,) = {int(found) for found in re.findall("imported by ([0-9]+)", result.stdout)}
     return pid
+
+
+@contextlib.contextmanager
+def connected() -> Iterator[socket.socket]:
+    """A connection to the process that is warm."""
+    with open_folder() as folder:
+        assert folder is not None
+        connection = folder.connect(folder.names()[0], 10.0)
+        assert connection is not None
+        with connection:
+            yield connection
 
 
 def gone(pid: int) -> bool:
@@ -155,10 +152,18 @@ def test_a_later_run_finds_what_stayed_warm(runtime: Path) -> None:
     assert 900 < found["left_s"] <= 1200  # begun again
 
 
-def test_nothing_is_left_after_the_time(runtime: Path) -> None:
-    server = importer(run("--keep-warm", "2s", "script.py"))
+@pytest.mark.parametrize("how", ["time", "stop", "its socket is removed"])
+def test_nothing_is_left_at_its_end(runtime: Path, how: str) -> None:
+    server = start("--keep-warm", "2s" if how == "time" else "5m")
+    if how == "stop":
+        result = run_dtrain("warm", "--stop")
+        assert (result.returncode, result.stderr) == (0, "dtrain: stopped 1 warm process\n")
+    elif how != "time":
+        next(runtime.glob("dtrain-warm/*")).unlink()
+        os.kill(server, signal.SIGCHLD)  # it looks every few seconds, and when it wakes
     wait_until(lambda: gone(server), "the process has ended")
     wait_until(lambda: not [*runtime.iterdir()], "the folder is gone")
+    assert run_dtrain("warm", "--stop").stderr == "dtrain: nothing was warm\n"
 
 
 def test_nothing_stays_unless_it_was_asked_for(runtime: Path) -> None:
@@ -166,17 +171,8 @@ def test_nothing_stays_unless_it_was_asked_for(runtime: Path) -> None:
     assert not [*runtime.iterdir()]
 
 
-def test_stop_leaves_nothing(runtime: Path) -> None:
-    server = importer(run("--keep-warm", "5m", "script.py"))
-    result = run_dtrain("warm", "--stop")
-    assert (result.returncode, result.stderr) == (0, "dtrain: stopped 1 warm process\n")
-    wait_until(lambda: gone(server), "the process has ended")
-    assert not [*runtime.iterdir()]
-    assert run_dtrain("warm", "--stop").stderr == "dtrain: nothing was warm\n"
-
-
 def test_what_was_killed_is_cleared_away_by_the_next_run(runtime: Path) -> None:
-    server = importer(run("--keep-warm", "5m", "script.py"))
+    server = start()
     os.kill(server, signal.SIGKILL)
     wait_until(lambda: gone(server), "the process has ended")
     assert len([*runtime.glob("dtrain-warm/*")]) == 1
@@ -184,13 +180,6 @@ def test_what_was_killed_is_cleared_away_by_the_next_run(runtime: Path) -> None:
     assert importer(result) != server
     assert "could not be used" not in result.stderr
     assert not [*runtime.iterdir()]
-
-
-def test_a_process_whose_socket_was_removed_ends(runtime: Path) -> None:
-    server = importer(run("--keep-warm", "5m", "script.py"))
-    next(runtime.glob("dtrain-warm/*")).unlink()
-    os.kill(server, signal.SIGCHLD)  # it looks every few seconds, and when it wakes
-    wait_until(lambda: gone(server), "the process has ended")
 
 
 def test_it_lists_and_starts(runtime: Path, tmp_path: Path) -> None:
@@ -225,7 +214,7 @@ def test_own_modules_and_the_script_are_read_again(server: int) -> None:
     assert " 333" in result.stdout
 
 
-def test_another_script_uses_it_only_with_the_same_packages(server: int) -> None:
+def test_another_script_uses_it_with_the_same_packages(server: int) -> None:
     write(Path(), "elsewhere/own.py", "VALUE = 'elsewhere'")
     result = run(write(Path(), "elsewhere/evaluate.py", SCRIPT))
     assert f"imported by {server} elsewhere" in result.stdout
@@ -241,14 +230,12 @@ def test_another_script_uses_it_only_with_the_same_packages(server: int) -> None
     assert "the script imports other packages than it has" in err.decode()
 
 
-def test_another_script_in_a_folder_that_is_gone_does_not_use_it(server: int) -> None:
-    with open_folder() as folder:
-        assert folder is not None
-        connection = folder.connect(folder.names()[0], 10.0)
-        assert connection is not None
-        with connection:
-            script = {"kind": "script", "target": "/nowhere/script.py", "cwd": "/nowhere"}
-            answer = ask(connection, "check", surroundings=surroundings(), script=script)
+def test_another_script_in_a_missing_folder_does_not_use_it(server: int) -> None:
+    script = {"kind": "script", "target": "/nowhere/script.py", "cwd": "/nowhere"}
+    text = "import json; from launcher.agent.warm.surroundings import find_surroundings as f; print(json.dumps(f()))"
+    surroundings = json.loads(run_program(sys.executable, "-c", text).stdout)  # as an agent finds them
+    with connected() as connection:
+        answer = ask(connection, "check", surroundings=surroundings, script=script)
     assert answer["reason"] == "the script cannot be read: [Errno 2] No such file or directory: '/nowhere'"
     assert describe()[0]["pid"] == server
 
@@ -264,24 +251,23 @@ def test_scripts_with_other_packages_have_one_each(runtime: Path, tmp_path: Path
 
 
 CHANGES = {  # those of surroundings.py have tests of their own
-    "hidden": ("mkdir -p heavy; echo pid = 1 > heavy/__init__.py", "the script imports other packages than it has"),
-    "read variable": ("export HEAVY_MODE=2", "not the same as then: HEAVY_MODE"),
-    "threads": ("export OMP_NUM_THREADS=7", "not the same as then: OMP_NUM_THREADS"),
-    "loader": ("export LD_LIBRARY_PATH=/nowhere", "not the same as then: LD_LIBRARY_PATH"),
-    "limits": ("ulimit -c 0; ulimit -n 600", "not the same as then: resource limits"),
+    "hidden": ({}, "the script imports other packages than it has"),
+    "read variable": ({"HEAVY_MODE": "2"}, "not the same as then: HEAVY_MODE"),
+    "threads": ({"OMP_NUM_THREADS": "7"}, "not the same as then: OMP_NUM_THREADS"),
+    "surroundings": ({"LD_LIBRARY_PATH": "/nowhere"}, "not the same as then: LD_LIBRARY_PATH"),
 }
 
 
 @pytest.mark.parametrize("kind", CHANGES)
-def test_what_has_changed_starts_afresh_and_says_why(server: int, kind: str) -> None:
-    change, reason = CHANGES[kind]
-    command = shlex.join([sys.executable, "-m", "launcher", "run", "-v", "script.py"])
+def test_after_a_change_it_is_not_used_which_is_said(server: int, kind: str) -> None:
+    variables, reason = CHANGES[kind]
+    if kind == "hidden":
+        write(Path(), "heavy/__init__.py", "pid = 1")
     try:
-        result = run_program("sh", "-c", f"{{ {change}; }} > /dev/null; exec {command}")
+        result = run("script.py", env=variables)
     finally:
         shutil.rmtree("heavy", ignore_errors=True)
-    assert result.returncode == 0, result
-    assert re.search(reason, result.stderr), result
+    assert reason in result.stderr, result
     assert WARM not in result.stderr
     if kind != "hidden":
         assert importer(result) != server
@@ -289,7 +275,7 @@ def test_what_has_changed_starts_afresh_and_says_why(server: int, kind: str) -> 
 
 
 def test_what_is_out_of_date_for_all_ends(runtime: Path, tmp_path: Path) -> None:
-    server = importer(run("--keep-warm", "5m", "script.py"))
+    server = start()
     write(tmp_path, "lib/site-packages/heavy.py", f"{HEAVY}; later = True")
     result = run("script.py")
     assert re.search("changed since then: /.*/heavy.py", result.stderr), result
@@ -350,23 +336,6 @@ print(json.dumps({
     assert looks["warm"] == looks["cold"]
 
 
-def test_workers_of_a_later_run_hold_nothing_of_others(runtime: Path, tmp_path: Path) -> None:
-    text = """
-        import heavy, own
-        import os
-        print("imported by", heavy.pid)
-        names = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd") if int(number) > 2]
-        files = [os.readlink(name) for name in names if os.path.exists(name)]
-        print("files", sorted(each.split(":")[0] for each in files if "dtrain-" not in each))
-        print("umask", oct(os.umask(0)), "session", os.getsid(0) == os.getpid())
-    """
-    write(tmp_path, "script.py", text)
-    cold = run("--keep-warm", "5m", "script.py")
-    warm = run("script.py")
-    assert WARM in warm.stderr
-    assert warm.stdout == cold.stdout
-
-
 def test_it_stays_warm_after_a_run_that_failed(runtime: Path, tmp_path: Path) -> None:
     write(tmp_path, "script.py", SCRIPT + "raise SystemExit(3)")
     result = run_dtrain("run", "--keep-warm", "5m", "script.py", outlived=True)
@@ -400,7 +369,7 @@ def test_two_runs_use_one_process_at_the_same_time(server: int) -> None:
 
 @pytest.mark.parametrize("how", ["time", "stop"])
 def test_a_run_that_uses_it_is_not_disturbed_by_its_end(runtime: Path, tmp_path: Path, how: str) -> None:
-    server = importer(run("--keep-warm", "5m", "script.py"))
+    server = start()
     write(tmp_path, "script.py", WAITING)
     with started_dtrain("run", "-v", "script.py") as process:
         wait_until(lambda: [*tmp_path.glob("up-*")], "it runs")
@@ -419,8 +388,8 @@ def test_a_run_that_uses_it_is_not_disturbed_by_its_end(runtime: Path, tmp_path:
     assert not [*runtime.iterdir()]
 
 
-def test_a_run_goes_on_when_the_process_is_killed_that_it_came_from(runtime: Path, tmp_path: Path) -> None:
-    server = importer(run("--keep-warm", "5m", "script.py"))
+def test_a_run_goes_on_when_its_warm_process_is_killed(runtime: Path, tmp_path: Path) -> None:
+    server = start()
     write(tmp_path, "script.py", WAITING)
     with started_dtrain("run", "--keep-warm", "5m", "script.py", outlived=True) as process:
         wait_until(lambda: [*tmp_path.glob("up-*")], "it runs")
@@ -454,7 +423,7 @@ def test_nothing_is_left_of_a_warm_run_that_is_killed(server: int, victim: str) 
     assert importer(run("script.py")) == server
 
 
-def test_nothing_stays_warm_on_this_machine_when_dtrain_is_killed(runtime: Path) -> None:
+def test_nothing_stays_warm_when_dtrain_is_killed(runtime: Path) -> None:
     write(Path(), "script.py", WAITING)
     with started_dtrain("run", "--keep-warm", "5m", "--grace-s", "1", "script.py") as process:
         wait_until(lambda: [*Path().glob("up-*")], "it runs")
@@ -481,25 +450,11 @@ def test_what_is_warm_elsewhere_is_not_seen_from_here() -> None:
     assert (result.returncode, "dtrain warm is for this machine" in result.stderr) == (2, True), result
 
 
-@pytest.mark.parametrize(
-    ("argv", "reason"),
-    [
-        (["--start-method", "exec", "script.py"], "--start-method exec forks none"),
-        (["--no-python", "true"], "--no-python starts none"),
-        (["--keep-warm", "10x", "script.py"], "--keep-warm is '10x'; write a time such as 90s, 10m or 1h"),
-        (["--nnodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1", "script.py"], "not for nodes started by"),
-        (["--hosts", "node1,node2", "script.py"], "--keep-warm is for runs on this machine alone, not over SSH"),
-    ],
-)
-def test_where_nothing_can_stay_warm_it_is_refused(runtime: Path, argv: list[str], reason: str) -> None:
-    result = run_dtrain("run", "--keep-warm", "5m", *argv, env={"DTRAIN_TOKEN": "t" * 32})
-    assert (result.returncode, reason in result.stderr) == (2, True), result
-
-
-def test_a_slurm_job_keeps_nothing_and_uses_nothing(runtime: Path) -> None:
-    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_NUM_NODES": "1"}
-    result = run_dtrain("run", "--keep-warm", "5m", "script.py", env=job)
-    assert (result.returncode, "which a SLURM job must not have" in result.stderr) == (2, True), result
+def test_a_slurm_job_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("JOB_ID", "7"), ("JOB_NODELIST", "localhost"), ("JOB_NUM_NODES", "1")):
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    with pytest.raises(UsageError, match="which a SLURM job must not have"):
+        read_request(typed("--keep-warm", "5m", "script.py"))
 
 
 def test_why_nothing_stays_is_said(runtime: Path, tmp_path: Path) -> None:
@@ -583,7 +538,7 @@ def test_one_that_does_not_answer_is_not_waited_for(server: int) -> None:
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["ends", "hangs"])
-def test_a_process_that_ends_before_it_has_a_run_does_not_harm_it(runtime: Path, ends: bool) -> None:
+def test_one_that_ends_before_it_has_a_run_does_no_harm(runtime: Path, ends: bool) -> None:
     asked: list[str] = []
 
     def serve(listening: socket.socket) -> None:
@@ -608,7 +563,7 @@ def test_a_process_that_ends_before_it_has_a_run_does_not_harm_it(runtime: Path,
     assert importer(result)  # one worker, of one agent
 
 
-def test_sockets_of_earlier_boots_are_removed_and_those_of_other_hosts_left_alone(runtime: Path) -> None:
+def test_sockets_of_earlier_boots_are_removed_others_stay(runtime: Path) -> None:
     with open_folder(make=True) as folder:
         assert folder is not None
         host, boot, rest = prefix_of("0-0").split("-", 2)
@@ -624,16 +579,10 @@ def test_sockets_of_earlier_boots_are_removed_and_those_of_other_hosts_left_alon
         folder.remove(other)
 
 
-def test_an_order_of_no_sense_ends_the_connection_only(server: int) -> None:
-    with open_folder() as folder:
-        assert folder is not None
-        for order in (b"no JSON", b"[1]", b'{"ask": "run"}', b'{"ask": "what"}', b"{}"):
-            connection = folder.connect(folder.names()[0], 10.0)
-            assert connection is not None
-            with connection:
-                connection.send(order)
-                assert connection.recv(100) == b"", order
-        connection = folder.connect(folder.names()[0], 10.0)
-        assert connection is not None
-        with connection:
-            assert ask(connection, "describe")["pid"] == server
+def test_an_unknown_order_ends_only_its_connection(server: int) -> None:
+    for order in (b"no JSON", b"[1]", b'{"ask": "run"}', b'{"ask": "what"}', b"{}"):
+        with connected() as connection:
+            connection.send(order)
+            assert connection.recv(100) == b"", order
+    with connected() as connection:
+        assert ask(connection, "describe")["pid"] == server

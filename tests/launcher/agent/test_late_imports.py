@@ -17,13 +17,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from testbed.fork_server import prepare_for
 from testbed.processes import run_dtrain
 
 from launcher.agent.cleanup.run_tag import RunTag
 from launcher.agent.workers import warm_start
 from launcher.agent.workers.warm_start import ForkServer, Warmth
 from launcher.agent.workers.worker import BOOTSTRAP, Files, spawn
-from launcher.protocol.commands import Prepare, StartWorker
+from launcher.protocol.commands import StartWorker
 
 PR_SET_CHILD_SUBREAPER = 36
 # One step, as every training makes it, and then the facts.
@@ -54,11 +55,8 @@ class Host:
     def prepare(self, script: str, *, through: str = "script") -> None:
         (self.folder / "script.py").write_text(textwrap.dedent(script) + ENDS)
         target = "script.py" if through == "script" else "script"
-        prepare = Prepare(
-            "run", str(self.folder), None, None, {}, 1.0, 1.0, [], 0, 1, [], through, target, names=["RANK"]
-        )
         self._through, self._target = through, target
-        self.server.prepare(prepare, 1)
+        self.server.prepare(prepare_for(self.folder, target, through=through), 1)
         self.load()
 
     def load(self) -> None:
@@ -105,14 +103,10 @@ class Host:
 
 
 @pytest.fixture
-def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder whose modules count as installed."""
-    folder = tmp_path / "lib" / "site-packages"
-    folder.mkdir(parents=True)
-    monkeypatch.setenv("PYTHONPATH", str(folder))
-    (folder / "late.py").write_text(MODULE)
-    (folder / "other.py").write_text(MODULE)
-    return folder
+def installed(installed: Path) -> Path:
+    (installed / "late.py").write_text(MODULE)
+    (installed / "other.py").write_text(MODULE)
+    return installed
 
 
 @pytest.fixture
@@ -156,7 +150,7 @@ def test_so_they_are_of_a_module_that_is_run(host: Host) -> None:
     assert "late ahead" in host.work()
 
 
-def test_a_worker_forked_after_late_imports_has_the_same_files_open_as_the_first(host: Host) -> None:
+def test_after_late_imports_workers_have_the_same_files_open(host: Host) -> None:
     source = """
         import contextlib
         names = []
@@ -190,7 +184,7 @@ def test_a_worker_whose_imports_cannot_be_recorded_goes_on(host: Host, how: str)
     assert not host.learn()
 
 
-def test_a_script_that_imports_all_at_its_top_needs_no_second_process(host: Host) -> None:
+def test_without_late_imports_there_is_no_second_process(host: Host) -> None:
     host.prepare("import torch, late" + STEP + SHOW)
     assert "late ahead" in host.work()
     said = host.files.imports.read_text() if host.files.imports.exists() else "{}"
@@ -231,7 +225,7 @@ UNSAFE = {
 
 
 @pytest.mark.parametrize("what", UNSAFE)
-def test_what_is_unsafe_to_import_ahead_each_worker_imports_itself(installed: Path, host: Host, what: str) -> None:
+def test_what_is_unsafe_to_import_ahead_workers_import(installed: Path, host: Host, what: str) -> None:
     source, before = UNSAFE[what]
     (installed / "bad.py").write_text(MODULE + source)
     (installed / "nope.py").write_text("")
@@ -260,7 +254,7 @@ def test_imports_ahead_that_hang_are_given_up(installed: Path, host: Host, monke
     assert host.by_exec == ["", ""]
 
 
-def test_own_modules_are_read_again_and_what_they_import_is_there(host: Host) -> None:
+def test_own_modules_are_read_again_with_imports_made_ahead(host: Host) -> None:
     (host.folder / "mine.py").write_text("import late\nprint('before')")
     host.prepare(PLACES["own module"] + SHOW)
     assert "before" in host.work()
@@ -271,7 +265,7 @@ def test_own_modules_are_read_again_and_what_they_import_is_there(host: Host) ->
     assert "late ahead" in said
 
 
-def test_an_installed_module_is_not_taken_from_another_folder_than_in_the_worker(installed: Path, host: Host) -> None:
+def test_an_installed_module_comes_from_the_worker_s_folder(installed: Path, host: Host) -> None:
     vendored = host.folder / "vendored"
     vendored.mkdir()
     (vendored / "bad.py").write_text(MODULE + "print('vendored')")
@@ -293,7 +287,7 @@ SETS = {
 
 
 @pytest.mark.parametrize("how", SETS)
-def test_imports_find_the_variables_that_the_script_sets_before_them(installed: Path, host: Host, how: str) -> None:
+def test_imports_find_variables_that_the_script_sets(installed: Path, host: Host, how: str) -> None:
     """The library reads its variable as C does, when it is loaded; another import has set one itself."""
     source = """
         import ctypes
@@ -328,7 +322,7 @@ def test_a_first_statement_that_only_looks_prevents_no_fork(host: Host, first: s
     assert said[0] != said[1] or "X = 1" in first
 
 
-def test_the_process_with_the_late_imports_outlives_the_first_and_the_first_it(host: Host) -> None:
+def test_first_and_late_process_outlive_each_other(host: Host) -> None:
     host.prepare(PLACES["after a call"] + SHOW)
     host.work()
     assert host.learn()
@@ -346,7 +340,7 @@ def test_the_process_with_the_late_imports_outlives_the_first_and_the_first_it(h
     assert host.by_exec[-1] == ""
 
 
-def test_a_restart_of_a_run_finds_the_late_imports_and_nothing_is_left(installed: Path, tmp_path: Path) -> None:
+def test_a_restart_finds_the_late_imports(installed: Path, tmp_path: Path) -> None:
     (installed / "late.py").write_text(MODULE + "here or open(os.environ['OUT'], 'w').close()")
     source = """
         import torch, os, time

@@ -15,6 +15,7 @@ from testbed.left import TEST_CHARS
 from testbed.processes import MARK, run_dtrain, started_dtrain, wait_until
 from testbed.require import require
 from testbed.sshd import SshHosts
+from testbed.typed import dtrain
 
 from launcher.agent.workers.worker import Worker, _find_behind
 from launcher.hosts.host import Host, HostKind
@@ -77,7 +78,7 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def test_each_worker_has_its_own_values_in_the_prefix_and_other_braces_stay() -> None:
+def test_braces_in_the_prefix_have_each_worker_s_values() -> None:
     hosts = (Host("a", HostKind.SSH), Host("b", HostKind.SSH))
     command = ("nsys", "-o", "out.{host}.{rank}", "{local_rank}{rank}", "${x} {y}")
     spec = JobSpec(
@@ -117,7 +118,7 @@ def test_exit_codes_signals_and_exceptions_are_the_workers_own(prefix: str, scri
     assert "ValueError: no" in said
 
 
-def test_a_signal_reaches_the_workers_and_what_they_print_is_kept(prefix: str, script: Path) -> None:
+def test_a_signal_reaches_workers_and_their_output_is_kept(prefix: str, script: Path) -> None:
     argv = ["run", "--nproc-per-node", "2", "--launch-prefix", prefix, str(script), "stop"]
     with started_dtrain(*argv, cwd=script.parent) as process:
         for _ in range(2):
@@ -141,17 +142,7 @@ def test_an_agent_that_is_killed_leaves_no_worker_and_no_prefix(prefix: str, scr
     wait_until(lambda: not [one for one in below if one.is_running() and one.status() != "zombie"], "all have ended")
 
 
-def test_why_workers_are_not_forked_is_said(script: Path) -> None:
-    (script.parent / "script.py").write_text("import psutil")
-    options = ["--start-method", "fork", "--launch-prefix", "env A=1"]
-    result = run_dtrain("run", *options, script, cwd=script.parent)
-    assert "--launch-prefix is set" in result.stderr
-    result = run_dtrain("run", "--keep-warm", "1m", "--launch-prefix", "env A=1", script, cwd=script.parent)
-    assert result.returncode == 2
-    assert "--launch-prefix forks none" in result.stderr
-
-
-def test_a_program_that_is_missing_is_named_before_any_worker_starts(ssh_hosts: SshHosts, script: Path) -> None:
+def test_a_missing_program_is_named_before_any_worker_starts(ssh_hosts: SshHosts, script: Path) -> None:
     hosts = ["--hosts", "node1,node2", "--ssh-config", str(ssh_hosts.ssh_config)]
     result = run_dtrain("run", *hosts, "--launch-prefix", "no-such-program -x", script, cwd=script.parent)
     assert "the program no-such-program is not in PATH there; see --launch-prefix" in result.stderr
@@ -165,7 +156,7 @@ def test_programs_and_hosts_have_it_too(ssh_hosts: SshHosts, tmp_path: Path) -> 
     assert sorted(result.stdout.splitlines()) == ["[node1:0] node1.0", "[node2:1] node2.1"], result.stderr
 
 
-def test_a_worker_in_a_container_is_looked_at_debugged_and_replaced(own_runs: Path) -> None:
+def test_a_worker_in_a_container_is_debugged_and_replaced(own_runs: Path) -> None:
     need_container()
     Path("script.py").write_text(
         "import os, pathlib, time\nimport launcher\n"
@@ -176,10 +167,10 @@ def test_a_worker_in_a_container_is_looked_at_debugged_and_replaced(own_runs: Pa
     options = ["--nproc-per-node", "2", "--max-restarts", "1", "--launch-prefix", PREFIXES["container"]]
     started = run_dtrain("run", "--detach", "--run-id", "r", *options, "script.py", outlived=True)
     assert started.returncode == 0, started
-    wait_until(lambda: "in count" in run_dtrain("stacks", "r").stdout, "they count")
+    wait_until(lambda: "in count" in dtrain("stacks", "r").stdout, "they count")
     said = run_dtrain("debug", "r", "--rank", "1", stdin="p 40 + 2, os.getpid()\nc\n").stdout
     assert "(42, 2)" in said
-    wait_until(lambda: '"step": 0' not in run_dtrain("ps", "--json").stdout, "steps are counted")
+    wait_until(lambda: '"step": 0' not in dtrain("ps", "--json").stdout, "steps are counted")
     mark = os.environ[MARK][:TEST_CHARS]
     below = [one for one in psutil.process_iter() if marked_by(one, mark) and "bootstrap.py" in one.cmdline()[2]]
     assert len(below) == 2
@@ -187,7 +178,7 @@ def test_a_worker_in_a_container_is_looked_at_debugged_and_replaced(own_runs: Pa
     log = Path("runs/r/attempt_1/0/stdout.log")
     wait_until(lambda: log.exists() and "up 1" in log.read_text(), "they are started again")
     Path("go").touch()
-    assert run_dtrain("wait", "r").returncode == 0
+    assert dtrain("wait", "r").returncode == 0
 
 
 def marked_by(process: psutil.Process, mark: str) -> bool:
@@ -198,9 +189,7 @@ def marked_by(process: psutil.Process, mark: str) -> bool:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
-def test_a_process_that_its_prefix_has_reaped_is_signalled_without_harm(
-    monkeypatch: pytest.MonkeyPatch, signum: signal.Signals
-) -> None:
+def test_a_signal_to_a_reaped_process_does_no_harm(monkeypatch: pytest.MonkeyPatch, signum: signal.Signals) -> None:
     with subprocess.Popen(["sleep", "600"]) as prefix, subprocess.Popen(["true"]) as own:
         own.wait()
         worker = Worker.__new__(Worker)

@@ -35,14 +35,14 @@ def test_what_arrives_late_counts_from_when_it_was_sent() -> None:
     assert lease.end == 123.0
 
 
-def test_a_link_that_is_slow_from_the_first_heartbeat_on_prolongs_nothing() -> None:
+def test_a_link_that_is_slow_from_the_start_prolongs_nothing() -> None:
     lease, _ = _lease()
     for sent in range(103, 200, 3):
         lease.beat(sent - 4.0, sent + 6.0)  # as the controller knows our clock: by words that took 4 s
         assert lease.end == max(120.0, sent + 16.0)
 
 
-def test_a_heartbeat_said_to_come_from_the_future_counts_from_its_arrival() -> None:
+def test_a_heartbeat_from_the_future_counts_from_its_arrival() -> None:
     lease, _ = _lease()
     lease.beat(500.0, 110.0)  # our clock stood still, and the controller has not heard it since
     assert lease.end == 130.0

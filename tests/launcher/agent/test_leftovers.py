@@ -2,6 +2,7 @@
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from testbed.processes import started, wait_until
 
 from launcher.agent.cleanup import run_tag
-from launcher.agent.cleanup.leftovers import AgentIdentity, LeftoverSweep
+from launcher.agent.cleanup.leftovers import IDENTITY, AgentIdentity, LeftoverSweep, find_killed_runs, leave_identity
 from launcher.agent.cleanup.run_tag import RunTag
 from launcher.errors import ProtocolError
 from launcher.machine import processes
@@ -64,13 +65,61 @@ def test_only_the_very_process_that_an_identity_names_is_ended() -> None:
         reused = (other.pid, found[0].start - 1)
         _clean(str(AgentIdentity(ours.boot, ours.run_tag, reused, reused, "")))
         _clean(str(AgentIdentity("another boot", ours.run_tag, (lost.pid, found[1].start), reused, "")))
+        _clean(str(AgentIdentity(ours.boot, "../" + "0" * 29, (lost.pid, found[1].start), reused, "")))
         assert lost.poll() is None
         _clean(str(AgentIdentity(ours.boot, ours.run_tag, (lost.pid, found[1].start), reused, "")))
         assert lost.wait(60) == -signal.SIGKILL
         assert other.poll() is None
 
 
-def test_a_run_inside_of_a_run_never_ends_itself_or_what_it_runs_in() -> None:
+@pytest.fixture
+def killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AgentIdentity:
+    """Return the identity of an agent that was killed with its guard, whose folder is in `tmp_path`."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    ours = AgentIdentity.ours(RunTag("3" * 32, None))
+    identity = replace(ours, agent=(os.getpid(), 1), guard=(os.getppid(), 1))
+    leave_identity(run_tag.make_folder(identity.run_tag), str(identity))
+    assert str(identity) in find_killed_runs()
+    return identity
+
+
+@pytest.mark.parametrize("living", ["agent", "guard"])
+def test_a_run_lives_as_long_as_its_agent_or_guard(tmp_path: Path, killed: AgentIdentity, living: str) -> None:
+    here = AgentIdentity.ours(RunTag(killed.run_tag, None)).agent
+    text = str(replace(killed, agent=here) if living == "agent" else replace(killed, guard=here))
+    (tmp_path / f"dtrain-{'3' * 16}" / IDENTITY).write_text(text)
+    assert text not in find_killed_runs()
+
+
+@pytest.mark.parametrize(
+    "change", ["another machine's", "of others", "another name", "link", "junk", "no identity", "a folder", "wrong tag"]
+)
+def test_a_folder_that_is_not_one_of_ours_is_no_killed_run(tmp_path: Path, killed: AgentIdentity, change: str) -> None:
+    folder = tmp_path / f"dtrain-{'3' * 16}"
+    identity = folder / IDENTITY
+    match change:
+        case "another machine's":
+            identity.write_text(str(replace(killed, boot="another")))
+        case "of others":
+            folder.chmod(0o770)
+        case "another name":
+            folder.rename(tmp_path / ("dtrain-" + "0" * 16))
+        case "link":
+            identity.rename(tmp_path / "elsewhere")
+            identity.symlink_to(tmp_path / "elsewhere")
+        case "junk":
+            identity.write_bytes(b"\xff{" + b"[" * 100_000)
+        case "no identity":
+            identity.unlink()
+        case "a folder":
+            identity.unlink()
+            identity.mkdir()
+        case "wrong tag":
+            identity.write_text(str(replace(killed, run_tag="3" * 16 + "?" * 16)))
+    assert not [text for text in find_killed_runs() if AgentIdentity.read(text).agent == killed.agent]
+
+
+def test_a_nested_run_never_ends_itself_or_the_outer_run() -> None:
     ours = AgentIdentity.ours(RunTag("0" * 32, None))  # this process, and its parent
     assert _clean(str(ours)).left == []
 

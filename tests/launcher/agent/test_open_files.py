@@ -58,7 +58,7 @@ def room_for(pid: int, files: int) -> Iterator[None]:
         resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
 
 
-def test_a_host_has_room_for_as_many_workers_as_the_agent_can_open_files_for(agent: AgentProcess) -> None:
+def test_the_limit_of_open_files_limits_a_host_s_workers(agent: AgentProcess) -> None:
     agent.start(WAITS, rank=0)
     before = len(held_files(agent.pid))
     for rank in (1, 2, 3):
@@ -67,7 +67,7 @@ def test_a_host_has_room_for_as_many_workers_as_the_agent_can_open_files_for(age
     agent.end_attempt()
 
 
-def test_a_store_that_cannot_be_started_for_want_of_descriptors_is_reported(agent: AgentProcess) -> None:
+def test_a_store_without_descriptors_is_reported(agent: AgentProcess) -> None:
     before = held_files(agent.pid)
     failed = []
     for files in range(AT_MOST):
@@ -89,7 +89,7 @@ def test_a_store_that_cannot_be_started_for_want_of_descriptors_is_reported(agen
     }
 
 
-def test_a_worker_that_cannot_be_started_for_want_of_descriptors_leaves_none_open(agent: AgentProcess) -> None:
+def test_a_worker_without_descriptors_leaves_none_open(agent: AgentProcess) -> None:
     before = held_files(agent.pid)
     script = agent.folder / "script.py"
     script.write_text(WAITS)
@@ -106,7 +106,7 @@ def test_a_worker_that_cannot_be_started_for_want_of_descriptors_leaves_none_ope
     agent.end_attempt(files)
 
 
-def test_a_process_that_cannot_be_forked_leaves_no_descriptor_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_fork_leaves_no_descriptor_open(monkeypatch: pytest.MonkeyPatch) -> None:
     def fork() -> int:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
@@ -118,7 +118,7 @@ def test_a_process_that_cannot_be_forked_leaves_no_descriptor_open(monkeypatch: 
 
 
 @pytest.mark.parametrize("files", range(3))
-def test_a_fork_that_cannot_be_asked_for_leaves_no_descriptor_open(files: int) -> None:
+def test_a_fork_that_cannot_be_asked_for_leaves_none_open(files: int) -> None:
     with selectors.DefaultSelector() as selector:
         fork_server = ForkServer(RunTag("0" * 32, None), selector, Warmth())
         before = open_files(os.getpid())

@@ -78,7 +78,7 @@ def sorted_lines(text: str) -> list[str]:
     return sorted(line for line in text.splitlines() if line != "dropped by time")
 
 
-def test_profilers_and_modules_and_what_was_registered_before_the_script_come_to_their_end(tmp_path: Path) -> None:
+def test_profilers_modules_and_exit_handlers_end_as_usual(tmp_path: Path) -> None:
     (tmp_path / "site").mkdir()
     (tmp_path / "site/sitecustomize.py").write_text(
         "import atexit, os\natexit.register(lambda: os.write(1, b'the first that was registered\\n'))"
@@ -103,7 +103,7 @@ def test_profilers_and_modules_and_what_was_registered_before_the_script_come_to
         ("", "NoneType False\n"),
     ],
 )
-def test_callbacks_at_exit_see_the_error_that_the_script_ends_with(tmp_path: Path, how: str, seen: str) -> None:
+def test_callbacks_at_exit_see_the_script_s_error(tmp_path: Path, how: str, seen: str) -> None:
     looks = (
         "def look():\n"
         "    error = getattr(sys, 'last_value', None)\n"
@@ -118,7 +118,7 @@ def test_callbacks_at_exit_see_the_error_that_the_script_ends_with(tmp_path: Pat
         assert run_program(*begin, "script.py", cwd=tmp_path).stdout == seen
 
 
-def test_a_group_that_an_exit_handler_closes_needs_no_teardown_either(tmp_path: Path) -> None:
+def test_a_group_closed_by_an_exit_handler_needs_no_teardown(tmp_path: Path) -> None:
     """As ddp's does. The teardown of torch's modules would take a second of CPU time."""
     freed = "class Freed:\n    def __del__(self, write=__import__('os').write):\n        write(1, b'teardown\\n')\n\n"
     closes = "sys.freed = Freed()\natexit.register(setattr, dist, 'is_initialized', lambda: False)\n"
@@ -166,7 +166,7 @@ def test_a_thread_of_gloo_does_not_abort_a_script_at_its_end(tmp_path: Path, sta
     assert result.returncode == 0, result.stderr
 
 
-def test_a_rank_that_fails_while_a_collective_goes_on_ends_with_its_own_exit_code(tmp_path: Path) -> None:
+def test_a_rank_failing_in_a_collective_keeps_its_exit_code(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
         "import sys, time\nimport torch\nimport torch.distributed as dist\ndist.init_process_group('gloo')\n"
         "if dist.get_rank() == 0:\n    dist.all_reduce(torch.ones(4), async_op=True)\n    sys.exit(3)\n"

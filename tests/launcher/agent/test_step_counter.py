@@ -84,7 +84,7 @@ def test_a_step_is_counted_when_an_optimizer_steps_again(tmp_path: Path) -> None
     assert at_the_end == before_fork + plain
 
 
-def test_calls_count_instead_of_the_optimizers_from_the_first_one_on(tmp_path: Path) -> None:
+def test_from_the_first_call_on_calls_count_not_optimizers(tmp_path: Path) -> None:
     lines = run_worker(
         tmp_path,
         """\

@@ -1,7 +1,6 @@
 """The rendezvous store and the environment: unmodified scripts of torch meet each other."""
 
 import contextlib
-import json
 import re
 import shlex
 import signal
@@ -75,13 +74,6 @@ def test_other_port_is_taken_where_the_default_is_in_use(tmp_path: Path) -> None
     assert "port 29500" not in result.stdout
 
 
-def test_named_port_is_used(tmp_path: Path) -> None:
-    port = free_port()
-    script = write(tmp_path, "import os\nprint('port', os.environ['MASTER_PORT'])")
-    result = run_dtrain("run", "--master-port", str(port), script, cwd=tmp_path)
-    assert result.stdout.endswith(f"port {port}\n")
-
-
 def test_store_serves_a_program_that_is_not_python(tmp_path: Path) -> None:
     """No bootstrap wakes the store then: the first connection does."""
     script = write(tmp_path, ALL_REDUCE)
@@ -99,22 +91,6 @@ def test_script_without_torch_costs_no_store_process(tmp_path: Path) -> None:
         process.communicate(timeout=60)
 
 
-def test_killed_store_ends_the_run_and_is_named(tmp_path: Path) -> None:
-    script = write(
-        tmp_path,
-        "import torch.distributed as dist, time\ndist.init_process_group('gloo')\n"
-        "print('up', flush=True)\ntime.sleep(600)",
-    )
-    with started_dtrain("run", script, cwd=tmp_path) as process:
-        process.stdout.readline()
-        (store,) = stores(process.pid)
-        store.kill()
-        _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert b"the rendezvous store on " in stderr
-    assert b"was lost after" in stderr
-
-
 def test_store_listens_on_one_address_only(tmp_path: Path) -> None:
     script = write(tmp_path, "import os, time\nprint(os.environ['MASTER_PORT'], flush=True)\ntime.sleep(600)")
     port = free_port()  # for other runs may be at the default one now
@@ -126,33 +102,7 @@ def test_store_listens_on_one_address_only(tmp_path: Path) -> None:
     wait_until(lambda: not listening_at(port), "it is closed")
 
 
-def test_environment_is_what_scripts_for_torchrun_expect(tmp_path: Path) -> None:
-    script = write(tmp_path, "import json, os\nprint(json.dumps(dict(os.environ)))")
-    env = {"OMP_NUM_THREADS": None, "MINE": "kept", "RANK": "17"}
-    result = run_dtrain(
-        "run", "--simulate", "--nnodes", "2", "--nproc-per-node", "2", "--run-id", "r1", script, cwd=tmp_path, env=env
-    )
-    workers = [json.loads(line.partition("] ")[2]) for line in result.stdout.splitlines()]
-    workers.sort(key=lambda env: int(env["RANK"]))
-    assert [[w[n] for n in ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK")] for w in workers] == [
-        ["0", "0", "0", "0"], ["1", "1", "0", "1"], ["2", "0", "1", "2"], ["3", "1", "1", "3"],
-    ]  # fmt: skip
-    for worker in workers:
-        assert {
-            "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2", "ROLE_NAME": "default",
-            "ROLE_WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "r1",
-            "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "MINE": "kept",
-        }.items() <= worker.items()  # fmt: skip
-        assert int(worker["MASTER_PORT"]) > 0
-        assert int(worker["OMP_NUM_THREADS"]) >= 1
-        assert worker["TORCHELASTIC_ERROR_FILE"].endswith(".json")
-    assert len({w["TORCHELASTIC_ERROR_FILE"] for w in workers}) == 4
-
-
-@pytest.mark.parametrize(
-    ("handling", "says"), [("3", "7 3 "), ("1", "7 1 "), (None, "7 1 TORCH_NCCL_ASYNC_ERROR_HANDLING")]
-)
+@pytest.mark.parametrize(("handling", "says"), [("3", "7 3 "), (None, "7 1 TORCH_NCCL_ASYNC_ERROR_HANDLING")])
 def test_what_is_inherited_is_kept_and_what_is_not_is_named(tmp_path: Path, handling: str | None, says: str) -> None:
     names = ("OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "DTRAIN_DEFAULTS")
     script = write(tmp_path, f"import os\nprint(*(os.environ[name] for name in {names}))")

@@ -13,22 +13,22 @@ import sys
 import textwrap
 import threading
 import time
-import zipapp
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from testbed import REPOSITORY
+from testbed.fork_server import prepare_for
 from testbed.processes import MARK, Result, run_dtrain, run_program, started_dtrain, wait_until
 from testbed.require import require
+from testbed.write import write
 
 from launcher.agent.cleanup.run_tag import RunTag
 from launcher.agent.observation.evidence import find_py_spy
-from launcher.agent.warm.kept import describe, stop
+from launcher.agent.warm.kept import describe
 from launcher.agent.workers.preload import find_preloads
 from launcher.agent.workers.warm_start import ForkServer, Warmth
-from launcher.protocol.commands import Prepare
 
 # What a process can find out about itself. numpy stands for a package that takes long to import.
 LOOK = """
@@ -94,13 +94,6 @@ open(f"{os.environ['OUT']}-{os.environ['RANK']}", "w").write(json.dumps([look, s
 """
 
 
-def write(folder: Path, name: str, text: str) -> Path:
-    path = folder / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(textwrap.dedent(text))
-    return path
-
-
 def look(folder: Path, method: str, *argv: str | Path, preloaded: str = "") -> list[list[Any]]:
     """What each of two workers finds: itself, and what must be its alone. The user has set what a process inherits."""
     out = folder / method
@@ -120,19 +113,34 @@ VARYING = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("argv", [("look.py", "--lr", "1"), ("-m", "look", "x")], ids=["script", "module"])
-@pytest.mark.parametrize("preloaded", ["", "libBrokenLocale.so.1"], ids=["", "LD_PRELOAD"])
-def test_a_forked_worker_is_what_a_started_one_is(tmp_path: Path, argv: tuple[str, ...], preloaded: str) -> None:
+@pytest.mark.parametrize(
+    ("argv", "preloaded"),
+    [
+        pytest.param(("look.py", "--lr", "1"), "", id="script"),
+        pytest.param(("-m", "look", "x"), "libBrokenLocale.so.1", id="module, LD_PRELOAD", marks=pytest.mark.slow),
+    ],
+)
+def test_a_forked_worker_is_what_a_started_one_is(
+    runtime: Path, tmp_path: Path, argv: tuple[str, ...], preloaded: str
+) -> None:
+    """Also if it is forked from a process that an earlier run has left warm."""
     write(tmp_path, "look.py", LOOK)
-    forked, started = (look(tmp_path, method, *argv, preloaded=preloaded) for method in ("fork", "exec"))
+    started = look(tmp_path, "exec", "-x", "OF_RUN=1", *argv, preloaded=preloaded)
+    forked = look(tmp_path, "fork", "-x", "OF_RUN=1", *argv, preloaded=preloaded)
+    look(tmp_path, "fork", "--keep-warm", "5m", "-x", "OF_THE_FIRST=1", *argv, preloaded=preloaded)
+    kept = [(each["pid"], each["runs"]) for each in describe()]
+    warm = look(tmp_path, "auto", "--keep-warm", "5m", "-x", "OF_RUN=1", *argv, preloaded=preloaded)
+    assert [(each["pid"], each["runs"]) for each in describe()] == kept
     assert forked[0][0]["preloaded"] == bool(preloaded)
-    for (mine, _), (theirs, _) in zip(forked, started, strict=True):
-        for each in (mine, theirs):
-            assert set(each["environ"]) >= VARYING
-            each["environ"] = {k: v for k, v in each["environ"].items() if k not in VARYING}
-        assert {key: (mine[key], theirs[key]) for key in mine if mine[key] != theirs[key]} == {}
-    (_, first), (_, second) = forked
-    assert all(first[key] != second[key] for key in first), "workers share what must be random"
+    for found in (started, forked, warm):
+        for mine, _ in found:
+            assert set(mine["environ"]) >= VARYING
+            mine["environ"] = {k: v for k, v in mine["environ"].items() if k not in VARYING}
+    for found in (forked, warm):
+        for (mine, _), (theirs, _) in zip(found, started, strict=True):
+            assert {key: (mine[key], theirs[key]) for key in mine if mine[key] != theirs[key]} == {}
+        (_, first), (_, second) = found
+        assert all(first[key] != second[key] for key in first), "workers share what must be random"
 
 
 def test_what_ps_shows_of_a_forked_worker_outlives_its_modules() -> None:
@@ -144,30 +152,6 @@ def test_what_ps_shows_of_a_forked_worker_outlives_its_modules() -> None:
     """
     result = run_program(sys.executable, "-c", textwrap.dedent(code))
     assert result.stdout == f"train.py\0{'x' * 1000}\0 RANK=0\0\n", result.stderr
-
-
-@pytest.mark.parametrize("argv", [("look.py", "--lr", "1"), ("-m", "look", "x")], ids=["script", "module"])
-def test_so_is_one_forked_from_what_an_earlier_run_has_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argv: tuple[str, ...]
-) -> None:
-    runtime = tmp_path / "runtime"
-    runtime.mkdir(mode=0o700)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
-    write(tmp_path, "look.py", LOOK)
-    look(tmp_path, "fork", "--keep-warm", "5m", "-x", "OF_THE_FIRST=1", *argv)
-    assert [each["runs"] for each in describe()] == [0]
-    before = describe()[0]["pid"]
-    warm = look(tmp_path, "auto", "--keep-warm", "5m", "-x", "OF_THE_SECOND=1", *argv)
-    assert [each["pid"] for each in describe()] == [before]
-    stop()
-    wait_until(lambda: not [*runtime.iterdir()], "it has stopped")
-    started = look(tmp_path, "exec", "-x", "OF_THE_SECOND=1", *argv)
-    for (mine, _), (theirs, _) in zip(warm, started, strict=True):
-        for each in (mine, theirs):
-            each["environ"] = {k: v for k, v in each["environ"].items() if k not in VARYING}
-        assert {key: (mine[key], theirs[key]) for key in mine if mine[key] != theirs[key]} == {}
-    (_, first), (_, second) = warm
-    assert all(first[key] != second[key] for key in first), "workers share what must be random"
 
 
 MATHS = """
@@ -186,15 +170,9 @@ look = {
 secret = {}
 open(f"{os.environ['OUT']}-{os.environ['RANK']}", "w").write(json.dumps([look, secret]))
 """
-TORCH_SEED = """
-import torch
-import json, os
-
-secret = {"seed": torch.initial_seed(), "first": float(torch.rand(1))}
-open(f"{os.environ['OUT']}-{os.environ['RANK']}", "w").write(json.dumps([{}, secret]))
-"""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [2, 3])
 def test_mathematics_with_threads_gives_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", str(threads))
@@ -202,12 +180,6 @@ def test_mathematics_with_threads_gives_the_same(tmp_path: Path, monkeypatch: py
     forked, started = look(tmp_path, "fork", "look.py"), look(tmp_path, "exec", "look.py")
     assert forked == started
     assert forked[0][0]["threads"][2] == str(threads)
-
-
-def test_each_forked_worker_has_random_states_of_torch_of_its_own(tmp_path: Path) -> None:
-    write(tmp_path, "look.py", TORCH_SEED)
-    (_, first), (_, second) = look(tmp_path, "fork", "look.py")
-    assert all(first[key] != second[key] for key in first)
 
 
 def run_verbose(folder: Path, *argv: str | Path) -> Result:
@@ -218,49 +190,23 @@ def run_verbose(folder: Path, *argv: str | Path) -> Result:
 FORKED = "dtrain: 2 workers were forked from processes that had imported their packages\n"
 
 
-@pytest.mark.parametrize(
-    ("script", "options", "reason"),
-    [
-        ("import numpy", ["--start-method", "exec"], "--start-method is exec"),
-        ("import json", [], "the script imports only the standard library"),
-        ("import os; os.environ.update(A='b'); import numpy", [], "no installed package before it does anything"),
-        ("import mine; import numpy", [], "no installed package before it does anything"),
-        ("import keras", [], "keras is left to each worker: it starts threads, connects to something or"),
-        ("import nowhere, numpy", [], "no installed package before it does anything"),
-        ("import numpy", ["--numa-binding", "node"], "--numa-binding is set, and libraries look at their processors"),
-        ("import numpy", ["--start-method", "auto", "--no-python", sys.executable], "it is no Python script"),
-        ("import numpy", ["-m", "cProfile"], "no installed package before it does anything"),
-    ],
-    ids=["told", "stdlib", "variables", "own effects", "left out", "missing module", "numa", "program", "profiler"],
-)
-def test_why_workers_are_not_forked_is_said(tmp_path: Path, script: str, options: list[str], reason: str) -> None:
-    write(tmp_path, "mine.py", "print('imported')")
-    result = run_verbose(tmp_path, *options, write(tmp_path, "script.py", script))
-    assert "workers were started by exec: " in result.stderr, result
-    assert reason in result.stderr
-    assert FORKED not in result.stderr
-
-
-def test_fork_says_without_being_asked_why_it_is_not_done(tmp_path: Path) -> None:
+def test_why_workers_are_not_forked_is_said_if_asked(tmp_path: Path) -> None:
     script = write(tmp_path, "script.py", "import json")
+    said = "dtrain: workers were started by exec: the script imports only the standard"
     result = run_dtrain("run", "--start-method", "fork", script, cwd=tmp_path)
-    assert result.stderr.startswith("dtrain: workers were started by exec: the script imports only the standard")
+    assert result.stderr.startswith(said), result
+    assert said in run_verbose(tmp_path, script).stderr
+    assert said not in run_dtrain("run", script, cwd=tmp_path).stderr
 
 
-@pytest.mark.parametrize("kind", ["folder", "archive", "pipe"])
-def test_a_script_that_is_no_plain_file_runs_as_ever(tmp_path: Path, kind: str) -> None:
-    script = write(tmp_path, "app/__main__.py", "import numpy\nprint('ran')").parent
-    if kind == "archive":
-        zipapp.create_archive(script, tmp_path / "app.pyz")
-        script = tmp_path / "app.pyz"
-    if kind == "pipe":
-        script = tmp_path / "pipe"
-        os.mkfifo(script)
-        threading.Thread(target=script.write_text, args=("import numpy\nprint('ran')",), daemon=True).start()
-    result = run_dtrain("run", "-v", script, cwd=tmp_path)
+def test_a_script_from_a_pipe_runs_as_ever(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    text = "import numpy\nprint('ran')"
+    threading.Thread(target=(tmp_path / "pipe").write_text, args=(text,), daemon=True).start()
+    result = run_dtrain("run", "-v", "pipe", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "ran\n" in result.stdout
-    assert "workers were started by exec: the script" in result.stderr
+    assert "workers were started by exec: the script is no plain file" in result.stderr
 
 
 def test_a_script_of_another_role_is_started_by_exec(installed: Path, tmp_path: Path) -> None:
@@ -284,7 +230,7 @@ def test_simulated_hosts_have_a_fork_server_each(installed: Path, tmp_path: Path
     assert len(set(re.findall("by ([0-9]+) True", result.stdout))) == 2
 
 
-def test_a_package_that_the_scripts_folder_hides_is_not_imported_before(installed: Path, tmp_path: Path) -> None:
+def test_a_package_hidden_by_the_scripts_folder(installed: Path, tmp_path: Path) -> None:
     write(installed, "heavy.py", "import evaluating")
     write(installed, "evaluating.py", "whose = 'installed'")
     write(tmp_path, "evaluating.py", "whose = 'own'")
@@ -316,49 +262,44 @@ def test_imports_that_take_too_long_are_not_waited_for(installed: Path, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("victim", "signum"),
-    [("dtrain", signal.SIGINT), ("dtrain", signal.SIGKILL), ("agent", signal.SIGKILL), ("guard", signal.SIGKILL)],
+    ("victim", "signum", "imports"),
+    [
+        ("dtrain", signal.SIGINT, True),
+        ("dtrain", signal.SIGKILL, True),
+        ("agent", signal.SIGKILL, True),
+        ("guard", signal.SIGKILL, True),
+        ("dtrain", signal.SIGKILL, False),
+    ],
 )
-def test_nothing_is_left_of_a_run_that_ends_during_the_imports(
-    installed: Path, tmp_path: Path, victim: str, signum: signal.Signals
+def test_nothing_is_left_of_a_run_that_ends(
+    installed: Path, tmp_path: Path, victim: str, signum: signal.Signals, imports: bool
 ) -> None:
-    write(installed, "slow.py", "import os, time; open(f'pid-{os.getpid()}', 'w'); time.sleep(200)")
-    script = write(tmp_path, "script.py", "import slow\nopen('ran', 'w')")
+    """While it imports, and while it trains."""
+    write(installed, "slow.py", f"import os, time; open(f'pid-{{os.getpid()}}', 'w'); time.sleep({200 * imports})")
+    script = write(tmp_path, "script.py", "import slow, time\nopen('ran', 'w')\ntime.sleep(100)")
     with started_dtrain("run", "--nproc-per-node", "2", script, cwd=tmp_path) as process:
-        wait_until(lambda: bool([*tmp_path.glob("pid-*")]), "it imports")
+        wait_until(lambda: bool([*tmp_path.glob("pid-*" if imports else "ran")]), "it imports, or runs")
         server = psutil.Process(int(next(tmp_path.glob("pid-*")).name.partition("-")[2]))
         agent = server.ppid()
         pids = {"dtrain": process.pid, "agent": agent, "guard": psutil.Process(agent).ppid()}
         os.kill(pids[victim], signum)
         wait_until(lambda: not server.is_running(), "the fork server has ended")
         assert process.wait(100) != 0
-    assert not (tmp_path / "ran").exists()
+    assert (tmp_path / "ran").exists() != imports
 
 
-def test_where_a_forked_worker_hangs_is_shown(tmp_path: Path) -> None:
-    script = write(
-        tmp_path,
-        "script.py",
-        """
-        import numpy, os, time
-        def hang():
-            open(f"pid-{os.getpid()}", "w")
-            time.sleep(1000)
-        hang()
-        """,
-    )
-    result = run_verbose(tmp_path, "--stall-timeout-s", "3", "--start-timeout-s", "15", "--grace-s", "1", script)
-    assert FORKED in result.stderr, result
-    assert f"{script}:5 in hang" in result.stderr
-    assert "fork_server.py" not in result.stderr
-
-
-def test_py_spy_finds_a_forked_worker_where_it_stands(tmp_path: Path) -> None:
-    program = find_py_spy()
-    require(program, "py-spy", "pip install py-spy")
+def test_where_a_forked_worker_stands_is_shown(tmp_path: Path) -> None:
     source = "import numpy, os, time\ndef hang():\n    open(f'pid-{os.getpid()}', 'w')\n    time.sleep(1000)\nhang()"
-    with started_dtrain("run", "--grace-s", "1", write(tmp_path, "script.py", source), cwd=tmp_path):
+    with started_dtrain("run", "--grace-s", "1", write(tmp_path, "script.py", source), cwd=tmp_path) as process:
         wait_until(lambda: bool([*tmp_path.glob("pid-*")]), "it runs")
+        process.send_signal(signal.SIGQUIT)
+        said = b""
+        while b"stacks of all ranks" not in said:
+            said += process.stderr.readline()
+        assert re.search(rb"script.py:[34] in hang", said), said
+        assert b"fork_server.py" not in said
+        program = find_py_spy()
+        require(program, "py-spy", "pip install py-spy")
         pid = next(tmp_path.glob("pid-*")).name.partition("-")[2]
         dump = subprocess.run([str(program), "dump", "--pid", pid], capture_output=True, text=True, check=False)
     if "ermission" in dump.stderr:
@@ -367,58 +308,10 @@ def test_py_spy_finds_a_forked_worker_where_it_stands(tmp_path: Path) -> None:
     assert "bootstrap.py script" in dump.stdout  # the command of a worker
 
 
-PACKAGES = {
-    "reads_rank": ("import os; rank = os.environ.get('RANK')", "reads RANK when it is imported"),
-    "reads_all": ("import os; kept = dict(os.environ)", "keeps all variables when it is imported"),
-    "threaded": (
-        "import threading, time; threading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
-        "the imports left 1 threads running (",
-    ),
-    "connected": ("import socket; kept = socket.socketpair()", "the imports left socket:"),
-    "parent": ("import subprocess; kept = subprocess.Popen(['sleep', '60'])", "the imports left a process running"),
-    "broken": ("raise ValueError('broken')", "broken cannot be imported (ValueError)"),
-    "reads_to_seed": ("import os, random; random.seed(os.environ['LOCAL_RANK'])", "reads LOCAL_RANK when"),
-    "leaving": ("raise SystemExit(3)", "leaving cannot be imported (SystemExit)"),
-    "killing": (
-        "import os, sys; 'fork_server' in sys.argv[0] and os.kill(os.getpid(), 9)",
-        "its process has ended",
-    ),
-}
-
-
-def test_a_fork_server_that_is_killed_is_replaced(tmp_path: Path) -> None:
-    source = """
-        import contextlib, numpy, os, psutil, sys, time
-        def servers():
-            for process in psutil.Process(os.getppid()).children():
-                with contextlib.suppress(psutil.Error):
-                    if any("fork_server" in word for word in process.cmdline()):
-                        yield process
-        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-            if os.environ["RANK"] == "1":
-                open("begun", "w").close()
-                time.sleep(1000)
-            deadline = time.monotonic() + 60
-            while not os.path.exists("begun") and time.monotonic() < deadline:
-                time.sleep(0.01)
-            known = {*servers()}  # perhaps also one that it has forked just now
-            min(known, key=lambda process: process.create_time()).kill()
-            while not {*servers()} - known:
-                if time.monotonic() > deadline:
-                    sys.exit(4)
-                time.sleep(0.01)
-            sys.exit(3)
-    """
-    result = run_verbose(tmp_path, "--max-restarts", "1", write(tmp_path, "script.py", source))
-    assert result.returncode == 0, result
-    assert re.search(r"rank 0 on \S+ exited with code 3", result.stderr), result
-    assert "started by exec" not in result.stderr
-
-
 def test_a_dead_fork_server_is_replaced_however_that_is_found(installed: Path, tmp_path: Path) -> None:
     write(installed, "heavy.py", "")
-    script = write(tmp_path, "script.py", "import heavy")
-    prepare = Prepare("run", str(tmp_path), str(script), None, {}, 1.0, 1.0, [], 0, 1, [], "script", str(script))
+    write(tmp_path, "script.py", "import heavy")
+    prepare = prepare_for(tmp_path)
     selector = selectors.DefaultSelector()
     server = ForkServer(RunTag.new(), selector, Warmth())
     command = ([sys.executable, "-c", ""], {**os.environ})
@@ -461,9 +354,7 @@ def test_a_dead_fork_server_is_replaced_however_that_is_found(installed: Path, t
             os.waitpid(pid, 0)
 
 
-def test_a_worker_restarted_alone_waits_for_the_fork_server_that_replaces_a_killed_one(
-    installed: Path, tmp_path: Path
-) -> None:
+def test_a_worker_restarted_alone_waits_for_a_new_fork_server(installed: Path, tmp_path: Path) -> None:
     write(installed, "heavy.py", "import os, time; pid = os.getpid(); os.path.exists('slow') and time.sleep(4)")
     source = """
         import os, heavy, signal, struct, time
@@ -486,51 +377,15 @@ def test_a_worker_restarted_alone_waits_for_the_fork_server_that_replaces_a_kill
     assert "imported here False" in result.stdout, result
 
 
-@pytest.fixture
-def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder whose modules count as installed."""
-    folder = tmp_path / "lib" / "site-packages"
-    folder.mkdir(parents=True)
-    monkeypatch.setenv("PYTHONPATH", str(folder))
-    return folder
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_packages_that_make_a_fork_unsafe_are_imported_by_each_worker(
-    installed: Path, tmp_path: Path, package: str
+def test_what_an_import_does_and_prints_each_worker_has(
+    installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, reason = PACKAGES[package]
-    write(installed, f"{package}.py", source)
-    script = write(tmp_path, "script.py", f"import {package}\nprint('ran')")
-    result = run_verbose(tmp_path, script)
-    assert reason in result.stderr, result
-    assert FORKED not in result.stderr
-
-
-def test_what_an_import_prints_each_worker_prints(installed: Path, tmp_path: Path) -> None:
     source = """
-        import atexit, sys, warnings
+        import atexit, faulthandler, os, signal, sys, warnings
         atexit.register(print, "end")
         print("out")
         print("err", file=sys.stderr)
         warnings.warn("old")
-    """
-    write(installed, "talks.py", source)
-    script = write(tmp_path, "script.py", "import talks\nprint('ran')")
-    result = run_verbose(tmp_path, script)
-    assert FORKED in result.stderr
-    for rank in (0, 1):
-        lines = [line.partition("] ")[2] for line in result.stdout.splitlines() if f":{rank}]" in line]
-        assert lines == ["out", "ran", "end"]
-        assert result.stderr.count(f":{rank}] err") == 1
-        assert len(re.findall(rf":{rank}\] .*UserWarning: old", result.stderr)) == 1
-
-
-def test_what_an_import_does_to_its_process_each_worker_has(
-    installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = """
-        import faulthandler, os, signal
         os.environ["MADE"] = "1"
         os.environ["CHANGED"] += "b"
         del os.environ["GONE"]
@@ -548,19 +403,15 @@ def test_what_an_import_does_to_its_process_each_worker_has(
     """
     result = run_verbose(tmp_path, write(tmp_path, "script.py", text))
     assert FORKED in result.stderr, result
-    assert result.stdout.count("['1', 'ab', None] True") == 2
-    assert result.stderr.count('script.py", line 5 in <module>') == 2
-
-
-def test_own_modules_are_read_but_never_imported_before(installed: Path, tmp_path: Path) -> None:
-    write(installed, "heavy.py", "import os; pid = os.getpid()")
-    write(tmp_path, "own/__init__.py", "from .model import VALUE")
-    write(tmp_path, "own/model.py", "import os\nimport heavy\nVALUE = 1\npid = -VALUE")
-    write(tmp_path, "script.py", "import os\nimport own.model, heavy\nprint(own.model.pid, heavy.pid)")
-    result = run_verbose(tmp_path, "script.py")
-    assert FORKED in result.stderr, result
-    (seen,) = {line.partition("] ")[2] for line in result.stdout.splitlines()}
-    assert seen.startswith("-1 ")  # and one process imported heavy for both
+    for rank in (0, 1):
+        out, err = (
+            [line.partition("] ")[2] for line in stream.splitlines() if f":{rank}]" in line]
+            for stream in (result.stdout, result.stderr)
+        )
+        assert out == ["out", "['1', 'ab', None] True", "end"]
+        assert err.count("err") == 1
+        assert len([line for line in err if "UserWarning: old" in line]) == 1
+        assert len([line for line in err if 'script.py", line 5 in <module>' in line]) == 1
 
 
 @pytest.mark.parametrize(
@@ -586,6 +437,7 @@ def test_own_modules_are_read_but_never_imported_before(installed: Path, tmp_pat
         ("import lightning, a", ["torch", "a"]),
         ("import a\nfrom . import c\nimport b", ["a"]),
         ("import a\nimport", []),
+        ("import own.model, a", ["b", "a"]),
     ],
 )
 def test_reading_ends_at_what_may_have_an_effect(
@@ -594,6 +446,8 @@ def test_reading_ends_at_what_may_have_an_effect(
     folder = tmp_path / "site-packages"
     for name in ("a.py", "b/__init__.py", "b/c.py", "lightning.py"):
         write(folder, name, "raise AssertionError('it was imported')")
+    write(tmp_path, "own/__init__.py", "from .model import VALUE")
+    write(tmp_path, "own/model.py", "import os\nimport b\nVALUE = 1\npid = -VALUE")
     monkeypatch.syspath_prepend(str(folder))
     script = write(tmp_path, "script.py", text)
     found = find_preloads("script", str(script), str(REPOSITORY))
@@ -609,9 +463,7 @@ def test_reading_ends_at_what_may_have_an_effect(
         ("import torch", False),
     ],
 )
-def test_what_an_optimizer_imports_is_imported_before_unless_its_variables_may_change(
-    tmp_path: Path, text: str, is_imported: bool
-) -> None:
+def test_what_an_optimizer_imports_unless_variables_change(tmp_path: Path, text: str, is_imported: bool) -> None:
     script = write(tmp_path, "script.py", text)
     assert find_preloads("script", str(script), str(REPOSITORY)).imports_dynamo is is_imported
 
@@ -663,7 +515,7 @@ def test_a_fork_server_that_fails_costs_nothing_but_time(
         assert "workers were started by exec: its process does not answer" in result.stderr
 
 
-def test_the_store_is_forked_too(tmp_path: Path) -> None:
+def test_the_store_is_forked_too_and_random_states_differ(tmp_path: Path) -> None:
     script = write(
         tmp_path,
         "script.py",
@@ -675,6 +527,7 @@ def test_the_store_is_forked_too(tmp_path: Path) -> None:
         if dist.get_rank() == 0:
             shown = [child.cmdline() for child in agent.children()]
             print("store", [each[2:] for each in shown if "launcher.agent.store_process" in each])
+        print("random", torch.initial_seed(), float(torch.rand(1)))
         dist.barrier()
         dist.destroy_process_group()
         """,
@@ -682,26 +535,42 @@ def test_the_store_is_forked_too(tmp_path: Path) -> None:
     result = run_verbose(tmp_path, script)
     assert FORKED in result.stderr, result
     assert "'module', 'launcher.agent.store_process']]" in result.stdout
+    first, second = re.findall(r"random (\d+) (\S+)", result.stdout)
+    assert all(mine != theirs for mine, theirs in zip(first, second, strict=True))
 
 
-def test_exceptions_exit_codes_and_signals_are_reported_alike(tmp_path: Path) -> None:
-    endings = {
-        "raise ValueError('wrong')": "ValueError: wrong", "int('wrong')": "ValueError: invalid literal",
-        "sys.exit(7)": "code 7", "os._exit(9)": "code 9",
-        "os.kill(os.getpid(), signal.SIGSEGV)": "SIGSEGV", "os.abort()": "SIGABRT",
-    }  # fmt: skip
-    for ending, said in endings.items():
-        script = write(tmp_path, "script.py", f"import numpy, os, sys, signal\n{ending}\n")
-        command = [script] if "raise" not in ending else ["-m", "script"]
-        forked, started = (
-            run_dtrain("run", "--start-method", method, *command, cwd=tmp_path) for method in ("fork", "exec")
-        )
-        assert forked.returncode == started.returncode
+ENDINGS = {
+    "of Python": {
+        "raise ValueError('wrong')": "ValueError: wrong",
+        "int('wrong')": "ValueError: invalid literal",
+        "sys.exit(7)": "code 7",
+    },
+    "at once": {
+        "os._exit(9)": "code 9",
+        "os.kill(os.getpid(), signal.SIGSEGV)": "SIGSEGV",
+        "os.abort()": "SIGABRT",
+    },
+}
+
+
+@pytest.mark.parametrize(("kind", "code"), [("of Python", 7), ("at once", 134)])
+def test_ends_are_reported_alike(tmp_path: Path, kind: str, code: int) -> None:
+    """One end in each attempt of a run."""
+    calls = "".join(f"    case {number}: {ending}\n" for number, ending in enumerate(ENDINGS[kind]))
+    attempt = "int(os.environ['TORCHELASTIC_RESTART_COUNT'])"
+    write(tmp_path, "script.py", f"import numpy, os, sys, signal\nmatch {attempt}:\n{calls}")
+    forked, started = (
+        run_dtrain("run", "-v", "--start-method", method, "--max-restarts", "2", "script.py", cwd=tmp_path)
+        for method in ("fork", "exec")
+    )
+    assert "forked" in forked.stderr, forked
+    assert forked.returncode == started.returncode == code
+    for said in ENDINGS[kind].values():
         assert said in forked.stderr, forked
-        frames = [re.findall(r"^\[.*?\] +File .*", each.stderr, re.MULTILINE) for each in (forked, started)]
-        own = [[frame for frame in each if "/launcher/agent/" not in frame] for each in frames]
-        assert own[0] == own[1]
-        assert own[0] or "exit" in ending
+    frames = [re.findall(r"^\[.*?\] +File .*", each.stderr, re.MULTILINE) for each in (forked, started)]
+    own = [[frame for frame in each if "/launcher/agent/" not in frame] for each in frames]
+    assert own[0] == own[1]
+    assert len(own[0]) > 1 or kind == "at once"
 
 
 def test_what_c_libraries_hold_back_is_written_at_exit(tmp_path: Path) -> None:
@@ -718,7 +587,7 @@ def test_what_c_libraries_hold_back_is_written_at_exit(tmp_path: Path) -> None:
     assert [(tmp_path / rank).read_text() for rank in "01"] == ["held back"] * 2
 
 
-def test_what_packages_hold_is_freed_at_the_end_as_in_a_started_worker(installed: Path, tmp_path: Path) -> None:
+def test_what_packages_hold_is_freed_at_the_end(installed: Path, tmp_path: Path) -> None:
     source = """
         import os
 
@@ -763,15 +632,3 @@ def test_children_of_every_kind_work_in_a_forked_worker(tmp_path: Path) -> None:
     assert FORKED in result.stderr, result
     for method in ("fork", "spawn", "forkserver"):
         assert result.stdout.count(f"{method} [1, 4, 9]") == 2
-
-
-def test_nothing_is_left_when_dtrain_is_killed(installed: Path, tmp_path: Path) -> None:
-    write(installed, "heavy.py", "import os; pid = os.getpid()")
-    source = "import os, time, heavy\nopen(f'pid-{heavy.pid}', 'w')\ntime.sleep(100)"
-    script = write(tmp_path, "script.py", source)
-    with started_dtrain("run", "--nproc-per-node", "2", script, cwd=tmp_path) as process:
-        wait_until(lambda: bool([*tmp_path.glob("pid-*")]), "the workers run")
-        server = int(next(tmp_path.glob("pid-*")).name.partition("-")[2])
-        assert psutil.pid_exists(server)
-        process.send_signal(signal.SIGKILL)
-        wait_until(lambda: not psutil.pid_exists(server), "the fork server has ended")

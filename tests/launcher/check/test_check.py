@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -16,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from testbed import REPOSITORY
+from syrupy.assertion import SnapshotAssertion
 from testbed.gpu_machine import GpuMachine
 from testbed.left import TEST_CHARS
 from testbed.namespaces import run_part
 from testbed.network import NetworkHosts
+from testbed.nvml import build_nvml
 from testbed.processes import MARK, Result, run_dtrain, run_program, started_dtrain
-from testbed.require import require
 from testbed.sshd import SshHosts
 
 import launcher
@@ -30,7 +31,7 @@ from launcher import __version__
 from launcher.check.allreduce import allreduce_spec
 from launcher.check.examiner import AT_ONCE, all_at_once, listen, probe
 from launcher.check.facts import Clock, Gpu, HostFacts, Listening, Probe, Target
-from launcher.check.finding import Examined, Finding, Severity, fix_in, merged
+from launcher.check.finding import Examined, Finding, fix_in, merged
 from launcher.check.hosts import host_findings
 from launcher.check.pairs import MOST, pair_findings, targets
 from launcher.check.report import Report, report_as_text
@@ -94,9 +95,7 @@ def test_hosts_that_are_well_are_measured_and_nothing_is_left(ssh_hosts: SshHost
     assert _files(ssh_hosts.folder) <= before | {ssh_hosts.folder / name / "sshd.log" for name in ssh_hosts.names}
 
 
-def test_each_host_that_cannot_be_used_is_named_with_the_line_that_fixes_it(
-    ssh_hosts: SshHosts, tmp_path: Path
-) -> None:
+def test_an_unusable_host_is_named_with_the_fix(ssh_hosts: SshHosts, tmp_path: Path) -> None:
     ssh_hosts.stop(2)
     ssh_hosts.change_host_key(3)
     config = ssh_hosts.config("unknown_node4", unknown=[4])
@@ -166,7 +165,7 @@ def test_an_elastic_run_starts_without_the_host_that_is_gone(ssh_hosts: SshHosts
     assert result.stdout.splitlines()[2].startswith(" node1, node2")
 
 
-def test_a_missing_script_a_missing_python_and_a_taken_port_are_found(tmp_path: Path) -> None:
+def test_a_missing_script_or_python_and_a_taken_port_are_found(tmp_path: Path) -> None:
     simulated = ["--simulate", "--nnodes", "2"]
     (tmp_path / "train.py").write_text(SCRIPT)
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -224,7 +223,6 @@ def test_ways_that_are_closed_are_named_by_direction_and_port(network_hosts: Net
 
 # What fake_nvml.c does not answer: who uses a card, and what is wrong with it.
 MORE_NVML = """\
-#include "fake_nvml.c"
 #include <unistd.h>
 struct memory { unsigned long long total, free, used; };
 struct process { unsigned pid; unsigned long long used; unsigned instance, compute; };
@@ -247,20 +245,8 @@ int nvmlDeviceGetCurrentClocksThrottleReasons(struct device *d, unsigned long lo
 """
 
 
-@pytest.fixture
-def nvml(tmp_path: Path) -> Path:
-    compiler = shutil.which("cc")
-    require(compiler, "a C compiler", "apt-get install gcc libc6-dev")
-    source = tmp_path / "nvml.c"
-    source.write_text(MORE_NVML)
-    library = tmp_path / "nvml" / "libnvidia-ml.so.1"
-    library.parent.mkdir()
-    include = REPOSITORY / "tests/testbed"
-    subprocess.run([str(compiler), "-shared", "-fPIC", f"-I{include}", "-o", library, source], check=True)
-    return library.parent
-
-
-def test_gpus_that_are_lost_broken_or_in_use_are_named(nvml: Path, tmp_path: Path) -> None:
+def test_gpus_that_are_lost_broken_or_in_use_are_named(tmp_path: Path) -> None:
+    nvml = build_nvml(tmp_path / "nvml", MORE_NVML)
     with subprocess.Popen(["sleep", "60"]) as user:
         env = {"LD_LIBRARY_PATH": str(nvml), "FAKE_GPUS": "4", "FAKE_LOST": "3", "FAKE_PID": str(user.pid)}
         found = check(tmp_path, "--no-allreduce", env=env)
@@ -343,71 +329,54 @@ def _examined(name: str, clock_s: float = 0.0, **facts: Any) -> Examined:
     )
 
 
-def _said(*examined: Examined, script_here: str | None = "5c819e") -> dict[str, Finding]:
+SAME_MACHINE: dict[str, Any] = {"offered": replace(OFFERED, gpus=["0"], gpus_verified=True)}
+SLICES = replace(OFFERED, gpus=["MIG-1", "MIG-2"], gpus_verified=True)
+LOGGED = ((7200.0, "Xid 48 of 0000:86:00: DBE"), (300.0, "Xid 79 of 0000:3b:00: GPU has fallen off the bus"))
+
+
+def _with_gpu(**facts: Any) -> list[Examined]:
+    return [_examined("a", **{"gpus": (Gpu(0),), "driver": "1", **facts})]
+
+
+def _three(clock_s: float = 0.0, **facts: Any) -> list[Examined]:
+    """Two equal hosts, and one that differs."""
+    return [_examined("a"), _examined("b"), _examined("c", clock_s, **facts)]
+
+
+EXAMINED = {
+    "equal hosts": _three(),
+    "many differences": _three(
+        90.0, torch="2.12.1+cu126", nccl="2.26.2", script="0ther", python="3.11.2", code="0ld"
+    ),
+    "a patch of torch": _three(torch="2.13.1+cu126"),
+    "another build of torch": _three(torch="2.13.0+cu128"),
+    "another user of a shared folder": _three(user="bob", uid=1001),
+    "another user of another folder": [_examined("a"), _examined("c", uid=1001, workdir_mark="2:2")],
+    "another user of an unknown folder": [
+        _examined("a", workdir_mark=""), _examined("c", uid=1001, workdir_mark="")
+    ],
+    "one machine by two names": [
+        replace(_examined(name, **SAME_MACHINE), facts=replace(FACTS, **SAME_MACHINE)) for name in "ab"
+    ],
+    "a new driver": _with_gpu(driver_cuda="12.8"),
+    "an old driver": _with_gpu(driver_cuda="11.8"),
+    "torch without CUDA": _with_gpu(torch_cuda=None),
+    "CUDA, but GPUs of AMD": _with_gpu(vendor="AMD"),
+    "ROCm and GPUs of AMD": _with_gpu(vendor="AMD", torch_cuda="ROCm 6.4"),
+    "slices of a GPU": _with_gpu(driver_cuda="12.8", offered=SLICES),
+    "errors in the kernel's log": [_examined("a", logged=LOGGED), _examined("b")],
+    "an error in the kernel's log": [_examined("a", logged=LOGGED[1:]), _examined("b")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXAMINED)
+def test_what_is_found(name: str, snapshot: SnapshotAssertion) -> None:
+    examined = EXAMINED[name]
     spec = _spec(*(one.host.name for one in examined))
-    return {one.kind: one for one in merged(host_findings(spec, examined, code_here="c0de", script_here=script_here))}
-
-
-def test_equal_hosts_are_well() -> None:
-    assert _said(_examined("a"), _examined("b"), _examined("c")) == {}
-
-
-def test_what_differs_from_most_hosts_is_named_with_its_value_and_how_to_make_it_equal() -> None:
-    odd = _examined("c", 90.0, torch="2.12.1+cu126", nccl="2.26.2", script="0ther", python="3.11.2", code="0ld")
-    said = _said(_examined("a"), _examined("b"), odd)
-    assert {kind: finding.severity.value for kind, finding in said.items()} == {
-        "torch": "error", "nccl": "error", "script": "error", "dtrain-code": "warning", "clock": "warning",
-        "python-patch": "note", "sync-code": "note", "sync-env": "note",
-    }  # fmt: skip
-    assert {finding.hosts for finding in said.values()} == {("c",)}
-    assert said["torch"].message == "torch: 2.12.1+cu126, but 2.13.0+cu126 on a, b"
-    assert said["torch"].fixes == [
-        "ssh c '/opt/python -m pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cu126'"
-    ]
-    assert said["script"].fixes == [f"scp {Path.cwd() / 'train.py'} c:{Path.cwd() / 'train.py'}"]
-    assert said["clock"].message == "its clock is 90.0 s ahead of ours"
-    assert said["sync-code"].message == "dtrain run --sync code sends your code to hosts that lack it"
-
-
-def test_a_patch_of_torch_or_another_build_is_a_warning() -> None:
-    for version in ("2.13.1+cu126", "2.13.0+cu128"):
-        assert (
-            _said(_examined("a"), _examined("b"), _examined("c", torch=version))["torch"].severity is Severity.WARNING
-        )
-
-
-def test_a_shared_folder_of_different_users_and_one_machine_by_two_names_are_found() -> None:
-    said = _said(_examined("a"), _examined("b"), _examined("c", user="bob", uid=1001))
-    assert said["user"].hosts == ("c",)
-    assert "bob (1001), elsewhere ann (1000)" in said["user"].message
-    assert "user" not in _said(_examined("a"), _examined("c", uid=1001, workdir_mark="2:2"))
-    assert "user" not in _said(_examined("a", workdir_mark=""), _examined("c", uid=1001, workdir_mark=""))
-    one: dict[str, Any] = {"offered": replace(OFFERED, gpus=["0"], gpus_verified=True)}
-    same = [replace(_examined(name, **one), facts=replace(FACTS, **one)) for name in "ab"]
-    assert _said(*same)["same-machine"].severity is Severity.WARNING
-
-
-def test_a_torch_that_cannot_use_the_gpus_of_its_host_is_named() -> None:
-    some: dict[str, Any] = {"gpus": (Gpu(0),), "driver": "1"}
-    assert _said(_examined("a", **some, driver_cuda="12.8")) == {}
-    assert "driver-too-old" in _said(_examined("a", **some, driver_cuda="11.8"))
-    assert _said(_examined("a", **some, torch_cuda=None))["torch-without-cuda"].severity is Severity.WARNING
-    other = _said(_examined("a", **some, vendor="AMD"))["torch-without-rocm"]
-    assert (other.severity, "is built for CUDA" in other.message) == (Severity.NOTE, True)
-    assert _said(_examined("a", **some, vendor="AMD", torch_cuda="ROCm 6.4")) == {}
-    slices = replace(OFFERED, gpus=["MIG-1", "MIG-2"], gpus_verified=True)
-    assert "Duplicate GPU detected" in _said(_examined("a", offered=slices))["mig"].message
-
-
-def test_errors_of_gpus_in_the_kernel_log_are_a_warning() -> None:
-    errors = ((7200.0, "Xid 48 of 0000:86:00: DBE"), (300.0, "Xid 79 of 0000:3b:00: GPU has fallen off the bus"))
-    finding = _said(_examined("a", logged=errors), _examined("b"))["gpu-log"]
-    assert (finding.severity, finding.hosts) == (Severity.WARNING, ("a",))
-    assert finding.message == (
-        "the kernel's log has 2 errors of GPUs, the newest 5 minutes ago: Xid 79 of 0000:3b:00: GPU has fallen off the "
-        "bus"
-    )
-    assert "an error of a GPU 5 minutes ago" in _said(_examined("a", logged=errors[1:]))["gpu-log"].message
+    found = merged(host_findings(spec, examined, code_here="c0de", script_here="5c819e"))
+    lines = [f"{one.severity.value} {one.kind}, {', '.join(one.hosts)}: {one.message} {one.fixes}" for one in found]
+    text = re.sub("--no-deps [^']+", "--no-deps SOURCE", "\n".join(lines))
+    assert text.replace(str(Path.cwd()), "HERE") == snapshot
 
 
 def test_the_all_reduce_uses_nccl_only_where_it_is_for_the_gpus() -> None:
@@ -454,7 +423,7 @@ def test_a_host_that_no_one_reaches_is_one_finding() -> None:
     assert singles[-1].message.startswith("3 more connections do not work")
 
 
-def test_a_large_run_tries_a_bounded_number_of_ways_and_finds_who_is_cut_off() -> None:
+def test_a_large_run_tries_few_ways_and_finds_who_is_cut_off() -> None:
     names = [f"n{k}" for k in range(1000)]
     listening = {
         name: Listening(f"10.0.{k // 250}.{k % 250}", 7, 29500 if k == 0 else 0) for k, name in enumerate(names)
@@ -486,7 +455,7 @@ def test_a_large_run_tries_a_bounded_number_of_ways_and_finds_who_is_cut_off() -
     assert looked_at < 10 * len(ways)
 
 
-def test_a_name_that_means_loopback_is_a_warning_unless_the_interface_is_set() -> None:
+def test_a_name_that_means_loopback_is_a_warning() -> None:
     examined = [_examined(name, name_resolves_to=("127.0.1.1",)) for name in "12"]
     listening = {name: Listening(f"10.0.0.{name}", 7) for name in "12"}
     ways = _ways("12", {})

@@ -7,25 +7,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from testbed.processes import Result, run_dtrain, run_program
+from testbed.processes import run_program
+from testbed.typed import message_of, output_of
 
+from launcher.errors import UsageError
 from launcher.machine.processors import cores, cpu_limit, share
 
-NO_GPUS = {"CUDA_VISIBLE_DEVICES": None, "HIP_VISIBLE_DEVICES": None}
 
-
-def _plan(*args: str) -> Result:
-    return run_dtrain("plan", *args, env=NO_GPUS)
+@pytest.fixture(autouse=True)
+def _no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def _rows(*args: str) -> list[dict[str, Any]]:
-    result = _plan("--json", *args)
-    assert (result.returncode, result.stderr) == (0, "")
-    rows: list[dict[str, Any]] = json.loads(result.stdout)
+    rows: list[dict[str, Any]] = json.loads(output_of("plan", "--json", *args))
     return rows
 
 
-def test_the_json_has_every_worker_with_its_share_of_this_machine() -> None:
+def _refusal(*args: str) -> str:
+    with pytest.raises(UsageError) as refused:
+        output_of("plan", *args)
+    return message_of(refused.value)
+
+
+def test_the_json_has_every_worker_with_its_share() -> None:
     rows = _rows("--simulate", "--nnodes", "2", "--nproc-per-node", "2", "train.py")
     assert [(row["rank"], row["host"], row["local_rank"]) for row in rows] == [
         (0, "sim0", 0), (1, "sim0", 1), (2, "sim1", 0), (3, "sim1", 1),
@@ -58,9 +64,8 @@ def test_remote_hosts_are_marked_as_assumed_in_json() -> None:
 
 
 def test_the_table_says_the_same_to_a_person() -> None:
-    result = _plan("--hosts", "localhost:1,far.example:2", "--gpus-per-proc", "2", "--oversubscribe", "train.py")
-    assert (result.returncode, result.stderr) == (0, "")
-    header, _, *rows, note = result.stdout.splitlines()
+    table = output_of("plan", "--hosts", "localhost:1,far.example:2", "--gpus-per-proc", "2", "--oversubscribe", "a.py")
+    header, _, *rows, note = table.splitlines()
     assert header.split("  ")[0].strip() == "rank"
     cells = [row.split() for row in rows]
     assert [row[:3] for row in cells] == [["0", "localhost", "0"], ["1", "far.example", "0"], ["2", "far.example", "1"]]
@@ -70,42 +75,30 @@ def test_the_table_says_the_same_to_a_person() -> None:
 
 
 def test_a_table_of_known_hosts_assumes_nothing() -> None:
-    assert "?" not in _plan("--nproc-per-node", "1", "train.py").stdout
+    assert "?" not in output_of("plan", "--nproc-per-node", "1", "train.py")
 
 
 def test_the_table_is_no_wider_because_of_a_narrow_terminal() -> None:
-    wide = _plan("--simulate", "--nnodes=2", "train.py").stdout
-    narrow = run_dtrain("plan", "--simulate", "--nnodes=2", "train.py", env={**NO_GPUS, "COLUMNS": "20"}).stdout
-    assert narrow == wide
+    argv = ("plan", "--simulate", "--nnodes=2", "train.py")
+    assert output_of(*argv, COLUMNS="20") == output_of(*argv)
 
 
-@pytest.mark.parametrize("nproc", [None, "auto", "gpu", "cpu"])
-def test_workers_that_only_a_run_could_count_are_a_usage_error(nproc: str | None) -> None:
-    options = () if nproc is None else ("--nproc-per-node", nproc)
-    result = _plan("--hosts", "localhost,far1,far2", *options, "train.py")
-    assert (result.returncode, result.stdout) == (2, "")
-    assert (
-        "the number of workers on far1, far2 is unknown until a run asks these hosts; write far1:SLOTS" in result.stderr
-    )
+@pytest.mark.parametrize("options", ["", "--nproc-per-node auto", "--nproc-per-node gpu", "--nproc-per-node cpu"])
+def test_workers_that_only_a_run_could_count_are_a_usage_error(options: str) -> None:
+    said = "the number of workers on far1, far2 is unknown until a run asks these hosts; write far1:SLOTS"
+    assert said in _refusal("--hosts", "localhost,far1,far2", *options.split(), "train.py")
 
 
 @pytest.mark.parametrize("nproc", ["cpu", "gpu"])
 def test_slots_do_not_say_how_many_gpus_or_processors_a_host_has(nproc: str) -> None:
-    assert _plan("--hosts", "far:4", "--nproc-per-node", nproc, "train.py").returncode == 2
+    assert "unknown until a run asks" in _refusal("--hosts", "far:4", "--nproc-per-node", nproc, "train.py")
 
 
 def test_slots_limit_what_is_asked_for() -> None:
-    result = _plan("--hosts", "far1:2,far2:4,far3:1", "--nproc-per-node", "3", "train.py")
-    assert result.returncode == 2
-    assert "far1: 3 workers, but its entry in the host list has 2 slots" in result.stderr
-    assert "far2" not in result.stderr
-    assert "far3: 3 workers" in result.stderr
-
-
-def test_no_script_is_a_usage_error_that_shows_one() -> None:
-    result = _plan("--nproc-per-node", "1")
-    assert result.returncode == 2
-    assert "dtrain run train.py" in result.stderr
+    said = _refusal("--hosts", "far1:2,far2:4,far3:1", "--nproc-per-node", "3", "train.py")
+    assert "far1: 3 workers, but its entry in the host list has 2 slots" in said
+    assert "far2" not in said
+    assert "far3: 3 workers" in said
 
 
 def test_it_starts_no_process_and_opens_no_connection(tmp_path: Path) -> None:

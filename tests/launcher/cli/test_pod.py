@@ -136,7 +136,7 @@ def test_a_variable_of_dtrain_wins_and_the_config_file_does_not() -> None:
     assert _filled({"node_rank": 0}, TRAINJOB, origin="dtrain.toml")["node_rank"] == 1
 
 
-def test_for_torchrun_flags_win_and_its_own_rendezvous_needs_no_rank() -> None:
+def test_for_torchrun_flags_win_and_need_no_rank() -> None:
     flags = {"node_rank": 0, "master_addr": "a"}
     assert with_pod_variables(_options(flags, as_torchrun=True), TRAINJOB).node_rank == 0
     c10d = {"rdzv_backend": "c10d", "rdzv_endpoint": "a:1", "nnodes": (2, 2)}

@@ -161,7 +161,7 @@ def test_all_links_are_given_up_at_once(output: OutputThread) -> None:
     assert all(link.released(time.monotonic() + WAIT_S) for link in links)
 
 
-def test_an_attempt_to_connect_that_is_under_way_at_the_end_is_waited_for_but_not_for_long(
+def test_a_connect_under_way_at_the_end_is_waited_for_briefly(
     output: OutputThread,
 ) -> None:
     may_end, ended = threading.Event(), threading.Event()
@@ -194,9 +194,7 @@ def stalled(ssh_hosts: SshHosts, command: str) -> SshStream:
     return stream
 
 
-def test_a_key_exchange_that_stalls_loses_the_host_when_something_is_written(
-    ssh_hosts: SshHosts, output: OutputThread
-) -> None:
+def test_a_stalled_key_exchange_loses_the_host_on_writing(ssh_hosts: SshHosts, output: OutputThread) -> None:
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     link = opened(stalled(ssh_hosts, "cat"), events, output)
     lost = Lost("a", 1, "the connection broke: Key-exchange timed out waiting for key negotiation")
@@ -208,7 +206,7 @@ def read_all(stream: Stream) -> bytes:
     return b"".join(iter(stream.read, b""))
 
 
-def test_a_key_exchange_that_stalls_loses_the_host_when_much_is_read(ssh_hosts: SshHosts) -> None:
+def test_a_stalled_key_exchange_loses_the_host_on_reading(ssh_hosts: SshHosts) -> None:
     stream = stalled(ssh_hosts, "yes")
     with pytest.raises(StreamError, match="Key-exchange timed out"):
         read_all(stream)  # what is read makes room, and the other end has to know
@@ -236,9 +234,7 @@ def test_an_srun_is_awaited_at_any_descriptor() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_sruns_that_never_answer_end_with_the_run_and_slurm_is_asked_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_silent_sruns_end_with_the_run_and_slurm_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, line in (("srun", "exec sleep 600"), ("scontrol", f"echo asked >> {tmp_path}/asked")):
         (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
         (tmp_path / name).chmod(0o755)

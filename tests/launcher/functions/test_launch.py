@@ -23,6 +23,7 @@ import pytest
 from testbed.left import nothing_left
 from testbed.processes import run_dtrain, run_program, started, wait_until
 from testbed.sshd import SshHosts
+from testbed.typed import dtrain
 
 import launcher
 from launcher.agent.workers import call_function
@@ -92,7 +93,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_program_gets_what_each_rank_returns_and_shows_what_it_prints(folder: Path) -> None:
+def test_a_program_gets_what_each_rank_returns_and_prints(folder: Path) -> None:
     (folder / "program.py").write_text(PROGRAM)
     result = run_program(sys.executable, "program.py")
     host = os.uname().nodename
@@ -109,7 +110,7 @@ def test_a_program_gets_what_each_rank_returns_and_shows_what_it_prints(folder: 
     assert manifest["state"] == "finished"
     assert manifest["command"]["words"] == ["--nproc-per-node", "2", "--run-id", "one", "--", "train"]
     assert "rank 1 of 2" in Path("runs/one/attempt_0/1/stdout.log").read_text()
-    listed = json.loads(run_dtrain("ps", "--all", "--json").stdout)
+    listed = json.loads(dtrain("ps", "--all", "--json").stdout)
     assert [(run["command"], run["state"], run["exit_code"]) for run in listed] == [
         ("exit", "failed", 3), ("<lambda>", "finished", 0), ("train", "finished", 0),
     ]  # fmt: skip
@@ -117,7 +118,7 @@ def test_a_program_gets_what_each_rank_returns_and_shows_what_it_prints(folder: 
     assert (again.returncode, "call it there" in again.stderr) == (1, True), again
 
 
-def test_the_error_of_a_worker_has_its_host_rank_traceback_and_exception() -> None:
+def test_a_worker_s_error_has_host_rank_and_traceback() -> None:
     def fails(number: int) -> None:
         if _rank() == 1:
             raise _NotedError("no way", number)
@@ -135,7 +136,7 @@ def test_the_error_of_a_worker_has_its_host_rank_traceback_and_exception() -> No
     assert "its whole output: runs/" in str(error)
 
 
-def test_an_exception_that_cannot_be_pickled_is_reported_without_it() -> None:
+def test_an_exception_that_cannot_be_pickled_is_reported() -> None:
     def fails() -> None:
         error = ValueError("no way")
         error.lock = threading.Lock()  # type: ignore[attr-defined]
@@ -179,7 +180,7 @@ def test_a_result_that_is_too_large_leaves_no_file(folder: Path, monkeypatch: py
     assert pickle.loads(Path("returned").read_bytes()) == (True, bytes(2 << 20), 3, 4)
 
 
-def test_what_cannot_be_pickled_or_is_wrong_is_an_error_before_a_host_is_reached(folder: Path) -> None:
+def test_wrong_arguments_are_errors_before_a_host_is_reached(folder: Path) -> None:
     far = {"hosts": "no-such-host.invalid:1"}
     with pytest.raises(UsageError, match=r"and its arguments cannot be pickled: TypeError: cannot pickle"):
         launch(print, threading.Lock(), **far)
@@ -201,9 +202,7 @@ def test_what_cannot_be_pickled_or_is_wrong_is_an_error_before_a_host_is_reached
         launch(print, **far)
 
 
-def test_options_come_from_the_environment_and_the_config_file_as_well(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_come_from_environment_and_config_file_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "dtrain.toml").write_text("simulate = true\nnnodes = 3\n")
     monkeypatch.setenv("DTRAIN_NPROC_PER_NODE", "2")
     assert launch(_rank, nnodes=2) == [0, 1, 2, 3]
@@ -223,7 +222,7 @@ def test_a_restart_calls_the_function_again() -> None:
     assert launch(fails_at_first, nproc_per_node=2, max_restarts=1) == ["1", "1"]
 
 
-def test_a_process_that_is_not_to_return_ends_with_nothing_or_fails() -> None:
+def test_a_process_without_a_result_returns_none_or_fails() -> None:
     def leaves() -> None:
         sys.exit() if _rank() else os._exit(0)
 
@@ -275,7 +274,7 @@ def test_another_thread_may_launch() -> None:
     assert (sys.getswitchinterval(), resource.getrlimit(resource.RLIMIT_NOFILE)) == limits
 
 
-def test_the_limit_of_files_is_restored_when_the_last_run_has_ended() -> None:
+def test_the_limit_of_files_is_restored_after_the_last_run() -> None:
     program = """
 import os, resource, threading, time
 import launcher
@@ -406,9 +405,7 @@ def test_modules_of_the_program_s_own_folders_are_found(folder: Path, monkeypatc
     assert launch(found_there.where) == [str(folder / "own/found_there.py")]
 
 
-def test_code_below_the_prefix_of_python_is_the_user_s_own_unless_it_is_installed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_below_python_s_prefix_is_the_user_s_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "prefix", str(folder))
     before = packing._own_path()
     assert not any("site-packages" in path or path == sysconfig.get_path("stdlib") for path in before)
@@ -416,9 +413,7 @@ def test_code_below_the_prefix_of_python_is_the_user_s_own_unless_it_is_installe
     assert packing._own_path() == (str(folder / "src/app"), *before)
 
 
-def test_what_an_editable_installation_finds_is_imported_and_not_sent(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_editable_installations_are_imported_not_sent(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "far").mkdir()
     for name in ("__init__", "inner"):
         (folder / f"far/{name}.py").write_text("")

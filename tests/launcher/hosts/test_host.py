@@ -6,6 +6,7 @@ import socket
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from syrupy.assertion import SnapshotAssertion
 
 from launcher.errors import UsageError
 from launcher.hosts.host import Host, HostKind, own_names, parse_hosts
@@ -53,53 +54,49 @@ def test_each_host_of_a_range_has_what_its_entry_says() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "complaint"),
+    "text",
     [
-        ("", "'' is not a host"),
-        ("alpha,", "'' is not a host"),
-        ("al pha", "'al pha' is not a host"),
-        ("alpha:", "'alpha:' is not a host"),
-        ("alpha:x", "'alpha:x' is not a host"),
-        ("alpha:4:4:4", "'alpha:4:4:4' is not a host"),
-        ("alpha:4:2222", "'alpha:4:2222': 2222 slots are more than a host can have; write NAME, NAME:SLOTS"),
-        ("alpha:65536", "'alpha:65536': 65536 is no port of an sshd, which is 1 to 65535"),
-        ("alpha:22:0", "'alpha:22:0' has no slots"),
-        ("alpha:" + "9" * 5000, "is not a host"),
-        ("alpha:٣", "is not a host"),  # a digit, but not of ours
-        ("älpha", "'älpha' is not a host"),
-        ("alpha/../beta", "is not a host"),
-        ("@alpha", "'@alpha' is not a host"),
-        (
-            "fe80::1",
-            "--hosts: column 1: 'fe80::1' is not a host; write NAME, NAME:SLOTS, USER@NAME:PORT, NAME:PORT:SLOTS or "
-            "[IPV6]:SLOTS (one number from 1024 on is sshd's port)",
-        ),
-        ("[fe80::zz]", "'[fe80::zz]' is not a host"),
-        ("[alpha", "column 1: in '[alpha' this '[' is not closed"),
-        ("[alpha]", "column 2: 'alpha' in '[alpha]' is not a number or range"),
-        ("alpha, me@n[1-3", "column 12: in 'n[1-3' this '[' is not closed"),
-        ("n[3-1]:4", "column 3: '3-1' in 'n[3-1]' runs backwards"),
-        ("n[1-2]:[3-4]", "'n[1-2]:[3-4]' is not a host"),
-        ("n[1-3],n2", "--hosts: column 8: host n2 is named twice"),
-        ("n[0-65535],m", "column 12: with 'm' the list has more than 65536 hosts"),
-        ("-l@alpha", "'-l@alpha' is not a host"),
-        ("$(reboot)@alpha", "is not a host"),
-        ("a\x00b@alpha", "is not a host"),
-        ("me\\@alpha", "is not a host"),
-        ("me@corp@alpha", "is not a host"),
-        ("a:2222,a:2223", "host a is named twice, with two ports; give each a name of its own in ~/.ssh/config"),
-        ("alpha:0", "'alpha:0' has no slots"),
-        ("-oProxyCommand=x", "is not a host"),
-        ("-alpha", "begins with '-'"),
-        ("alpha,beta,alpha", "host alpha is named twice; give it more slots instead: alpha:2"),
-        ("alpha:1,me@alpha:3", "host alpha is named twice"),
-        ("localhost,127.0.0.1", "hosts localhost and 127.0.0.1 are both this machine"),
+        "",
+        "alpha,",
+        "al pha",
+        "alpha:",
+        "alpha:x",
+        "alpha:4:4:4",
+        "alpha:4:2222",
+        "alpha:65536",
+        "alpha:22:0",
+        "alpha:" + "9" * 5000,
+        "alpha:٣",
+        "älpha",
+        "alpha/../beta",
+        "@alpha",
+        "fe80::1",
+        "[fe80::zz]",
+        "[alpha",
+        "[alpha]",
+        "alpha, me@n[1-3",
+        "n[3-1]:4",
+        "n[1-2]:[3-4]",
+        "n[1-3],n2",
+        "n[0-65535],m",
+        "-l@alpha",
+        "$(reboot)@alpha",
+        "a\x00b@alpha",
+        "me\\@alpha",
+        "me@corp@alpha",
+        "a:2222,a:2223",
+        "alpha:0",
+        "-oProxyCommand=x",
+        "-alpha",
+        "alpha,beta,alpha",
+        "alpha:1,me@alpha:3",
+        "localhost,127.0.0.1",
     ],
 )
-def test_what_is_no_list_of_hosts_is_refused_with_a_reason(text: str, complaint: str) -> None:
-    with pytest.raises(UsageError) as raised:
+def test_what_is_no_list_of_hosts(text: str, snapshot: SnapshotAssertion) -> None:
+    with pytest.raises(UsageError) as refused:
         parse_hosts(text)
-    assert complaint in str(raised.value)
+    assert str(refused.value) == snapshot
 
 
 NAMES = (st.from_regex(r"[a-z0-9][a-z0-9._-]{0,8}", fullmatch=True) | st.ip_addresses().map(str)).filter(

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from syrupy.assertion import SnapshotAssertion
 from testbed.present import present
 
 from launcher.errors import UsageError
@@ -77,49 +78,39 @@ def complaint(path: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("line", "column", "reason"),
+    "line",
     [
-        (
-            "n1 slots=x",
-            10,
-            "slots is 'x', which is not a number of at most 6 digits; write a line as in: node1 slots=4",
-        ),
-        ("n1 slots=4,max_slots=8", 10, "slots is '4,max_slots'"),
-        ("n1 slots", 4, "slots has no value"),
-        ("n1 slots==4", 4, "slots has no value"),
-        ("n1  4", 5, "'4' is not known after a host, only slots=, max_slots=, user= and port=; write a line as in:"),
-        ("n1 n2 slots=4", 4, "'n2' is not known"),
-        ("n1 slots=4 slots=4", 18, "slots is given twice for 'n1'"),
-        ("n1:22 slots=4", 13, "slots is given twice for 'n1:22'; after a name, 22 is slots"),
-        ("me@n1 user=you", 12, "user is given twice for 'me@n1'"),
-        ("n1 slots=4 max_slots=2", 1, "max_slots is 2, which is less than the slots of 4"),
-        ("n1 max_slots=0", 1, "max_slots is 0, which is less than the slots of 1"),
-        ("n1 user=-oProxyCommand", 1, "'-oProxyCommand' is not a user name"),
-        ("n1 port=0", 1, "port is 0; sshd's is 1 to 65535"),
-        ("n1,n2 slots=4", 1, "'n1,n2' is not a host; write NAME, NAME:SLOTS"),
-        ("\tfe80::1 slots=4", 2, "'fe80::1' is not a host"),
-        ("-n1", 1, "'-n1' begins with '-'"),
-        ("= 4", 1, "'=' is not a host"),
-        (" me@n[1-x] slots=4", 7, "'1-x' in 'n[1-x]' is not a number or range"),
-        ("nöde slots=4", 1, "'nöde' is not a host"),
-        (
-            "a slots=4",
-            1,
-            "host a is on line 1 already; name it once with all its slots (a slots=8), or by its name alone",
-        ),
-        ("b slots=1", 1, "host b is on line 2 already"),
-        ("b:2222", 1, "host b is on line 2 already"),
-        ("127.0.0.1", 1, "hosts localhost and 127.0.0.1 are both this machine"),
-        ("n[1-65536]:1", 1, "here the list has more than 65536 hosts"),
-        ("n[1-65537]", 1, "with 'n[1-65537]' the list has more than 65536 hosts"),
+        "n1 slots=x",
+        "n1 slots=4,max_slots=8",
+        "n1 slots",
+        "n1 slots==4",
+        "n1  4",
+        "n1 n2 slots=4",
+        "n1 slots=4 slots=4",
+        "n1:22 slots=4",
+        "me@n1 user=you",
+        "n1 slots=4 max_slots=2",
+        "n1 max_slots=0",
+        "n1 user=-oProxyCommand",
+        "n1 port=0",
+        "n1,n2 slots=4",
+        "\tfe80::1 slots=4",
+        "-n1",
+        "= 4",
+        " me@n[1-x] slots=4",
+        "nöde slots=4",
+        "a slots=4",
+        "b slots=1",
+        "b:2222",
+        "127.0.0.1",
+        "n[1-65536]:1",
+        "n[1-65537]",
     ],
 )
-def test_a_bad_line_is_an_error_with_file_line_and_column(tmp_path: Path, line: str, column: int, reason: str) -> None:
+def test_a_bad_line_is_named_with_its_place(tmp_path: Path, line: str, snapshot: SnapshotAssertion) -> None:
     path = tmp_path / "hosts"
     path.write_text(f"a slots=2\nb\nlocalhost slots=1\n# comment\n{line}\n")
-    message = complaint(path)
-    assert message.startswith(f"{path}:5:{column}: {reason}")
-    assert "\n" not in message
+    assert complaint(path).removeprefix(f"{path}:5:") == snapshot
 
 
 def test_all_bad_lines_are_in_one_error_the_first_five_in_full(tmp_path: Path) -> None:
@@ -144,21 +135,16 @@ def test_a_file_without_hosts_is_an_error(tmp_path: Path, text: str) -> None:
     assert complaint(path) == message
 
 
-def test_a_file_that_cannot_be_read_is_an_error_that_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
+) -> None:
     monkeypatch.chdir(tmp_path)
-    assert complaint(tmp_path / "absent") == (
-        f"the host file {tmp_path}/absent does not exist; name a file with one host a line"
-    )
-    assert f"{tmp_path} is a folder" in complaint(tmp_path)
     (tmp_path / "loop").symlink_to("loop")
-    assert "cannot be read: Too many levels of symbolic links" in complaint(tmp_path / "loop")
+    (tmp_path / "utf16").write_text("n1 slots=4\n", encoding="utf-16")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("socket")  # not by its whole path, which may be too long
-        assert "cannot be read: No such device or address" in complaint(tmp_path / "socket")
-    assert "cannot be read: embedded null byte" in complaint(Path("a\0b"))
-    assert "/dev/zero is longer than 8 MiB" in complaint(Path("/dev/zero"))
-    (tmp_path / "utf16").write_text("n1 slots=4\n", encoding="utf-16")
-    assert "is not text in UTF-8: it contains zero bytes" in complaint(tmp_path / "utf16")
+        texts = [complaint(Path(name)) for name in ("absent", ".", "loop", "socket", "a\0b", "/dev/zero", "utf16")]
+    assert "\n".join(texts) == snapshot
 
 
 def test_a_discovery_script_may_find_no_host() -> None:

@@ -13,6 +13,7 @@ import pytest
 from testbed.processes import Result, run_dtrain, started_dtrain, wait_until
 from testbed.sshd import SshHosts
 from testbed.terminal import Terminal, dtrain_on_terminal
+from testbed.typed import dtrain
 from testbed.warm import HEADER
 
 from launcher.cli.runs.debug import _Said
@@ -29,7 +30,7 @@ def detached(*words: str | Path, workers: int = 2) -> None:
 
 def end(exit_code: int = 0) -> None:
     Path("go").touch()
-    assert run_dtrain("wait", "r").returncode == exit_code
+    assert dtrain("wait", "r").returncode == exit_code
 
 
 def tick(rank: int) -> int:
@@ -83,7 +84,7 @@ def start_method(request: pytest.FixtureRequest, folder: Path) -> list[str]:
     return ["--start-method", method]
 
 
-def test_variables_are_seen_and_changed_and_lines_are_stepped_through(start_method: list[str], folder: Path) -> None:
+def test_variables_are_changed_and_lines_stepped_through(start_method: list[str], folder: Path) -> None:
     detached(*start_method, "--nproc-per-node", "2", "script.py")
     with dtrain_on_terminal("debug", "r", "--rank", "1", cwd=folder) as terminal:
         debugger = Debugger(terminal, 1)
@@ -123,7 +124,7 @@ exec(compile(pathlib.Path(os.__file__).with_name("bdb.py").read_text(), "bdb.py"
 """
 
 
-def test_a_rank_that_imports_what_the_debugger_needs_opens_when_that_is_there(folder: Path) -> None:
+def test_a_rank_that_imports_the_debugger_s_modules_opens_later(folder: Path) -> None:
     """The script trains in an import of its own, which does not end: in that the debugger opens."""
     (folder / "bdb.py").write_text(SLOW_MODULE)
     (folder / "script.py").rename(folder / "training.py")
@@ -136,9 +137,8 @@ def test_a_rank_that_imports_what_the_debugger_needs_opens_when_that_is_there(fo
     end()
 
 
-def test_a_breakpoint_is_come_to_again_and_again_until_it_is_cleared(folder: Path) -> None:
-    detached("--nproc-per-node", "2", "script.py")
-    with dtrain_on_terminal("debug", "r", "--rank", "0", cwd=folder) as terminal:
+def test_a_breakpoint_is_hit_until_it_is_cleared(counting: Path) -> None:
+    with dtrain_on_terminal("debug", "r", "--rank", "0", cwd=counting) as terminal:
         debugger = Debugger(terminal, 0)
         debugger.wait_count()
         debugger.say("b tick")
@@ -152,13 +152,11 @@ def test_a_breakpoint_is_come_to_again_and_again_until_it_is_cleared(folder: Pat
         terminal.type("c\n")
         assert terminal.wait() == 0
     assert_goes_on(0)
-    end()
 
 
-def test_each_way_to_leave_lets_the_rank_go_on(folder: Path) -> None:
-    detached("--nproc-per-node", "1", "script.py", workers=1)
+def test_each_way_to_leave_lets_the_rank_go_on(counting: Path) -> None:
     for keys in ("q\n", "exit\n", "\x04", "\x03", "c\n"):
-        with dtrain_on_terminal("debug", "r", "--rank", "0", cwd=folder) as terminal:
+        with dtrain_on_terminal("debug", "r", "--rank", "0", cwd=counting) as terminal:
             Debugger(terminal, 0).wait_prompt()
             terminal.type(keys)
             assert terminal.wait() == 0, repr(keys)
@@ -167,13 +165,11 @@ def test_each_way_to_leave_lets_the_rank_go_on(folder: Path) -> None:
         again = debug(0, "p 'again'\nq\n")
         assert again.returncode == 0, (keys, again)
         assert "'again'" in again.stdout, repr(keys)
-    end()
 
 
 @pytest.mark.parametrize("at", ["the prompt", "a breakpoint's way"])
-def test_a_killed_command_lets_the_rank_go_on(at: str, folder: Path) -> None:
-    detached("--nproc-per-node", "1", "script.py", workers=1)
-    with dtrain_on_terminal("debug", "r", "--rank", "0", cwd=folder) as terminal:
+def test_a_killed_command_lets_the_rank_go_on(at: str, counting: Path) -> None:
+    with dtrain_on_terminal("debug", "r", "--rank", "0", cwd=counting) as terminal:
         debugger = Debugger(terminal, 0)
         debugger.wait_count()
         if at != "the prompt":
@@ -183,7 +179,6 @@ def test_a_killed_command_lets_the_rank_go_on(at: str, folder: Path) -> None:
         terminal.process.kill()
     assert_goes_on(0)
     wait_until(lambda: "'free'" in debug(0, "p 'free'\nq\n").stdout, "another may come")
-    end()
 
 
 def test_the_end_of_the_rank_is_reported(folder: Path) -> None:
@@ -204,15 +199,14 @@ def test_the_end_of_the_run_is_reported_and_is_not_held_up(folder: Path) -> None
     with dtrain_on_terminal("debug", "r", "--rank", "1", cwd=folder) as terminal:
         debugger = Debugger(terminal, 1)
         debugger.wait_prompt()
-        assert run_dtrain("stop", "r").returncode == 0
+        assert dtrain("stop", "r").returncode == 0
         assert terminal.wait() == 1
         assert "the attempt ends" in terminal.shown or "rank 1 on" in terminal.shown
-    assert run_dtrain("wait", "r").returncode == 128 + signal.SIGTERM
+    assert dtrain("wait", "r").returncode == 128 + signal.SIGTERM
 
 
-def test_a_rank_has_one_debugger_and_others_may_have_theirs(folder: Path) -> None:
-    detached("--nproc-per-node", "2", "script.py")
-    with dtrain_on_terminal("debug", "r", "--rank", "1", cwd=folder) as terminal:
+def test_a_rank_has_one_debugger_and_others_may_have_theirs(counting: Path) -> None:
+    with dtrain_on_terminal("debug", "r", "--rank", "1", cwd=counting) as terminal:
         Debugger(terminal, 1).wait_prompt()
         refused = debug(1, "")
         assert (refused.returncode, refused.stdout) == (1, ""), refused
@@ -223,7 +217,6 @@ def test_a_rank_has_one_debugger_and_others_may_have_theirs(folder: Path) -> Non
         assert terminal.wait() == 0
     missing = debug(9, "")
     assert (missing.returncode, "there is no rank 9" in missing.stderr) == (1, True), missing
-    end()
 
 
 def test_a_program_that_is_no_python_script_has_no_debugger(folder: Path) -> None:
@@ -232,7 +225,7 @@ def test_a_program_that_is_no_python_script_has_no_debugger(folder: Path) -> Non
     refused = debug(0, "")
     assert refused.returncode == 1, refused
     assert "dtrain did not start as a Python script" in refused.stderr or "takes no debugger" in refused.stderr
-    assert run_dtrain("stop", "r").returncode == 0
+    assert dtrain("stop", "r").returncode == 0
 
 
 def test_a_script_that_uses_the_signal_itself_keeps_it(folder: Path) -> None:
@@ -245,8 +238,7 @@ def test_a_script_that_uses_the_signal_itself_keeps_it(folder: Path) -> None:
     end()
 
 
-def test_what_goes_wrong_at_the_prompt_is_not_the_script_s(folder: Path) -> None:
-    detached("script.py", workers=1)
+def test_what_goes_wrong_at_the_prompt_is_not_the_script_s(counting: Path) -> None:
     typed = ["!import sys; sys.exit(3)", "p nothing", "interact", "run", "!raise KeyboardInterrupt", "p 'x' * 300000"]
     result = debug(0, "\n".join(typed) + "\n")
     assert result.returncode == 0, result
@@ -254,7 +246,6 @@ def test_what_goes_wrong_at_the_prompt_is_not_the_script_s(folder: Path) -> None
     assert "NameError" in result.stdout
     assert "x" * 300000 in result.stdout
     assert_goes_on(0)
-    end()
 
 
 COLLECTIVE = f"""{HEADER}
@@ -342,12 +333,12 @@ def test_a_debugger_may_be_held_for_longer_than_every_timeout(where: list[str], 
 def test_without_a_debugger_the_same_limits_end_the_run(folder: Path) -> None:
     (folder / "script.py").write_text(TRAINING)
     detached("--stall-timeout-s", "3", "--nproc-per-node", "2", "script.py")
-    pid = json.loads(run_dtrain("stacks", "r", "--json").stdout)["ranks"][1]["pid"]
+    pid = json.loads(dtrain("stacks", "r", "--json").stdout)["ranks"][1]["pid"]
     os.kill(pid, signal.SIGSTOP)
-    assert run_dtrain("wait", "r").returncode != 0
+    assert dtrain("wait", "r").returncode != 0
 
 
-def test_a_rank_of_an_ssh_host_is_debugged_in_a_run_in_the_foreground(ssh_hosts: SshHosts, folder: Path) -> None:
+def test_a_rank_of_an_ssh_host_is_debugged(ssh_hosts: SshHosts, folder: Path) -> None:
     where = ["--hosts", "node1,node2", "--ssh-config", str(ssh_hosts.ssh_config), "--nproc-per-node", "1"]
     with started_dtrain("run", "--run-id", "r", *where, "script.py") as run:
         wait_until(lambda: len([*folder.glob("tick*")]) == 2, "the ranks are there")
@@ -364,7 +355,7 @@ def test_a_rank_of_an_ssh_host_is_debugged_in_a_run_in_the_foreground(ssh_hosts:
         assert b"Pdb" not in out
 
 
-def test_a_signal_as_the_time_for_an_answer_ends_does_not_make_it_longer() -> None:
+def test_a_signal_does_not_prolong_the_wait_for_an_answer() -> None:
     """As Ctrl-C after three seconds without a prompt; queue.SimpleQueue of CPython 3.11 waits for ever then."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     said = _Said(Question(ours), 0)

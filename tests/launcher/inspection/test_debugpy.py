@@ -19,6 +19,7 @@ from testbed.processes import run_dtrain, wait_until
 from testbed.require import require
 from testbed.sshd import BareHosts
 from testbed.terminal import dtrain_on_terminal
+from testbed.typed import dtrain
 
 # Starts children while there is a file `start`, and says in `children` how they ended.
 SCRIPT = """
@@ -121,7 +122,7 @@ def children_of_the_rank(folder: Path) -> str:
     return children.read_text()
 
 
-def test_a_rank_starts_children_while_an_editor_is_attached_and_after_it(folder: Path) -> None:
+def test_a_rank_starts_children_during_and_after_debugging(folder: Path) -> None:
     require(find_spec("debugpy"), "debugpy", "pip install debugpy")
     (folder / "script.py").write_text(SCRIPT)
     result = run_dtrain("run", "--detach", "--run-id", "r", "script.py", outlived=True)
@@ -132,7 +133,7 @@ def test_a_rank_starts_children_while_an_editor_is_attached_and_after_it(folder:
             assert children_of_the_rank(folder) == "7 0 8\n"
         assert children_of_the_rank(folder) == "7 0 8\n"
     (folder / "go").touch()
-    assert run_dtrain("wait", "r").returncode == 0
+    assert dtrain("wait", "r").returncode == 0
     assert "frozen modules" not in (folder / "runs/r/console.log").read_text()
 
 
@@ -151,7 +152,7 @@ def _open_files(folder: Path) -> list[str]:
     return sorted(file for file in _files_of(pid) if not file.startswith("socket:"))
 
 
-def test_an_editor_leaves_the_descriptors_of_the_rank_as_they_were(folder: Path) -> None:
+def test_an_editor_leaves_the_rank_s_descriptors_alone(folder: Path) -> None:
     require(find_spec("debugpy"), "debugpy", "pip install debugpy")
     has_timeout = "import socket\nones, others = socket.socketpair()\nsocket.setdefaulttimeout(60)\n"
     blocks = "assert os.get_blocking(ones.fileno())\n"
@@ -163,7 +164,7 @@ def test_an_editor_leaves_the_descriptors_of_the_rank_as_they_were(folder: Path)
         pass
     wait_until(lambda: _open_files(folder) == before, f"the rank has open what it had: {before}")
     (folder / "go").touch()
-    assert run_dtrain("wait", "r").returncode == 0
+    assert dtrain("wait", "r").returncode == 0
 
 
 def test_an_editor_sees_sent_files_at_their_paths_here(bare_hosts: BareHosts, folder: Path) -> None:
@@ -182,7 +183,7 @@ def test_an_editor_sees_sent_files_at_their_paths_here(bare_hosts: BareHosts, fo
         frames = editor.frames(thread["id"])
         assert str(project / "script.py") in [frame["source"]["path"] for frame in frames], frames
     (folder / "go").touch()
-    assert run_dtrain("wait", "r").returncode == 0
+    assert dtrain("wait", "r").returncode == 0
 
 
 CLOSES = """
@@ -214,7 +215,7 @@ def _listens(pid: int) -> bool:
     ],
     ids=["missing", "fails", "closes", "used"],
 )
-def test_a_debugpy_that_does_not_open_is_reported_with_an_exit_code(code: str, text: str, folder: Path) -> None:
+def test_a_debugpy_that_does_not_open_is_reported(code: str, text: str, folder: Path) -> None:
     (folder / "script.py").write_text(SCRIPT)
     (folder / "debugpy").mkdir()
     (folder / "debugpy/__init__.py").write_text(code)
@@ -230,4 +231,4 @@ def test_a_debugpy_that_does_not_open_is_reported_with_an_exit_code(code: str, t
     wait_until(lambda: not _listens(pid), "no port of the rank is open")
     assert children_of_the_rank(folder) == "7 0 8\n"
     (folder / "go").touch()
-    assert run_dtrain("wait", "r").returncode == 0
+    assert dtrain("wait", "r").returncode == 0

@@ -14,6 +14,7 @@ from testbed.another_user import ask_as_another_user
 from testbed.processes import Result, run_dtrain, started_dtrain, wait_until
 from testbed.require import require
 from testbed.sshd import SshHosts
+from testbed.typed import dtrain
 
 from launcher.agent.observation.evidence import find_py_spy
 from launcher.runs.control import question
@@ -27,7 +28,7 @@ def detached(*words: str | Path, workers: int = 1) -> None:
 
 
 def stacks(*words: str) -> Result:
-    return run_dtrain("stacks", "r", *words)
+    return dtrain("stacks", "r", *words)
 
 
 def ranks(*words: str) -> list[dict[str, Any]]:
@@ -39,10 +40,10 @@ def ranks(*words: str) -> list[dict[str, Any]]:
 
 def end(exit_code: int = 0) -> None:
     Path("go").touch()
-    assert run_dtrain("wait", "r").returncode == exit_code
+    assert dtrain("wait", "r").returncode == exit_code
 
 
-def test_the_ranks_are_shown_by_groups_to_who_asks_and_the_run_goes_on(folder: Path) -> None:
+def test_ranks_are_shown_by_groups_and_the_run_goes_on(folder: Path) -> None:
     detached("--nproc-per-node", "3", "script.py", workers=3)
     shown = stacks()
     assert (shown.returncode, shown.stderr) == (0, ""), shown
@@ -67,8 +68,7 @@ def test_the_ranks_are_shown_by_groups_to_who_asks_and_the_run_goes_on(folder: P
     assert "run r has ended: finished" in gone.stderr
 
 
-def test_several_who_ask_at_once_are_all_answered() -> None:
-    detached("--simulate", "--nnodes", "2", "--nproc-per-node", "1", "script.py", workers=2)
+def test_several_who_ask_at_once_are_all_answered(counting: Path) -> None:
     (entry,) = entries()
     with question(entry, "stacks") as one, question(entry, "stacks") as two, question(entry, "stacks") as three:
         for asked in (three, two, one):
@@ -76,11 +76,9 @@ def test_several_who_ask_at_once_are_all_answered() -> None:
             assert isinstance(answer, dict)
             assert [each["rank"] for each in answer["evidence"]] == [0, 1]
             assert asked.receive(60.0) is None
-    end()
 
 
-def test_a_host_that_does_not_answer_is_named_and_the_others_are_shown() -> None:
-    detached("--simulate", "--nnodes", "2", "--nproc-per-node", "1", "script.py", workers=2)
+def test_a_silent_host_is_named_and_the_others_are_shown(counting: Path) -> None:
     stopped = psutil.Process(ranks("--rank", "1")[0]["pid"]).parent()
     assert stopped is not None
     stopped.suspend()
@@ -92,7 +90,6 @@ def test_a_host_that_does_not_answer_is_named_and_the_others_are_shown() -> None
     assert "rank 0 is at" in shown.stdout
     assert "rank 1 on" in shown.stderr
     assert "did not answer within 2 s" in shown.stderr
-    end()
 
 
 def test_a_run_that_is_ending_says_so() -> None:
@@ -102,7 +99,7 @@ def test_a_run_that_is_ending_says_so() -> None:
     )
     detached("--grace-s", "60", "deaf.py")
     with started_dtrain("stop", "r") as stop:
-        wait_until(lambda: "told" in run_dtrain("logs", "r").stdout, "the worker has the signal")
+        wait_until(lambda: "told" in dtrain("logs", "r").stdout, "the worker has the signal")
         refused = stacks()
         assert (refused.returncode, refused.stdout) == (1, ""), refused
         assert "no worker can be looked at now: stopping; waiting for" in refused.stderr
@@ -110,18 +107,15 @@ def test_a_run_that_is_ending_says_so() -> None:
         stop.communicate(timeout=60)
 
 
-def test_native_frames_are_shown_where_py_spy_may_look() -> None:
+def test_native_frames_are_shown_where_py_spy_may_look(counting: Path) -> None:
     require(find_py_spy(), "py-spy", "pip install py-spy")
-    detached("script.py")
-    (found,) = ranks("--native")
+    found = ranks("--native")[0]
     if found["no_native"] is not None:
         assert found["no_native"].startswith("ptrace is not permitted"), found
-        end()
         pytest.skip("this user may not look into processes")
     assert "libc" in found["native"], found
     assert "count (" in found["native"]
     assert "libc" in stacks("--native").stdout
-    end()
 
 
 @pytest.fixture
@@ -135,7 +129,7 @@ def bin_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder / "bin"
 
 
-def test_without_py_spy_the_python_stacks_are_shown_and_why_there_are_no_others(bin_folder: Path) -> None:
+def test_without_py_spy_python_stacks_are_shown_with_the_reason(bin_folder: Path) -> None:
     detached("--python", str(bin_folder / "python"), "script.py")
     (found,) = ranks("--native")
     assert "count" in found["stack"]
@@ -145,7 +139,7 @@ def test_without_py_spy_the_python_stacks_are_shown_and_why_there_are_no_others(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root has a right that py-spy can lack")
-def test_where_ptrace_is_refused_the_python_stacks_are_shown_and_why_there_are_no_others(bin_folder: Path) -> None:
+def test_without_ptrace_python_stacks_are_shown_with_the_reason(bin_folder: Path) -> None:
     program = find_py_spy()
     require(program, "py-spy", "pip install py-spy")
     # A process may not look into one that has a right it lacks. Containers often have no sys_ptrace, so chown as well.
@@ -160,12 +154,11 @@ def test_where_ptrace_is_refused_the_python_stacks_are_shown_and_why_there_are_n
     end()
 
 
-def test_a_controller_that_is_stopped_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_controller_that_is_stopped_is_said_to_be(counting: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("launcher.cli.runs.stacks.LIMIT_S", 1.0)
     from launcher.cli.runs.stacks import ask_stacks
     from launcher.errors import RunError
 
-    detached("script.py")
     (entry,) = entries()
     os.kill(entry.pid, signal.SIGSTOP)
     try:
@@ -173,17 +166,14 @@ def test_a_controller_that_is_stopped_is_said_to_be(monkeypatch: pytest.MonkeyPa
             ask_stacks(entry)
     finally:
         os.kill(entry.pid, signal.SIGCONT)
-    end()
 
 
 @pytest.mark.ordinary_user
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
-def test_another_user_gets_no_answer() -> None:
-    detached("script.py")
+def test_another_user_gets_no_answer(counting: Path) -> None:
     (entry,) = entries()
     answer = ask_as_another_user(place() / entry.socket, '{"ask": "stacks"}')
     assert (answer.returncode, answer.stdout) == (0, "b''\n"), answer
-    end()
 
 
 def test_the_ranks_of_hosts_reached_by_ssh_are_shown(ssh_hosts: SshHosts) -> None:

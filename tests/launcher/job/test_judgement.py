@@ -89,6 +89,7 @@ def test_before_an_attempt_is_over_it_may_have_made_progress() -> None:
     [
         ({"kind": FailureKind.RAISED, "error_type": "SyntaxError"}, True),
         ({"kind": FailureKind.RAISED, "error_type": "ImportError"}, True),
+        ({"kind": FailureKind.RAISED, "error_type": "FileNotFoundError"}, True),
         ({"kind": FailureKind.RAISED, "error_type": "KeyError"}, False),
         ({"kind": FailureKind.NEVER_STARTED, "status": 127}, True),
         ({"status": 2}, True),

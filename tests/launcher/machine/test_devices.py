@@ -2,22 +2,18 @@
 
 import json
 import os
-import shutil
-import subprocess
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from testbed import REPOSITORY
+from testbed.nvml import build_nvml
 from testbed.processes import Result, run_dtrain, run_program
-from testbed.require import require
 
 from launcher.machine.processors import cores, cpu_limit, share
 
 pytestmark = pytest.mark.ordinary_user
 
-FAKE_NVML = REPOSITORY / "tests/testbed/fake_nvml.c"
 UNSET = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "OMP_NUM_THREADS", "CUDA_DEVICE_ORDER"))
 CARD_1 = "GPU-00000001-0000-4000-8000-000000000000"
 SLICES_OF_1 = ("MIG-00000001-0000-4000-8000-000000000000", "MIG-00000001-0001-4000-8000-000000000000")
@@ -46,13 +42,7 @@ print(*(os.environ.get(name, "unset") for name in names), flush=True)
 
 @pytest.fixture(scope="session")
 def nvml_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder with the fake libnvidia-ml.so.1."""
-    compiler = shutil.which("cc")
-    require(compiler, "a C compiler", "apt-get install gcc libc6-dev")
-    folder = tmp_path_factory.mktemp("nvml")
-    argv = [str(compiler), "-shared", "-fPIC", "-o", str(folder / "libnvidia-ml.so.1"), str(FAKE_NVML)]
-    subprocess.run(argv, check=True)
-    return folder
+    return build_nvml(tmp_path_factory.mktemp("nvml"))
 
 
 class Fake:
@@ -100,13 +90,13 @@ def test_all_cards_are_found_in_order(fake: Fake) -> None:
     assert fake.find(FAKE_GPUS=3) == "CUDA_VISIBLE_DEVICES 0 1 2 verified"
 
 
-def test_a_lost_card_is_left_out_and_no_number_counts_on_how_cuda_counts_it(fake: Fake) -> None:
+def test_a_lost_card_is_left_out_and_no_number_depends_on_it(fake: Fake) -> None:
     assert fake.find(FAKE_GPUS=3, FAKE_LOST="2") == "CUDA_VISIBLE_DEVICES 0 1 verified"
     others = [CARD_1.replace("GPU-00000001", f"GPU-0000000{index}") for index in (0, 2)]
     assert fake.find(FAKE_GPUS=3, FAKE_LOST="1") == f"CUDA_VISIBLE_DEVICES {' '.join(others)} verified"
 
 
-def test_numbers_of_different_cards_are_certain_only_where_cuda_numbers_as_the_driver_does(
+def test_numbers_are_certain_only_if_cuda_counts_as_the_driver(
     fake: Fake,
 ) -> None:
     assert fake.find(FAKE_GPUS=2, FAKE_T4="0") == "CUDA_VISIBLE_DEVICES 0 1 verified in any order"
@@ -141,7 +131,7 @@ def test_an_inherited_list_is_kept_as_it_was_written(fake: Fake) -> None:
         assert found == f"CUDA_VISIBLE_DEVICES {names} verified"
 
 
-def test_an_inherited_slice_may_be_named_in_every_way_that_cuda_knows(fake: Fake) -> None:
+def test_an_inherited_slice_may_have_any_name_that_cuda_knows(fake: Fake) -> None:
     names = [SLICES_OF_1[1], SLICES_OF_1[1][:17], "1", "GPU-00000001", f"MIG-{CARD_1}/2/0"]
     for name, found in fake.find_each(names, FAKE_GPUS=2, FAKE_MIG="1:2").items():
         assert found == f"CUDA_VISIBLE_DEVICES {name} verified"
@@ -152,7 +142,7 @@ def test_an_inherited_list_may_hide_all_gpus(fake: Fake) -> None:
     assert set(found.values()) == {"CUDA_VISIBLE_DEVICES verified"}
 
 
-def test_a_list_of_which_cuda_would_silently_drop_a_part_is_an_error(fake: Fake) -> None:
+def test_a_list_that_cuda_would_shorten_silently_is_an_error(fake: Fake) -> None:
     complaints = {
         "0,9": "CUDA_VISIBLE_DEVICES=0,9 names GPU 9, but this host has: 0, 2",
         "1": "names GPU 1, but this host has: 0, 2",  # the lost one
@@ -204,7 +194,7 @@ def test_workers_counted_by_processor_see_no_gpu(fake: Fake) -> None:
 
 
 @pytest.mark.parametrize("command", ["plan", "run"])
-def test_more_workers_than_gpus_is_a_usage_error_that_names_the_ways_out(fake: Fake, command: str) -> None:
+def test_more_workers_than_gpus_is_an_error_with_the_ways_out(fake: Fake, command: str) -> None:
     result = fake.dtrain(command, "--simulate", "--nnodes", "2", "--nproc-per-node", "3", FAKE_GPUS=4)
     assert (result.returncode, result.stdout) == (2, "")
     for host, gpus in (("sim0", "0, 1"), ("sim1", "2, 3")):
@@ -273,7 +263,7 @@ def test_the_quota_of_the_cgroups_limits_the_processors(
     assert _cgroup(tmp_path, membership, files) == limit
 
 
-def test_a_machine_without_cgroups_has_the_processors_of_the_affinity(tmp_path: Path) -> None:
+def test_without_cgroups_the_affinity_gives_the_processors(tmp_path: Path) -> None:
     assert cpu_limit(tmp_path, tmp_path / "none") == len(cores()) == len(os.sched_getaffinity(0))
 
 

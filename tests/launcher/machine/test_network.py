@@ -103,7 +103,7 @@ def test_the_route_decides_by_which_address_a_host_is_reached(kernel: list[tuple
             assert network.address_towards(address) == address
 
 
-def test_unknown_names_and_unreachable_hosts_are_errors_that_name_them() -> None:
+def test_unknown_names_and_unreachable_hosts_are_named() -> None:
     with pytest.raises(UsageError, match=r"DNS lookup of no-such-host\.invalid failed"):
         network.address_towards("no-such-host.invalid")
     with pytest.raises(UsageError, match=r"DNS lookup of a+ failed"):

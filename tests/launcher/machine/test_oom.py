@@ -114,7 +114,7 @@ def test_kill_in_a_group_below_is_found_without_the_log(limited: Path, monkeypat
     assert said.removeprefix("probably ").startswith("the out-of-memory killer: the host has ")
 
 
-def test_worker_that_someone_killed_is_not_put_down_to_the_kernel() -> None:
+def test_a_worker_killed_by_a_user_is_not_put_down_to_the_kernel() -> None:
     watch = OomWatch()
     with subprocess.Popen(["sleep", "60"]) as process:
         process.kill()
@@ -194,7 +194,7 @@ def test_group_is_found_in_whatever_part_is_mounted(tmp_path: Path, path: str, r
     assert (None if group is None else group.folder) == (None if found is None else f"{tmp_path}{found}")
 
 
-def test_lowest_limit_of_all_groups_above_is_the_one_that_was_reached(tmp_path: Path) -> None:
+def test_the_lowest_limit_of_all_groups_is_the_one_reached(tmp_path: Path) -> None:
     write(tmp_path, memory__max="max")
     write(tmp_path / "a", memory__max=8 << 30, memory__peak=7 << 30)
     write(tmp_path / "a/b", memory__max=64 << 30, memory__peak=6 << 30)

@@ -124,7 +124,7 @@ def test_a_sweep_ends_whatever_was_left(script: str) -> None:
     assert left == "0"  # and nothing_left_behind looks for itself
 
 
-def test_a_sweep_counts_what_it_ended_and_waits_no_longer_than_needed() -> None:
+def test_a_sweep_counts_what_it_ended_and_does_not_linger() -> None:
     assert _sweep(LEAVES["nothing"], grace_s=30).stdout.endswith(" 0 True\n")
     assert _sweep(LEAVES["grandchildren"], grace_s=30).stdout == "4 0 True\n"
     assert _sweep(LEAVES["a stopped one"], grace_s=30).stdout == "1 0 True\n"
@@ -189,7 +189,7 @@ def test_a_reused_pid_is_never_signalled() -> None:
     assert not send(now, signal.SIGTERM)
 
 
-def test_descendants_and_marked_processes_are_found_and_others_are_not(tmp_path: Path) -> None:
+def test_only_descendants_and_marked_processes_are_found(tmp_path: Path) -> None:
     def ours(process: Process) -> bool:
         return has_variable(process, b"A_MARK=1")
 
@@ -252,7 +252,7 @@ def test_a_limit_of_locks_that_a_user_has_set_hides_nothing(hard: int) -> None:
         assert [found.pid for found in run_tag.members(ancestor=None)] == [process.pid]
 
 
-def test_what_is_started_after_the_file_limit_was_raised_differs_by_one_variable() -> None:
+def test_a_raised_file_limit_changes_one_variable_of_children() -> None:
     compare = """
 import os, resource, sys
 from launcher.errors import HostError
@@ -294,7 +294,7 @@ assert processes.childless()
     assert run_program(sys.executable, "-c", adopt).stdout == "True True\n"
 
 
-def test_a_process_dies_with_its_parent_or_at_once_if_that_is_gone() -> None:
+def test_a_process_dies_with_its_parent() -> None:
     die = """
 import os, sys, time
 from launcher.machine import processes
@@ -312,7 +312,7 @@ print(os.read(read, 9).decode(), flush=True)
         assert run_program(sys.executable, "-c", die, parent).stdout == said  # nothing_left_behind sees that it ended
 
 
-def test_an_unknown_option_of_the_kernel_is_an_error_with_its_reason() -> None:
+def test_an_unknown_kernel_option_is_an_error_with_its_reason() -> None:
     with pytest.raises(OSError, match="prctl"):
         processes._prctl(-1, 0)
 

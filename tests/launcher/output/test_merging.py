@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from testbed.processes import run_dtrain, wait_until
+from testbed.processes import wait_until
 from testbed.terminal import dtrain_on_terminal
 
 from launcher.output.console import PROMPT_BYTES, Console
@@ -271,10 +271,3 @@ def test_eight_ranks_that_print_at_once(tmp_path: Path, lines: str) -> None:
     for rank in range(8):
         assert len(re.findall(rf"^\[.*:{rank}\] mine {rank}$", plain, re.MULTILINE)) == 1
         assert (tmp_path / f"runs/r/attempt_0/{rank}/stdout.log").read_text() == f"loss 0.31\nmine {rank}\n"
-
-
-def test_lines_can_be_set_by_a_variable(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text("print('x')")
-    result = run_dtrain("run", "script.py", cwd=tmp_path, env={"DTRAIN_LINES": "some"})
-    assert result.returncode == 2
-    assert "'some' is not one of 'merge', 'all'" in result.stderr

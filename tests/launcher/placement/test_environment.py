@@ -96,7 +96,7 @@ def test_a_real_worker_has_all_of_it(tmp_path: Path) -> None:
         "MASTER_ADDR": "elsewhere",
         "TORCHELASTIC_ERROR_FILE": "/elsewhere",
     }
-    also = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "MINE": "a=b \n'c'", "GIVEN": "here"}
+    also = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "MINE": "a=b \n'c'", "GIVEN": "here", "OMP_NUM_THREADS": None}
     options = ["--simulate", "--nnodes", "2", "--nproc-per-node", "1", "--run-id", "r1", "-x", "GIVEN=there"]
     result = run_dtrain("run", *options, "show.py", cwd=tmp_path, env={**inherited, **also})
     assert result.returncode == 0, result
@@ -118,5 +118,6 @@ def test_a_real_worker_has_all_of_it(tmp_path: Path) -> None:
         assert {name: env.get(name) for name in expected} == expected
         assert int(env["MASTER_PORT"]) > 0
         assert len(bytes.fromhex(env["DTRAIN_RUN_KEY"])) == 32
+        assert int(env["OMP_NUM_THREADS"]) >= 1
         assert env["TORCHELASTIC_ERROR_FILE"] != "/elsewhere"
     assert len(lines) == 2

@@ -4,6 +4,7 @@ import re
 from typing import Any
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from launcher.errors import UsageError
 from launcher.hangs.watch import HangPolicy
@@ -86,34 +87,35 @@ def test_any_other_nproc_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "complaint"),
+    "changes",
     [
-        ({"hosts": ()}, "a job needs at least one host"),
-        ({"run_id": ""}, "run id '' names a folder"),
-        ({"run_id": ".."}, "run id '..' names a folder"),
-        ({"run_id": "a/b"}, "run id 'a/b' names a folder"),
-        ({"run_id": "a\n"}, "run id 'a\\n' names a folder"),
-        ({"run_id": "a" * 129}, "at most 128"),
-        ({"start_timeout_s": 0.0}, "--start-timeout-s is 0; it must be more than 0 seconds"),
-        ({"start_timeout_s": float("nan")}, "--start-timeout-s is nan"),
-        ({"start_timeout_s": float("inf")}, "--start-timeout-s is inf"),
-        ({"grace_s": -1.0}, "--grace-s is -1; it must be 0 seconds or more"),
-        ({"grace_s": 1e300}, "--grace-s is 1e+300"),
-        ({"grace_s": float("nan")}, "--grace-s is nan"),
-        ({"gpus_per_proc": 0}, "--gpus-per-proc is 0; it must be 1 or more"),
-        ({"master_port": 0}, "--master-port is 0; a port is 1 to 65535"),
-        ({"master_port": 65536}, "--master-port is 65536"),
-        ({"keep_warm_s": 0.9}, "--keep-warm is 0.9 s; it must be 1 second or more"),
-        ({"keep_warm_s": 60.0, "start_method": "exec"}, "--start-method exec forks none"),
-        ({"keep_warm_s": 60.0, "command": WorkerCommand(CommandKind.PROGRAM, "train")}, "--no-python starts none"),
-        ({"keep_warm_s": 60.0, "hosts": (Host("a", HostKind.SRUN),)}, "which a SLURM job must not have"),
-        ({"keep_warm_s": 60.0, "hosts": (Host("a", HostKind.JOINED),)}, "not for nodes started by hand"),
+        {"hosts": ()},
+        {"run_id": ""},
+        {"run_id": ".."},
+        {"run_id": "a/b"},
+        {"run_id": "a\n"},
+        {"run_id": "a" * 129},
+        {"start_timeout_s": 0.0},
+        {"start_timeout_s": float("nan")},
+        {"start_timeout_s": float("inf")},
+        {"grace_s": -1.0},
+        {"grace_s": 1e300},
+        {"grace_s": float("nan")},
+        {"gpus_per_proc": 0},
+        {"master_port": 0},
+        {"master_port": 65536},
+        {"keep_warm_s": 0.9},
+        {"keep_warm_s": 60.0, "start_method": "exec"},
+        {"keep_warm_s": 60.0, "command": WorkerCommand(CommandKind.PROGRAM, "train")},
+        {"keep_warm_s": 60.0, "hosts": (Host("a", HostKind.SRUN),)},
+        {"keep_warm_s": 60.0, "hosts": (Host("a", HostKind.JOINED),)},
+        {"setup": "x" * 20000},
     ],
 )
-def test_a_spec_that_cannot_be_run_is_never_made(changes: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(UsageError) as raised:
+def test_a_spec_that_cannot_be_run_is_never_made(changes: dict[str, Any], snapshot: SnapshotAssertion) -> None:
+    with pytest.raises(UsageError) as refused:
         _spec(**changes)
-    assert complaint in str(raised.value)
+    assert str(refused.value) == snapshot
 
 
 def test_the_ends_of_every_range_are_allowed() -> None:

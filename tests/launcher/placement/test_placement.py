@@ -6,6 +6,7 @@ from itertools import groupby
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from syrupy.assertion import SnapshotAssertion
 
 from launcher.errors import PlacementError
 from launcher.placement.placement import HostOffer, Placement, WorkerPlace, place
@@ -140,32 +141,25 @@ def test_hosts_may_be_unequal() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hosts", "nproc", "gpus_per_proc", "complaints"),
+    ("hosts", "nproc", "gpus_per_proc"),
     [
-        ([GPU_HOST], 2, 3, ["a: 2 workers need 6 GPUs, it has 4"]),
-        ([replace(GPU_HOST, gpus=("0",))], 1, 3, ["a: 1 worker needs 3 GPUs, it has 1"]),
-        ([CPU_HOST], 2, 3, ["a: --gpus-per-proc 3 needs 6 GPUs, it has 0"]),
-        ([replace(GPU_HOST, gpus=("0",))], None, 3, ["a: a worker needs 3 GPUs (--gpus-per-proc), but it has 1"]),
-        ([CPU_HOST], "gpu", None, ["a: one worker for each GPU, but it has none"]),
-        ([replace(CPU_HOST, slots=2)], 3, None, ["a: 3 workers, but its entry in the host list has 2 slots"]),
-        ([replace(CPU_HOST, slots=1)], 2, None, ["a: 2 workers, but its entry in the host list has 1 slot"]),
-        ([replace(CPU_HOST, room=0, room_limit="limit")], 1, None, ["a: 1 worker is too many for limit; there is "]),
-        (
-            [GPU_HOST, replace(GPU_HOST, name="b", gpus=("0", "1", "2", "3", "4", "5")), replace(GPU_HOST, name="c")],
-            5,
-            None,
-            ["a: 5 workers need 5 GPUs, it has 4 (0, 1, 2, 3)", "c: 5 workers need 5 GPUs, it has 4"],
-        ),
+        ([GPU_HOST], 2, 3),
+        ([replace(GPU_HOST, gpus=("0",))], 1, 3),
+        ([CPU_HOST], 2, 3),
+        ([replace(GPU_HOST, gpus=("0",))], None, 3),
+        ([CPU_HOST], "gpu", None),
+        ([replace(CPU_HOST, slots=2)], 3, None),
+        ([replace(CPU_HOST, slots=1)], 2, None),
+        ([replace(CPU_HOST, room=0, room_limit="limit")], 1, None),
+        ([GPU_HOST, replace(GPU_HOST, name="b", gpus=tuple("012345")), replace(GPU_HOST, name="c")], 5, None),
     ],
 )
 def test_what_does_not_fit(
-    hosts: list[HostOffer], nproc: int | str | None, gpus_per_proc: int | None, complaints: list[str]
+    hosts: list[HostOffer], nproc: int | str | None, gpus_per_proc: int | None, snapshot: SnapshotAssertion
 ) -> None:
     with pytest.raises(PlacementError) as raised:
         place(hosts, nproc=nproc, gpus_per_proc=gpus_per_proc)
-    lines = str(raised.value).splitlines()
-    assert len(lines) == len(complaints)
-    assert all(line.startswith(complaint) for line, complaint in zip(lines, complaints, strict=True))
+    assert str(raised.value) == snapshot
 
 
 # ---- which GPUs ----------------------------------------------------------------------------------------------

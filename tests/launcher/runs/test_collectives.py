@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from testbed.processes import run_dtrain, started_dtrain, wait_until
+from testbed.typed import dtrain
 from testbed.warm import HEADER
 
 pytestmark = pytest.mark.usefixtures("warm")
@@ -88,10 +89,10 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("case", ["late", "ddp", "fsdp", "pair", "left out"])
-def test_of_a_run_that_hangs_the_rank_and_the_collective_are_named(case: str, script: Path) -> None:
+def test_a_hanging_run_s_rank_and_collective_are_named(case: str, script: Path) -> None:
     said, limit_s = SAID[case]
     with started_dtrain("run", "--nproc-per-node", "3", "--run-id", "r", script, case, str(limit_s)):
-        wait_until(lambda: said in run_dtrain("stacks", "r").stdout, said)
+        wait_until(lambda: said in dtrain("stacks", "r").stdout, said)
         one = run_dtrain("stacks", "r", "--rank", "2").stdout
     assert "its last collectives:\n  all_reduce 1 (Float[10]) of group default_pg\n" in one
     assert one.endswith(", not done\n")
@@ -136,7 +137,7 @@ os.abort()
 """
 
 
-def test_where_all_ranks_are_ended_by_the_watchdog_its_files_are_compared(script: Path) -> None:
+def test_if_the_watchdog_ends_all_ranks_its_files_are_compared(script: Path) -> None:
     script.write_text(WATCHDOG)
     result = run_dtrain("run", "--nproc-per-node", "3", "--run-id", "r", script)
     assert result.returncode == 128 + signal.SIGABRT

@@ -102,7 +102,7 @@ def test_an_invalid_question_ends_that_connection_only(request_: bytes) -> None:
             assert events.get(timeout=WAIT_S) == Asked(2, StacksQuestion((1,)))
 
 
-def test_an_agent_that_acknowledges_more_than_it_was_sent_ends_that_connection_only() -> None:
+def test_an_invalid_acknowledgement_ends_its_connection_only() -> None:
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     with control(events.put) as (made, entry), asked(entry, debug()) as connection:
         connection.send(b"four")
@@ -137,7 +137,7 @@ def test_no_more_is_read_for_a_debugger_than_it_may_leave_unread() -> None:
             made.carry_out(PassOn(ChannelTaken(1, read())))
 
 
-def test_the_bytes_of_a_debugger_are_acknowledged_once_they_are_sent() -> None:
+def test_a_debugger_s_bytes_are_acknowledged_once_sent() -> None:
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     with control(events.put) as (made, entry), question(entry, "debug", rank=0, debugger="pdb") as connection:
         events.get(timeout=WAIT_S)
@@ -165,7 +165,7 @@ def test_a_command_that_does_not_read_delays_no_other() -> None:
         assert ask(entry, "status") == LONG
 
 
-def test_a_command_that_leaves_before_it_has_read_all_is_forgotten() -> None:
+def test_a_command_that_leaves_early_is_forgotten() -> None:
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     with control(events.put) as (made, entry):
         with asked(entry, b'{"ask": "status"}') as connection:
@@ -177,7 +177,7 @@ def test_a_command_that_leaves_before_it_has_read_all_is_forgotten() -> None:
         assert events.empty()
 
 
-def test_the_last_answer_reaches_a_command_that_reads_it_at_the_end() -> None:
+def test_the_last_answer_reaches_a_command_that_reads_late() -> None:
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     with control(events.put) as (made, entry), question(entry, "status") as late:
         events.get(timeout=WAIT_S)

@@ -16,6 +16,7 @@ import pytest
 from testbed.another_user import ask_as_another_user
 from testbed.processes import Result, run_dtrain, run_program, started_dtrain, wait_until
 from testbed.terminal import dtrain_on_terminal
+from testbed.typed import dtrain
 
 from launcher.errors import SocketError
 from launcher.machine.socket_folder import SocketFolder
@@ -40,16 +41,12 @@ def folder(own_runs: Path) -> Path:
     return own_runs
 
 
-def dtrain(*words: str) -> Result:
-    return run_dtrain(*words)
-
-
 def detached(*words: str) -> Result:
     return run_dtrain("run", "--detach", "--nproc-per-node", "2", *words, outlived=True)
 
 
 def ps(*words: str) -> list[dict[str, Any]]:
-    result = run_dtrain("ps", "--json", *words)
+    result = dtrain("ps", "--json", *words)
     assert result.returncode == 0, result
     found: list[dict[str, Any]] = json.loads(result.stdout)
     return found
@@ -79,7 +76,7 @@ def test_a_detached_run_goes_on_and_gives_its_exit_code(folder: Path) -> None:
     assert os.getsid(controller.pid) == controller.pid
     wait_until(lambda: dtrain("logs", run_id).stdout.count(" up\n") == 2, "both workers have printed")
     (folder / "go").touch()
-    waited = dtrain("wait", run_id[:10])
+    waited = run_dtrain("wait", run_id[:10])
     assert (waited.returncode, waited.stdout) == (7, ""), waited
     assert "exited with code 7" in waited.stderr
     assert ps() == []
@@ -99,18 +96,18 @@ def test_a_detached_run_that_does_not_start_says_why(folder: Path) -> None:
     assert (missing.returncode, missing.stdout) == (2, ""), missing
     assert "missing.py does not exist" in missing.stderr
     here = ["run", "--nproc-per-node", "1", "--no-python", "no-such-program"]
-    foreground, detached_one = dtrain(*here), dtrain("run", "--detach", *here[1:])
+    foreground, detached_one = run_dtrain(*here), run_dtrain("run", "--detach", *here[1:])
     assert (detached_one.returncode, detached_one.stdout) == (foreground.returncode, ""), detached_one
     assert foreground.returncode != 0
     assert "no-such-program" in detached_one.stderr
     assert ps() == []
 
 
-def test_a_run_in_the_foreground_is_listed_looked_into_and_stopped(folder: Path) -> None:
+def test_a_foreground_run_is_listed_and_stopped(folder: Path) -> None:
     with started_dtrain("run", "--nproc-per-node", "2", "--run-id", "front", "script.py") as run:
         wait_until(lambda: any(each["state"] == "running" for each in ps()), "it is listed")
         wait_until(lambda: dtrain("logs", "front").stdout.count("up") == 2, "its output is there")
-        stopped = dtrain("stop", "fro")
+        stopped = run_dtrain("stop", "fro")
         assert (stopped.returncode, run.wait()) == (0, 143), stopped
         assert "run front has ended: stopped, exit code 143" in stopped.stderr
         assert b"stopped by SIGTERM" in run.stderr.read()
@@ -234,7 +231,7 @@ def test_two_runs_at_once_are_distinguished(folder: Path) -> None:
     assert "exp is ambiguous: exp-1, exp-2; write more of the id" in dtrain("stop", "exp").stderr
     dtrain("stop", "last")
     assert [run["run_id"] for run in ps()] == ["exp-1"]
-    refused = dtrain("run", "--run-id", "exp-1", "script.py")
+    refused = run_dtrain("run", "--run-id", "exp-1", "script.py")
     assert refused.returncode == 2
     assert "run exp-1 is active and writes to runs/exp-1" in refused.stderr
     elsewhere = detached("--run-id", "exp-1", "--log-dir", "others", "script.py")
@@ -339,12 +336,12 @@ def test_other_users_neither_see_nor_stop_a_run(folder: Path) -> None:
     assert ask_as_another_user(path, '{"ask": "stop"}').stdout == "b''\n"
     assert [each["state"] for each in ps()] == ["running"]
     (folder / "state/dtrain").chmod(0o777)
-    result = dtrain("ps")
+    result = run_dtrain("ps")
     assert (result.returncode, "is no folder of yours alone" in result.stderr) == (1, True), result
     (folder / "state/dtrain").chmod(0o700)
 
 
-def test_a_home_that_cannot_be_written_keeps_no_run_from_its_work(folder: Path) -> None:
+def test_a_home_that_cannot_be_written_harms_no_run(folder: Path) -> None:
     (folder / "go").touch()
     for state in ("script.py", "/proc"):  # a file, and a file system that takes none
         result = run_dtrain("run", "script.py", env={"XDG_STATE_HOME": str(Path(state).absolute())})
@@ -393,18 +390,18 @@ def test_rerun_takes_folder_options_and_commit(folder: Path, tmp_path_factory: p
     assert command["folder"] == str(folder)
     assert command["words"] == ["--run-id", "base", "--run-id", "second", "--", "script.py", "0"]
     assert len(manifest("second")["attempts"][0]["workers"]) == 2
-    assert dtrain("rerun", "second", "--run-id", "third").returncode == 0
+    assert run_dtrain("rerun", "second", "--run-id", "third").returncode == 0
     env = {"DTRAIN_NNODES": "1:2", "DTRAIN_EXPORT": "A=1 'B=x y'", "DTRAIN_HOSTS_SCRIPT": "echo localhost:1"}
     assert run_dtrain("run", "--run-id", "lists", "script.py", env=env).returncode == 0
-    assert dtrain("rerun", "lists", "--run-id", "lists-again").returncode == 0
+    assert run_dtrain("rerun", "lists", "--run-id", "lists-again").returncode == 0
     (one, other) = (manifest(name)["options"] for name in ("lists", "lists-again"))
     assert [one[name] == other[name] for name in ("nnodes", "export", "hosts_script")] == [True] * 3
     secret = run_dtrain("run", "--run-id", "secret", "script.py", env={"DTRAIN_EXPORT": "A=1 MY_TOKEN='x y'"})
     assert secret.returncode == 0, secret
     assert "x y" not in (folder / "runs/secret/run.json").read_text()
-    assert "set DTRAIN_EXPORT again" in dtrain("rerun", "secret").stderr
+    assert "set DTRAIN_EXPORT again" in run_dtrain("rerun", "secret").stderr
     git("commit", "-qm", "two", "--allow-empty")
-    refused = dtrain("rerun", "base")
+    refused = run_dtrain("rerun", "base")
     assert refused.returncode == 2
     assert "or run it as it is: --any-commit" in refused.stderr
     assert run_dtrain("rerun", "--any-commit", "base", "--run-id", "fourth", cwd=away).returncode == 0

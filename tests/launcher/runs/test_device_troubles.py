@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
-from testbed import REPOSITORY
+from testbed.nvml import build_nvml
 from testbed.processes import run_dtrain
-from testbed.require import require
 
 # Card 0 has had an error before; card 1 has two from the moment that there is a file `broken`, and is too hot.
 COUNTING_NVML = """\
-#include "fake_nvml.c"
 #include <unistd.h>
 struct memory { unsigned long long total, free, used; };
 static int broken(struct device *d) { return d->card == 1 && access(setting("FAKE_BROKEN"), F_OK) == 0; }
@@ -42,15 +38,8 @@ time.sleep(600)
 
 @pytest.mark.parametrize("workers", [2, 1], ids=["others-run", "none-runs"])
 def test_what_the_driver_has_counted_is_in_the_report(workers: int, own_runs: Path) -> None:
-    compiler = shutil.which("cc")
-    require(compiler, "a C compiler", "apt-get install gcc libc6-dev")
-    Path("nvml.c").write_text(COUNTING_NVML)
-    argv = [str(compiler), "-shared", "-fPIC", f"-I{REPOSITORY}/tests/testbed", "-o", "libnvidia-ml.so.1", "nvml.c"]
-    subprocess.run(argv, check=True)
-    if workers == 2:
-        Path("script.py").write_text(SCRIPT)
-    else:
-        Path("script.py").write_text(SCRIPT.replace('"1"', '"0"'))
+    build_nvml(own_runs, COUNTING_NVML)
+    Path("script.py").write_text(SCRIPT.replace('"1"', f'"{workers - 1}"'))
     visible = "0,1" if workers == 2 else "1"
     env = {"LD_LIBRARY_PATH": str(own_runs), "FAKE_GPUS": "2", "FAKE_BROKEN": str(own_runs / "broken")}
     result = run_dtrain(

@@ -83,7 +83,7 @@ def results(stdout: str) -> set[str]:
     return set(re.findall(r"\] result (.*)$", stdout, re.MULTILINE))
 
 
-def test_killed_and_stopped_workers_are_replaced_and_no_bit_differs(tmp_path: Path) -> None:
+def test_killed_and_stopped_workers_change_no_bit(tmp_path: Path) -> None:
     options = ("--nproc-per-node", "3", "--hang", "auto")
     none, undisturbed, _ = run(tmp_path, RESILIENT, "", *options, step_s=0.0)
     assert none == []
@@ -101,7 +101,7 @@ def test_killed_and_stopped_workers_are_replaced_and_no_bit_differs(tmp_path: Pa
         print(f"{fault['action']}: noticed {fault['detection_s']:.2f} s, training again {fault['recovery_s']:.2f} s")
 
 
-def test_what_starts_again_from_a_checkpoint_has_lost_the_steps_since_then(tmp_path: Path) -> None:
+def test_a_restart_from_a_checkpoint_loses_the_steps_since(tmp_path: Path) -> None:
     faults, stdout, _ = run(
         tmp_path, CHECKPOINTS, "kill worker every 4s, seed 1", "--nproc-per-node", "2", "--grace-s", "1"
     )

@@ -72,7 +72,7 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_stalled_run_ends_and_names_the_rank_that_is_not_where_the_others_are(where: list[str], script: Path) -> None:
+def test_a_stalled_run_ends_and_names_the_odd_rank(where: list[str], script: Path) -> None:
     start_s = (
         "15" if "--nproc-per-node" in where else "30"
     )  # which a stall lasts at least; on SSH hosts nothing is warm
@@ -104,7 +104,7 @@ def test_a_run_that_prints_now_and_then_is_not_stalled(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
 
 
-def test_a_run_whose_ddp_steps_is_not_stalled_though_it_prints_nothing(tmp_path: Path) -> None:
+def test_a_silent_run_with_steps_of_ddp_is_not_stalled(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         CHATTER + "ddp.init()\nmodel = ddp.DistributedDataParallel(torch.nn.Linear(2, 2))\n"
@@ -191,7 +191,7 @@ def test_a_rank_that_the_others_timed_out_for_is_named_first(tmp_path: Path) -> 
     assert f"{cause[:41]}..." in run_dtrain("history", cwd=tmp_path).stdout
 
 
-def test_terminal_stop_suspends_every_process_of_the_run_and_continue_resumes(where: list[str], tmp_path: Path) -> None:
+def test_ctrl_z_suspends_every_process_and_continue_resumes(where: list[str], tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import subprocess, sys\nchild = subprocess.Popen([sys.executable, '-c', 'import time\\n"
@@ -294,7 +294,7 @@ def results(stdout: str) -> set[str]:
 
 
 @pytest.mark.parametrize("how", ["stop", "sleep", "start"])
-def test_a_resilient_rank_that_hangs_is_named_and_replaced_alone_and_no_bit_differs(
+def test_a_hung_resilient_rank_is_replaced_and_no_bit_differs(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, how: str
 ) -> None:
     script = tmp_path / "script.py"
@@ -320,7 +320,7 @@ def test_a_resilient_rank_that_hangs_is_named_and_replaced_alone_and_no_bit_diff
     assert results(result.stdout) == undisturbed
 
 
-def test_a_stopped_rank_is_named_at_once_and_by_default_left_alone(tmp_path: Path) -> None:
+def test_a_stopped_rank_is_named_at_once_and_left_alone(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(RESILIENT)
     with started_dtrain("run", "-q", "--nproc-per-node", "3", script, "stop", cwd=tmp_path) as process:
@@ -369,7 +369,7 @@ for step in range(60):
 
 
 @pytest.mark.parametrize(("who", "rank"), [("server", 2), ("worker", 1)])
-def test_a_parameter_server_that_hangs_is_distinguished_from_an_idle_one(tmp_path: Path, who: str, rank: int) -> None:
+def test_a_hung_parameter_server_is_not_an_idle_one(tmp_path: Path, who: str, rank: int) -> None:
     script = tmp_path / "script.py"
     script.write_text(SERVED)
     options = ("--nproc-per-node", "2", "--ps", "1", "--max-restarts", "1", "--hang", "2s", "--grace-s", "1")
@@ -466,7 +466,7 @@ dist.destroy_process_group()
 """
 
 
-def test_ranks_that_wait_for_one_that_does_not_come_to_the_process_group_are_named_once(tmp_path: Path) -> None:
+def test_ranks_waiting_in_init_process_group_are_named_once(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(APART)
     with started_dtrain("run", "--nproc-per-node", "3", "--hang", "4s", "script.py", cwd=tmp_path) as process:
         said: list[bytes] = []

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from testbed.processes import Result, run_dtrain, started_dtrain, wait_until
 from testbed.terminal import dtrain_on_terminal
+from testbed.typed import dtrain
 
 from launcher.runs.registry import entries, place
 
@@ -39,7 +40,7 @@ def failed(run_id: str, *words: str) -> Result:
 
 
 def history(*command: str) -> list[dict[str, Any]]:
-    result = run_dtrain(*(command or ("history",)), "--json")
+    result = dtrain(*(command or ("history",)), "--json")
     assert result.returncode == 0, result
     found: list[dict[str, Any]] = json.loads(result.stdout)
     return found
@@ -69,7 +70,7 @@ def test_the_report_of_a_run_is_kept_and_printed_in_any_folder(folder: Path) -> 
 
 
 @pytest.mark.parametrize("way", ["detached", "foreground"])
-def test_wait_and_attach_end_with_the_report_and_the_run_s_exit_code(folder: Path, way: str) -> None:
+def test_wait_and_attach_end_with_report_and_exit_code(folder: Path, way: str) -> None:
     detach = ["--detach"] if way == "detached" else []
     words = ["run", "--nproc-per-node", "2", "--run-id", "r", *detach, "script.py"]
     with started_dtrain(*words, outlived=bool(detach)) as run, contextlib.ExitStack() as looking:
@@ -77,7 +78,7 @@ def test_wait_and_attach_end_with_the_report_and_the_run_s_exit_code(folder: Pat
         waits = looking.enter_context(dtrain_on_terminal("wait", "r", cwd=folder))
         attached = looking.enter_context(dtrain_on_terminal("attach", "r", cwd=folder))
         attached.read_until("continues without this terminal")
-        refused = run_dtrain("report", "r")
+        refused = dtrain("report", "r")
         assert (refused.returncode, refused.stdout) == (1, ""), refused
         assert "run r is active; it has a report once it has ended: dtrain wait r" in refused.stderr
         (folder / "go").touch()
@@ -88,7 +89,7 @@ def test_wait_and_attach_end_with_the_report_and_the_run_s_exit_code(folder: Pat
             assert "see it: less" in lines[-1]
         run.wait()
     for command in ("wait", "attach"):
-        after = run_dtrain(command, "r")
+        after = dtrain(command, "r")
         assert (after.returncode, after.stdout) == (1, ""), after
         assert unprefixed(after.stderr) == (folder / "runs/r/report.txt").read_text().splitlines()
 
@@ -114,9 +115,9 @@ def test_history_and_ps_have_the_cause_in_a_few_words(folder: Path) -> None:
     assert re.fullmatch(r"\S+: the program no-such-program is.*", causes["none"])
     assert {each["run_id"]: each["cause"] for each in history("ps", "--all")} == causes
     for words in (["history"], ["ps", "--all"]):
-        table = run_dtrain(*words).stdout
+        table = dtrain(*words).stdout
         assert re.search(rf"^ raised .* {CAUSE} +script.py$", table, re.MULTILINE), table
-    assert "no-such-program is" in run_dtrain("report", "none").stdout, "no worker has started, so it has no folder"
+    assert "no-such-program is" in dtrain("report", "none").stdout, "no worker has started, so it has no folder"
 
 
 def test_a_run_that_is_lost_has_a_cause_and_an_end_too(folder: Path) -> None:
@@ -126,11 +127,11 @@ def test_a_run_that_is_lost_has_a_cause_and_an_end_too(folder: Path) -> None:
     (run,) = history()
     assert (run["state"], run["cause"]) == ("lost", "its controller is gone")
     for command, code in (("report", 0), ("wait", 1), ("attach", 1)):
-        result = run_dtrain(command, "r")
+        result = dtrain(command, "r")
         assert (result.returncode, "run r is lost" in result.stdout + result.stderr) == (code, True), result
 
 
-def test_a_run_of_an_older_version_has_no_report_and_breaks_no_command(folder: Path) -> None:
+def test_a_run_of_an_older_version_breaks_no_command(folder: Path) -> None:
     failed("r")
     (entry,) = entries()
     change(entry.name, without=("cause", "report"))
@@ -141,7 +142,7 @@ def test_a_run_of_an_older_version_has_no_report_and_breaks_no_command(folder: P
     (folder / "runs/r/report.txt").unlink()
     assert [each["cause"] for each in history()] == [CAUSE], "its run.json has it"
     for command, code in (("report", 0), ("wait", 1), ("attach", 1)):
-        result = run_dtrain(command, "r")
+        result = dtrain(command, "r")
         assert (result.returncode, "run r has ended: failed" in result.stdout + result.stderr) == (code, True), result
     content["outcome"] = {"cause": "another form"}
     manifest.write_text(json.dumps(content))

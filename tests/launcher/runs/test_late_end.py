@@ -25,9 +25,7 @@ def run(folder: Path, script: str, *options: str) -> tuple[Any, dict[str, Any]]:
 
 @pytest.mark.parametrize("how", FAILED)
 @pytest.mark.parametrize("held", HELD)
-def test_a_failed_worker_whose_process_does_not_end_is_killed_after_the_grace_period(
-    tmp_path: Path, held: str, how: str
-) -> None:
+def test_a_failed_worker_that_does_not_end_is_killed(tmp_path: Path, held: str, how: str) -> None:
     code, kind = FAILED[how]
     result, ended = run(tmp_path, f"{HELD[held]}\n{how}\n", "--grace-s", "1")
     assert result.returncode == code, result.stderr
@@ -37,7 +35,7 @@ def test_a_failed_worker_whose_process_does_not_end_is_killed_after_the_grace_pe
     assert ended["stopped"] == 1, "rank 0"
 
 
-def test_a_failed_worker_comes_to_its_end_undisturbed_and_its_time_is_that_of_the_exception(tmp_path: Path) -> None:
+def test_a_failed_worker_ends_undisturbed(tmp_path: Path) -> None:
     script = (
         "import atexit, pathlib\natexit.register(pathlib.Path('whole').touch)\natexit.register(time.sleep, 5)\n"
         "raise ValueError('the cause')\n"
@@ -50,7 +48,7 @@ def test_a_failed_worker_comes_to_its_end_undisturbed_and_its_time_is_that_of_th
     assert ended["secondary_failures"]["count"] == 0
 
 
-def test_an_exception_that_was_caught_or_is_a_childs_is_no_failure(tmp_path: Path) -> None:
+def test_a_caught_exception_or_a_child_s_is_no_failure(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import os, time\n"
@@ -63,7 +61,7 @@ def test_an_exception_that_was_caught_or_is_a_childs_is_no_failure(tmp_path: Pat
     assert "well" in result.stdout
 
 
-def test_one_that_stands_alone_and_does_not_end_is_killed_and_started_again(tmp_path: Path) -> None:
+def test_a_worker_alone_that_does_not_end_is_restarted(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import mmap, os, threading, time\n"

@@ -63,7 +63,7 @@ def test_more_than_a_pipe_holds_passes(tmp_path: Path) -> None:
         assert [line["step"] for line in ledger(tmp_path, rank)] == [*range(4001)]
 
 
-def test_a_line_that_a_killed_process_began_does_not_run_into_its_successor_s(tmp_path: Path) -> None:
+def test_a_torn_line_does_not_run_into_the_successor_s(tmp_path: Path) -> None:
     text = """
 import struct
 with open(os.environ["DTRAIN_PROGRESS_FILE"], "r+b") as file:
@@ -79,7 +79,7 @@ write({"step": 1})
     assert ledger(tmp_path, 0) == [{"step": 0}, {"step": 1}, {"step": 1}]
 
 
-def test_a_ledger_that_cannot_be_written_is_said_once_and_training_goes_on(tmp_path: Path) -> None:
+def test_a_ledger_that_cannot_be_written_is_said_once(tmp_path: Path) -> None:
     text = "if rank == 0:\n    os.mkdir('runs/r/attempt_0/0/ledger.jsonl')\n    write({'step': 0})\nprint('trained')\n"
     result = run(tmp_path, text)
     assert (result.returncode, result.stdout.count("trained")) == (0, 1), result.stderr

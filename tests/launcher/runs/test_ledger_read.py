@@ -39,7 +39,7 @@ def present(ledger: Ledger, number: int) -> Step:
     return found
 
 
-def test_the_last_line_of_a_step_counts_and_what_is_torn_or_unknown_is_ignored(tmp_path: Path) -> None:
+def test_the_last_line_of_a_step_counts_torn_ones_do_not(tmp_path: Path) -> None:
     path = write(
         tmp_path / "ledger.jsonl",
         head(seed=7),
@@ -70,7 +70,7 @@ def test_a_line_torn_by_a_kill_hides_no_earlier_one(tmp_path: Path) -> None:
     assert [present(ledger, number).loss for number in (0, 1)] == [0.5, 1.5]
 
 
-def test_attempts_follow_each_other_and_in_one_the_rank_that_wrote_last_is_later(tmp_path: Path) -> None:
+def test_attempts_follow_each_other_and_the_last_rank_counts(tmp_path: Path) -> None:
     first = write(tmp_path / "attempt_2/0/ledger.jsonl", head(), line(0, 0.0), line(1, 0.0), line(2, 0.0))
     second = write(tmp_path / "attempt_2/1/ledger.jsonl", head(), line(1, 1.0), line(2, 1.0))
     write(tmp_path / "attempt_10/3/ledger.jsonl", head(), line(2, 2.0))
@@ -140,7 +140,7 @@ def test_between_machines_hashes_say_nothing() -> None:
     assert str(without) == "no step could be compared"
 
 
-def test_snapshots_are_known_by_their_names_and_kept_after_a_failure(tmp_path: Path) -> None:
+def test_snapshots_are_named_and_kept_after_a_failure(tmp_path: Path) -> None:
     for name in ("step-0000000012.pt", "step-0000000009.pt", "step-12.pt.new", "other.pt"):
         write(tmp_path / "replayable" / name)
     assert {number: path.name for number, path in snapshots(tmp_path).items()} == {

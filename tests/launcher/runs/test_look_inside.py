@@ -3,8 +3,6 @@
 import io
 import json
 import re
-import shutil
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -12,10 +10,10 @@ from typing import Any
 import psutil
 import pytest
 from rich.console import Console
-from testbed import REPOSITORY
+from testbed.nvml import build_nvml
 from testbed.processes import run_dtrain, started_dtrain, wait_until
-from testbed.require import require
 from testbed.terminal import dtrain_on_terminal
+from testbed.typed import dtrain
 from testbed.warm import HEADER
 
 from launcher.cli.runs.top import FRAME, screen_of
@@ -94,13 +92,13 @@ def check_parts(found: dict[str, Any]) -> dict[str, float]:
 
 
 def _top() -> dict[str, Any]:
-    result = run_dtrain("top", "--json")
+    result = dtrain("top", "--json")
     assert result.returncode == 0, result
     found: dict[str, Any] = json.loads(result.stdout)
     return found
 
 
-def test_a_throttled_rank_is_named_with_what_is_slow_and_top_shows_it(folder: Path) -> None:
+def test_a_throttled_rank_is_named_and_top_shows_it(folder: Path) -> None:
     """Rank 3 gets its data late for a while, then rank 1 computes slowly to the end."""
     words = ["-v", "--simulate", "--nnodes", "2", "--nproc-per-node", "2", "--run-id", "r"]
     slow = ["3.40.120.data", "1.160.99999.compute"]
@@ -127,7 +125,7 @@ def test_a_throttled_rank_is_named_with_what_is_slow_and_top_shows_it(folder: Pa
         assert all(psutil.Process(rank["pid"]).name() for rank in found["ranks"])
         assert all(0.0 <= rank["last_step_ago_s"] < 60.0 for rank in found["ranks"])
         assert 0 < found["goodput"] < 1
-        once = run_dtrain("top", "r")  # no terminal: once, and of no terminal's width
+        once = dtrain("top", "r")  # no terminal: once, and of no terminal's width
         assert once.returncode == 0, once
         assert "rank 1 on sim0 is slow" in once.stdout
         with dtrain_on_terminal("top", "r", cwd=folder) as terminal:
@@ -138,8 +136,8 @@ def test_a_throttled_rank_is_named_with_what_is_slow_and_top_shows_it(folder: Pa
         lines = _plain(terminal.shown)
         assert max(map(len, lines)) <= 80
         assert any(line.split()[:6] == ["host", "rank", "pid", "step", "ago", "time"] for line in lines)
-        assert run_dtrain("ps").stdout.count(" %") == 1
-        run_dtrain("stop", "r")
+        assert dtrain("ps").stdout.count(" %") == 1
+        dtrain("stop", "r")
         assert run.wait() == 143
         said = run.stderr.read().decode()
     assert re.search(r"dtrain: rank 3 on sim1 is slow since step \d+ \(data\): \S+ times the others' work\n", said)
@@ -153,7 +151,7 @@ def test_a_throttled_rank_is_named_with_what_is_slow_and_top_shows_it(folder: Pa
     assert ([1], "compute", "sim0") in [(each["ranks"], each["what"], each["host"]) for each in slow_at_last]
     spent = check_parts(found)
     assert spent["waiting_s"] > 50 * 0.15 * 0.75 * 0.8  # of three ranks of four, in the first of these steps
-    assert run_dtrain("top", "r").returncode == 1
+    assert dtrain("top", "r").returncode == 1
 
 
 def _plain(shown: str) -> list[str]:
@@ -221,7 +219,7 @@ for step in range(1, 1 + int(sys.argv[1])):
 
 
 @pytest.mark.parametrize("columns", [0, 50])
-def test_the_status_line_fits_the_terminal_and_never_mixes_with_lines(folder: Path, columns: int) -> None:
+def test_the_status_line_fits_and_never_mixes_with_lines(folder: Path, columns: int) -> None:
     Path("count.py").write_text(COUNTING)
     with dtrain_on_terminal(
         "run", "--lines", "all", "--nproc-per-node", "2", "count.py", "100000", cwd=folder, columns=columns
@@ -254,7 +252,6 @@ def test_without_a_terminal_there_is_no_status_line(folder: Path) -> None:
 
 # What fake_nvml.c does not answer: how busy a card is, and its memory.
 BUSY_NVML = """
-#include "fake_nvml.c"
 #include <unistd.h>
 struct memory { unsigned long long total, free, used; };
 struct utilization { unsigned gpu, memory; };
@@ -276,13 +273,7 @@ int nvmlDeviceGetHandleByUUID(const char *uuid, struct device **d) {
 
 @pytest.fixture
 def nvml(folder: Path) -> Path:
-    """Return the folder with the fake library."""
-    compiler = shutil.which("cc")
-    require(compiler, "a C compiler", "apt-get install gcc libc6-dev")
-    Path("nvml.c").write_text(BUSY_NVML)
-    argv = [str(compiler), "-shared", "-fPIC", f"-I{REPOSITORY}/tests/testbed", "-o", "libnvidia-ml.so.1", "nvml.c"]
-    subprocess.run(argv, check=True)
-    return folder
+    return build_nvml(folder, BUSY_NVML)
 
 
 @pytest.mark.parametrize("listed", ["", "GPU-00000001,GPU-00000000,GPU-00000002"])
@@ -332,7 +323,7 @@ def test_top_counts_restarts_and_faults(folder: Path) -> None:
 
 
 def _runs() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(run_dtrain("ps", "--json").stdout)
+    found: list[dict[str, Any]] = json.loads(dtrain("ps", "--json").stdout)
     return found
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from testbed.job_drive import Drive
 from testbed.processes import run_dtrain, run_program, started_dtrain, wait_until
+from testbed.typed import output_of
 
 from launcher.errors import UsageError
 from launcher.job.attempt import AttemptState
@@ -36,7 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_manifest_says_how_a_run_was_started_and_how_it_ended(folder: Path) -> None:
+def test_the_manifest_says_how_a_run_started_and_ended(folder: Path) -> None:
     (folder / "script.py").write_text(WAITS + "raise SystemExit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')\n")
     (folder / "dtrain.toml").write_text("max-restarts = 1\n")
     words = ["--simulate", "--nnodes", "2", "--run-id", "r", "-x", "MY_TOKEN=hidden", "script.py", "--api-key", "hush"]
@@ -203,8 +204,10 @@ def test_keep_runs_by_the_command(folder: Path) -> None:
     for name in "abc":
         assert run_dtrain("run", "--keep-runs", "2", "--run-id", name, "script.py").returncode == 0
     assert sorted(path.name for path in Path("runs").iterdir()) == ["b", "c"]
-    for wrong in (["--keep-runs", "0"], ["--log-max-size", "much"]):
-        assert run_dtrain("run", *wrong, "script.py").returncode == 2
+    with pytest.raises(UsageError, match="--keep-runs"):
+        output_of("run", "--keep-runs", "0", "script.py")
+    with pytest.raises(UsageError, match="--log-max-size"):
+        output_of("run", "--log-max-size", "much", "script.py")
 
 
 @pytest.mark.parametrize(("text", "size"), [("500", 500), ("2K", 2048), ("1.5G", 3 << 29), ("1 GiB", 1 << 30)])
@@ -260,7 +263,7 @@ def test_logs_are_read_in_the_order_of_their_seconds(folder: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("steps", [0, 5])
-def test_the_steps_of_all_hosts_are_added_up_once_a_second_not_at_each_event(
+def test_steps_of_all_hosts_are_added_up_once_a_second(
     steps: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[AttemptState] = []

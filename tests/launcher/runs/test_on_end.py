@@ -51,7 +51,7 @@ def test_it_runs_after_a_success_and_is_notified_of_it(folder: Path) -> None:
     assert Path("words").read_text() == "/bin/sh 0\n", "the text is one argument, and nothing of ours is in it"
 
 
-def test_it_runs_after_a_failure_and_gets_its_cause_without_secrets(folder: Path) -> None:
+def test_after_a_failure_it_gets_the_cause_without_secrets(folder: Path) -> None:
     (folder / "script.py").write_text("raise ValueError('no $(touch injected) --api-key hush')\n")
     result = run_dtrain("run", "--on-end", f"{COMMAND}; echo out; echo err >&2; exit 3", "script.py")
     assert result.returncode == 1, "what becomes of the command changes nothing"
@@ -111,7 +111,7 @@ def test_it_may_run_the_run_again_under_its_name(folder: Path) -> None:
     assert "--on-end" not in result.stderr
 
 
-def test_a_run_that_it_starts_takes_no_command_from_the_config_file(folder: Path) -> None:
+def test_a_run_started_by_it_takes_no_command_from_the_file(folder: Path) -> None:
     (folder / "script.py").write_text("")
     inner = "$PYTHON -m launcher run -q script.py"
     (folder / "dtrain.toml").write_text(f"on_end = 'echo x >> count; test $(wc -l < count) -gt 2 || {inner}'\n")

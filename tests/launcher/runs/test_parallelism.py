@@ -17,7 +17,7 @@ KINDS = ["alone", "fsdp", "hsdp", "tensor_parallel", "tensor_parallel_and_fsdp"]
 pytestmark = pytest.mark.timeout(600)
 
 
-def test_every_kind_of_parallelism_trains_as_under_torchrun_and_as_alone(tmp_path: Path) -> None:
+def test_every_kind_of_parallelism_trains_as_under_torchrun(tmp_path: Path) -> None:
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(PROGRAM)]
     expected = _results(run_program(sys.executable, *words, cwd=tmp_path, env=ENVIRONMENT, timeout=LIMIT_S))
     hosts = ["--simulate", "--nnodes", "2", "--nproc-per-node", "2"]

@@ -52,6 +52,22 @@ def _indexed(
         yield pod
 
 
+@contextlib.contextmanager
+def _both(pods: Pods, *argv: str, cwd: Path, nnodes: str = "2") -> Iterator[tuple[Pod, Pod]]:
+    """Start both pods of a Job."""
+    with _indexed(pods, 0, *argv, cwd=cwd, nnodes=nnodes) as first:
+        pods.publish(MASTER, first.address)
+        with _indexed(pods, 1, *argv, cwd=cwd, nnodes=nnodes) as second:
+            yield first, second
+
+
+def _end_well(*pods: Pod) -> list[str]:
+    """Wait until pods have ended with 0; return what each wrote: to stdout, then to stderr."""
+    ends = [pod.end() for pod in pods]
+    assert [code for code, _, _ in ends] == [0] * len(pods), ends
+    return [*(out for _, out, _ in ends), *(err for _, _, err in ends)]
+
+
 def test_the_name_of_the_first_pod_may_come_late(pods: Pods, tmp_path: Path) -> None:
     (tmp_path / "show.py").write_text("import os\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])")
     with _indexed(pods, 0, "show.py", cwd=tmp_path) as first, _indexed(pods, 1, "show.py", cwd=tmp_path) as second:
@@ -59,15 +75,14 @@ def test_the_name_of_the_first_pod_may_come_late(pods: Pods, tmp_path: Path) -> 
         assert first.program.poll() is None
         assert second.program.poll() is None
         pods.publish(MASTER, first.address)
-        (code, out, err), (code1, _, err1) = first.end(), second.end()
-    assert (code, code1) == (0, 0), (err, err1)
+        out, *_ = _end_well(first, second)
     assert sorted(re.findall("rank . of .", out)) == ["rank 0 of 2", "rank 1 of 2"]
     last = "all 2 workers finished successfully after"
     assert first.termination_message.startswith(last)
     assert second.termination_message.startswith(last)
 
 
-def test_pods_of_a_pytorchjob_whose_first_pod_is_its_own_localhost(pods: Pods, tmp_path: Path) -> None:
+def test_pods_of_a_pytorchjob_whose_first_is_localhost(pods: Pods, tmp_path: Path) -> None:
     """As older operators have it; the other pods get the first one's name. By dtrain-torchrun."""
     (tmp_path / "show.py").write_text("import os\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])")
     torchrun = (sys.executable, "-c", "from launcher.cli.main import torchrun; torchrun()", "show.py")
@@ -78,71 +93,65 @@ def test_pods_of_a_pytorchjob_whose_first_pod_is_its_own_localhost(pods: Pods, t
             env = {**TOKEN, "MASTER_ADDR": master, "MASTER_PORT": "23456", "WORLD_SIZE": "2", "RANK": str(rank)}
             running.append(stack.enter_context(pods.pod(name, *torchrun, cwd=tmp_path, env=env)))
         pods.publish("job-master-0", running[0].address)
-        (code, out, err), (code1, _, err1) = (pod.end() for pod in running)
-    assert (code, code1) == (0, 0), (err, err1)
+        out, *_ = _end_well(*running)
     assert sorted(re.findall("rank . of .", out)) == ["rank 0 of 2", "rank 1 of 2"]
 
 
-def _up(pod: Pod, text: bytes) -> None:
-    while text not in (line := pod.program.stdout.readline()):
-        assert line, pod.end()
+def _up(pod: Pod, text: bytes, times: int = 1) -> None:
+    """Read until so many lines have had this text."""
+    for _ in range(times):
+        while text not in (line := pod.program.stdout.readline()):
+            assert line, pod.end()
 
 
 def test_an_elastic_run_goes_on_with_a_pod_that_replaces_another(pods: Pods, tmp_path: Path) -> None:
     (tmp_path / "work.py").write_text(RESUMES)
-    words = ["--heartbeat-timeout-s", "3", "--max-restarts", "3", "--grow", "work.py"]
-    with _indexed(pods, 0, *words, cwd=tmp_path, nnodes="1:2") as first:
+    argv = ["--heartbeat-timeout-s", "3", "--max-restarts", "3", "--grow", "work.py"]
+    with _indexed(pods, 0, *argv, cwd=tmp_path, nnodes="1:2") as first:
         pods.publish(MASTER, first.address)
-        with _indexed(pods, 1, *words, cwd=tmp_path, nnodes="1:2") as second:
-            _up(first, b"of 2")
-            _up(first, b"of 2")
+        with _indexed(pods, 1, *argv, cwd=tmp_path, nnodes="1:2") as second:
+            _up(first, b"of 2", times=2)
             second.init.kill()
             _up(first, b"of 1")
-        with _indexed(pods, 1, *words, cwd=tmp_path, nnodes="1:2") as replaced:
+        with _indexed(pods, 1, *argv, cwd=tmp_path, nnodes="1:2") as replaced:
             assert replaced.address != second.address
             _up(first, b"of 2")
             (tmp_path / "end").touch()
-            (code, out, err), (code1, _, err1) = first.end(), replaced.end()
-    assert (code, code1) == (0, 0), (err, err1)
-    assert out.count("done 2") == 2, err
+            out, *_ = _end_well(first, replaced)
+    assert out.count("done 2") == 2
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_a_run_of_all_pods_waits_for_the_one_that_replaces_another(
-    pods: Pods, tmp_path: Path, how: signal.Signals
-) -> None:
+def test_a_run_of_all_pods_waits_for_a_replacement(pods: Pods, tmp_path: Path, how: signal.Signals) -> None:
     """As the manifests have it: with --max-restarts, and not elastic."""
     (tmp_path / "work.py").write_text(RESUMES)
-    words = ["--heartbeat-timeout-s", "3", "--max-restarts", "3", "work.py"]
-    with _indexed(pods, 0, *words, cwd=tmp_path) as first:
+    argv = ["--heartbeat-timeout-s", "3", "--max-restarts", "3", "work.py"]
+    with _indexed(pods, 0, *argv, cwd=tmp_path) as first:
         pods.publish(MASTER, first.address)
-        with _indexed(pods, 1, *words, cwd=tmp_path) as second:
-            _up(first, b"begins at 0")
-            _up(first, b"begins at 0")
+        with _indexed(pods, 1, *argv, cwd=tmp_path) as second:
+            _up(first, b"begins at 0", times=2)
             wait_until(lambda: (tmp_path / "saved-1").exists(), "a checkpoint")
             second.init.send_signal(how)
             assert second.program.wait(60) == (143 if how is signal.SIGTERM else 1), "1: unshare's"
         time.sleep(3)  # until the next pod is there
-        with _indexed(pods, 1, *words, cwd=tmp_path) as replaced:
-            _up(first, b"begins")
-            _up(first, b"begins")
+        with _indexed(pods, 1, *argv, cwd=tmp_path) as replaced:
+            _up(first, b"begins", times=2)
             (tmp_path / "end").touch()
-            (code, out, err), (code1, _, err1) = first.end(), replaced.end()
-    assert (code, code1) == (0, 0), (err, err1)
-    assert out.count("done 2") == 2, err
+            out, *_ = _end_well(first, replaced)
+    assert out.count("done 2") == 2
 
 
-def test_resilient_workers_go_on_with_a_pod_that_replaces_another(pods: Pods, tmp_path: Path) -> None:
-    words = ["--heartbeat-timeout-s", "3", str(ELASTIC), "2", "0.2"]
-    with _indexed(pods, 0, *words, cwd=tmp_path, nnodes="1:2") as first:
+def test_resilient_workers_go_on_with_a_replacement(pods: Pods, tmp_path: Path) -> None:
+    argv = ["--heartbeat-timeout-s", "3", str(ELASTIC), "2", "0.2"]
+    with _indexed(pods, 0, *argv, cwd=tmp_path, nnodes="1:2") as first:
         pods.publish(MASTER, first.address)
         seen = TrainingSeen(first.program)
-        with _indexed(pods, 1, *words, cwd=tmp_path, nnodes="1:2") as second:
+        with _indexed(pods, 1, *argv, cwd=tmp_path, nnodes="1:2") as second:
             seen.wait(lambda: len(seen.sized(2)) > 10)
             lost = time.monotonic()
             second.init.kill()
             seen.wait(lambda: len(seen.sized(1)) > 5)
-        with _indexed(pods, 1, *words, cwd=tmp_path, nnodes="1:2"):
+        with _indexed(pods, 1, *argv, cwd=tmp_path, nnodes="1:2"):
             seen.wait(lambda: len(seen.sized(2, after=lost + 3)) > 10)
             (tmp_path / "quick").touch()
             stderr = seen.end_well()
@@ -152,22 +161,20 @@ def test_resilient_workers_go_on_with_a_pod_that_replaces_another(pods: Pods, tm
 
 def test_the_others_join_a_first_pod_that_replaces_another(pods: Pods, tmp_path: Path) -> None:
     (tmp_path / "work.py").write_text(RESUMES)
-    words = ["--heartbeat-timeout-s", "3", "work.py"]
-    with _indexed(pods, 0, *words, cwd=tmp_path) as first:
+    argv = ["--heartbeat-timeout-s", "3", "work.py"]
+    with _indexed(pods, 0, *argv, cwd=tmp_path) as first:
         pods.publish(MASTER, first.address)
-        with _indexed(pods, 1, *words, cwd=tmp_path) as second:
-            _up(first, b"begins")
-            _up(first, b"begins")
+        with _indexed(pods, 1, *argv, cwd=tmp_path) as second:
+            _up(first, b"begins", times=2)
             wait_until(lambda: all((tmp_path / f"saved-{rank}").exists() for rank in (0, 1)), "checkpoints")
             first.init.kill()
             first.program.wait(60)
-            with _indexed(pods, 0, *words, cwd=tmp_path) as replaced:
+            with _indexed(pods, 0, *argv, cwd=tmp_path) as replaced:
                 time.sleep(1)  # its name still means the old address
                 pods.publish(MASTER, replaced.address)
                 _up(replaced, b"begins")
                 (tmp_path / "end").touch()
-                (code, out, err), (code1, _, err1) = replaced.end(), second.end()
-    assert (code, code1) == (0, 0), (err, err1)
+                out, _, _, err1 = _end_well(replaced, second)
     assert "joined job-0 as node rank 1 again" in err1
     assert "begins at 0" not in out
 
@@ -175,17 +182,14 @@ def test_the_others_join_a_first_pod_that_replaces_another(pods: Pods, tmp_path:
 @contextlib.contextmanager
 def _sigterm_to_both(pods: Pods, grace_s: str, folder: Path) -> Iterator[tuple[Pod, Pod]]:
     """Start both pods of train.py, and send SIGTERM to each process 1 when both workers have printed "up"."""
-    words = ["--grace-s", grace_s, "train.py"]
-    with _indexed(pods, 0, *words, cwd=folder) as first, _indexed(pods, 1, *words, cwd=folder) as second:
-        pods.publish(MASTER, first.address)
-        _up(first, b"up")
-        _up(first, b"up")
+    with _both(pods, "--grace-s", grace_s, "train.py", cwd=folder) as (first, second):
+        _up(first, b"up", times=2)
         for pod in (first, second):
             pod.init.send_signal(signal.SIGTERM)
         yield first, second
 
 
-def test_between_the_signals_of_the_end_of_all_pods_checkpoints_are_saved(pods: Pods, tmp_path: Path) -> None:
+def test_checkpoints_are_saved_when_all_pods_end(pods: Pods, tmp_path: Path) -> None:
     """Kubernetes sends SIGTERM to each process 1, and SIGKILL after terminationGracePeriodSeconds."""
     (tmp_path / "train.py").write_text(
         "import os, signal, sys, time\n"
@@ -200,7 +204,7 @@ def test_between_the_signals_of_the_end_of_all_pods_checkpoints_are_saved(pods: 
     assert first.termination_message.startswith("stopped by SIGTERM after")
 
 
-def test_pods_that_are_killed_after_sigterm_go_on_from_what_they_saved_in_between(pods: Pods, tmp_path: Path) -> None:
+def test_pods_killed_after_sigterm_resume_what_they_saved(pods: Pods, tmp_path: Path) -> None:
     """Of workers that do not end by themselves, when the pod's grace period ends before --grace-s."""
     (tmp_path / "train.py").write_text(
         "import os, signal, time\nfrom pathlib import Path\n"
@@ -210,7 +214,6 @@ def test_pods_that_are_killed_after_sigterm_go_on_from_what_they_saved_in_betwee
         "    saved.with_suffix('.new').replace(saved)\n    time.sleep(600)\n"
         "signal.signal(signal.SIGTERM, save)\nprint('up', flush=True)\ntime.sleep(600)"
     )
-    words = ["--grace-s", "600", "train.py"]
     with _sigterm_to_both(pods, "600", tmp_path) as (first, second):
         wait_until(lambda: all((tmp_path / f"saved-{rank}").exists() for rank in (0, 1)), "checkpoints")
         assert (first.program.poll(), second.program.poll()) == (None, None), "they have not ended"
@@ -218,10 +221,9 @@ def test_pods_that_are_killed_after_sigterm_go_on_from_what_they_saved_in_betwee
             pod.init.kill()
             pod.init.wait(60)
             shutil.rmtree(pod.folder / "tmp")  # the files of a pod end with it
-    with _indexed(pods, 0, *words, cwd=tmp_path) as first, _indexed(pods, 1, *words, cwd=tmp_path) as second:
-        pods.publish(MASTER, first.address)
-        (code, out, err), (code1, _, err1) = first.end(), second.end()
-    assert (code, code1, out.count("begins at 7")) == (0, 0, 2), (out, err, err1)
+    with _both(pods, "--grace-s", "600", "train.py", cwd=tmp_path) as (first, second):
+        out, *_ = _end_well(first, second)
+    assert out.count("begins at 7") == 2, out
 
 
 def test_process_1_reaps_orphans_and_leaves_nothing(pods: Pods, tmp_path: Path) -> None:
@@ -299,8 +301,7 @@ def test_the_exit_code_is_that_of_the_first_failure_in_all_pods(pods: Pods, tmp_
     (tmp_path / "fail.py").write_text(
         "import os, sys, time\nif os.environ['RANK'] == '1': raise SystemExit(42)\ntime.sleep(60)"
     )
-    with _indexed(pods, 0, "fail.py", cwd=tmp_path) as first, _indexed(pods, 1, "fail.py", cwd=tmp_path) as second:
-        pods.publish(MASTER, first.address)
+    with _both(pods, "fail.py", cwd=tmp_path) as (first, second):
         ends = [first.end(), second.end()]
     assert [code for code, _, _ in ends] == [42, 42], ends
     assert all(re.match(r"rank 1 on node1 .* exited with code 42", p.termination_message) for p in (first, second))

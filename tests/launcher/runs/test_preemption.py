@@ -55,64 +55,72 @@ def _scontrol(folder: Path, state: str = "RUNNING", *, refused: bool = False) ->
     return JOB | {"PATH": f"{program.parent}:{os.environ['PATH']}"}
 
 
+def _warned(
+    folder: Path, script: str, *options: str, env: dict[str, str], signum: int | None = None
+) -> tuple[int, str, str]:
+    """Run a script until its workers are up, send USR1, and then another signal; return how the run ended."""
+    (folder / "train.py").write_text(script)
+    with started_dtrain("run", *options, "train.py", cwd=folder, env=env) as process:
+        wait_up(process, 2 if "--nproc-per-node" in options else 1)
+        process.send_signal(signal.SIGUSR1)
+        if signum is not None:
+            assert b"warned" in process.stdout.readline()
+            process.send_signal(signum)
+        out, err = process.communicate(timeout=60)
+    return process.returncode, out.decode(), err.decode()
+
+
 @pytest.mark.usefixtures("warm")
 def test_all_ranks_save_in_the_same_step_and_go_on(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
     env = {"GO_ON": "1", "OMP_NUM_THREADS": "1"}
-    with started_dtrain("run", "--nproc-per-node", "2", "train.py", cwd=tmp_path, env=env) as process:
-        wait_up(process, 2)
-        process.send_signal(signal.SIGUSR1)
-        out, err = process.communicate(timeout=60)
-    assert process.returncode == 0, (out, err)
-    saved = _saved(out.decode())
+    code, out, err = _warned(tmp_path, SCRIPT, "--nproc-per-node", "2", env=env)
+    assert code == 0, (out, err)
+    saved = _saved(out)
     assert (len(saved), len(set(saved))) == (2, 1)
 
 
 @pytest.mark.parametrize("refused", [False, True])
 def test_a_job_that_has_saved_is_queued_again(tmp_path: Path, refused: bool) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    reported = tmp_path / "told"
     env = _scontrol(tmp_path, refused=refused) | {"OMP_NUM_THREADS": "1"}
-    with started_dtrain("run", "--nproc-per-node", "2", "--requeue", "train.py", cwd=tmp_path, env=env) as process:
-        wait_up(process, 2)
-        process.send_signal(signal.SIGUSR1)
-        out, err = process.communicate(timeout=60)
-    assert process.returncode == 75, (out, err)
-    assert len(re.findall(r"saved \d+ in attempt 1\n", out.decode())) == 2
-    assert reported.read_text() == "requeue 41\n"
-    assert "to make room (USR1, --requeue); exit code 75" in err.decode()
-    assert "requeueing the job" in err.decode()
-    assert ("`scontrol requeue 41` failed: Access denied" in err.decode()) is refused
+    code, out, err = _warned(tmp_path, SCRIPT, "--nproc-per-node", "2", "--requeue", env=env)
+    assert code == 75, (out, err)
+    assert len(re.findall(r"saved \d+ in attempt 1\n", out)) == 2
+    assert (tmp_path / "told").read_text() == "requeue 41\n"
+    assert "to make room (USR1, --requeue); exit code 75" in err
+    assert "requeueing the job" in err
+    assert ("`scontrol requeue 41` failed: Access denied" in err) is refused
     assert (tmp_path / "runs" / "slurm-41" / "attempt_1" / "0").is_dir()
     assert list((tmp_path / "saved").glob("step-*.pt"))
 
 
-def test_a_worker_that_the_signal_kills_has_the_job_queued_again(tmp_path: Path) -> None:
-    (tmp_path / "wait.py").write_text("import time\nprint('up', flush=True)\ntime.sleep(60)")
-    env = {**JOB, "PATH": os.environ["PATH"]}
-    with started_dtrain("run", "--requeue", "wait.py", cwd=tmp_path, env=env) as process:
-        wait_up(process, 1)
-        process.send_signal(signal.SIGUSR1)
-        _, err = process.communicate(timeout=60)
-    assert process.returncode == 75, err
-    assert b"USR1 killed its workers, which do not handle it: only what they saved before remains" in err
+HEARS = """\
+import signal, sys, time
+seen = []
+def hear(*_):
+    seen.append(1)
+    {}
+signal.signal(signal.SIGUSR1, hear)
+print('up', flush=True)
+while not seen or {}: time.sleep(0.01)
+"""
 
 
 @pytest.mark.parametrize(
-    ("reaction", "code", "requeued"), [("sys.exit(75)", 75, True), ("sys.exit(3)", 3, False), ("1 / 0", 1, False)]
+    ("script", "code", "requeued"),
+    [
+        (HEARS.format("sys.exit(75)", True), 75, True),
+        (HEARS.format("sys.exit(3)", True), 3, False),
+        (HEARS.format("1 / 0", True), 1, False),
+        (HEARS.format("pass", False), 0, False),  # it finishes in time
+        ("import time\nprint('up', flush=True)\ntime.sleep(60)", 75, True),  # the signal kills it
+    ],
+    ids=["75", "exit code", "exception", "success", "killed"],
 )
-def test_a_worker_that_fails_after_the_warning_has_failed(
-    tmp_path: Path, reaction: str, code: int, requeued: bool
-) -> None:
-    (tmp_path / "end.py").write_text(
-        f"import signal, sys, time\ndef hear(*_): {reaction}\nsignal.signal(signal.SIGUSR1, hear)\n"
-        "print('up', flush=True)\nwhile True: time.sleep(0.01)\n"
-    )
-    with started_dtrain("run", "--requeue", "end.py", cwd=tmp_path, env=_scontrol(tmp_path)) as process:
-        wait_up(process, 1)
-        process.send_signal(signal.SIGUSR1)
-        _, err = process.communicate(timeout=60)
-    assert (process.returncode, (tmp_path / "told").exists()) == (code, requeued), err
+def test_what_a_worker_does_after_the_warning_decides(tmp_path: Path, script: str, code: int, requeued: bool) -> None:
+    found, _, err = _warned(tmp_path, script, "--requeue", env=_scontrol(tmp_path))
+    assert (found, (tmp_path / "told").exists()) == (code, requeued), err
+    is_killed = "USR1 killed its workers, which do not handle it: only what they saved before remains" in err
+    assert is_killed == ("hear" not in script)
 
 
 @pytest.mark.parametrize(
@@ -126,18 +134,9 @@ def test_a_worker_that_fails_after_the_warning_has_failed(
 def test_who_cancels_after_the_warning_has_cancelled(
     tmp_path: Path, signum: int, state: str, code: int, requeued: bool
 ) -> None:
-    (tmp_path / "wait.py").write_text(
-        "import signal, time\nsignal.signal(signal.SIGUSR1, lambda *_: print('warned', flush=True))\n"
-        "print('up', flush=True)\nfor _ in range(6000): time.sleep(0.01)\n"
-    )
-    env = _scontrol(tmp_path, state)
-    with started_dtrain("run", "--requeue", "wait.py", cwd=tmp_path, env=env) as process:
-        wait_up(process, 1)
-        process.send_signal(signal.SIGUSR1)
-        assert b"warned" in process.stdout.readline()
-        process.send_signal(signum)
-        _, err = process.communicate(timeout=60)
-    assert process.returncode == code, err
+    script = HEARS.format("print('warned', flush=True)", True)
+    found, _, err = _warned(tmp_path, script, "--requeue", env=_scontrol(tmp_path, state), signum=signum)
+    assert found == code, err
     reported = (tmp_path / "told").read_text() if (tmp_path / "told").exists() else ""
     assert ("requeue 41" in reported) is requeued
 
@@ -150,25 +149,6 @@ def test_attempts_of_earlier_lives_are_counted_on(tmp_path: Path) -> None:
         (run / name).write_text("")
     result = run_dtrain("run", "--requeue", "show.py", cwd=tmp_path, env=JOB)
     assert "attempt 5" in result.stdout, result
-
-
-def test_a_run_that_finishes_after_the_warning_is_not_queued_again(tmp_path: Path) -> None:
-    (tmp_path / "end.py").write_text(
-        "import signal, time\nseen = []\nsignal.signal(signal.SIGUSR1, lambda *_: seen.append(1))\n"
-        "print('up', flush=True)\nwhile not seen: time.sleep(0.01)\n"
-    )
-    with started_dtrain("run", "--requeue", "end.py", cwd=tmp_path, env=JOB) as process:
-        wait_up(process, 1)
-        process.send_signal(signal.SIGUSR1)
-        _, err = process.communicate(timeout=60)
-    assert (process.returncode, b"queued" in err) == (0, False), err
-
-
-def test_requeue_is_for_jobs_of_slurm(tmp_path: Path) -> None:
-    (tmp_path / "end.py").write_text("")
-    result = run_dtrain("run", "--requeue", "end.py", cwd=tmp_path)
-    assert result.returncode == 2
-    assert "--requeue is for SLURM jobs, and this is not one: SLURM_JOB_ID is not set" in result.stderr
 
 
 def test_only_more_checkpoints_than_before_count_as_saved() -> None:

@@ -86,9 +86,7 @@ train(ddp.State(model=model, optimizer=optimizer, loader=loader))
 """
 
 
-def test_several_workers_make_a_step_of_a_resilient_function_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_workers_replay_a_resilient_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     (tmp_path / "train.py").write_text(RESILIENT)
     assert (

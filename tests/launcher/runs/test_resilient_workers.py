@@ -71,9 +71,7 @@ def said(stdout: str, rank: int, word: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("start_method", ["fork", "exec"])
-def test_survivors_live_on_and_meet_the_successor_which_finds_what_was_left_to_it(
-    tmp_path: Path, start_method: str
-) -> None:
+def test_survivors_meet_the_successor_which_gets_the_state(tmp_path: Path, start_method: str) -> None:
     script = tmp_path / "train.py"
     result = run(script, 3, 1, 3, options=("--max-restarts", "3", "--start-method", start_method))
     assert result.returncode == 0, result

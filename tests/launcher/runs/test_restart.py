@@ -62,7 +62,7 @@ def script(tmp_path: Path) -> Path:
 
 
 @pytest.mark.usefixtures("warm")
-def test_workers_meet_again_in_a_fresh_store_after_one_was_killed(where: list[str], script: Path) -> None:
+def test_workers_meet_in_a_new_store_after_one_was_killed(where: list[str], script: Path) -> None:
     script.write_text(GLOO)
     result = run_dtrain("run", "--run-id", "r", "--max-restarts", "2", *where, script, cwd=script.parent)
     assert result.returncode == 0, result.stderr
@@ -104,34 +104,15 @@ def test_when_all_restarts_are_used_the_last_cause_decides(script: Path) -> None
     assert "attempt_2/0/std" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("text", "code"),
-    [
-        ("def broken(:\n", 1),
-        ("import no_such_module\n", 1),
-        ("open('/no/such/file')\n", 1),
-        ("import argparse\nparser = argparse.ArgumentParser()\nparser.parse_args(['--what'])\n", 2),
-    ],
-    ids=["syntax", "import", "missing file", "usage"],
-)
-def test_what_no_restart_can_mend_is_not_tried_again(script: Path, text: str, code: int) -> None:
-    script.write_text("print('begun', flush=True)\n" * ("broken" not in text) + text)
+def test_what_no_restart_can_mend_is_not_tried_again(script: Path) -> None:
+    script.write_text("import argparse\nprint('begun', flush=True)\nargparse.ArgumentParser().parse_args(['--what'])\n")
     result = run_dtrain("run", "--max-restarts", "5", script, cwd=script.parent)
-    assert result.returncode == code, result.stderr
-    assert result.stdout.count("begun") <= 1
+    assert result.returncode == 2, result.stderr
+    assert result.stdout.count("begun") == 1
     assert "a restart cannot fix that" in result.stderr
 
 
-def test_a_crash_loop_ends_early_and_says_so(script: Path) -> None:
-    script.write_text("print('begun', flush=True)\nraise ValueError('again')")
-    result = run_dtrain("run", "--max-restarts", "100", script, cwd=script.parent)
-    assert result.returncode == 1
-    assert 3 <= result.stdout.count("begun") <= 6
-    assert "the same failure came" in result.stderr
-    assert "without any progress" in result.stderr
-
-
-def test_a_killed_store_is_the_cause_and_another_attempt_has_its_own(script: Path) -> None:
+def test_a_killed_store_is_the_cause_and_replaced(script: Path) -> None:
     script.write_text(
         "import os, time\nimport torch.distributed as dist\ndist.init_process_group('gloo')\ndist.barrier()\n"
         "print('up', flush=True)\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': time.sleep(600)\n"
@@ -187,7 +168,7 @@ def test_interrupt_between_two_attempts_ends_the_run(script: Path) -> None:
     assert b"stopped by SIGINT" in stderr
 
 
-def test_error_json_tells_a_program_what_the_screen_tells_a_person(script: Path) -> None:
+def test_error_json_has_what_the_screen_shows(script: Path) -> None:
     script.write_text(
         "import os\nif os.environ['RANK'] == '1': raise ValueError('bad batch')\nimport time\ntime.sleep(60)"
     )

@@ -42,7 +42,7 @@ def test_equal_reasons_are_one_line() -> None:
     assert len(lines_by_reason({"a": "has Python 3.9.1", "b": "has Python 3.9.2"})) == 2
 
 
-def test_a_start_that_cannot_succeed_ends_soon_and_says_who_was_not_tried() -> None:
+def test_a_hopeless_start_ends_soon_and_names_untried_hosts() -> None:
     drive = Drive(*MANY)
     assert opened(drive.commands) == list(MANY[:CONNECT_AT_ONCE])
     drive.lose("n2", "DNS lookup of n2 failed: no such name")
@@ -107,7 +107,7 @@ main()
 """
 
 
-def test_a_machine_that_has_no_thread_left_is_an_error_that_names_the_limit(tmp_path: Path) -> None:
+def test_a_machine_without_threads_is_an_error_with_the_limit(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
     refused = run_program(sys.executable, "-c", NO_THREAD, "train.py", cwd=tmp_path)
     assert (refused.returncode, refused.stderr) == (
@@ -116,7 +116,7 @@ def test_a_machine_that_has_no_thread_left_is_an_error_that_names_the_limit(tmp_
 
 
 @pytest.mark.parametrize("command", ["run", "plan"])
-def test_more_workers_than_a_host_can_hold_are_refused_with_the_limit_named(tmp_path: Path, command: str) -> None:
+def test_too_many_workers_are_refused_with_the_limit(tmp_path: Path, command: str) -> None:
     (tmp_path / "train.py").write_text("open('started', 'w')")
     argv = [sys.executable, "-c", FEW_FILES, command, "--nproc-per-node"]
     refused = run_program(*argv, "14", "train.py", cwd=tmp_path)
@@ -127,9 +127,7 @@ def test_more_workers_than_a_host_can_hold_are_refused_with_the_limit_named(tmp_
     assert run_program(*argv, "2", "train.py", cwd=tmp_path).returncode == 0
 
 
-def test_processes_are_limited_by_the_user_and_by_the_control_group(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_are_limited_by_user_and_control_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "pids.max").write_text("100\n")
     (tmp_path / "pids.current").write_text("72\n")
     monkeypatch.setattr(host_facts, "folders_of", lambda _: [tmp_path, tmp_path / "none"])

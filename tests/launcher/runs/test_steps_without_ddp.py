@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from testbed.processes import run_dtrain, started_dtrain, wait_until
+from testbed.typed import dtrain
 
 # Trains with torch's own DistributedDataParallel until there is a file `end`. Rank `slow` takes longer for each step;
 # rank 1 hangs in step `hang`, kills itself in step `kill`, and computes for 10 s before step `evaluates`, then ends.
@@ -53,7 +54,7 @@ def folder(own_runs: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _answer(*words: str) -> Any:
-    result = run_dtrain(*words, "--json")
+    result = dtrain(*words, "--json")
     assert result.returncode == 0, result
     return json.loads(result.stdout)
 
@@ -99,9 +100,9 @@ def test_steps_are_shown_and_no_one_is_called_slow(folder: Path, method: str) ->
     assert recorded[-1][3] == steps
     firsts = [line[3] - line[4] for line in recorded]
     assert firsts[1:] == [line[3] for line in recorded[:-1]], "no step is missing between two records"
-    assert run_dtrain("trace", "r").returncode == 0
+    assert dtrain("trace", "r").returncode == 0
     if find_spec("matplotlib"):
-        assert run_dtrain("plot", "r", "-o", "out.svg").returncode == 0
+        assert dtrain("plot", "r", "-o", "out.svg").returncode == 0
         text = Path("out.svg").read_text()
         assert ("step, ms" in text, "own work" in text) == (True, False)
 

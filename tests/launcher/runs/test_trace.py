@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 from testbed.once import once
-from testbed.processes import Result, run_dtrain, run_program
+from testbed.processes import run_dtrain, run_program
 from testbed.require import require
+from testbed.typed import dtrain
 
 SCRIPT = """
 import os, signal, sys, time
@@ -67,14 +68,17 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return once(tmp_path_factory, "trained and traced", run)
 
 
-def dtrain(trained: Path, *words: str) -> Result:
-    return run_dtrain(*words, cwd=trained, env={"XDG_STATE_HOME": str(trained / "state")})
+@pytest.fixture
+def folder(trained: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(trained)
+    monkeypatch.setenv("XDG_STATE_HOME", str(trained / "state"))
+    return trained
 
 
-def test_the_trace_of_a_run_has_all_phases_of_each_rank_in_order_on_one_axis(trained: Path) -> None:
-    result = dtrain(trained, "trace", "-o", "out.json")
+def test_the_trace_has_all_phases_of_each_rank_in_order(folder: Path) -> None:
+    result = dtrain("trace", "-o", "out.json")
     assert (result.returncode, result.stdout) == (0, ""), result
-    events: list[Event] = json.loads((trained / "out.json").read_text())["traceEvents"]
+    events: list[Event] = json.loads((folder / "out.json").read_text())["traceEvents"]
     processes = {e["args"]["name"]: e["pid"] for e in events if e["name"] == "process_name"}
     assert set(processes) == {"run", "sim0", "sim1"}
     slices: dict[tuple[int, int], list[Event]] = defaultdict(list)
@@ -117,8 +121,8 @@ def _check_order(own: list[Event]) -> None:
     )  # fmt: skip
 
 
-def test_the_killed_rank_its_replacement_and_the_recovery_are_there(trained: Path) -> None:
-    result = dtrain(trained, "trace", "traced", "-o", "-")
+def test_a_killed_rank_and_its_recovery_are_in_the_trace(folder: Path) -> None:
+    result = dtrain("trace", "traced", "-o", "-")
     events: list[Event] = json.loads(result.stdout)["traceEvents"]
     instants = {event["args"].get("kind"): event for event in events if event["ph"] == "i" and event["tid"] == 3}
     fault, restart = instants["fault"], instants["restart"]
@@ -131,33 +135,31 @@ def test_the_killed_rank_its_replacement_and_the_recovery_are_there(trained: Pat
     assert len(starts) == 2
 
 
-def test_the_plot_is_a_picture_with_the_restart(trained: Path) -> None:
+def test_the_plot_is_a_picture_with_the_restart(folder: Path) -> None:
     require(find_spec("matplotlib"), "matplotlib", "pip install matplotlib")
-    result = dtrain(trained, "plot", "tra", "-o", "out.svg")
+    result = dtrain("plot", "tra", "-o", "out.svg")
     assert result.returncode == 0, result
-    text = (trained / "out.svg").read_text()
+    text = (folder / "out.svg").read_text()
     assert "<svg" in text
     assert [words in text for words in ("own work, ms a step", "waiting for others, ms a step")] == [True, True]
-    assert (dtrain(trained, "plot", "traced").returncode, (trained / "traced.png").read_bytes()[1:4]) == (0, b"PNG")
+    assert (dtrain("plot", "traced").returncode, (folder / "traced.png").read_bytes()[1:4]) == (0, b"PNG")
 
 
-def test_without_matplotlib_the_plot_says_what_to_install(trained: Path) -> None:
+def test_without_matplotlib_the_plot_says_what_to_install(folder: Path) -> None:
     code = "import sys; sys.modules['matplotlib'] = None; import launcher.cli.main as m; m.main()"
-    result = run_program(
-        sys.executable, "-c", code, "plot", cwd=trained, env={"XDG_STATE_HOME": str(trained / "state")}
-    )
+    result = run_program(sys.executable, "-c", code, "plot")
     assert result.returncode != 0
     assert "pip install matplotlib" in result.stderr, result
 
 
 @pytest.mark.parametrize("command", ["trace", "plot"])
-def test_a_file_that_cannot_be_written_and_a_run_that_is_not_known_are_errors(trained: Path, command: str) -> None:
+def test_an_unwritable_file_and_an_unknown_run_are_errors(folder: Path, command: str) -> None:
     if command == "plot":
         require(find_spec("matplotlib"), "matplotlib", "pip install matplotlib")
-    result = dtrain(trained, command, "last", "-o", "nowhere/out.json" if command == "trace" else "nowhere/out.png")
+    result = dtrain(command, "last", "-o", "nowhere/out.json" if command == "trace" else "nowhere/out.png")
     assert result.returncode == 2, result
     assert "cannot be written" in result.stderr
-    assert dtrain(trained, command, "unknown").returncode != 0
+    assert dtrain(command, "unknown").returncode != 0
 
 
 def test_a_run_without_ddp_has_a_trace_of_its_start_and_end(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_without_restarts_left_the_others_go_on_without_it(script: Path) -> None
     assert [(failure["rank"], failure["signal"]) for failure in reported["left_out"]] == [(1, "SIGKILL")]
 
 
-def test_the_end_of_one_that_the_others_wait_for_is_everybody_s_without_restarts(script: Path) -> None:
+def test_without_restarts_the_others_end_if_they_wait_for_it(script: Path) -> None:
     script.write_text(STAND + "stand(2)\nprint('begun', flush=True)\nif rank == 1: sys.exit(5)\ntime.sleep(600)\n")
     result = run_dtrain("run", "--nproc-per-node", "2", "--grace-s", "1", script, cwd=script.parent)
     assert result.returncode == 5, result.stderr

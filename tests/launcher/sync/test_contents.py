@@ -28,7 +28,5 @@ def _compressed(data: bytes, bytes_per_s: float) -> list[bool]:
     ],
     ids=["slow link", "fast link", "nothing to gain"],
 )
-def test_a_block_is_compressed_if_that_takes_less_time_than_what_it_saves(
-    data: bytes, bytes_per_s: float, compressed: list[bool]
-) -> None:
+def test_a_block_is_compressed_if_that_saves_time(data: bytes, bytes_per_s: float, compressed: list[bool]) -> None:
     assert _compressed(data, bytes_per_s) == compressed

@@ -120,7 +120,7 @@ def test_only_what_has_changed_is_asked_for_again() -> None:
     assert not tree.exists()  # the run that had it has ended
 
 
-def test_a_tree_in_which_a_script_has_written_stays_and_its_files_are_copied() -> None:
+def test_a_tree_written_to_stays_and_its_files_are_copied() -> None:
     contents = {"a.py": b"a", "b.py": b"b"}
     tree, _ = sent(contents)
     (tree / "model.pt").write_bytes(b"weights")
@@ -131,7 +131,7 @@ def test_a_tree_in_which_a_script_has_written_stays_and_its_files_are_copied() -
     assert content_of(tree) == {"a.py": b"a", "b.py": b"B", "model.pt": b"weights"}
 
 
-def test_a_later_agent_of_the_same_run_finds_what_the_script_has_written() -> None:
+def test_a_later_agent_of_the_run_finds_the_written_files() -> None:
     contents = {"a.py": b"a", "b.py": b"b"}
     tree, _ = sent(contents)
     (tree / "checkpoint.pt").write_bytes(b"weights")
@@ -169,7 +169,7 @@ def test_what_somebody_has_damaged_is_sent_again(damage: str) -> None:
     assert asked == [["a.py"]]
 
 
-def test_a_store_with_damaged_records_and_others_files_is_used_again(cache: Path) -> None:
+def test_a_store_with_damaged_records_is_used_again(cache: Path) -> None:
     contents = {"a.py": b"a"}
     sent(contents)
     for record in cache.glob("code/ab12/*/record.json"):
@@ -184,7 +184,7 @@ def test_a_store_with_damaged_records_and_others_files_is_used_again(cache: Path
 
 
 @pytest.mark.parametrize("days", [-365, 365])
-def test_what_was_kept_while_the_clock_was_a_year_off_does_no_harm(days: int, cache: Path) -> None:
+def test_a_clock_that_was_a_year_off_does_no_harm(days: int, cache: Path) -> None:
     contents = {"a.py": b"a"}
     sent(contents)
     other = time.time() + days * 86400
@@ -196,7 +196,7 @@ def test_what_was_kept_while_the_clock_was_a_year_off_does_no_harm(days: int, ca
     assert abs((cache / "tidied").stat().st_mtime - time.time()) < 3600
 
 
-def test_a_disk_that_fills_in_the_middle_is_named_and_nothing_half_stays(cache: Path) -> None:
+def test_a_full_disk_is_named_and_no_partial_file_stays(cache: Path) -> None:
     """The receiver has the disk in a mount namespace of its own; a second one follows it there."""
     program = 'mount -t tmpfs -o size=80m tmpfs "$XDG_CACHE_HOME" && { "$@"; rm "$XDG_CACHE_HOME/filler"; exec "$@"; }'
     container = ["unshare", "--map-root-user", "--mount", "sh", "-c", program, "sh"]
@@ -236,7 +236,7 @@ def test_an_unfinished_transfer_goes_on() -> None:
     assert asked in ([["6.py", "7.py", "8.py", "9.py"]], [["5.py", "6.py", "7.py", "8.py", "9.py"]])
 
 
-def test_a_file_that_changes_while_it_is_sent_is_an_error_and_not_kept(cache: Path) -> None:
+def test_a_file_that_changes_while_sent_is_not_kept(cache: Path) -> None:
     with Host({"a.py": b"b"}) as host:
         message = host.offered(offer([file("a.py", b"a")]))
     assert message == {"error": f"{HERE}/a.py changed while it was sent; start the run again"}
@@ -364,7 +364,7 @@ def test_two_runs_at_once_make_one_environment() -> None:
 # What stays
 
 
-def test_what_was_not_used_for_long_goes_and_then_the_oldest_over_the_limit() -> None:
+def test_what_is_unused_goes_then_the_oldest_over_the_limit() -> None:
     day_s, gb = 86400.0, 1 << 30
     now = 1000 * day_s
     old, large, newest = (now - 31 * day_s, 1, "old"), (now - 2 * day_s, 15 * gb, "large"), (now, 10 * gb, "newest")
@@ -373,7 +373,7 @@ def test_what_was_not_used_for_long_goes_and_then_the_oldest_over_the_limit() ->
     assert receiver.removable([(now + 400 * day_s, 1, "of another clock")], now) == []
 
 
-def test_code_of_an_ended_run_is_removed_after_30_days_and_that_of_a_run_that_lives_is_not(cache: Path) -> None:
+def test_code_of_ended_runs_is_removed_after_30_days(cache: Path) -> None:
     tree, _ = sent({"a.py": b"a"})
     with Host({"a.py": b"a"}) as host:
         lives = offer([file("a.py", b"a")], key="cd34")
@@ -385,7 +385,7 @@ def test_code_of_an_ended_run_is_removed_after_30_days_and_that_of_a_run_that_li
         assert not tree.exists()
 
 
-def test_a_tree_that_a_run_takes_over_while_trees_are_looked_at_is_not_removed(cache: Path) -> None:
+def test_a_tree_that_a_run_just_took_is_not_removed(cache: Path) -> None:
     sent({"a.py": b"a"})
     ((_, _, path),) = receiver.kept(str(cache))
     lock = receiver.own(path)
@@ -397,7 +397,7 @@ def test_a_tree_that_a_run_takes_over_while_trees_are_looked_at_is_not_removed(c
     assert not os.path.exists(path)
 
 
-def test_an_environment_inside_of_the_project_is_kept_apart_from_its_code(tmp_path: Path) -> None:
+def test_an_environment_in_the_project_is_kept_apart(tmp_path: Path) -> None:
     """As with the usual `.venv`: both trees have the project's folder."""
     site = f"{HERE}/.venv/lib/python3/site-packages"
     code, shared = tmp_path / "code" / "tree", tmp_path / "env"

@@ -64,7 +64,7 @@ def test_a_transfer_goes_on_after_a_break_of_the_network(
     assert stdout == b"[far1:0] %d\n" % LARGE_BYTES, stderr
 
 
-def test_a_network_that_stays_away_is_an_error_and_the_next_run_succeeds(
+def test_after_a_lost_network_the_next_run_succeeds(
     network_hosts: NetworkHosts, argv: list[str], tmp_path: Path
 ) -> None:
     with started_dtrain(argv[0], "--start-timeout-s", "20", *argv[1:], cwd=tmp_path, outlived=True) as process:

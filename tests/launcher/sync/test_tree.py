@@ -32,7 +32,7 @@ def names(root: Path, code: Code) -> list[str]:
     return sorted(os.path.relpath(file.path, root) for file in code.files)
 
 
-def test_a_repository_s_tracked_and_new_files_are_sent_but_no_ignored_ones(tmp_path: Path) -> None:
+def test_files_that_git_does_not_ignore_are_sent(tmp_path: Path) -> None:
     root = tmp_path / "project"
     make(root, "tracked.py", "new.py", "out/model.pt", "runs/1/log", ".venv/pyvenv.cfg", ".venv/lib/x.py", "gone.py")
     make(root, ".gitignore", text="out/\n")
@@ -112,9 +112,7 @@ def test_too_much_code_is_an_error_that_names_the_largest(tmp_path: Path, monkey
     assert lines == [[str(number), "MB", f"{number}.bin"] for number in (6, 5, 4, 3, 2)]
 
 
-def test_hashes_of_unchanged_files_are_remembered_and_changed_ones_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_changed_files_are_hashed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = tmp_path / "project"
     make(root, "a.py", "b.py")
     before = find(root)

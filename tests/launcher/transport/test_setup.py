@@ -64,11 +64,21 @@ def test_its_failure_is_an_error_with_its_output_and_the_host(where: list[str], 
     assert result.returncode == 1
     assert ": --setup ended there with status 3: reads; no licence" in result.stderr
     assert result.stdout == ""
-    result = run_dtrain("run", *where, "--setup", "set -e; echo one; false; echo two", script, cwd=script.parent)
-    assert ": --setup ended there with status 1: one\n" in result.stderr
-    result = run_dtrain("run", *where, "--setup", "module load cuda", script, cwd=script.parent)
-    assert "status 127: " in result.stderr
-    assert "write --setup 'source /etc/profile; module load ...'" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("set -e; echo one; false; echo two", ": --setup ended there with status 1: one\n"),
+        ("module load cuda", "write --setup 'source /etc/profile; module load ...'"),
+        (f"source {MODULES}; module load missing", "status 1: ERROR: Unable to locate a modulefile for 'missing'"),
+    ],
+)
+def test_where_the_line_ends_is_the_failure(script: Path, line: str, said: str) -> None:
+    require("source" not in line or MODULES.exists(), "environment-modules", "apt-get install environment-modules")
+    result = run_dtrain("run", "--setup", line, script, cwd=script.parent)
+    assert result.returncode == 1
+    assert said in result.stderr
 
 
 def test_python_is_found_after_it_by_a_module(where: list[str], script: Path, tmp_path: Path) -> None:
@@ -85,8 +95,6 @@ def test_python_is_found_after_it_by_a_module(where: list[str], script: Path, tm
     result = run_dtrain("run", *where, *options, script, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("'loaded'") == 2
-    result = run_dtrain("run", *where, *options, "--setup", f"{line}; module load missing", script, cwd=tmp_path)
-    assert "--setup ended there with status 1: ERROR: Unable to locate a modulefile for 'missing'" in result.stderr
 
 
 def test_its_text_is_in_no_command_line(ssh_hosts: SshHosts, tmp_path: Path) -> None:
@@ -152,18 +160,6 @@ def test_nodes_of_a_slurm_job_run_it(slurm: SlurmCluster, tmp_path: Path) -> Non
 
     assert ended("echo noise; export SHOWN=$SLURMD_NODENAME", "COMPLETED").count("] 'node") == 2
     assert "--setup ended there with status 5: no licence" in ended("echo no licence; (exit 5)", "FAILED")
-
-
-def test_what_has_no_meaning_with_it_is_a_usage_error(script: Path) -> None:
-    for options, message in (
-        (["--setup", "true", "--simulate", "--nnodes", "2"], "--setup is not for hosts that are simulated"),
-        (["--setup", "true", "--keep-warm", "1m"], "--keep-warm is not for agents that --setup or --agent-prefix"),
-        (["--agent-prefix", "a 'b"], '--agent-prefix is "a \'b", which cannot be split'),
-        (["--setup", "x" * 20000], "put more than 16384 into a file there"),
-    ):
-        result = run_dtrain("run", *options, script, cwd=script.parent)
-        assert result.returncode == 2
-        assert message in result.stderr
 
 
 # ---- a program around the agent ----

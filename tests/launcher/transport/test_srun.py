@@ -198,9 +198,7 @@ def test_a_node_that_dies_ends_the_run_and_is_named(folder: Folder) -> None:
     assert folder.ended(job, "FAILED") == "1:0"
 
 
-def test_a_connection_that_is_opened_while_the_run_ends_leaves_no_srun(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_connection_opened_at_the_end_leaves_no_srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "srun").write_text("#!/bin/sh\necho an agent\nexec sleep 600\n")
     (tmp_path / "srun").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
@@ -228,7 +226,7 @@ def is_agent(process: psutil.Process) -> bool:
     return False
 
 
-def test_a_step_that_someone_cancels_ends_the_run_and_a_node_is_named(folder: Folder) -> None:
+def test_a_cancelled_step_ends_the_run_and_names_a_node(folder: Folder) -> None:
     job = folder.submit(WAIT, "-N2")
     folder.await_up(2)
     steps = re.findall(rf"StepId=({job}\.\d+)", folder.slurm.say("scontrol", "show", "step", job))

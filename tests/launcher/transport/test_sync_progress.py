@@ -21,7 +21,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_one_line_is_for_all_hosts_and_the_job_learns_how_long_it_took(clock: list[float]) -> None:
+def test_one_line_is_for_all_hosts_and_the_job_has_the_time(clock: list[float]) -> None:
     progress, shown, spent = Progress(), list[str](), list[float]()
     progress.tell(say=shown.append, show=shown.append, wait=spent.append)
     progress.starts("alpha", 40 << 20)

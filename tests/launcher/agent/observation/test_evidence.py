@@ -219,7 +219,7 @@ def test_a_stack_that_is_still_written_is_waited_for(workers: Workers) -> None:
     assert found.stack == "the first half\nthe second half\n"
 
 
-def test_an_earlier_answer_for_collectives_is_not_taken_for_the_new_one(workers: Workers, tmp_path: Path) -> None:
+def test_an_earlier_answer_is_not_taken_for_the_new_one(workers: Workers, tmp_path: Path) -> None:
     """The test answers in the worker's place, when that has written its stack."""
     workers.start("import time; up(); time.sleep(600)")
     files, (subject,) = Files(str(tmp_path), 0, 9), workers.subjects()
@@ -357,7 +357,7 @@ def test_scripts_own_fault_handler_is_its_own(workers: Workers) -> None:
     wait_until(lambda: "<module>" in mine.read_text(), "its own handler ran")
 
 
-def test_program_that_a_worker_starts_has_neither_its_file_nor_its_handler(workers: Workers, tmp_path: Path) -> None:
+def test_a_worker_s_child_has_neither_its_file_nor_its_handler(workers: Workers, tmp_path: Path) -> None:
     (tmp_path / "other.py").write_text(
         "import os\nfiles = (f'/proc/self/fd/{n}' for n in range(3, 1000))\n"
         "print(open('/proc/self/status').read(), [os.readlink(file) for file in files if os.path.exists(file)])"

@@ -35,7 +35,7 @@ def written(files: Files, *entries: dict[str, Any], groups: Any = (("0", "defaul
     return present(read(files)).calls
 
 
-def test_the_calls_are_those_of_the_groups_that_the_process_is_in(files: Files) -> None:
+def test_calls_are_those_of_the_process_s_own_groups(files: Files) -> None:
     groups = [("0", "default_pg"), ("1", "mesh_tp"), ("2", "undefined")]
     calls = written(
         files,
@@ -69,7 +69,7 @@ def test_a_question_keeps_what_a_worker_wrote_before_it_failed(files: Files) -> 
     assert version(files) != before
 
 
-def test_of_many_calls_the_newest_and_those_that_are_not_done_are_kept(files: Files) -> None:
+def test_the_newest_and_the_unfinished_calls_are_kept(files: Files) -> None:
     entries = [entry(number, retired=number != 5, state="started") for number in range(1, 2001)]
     assert [call.number for call in written(files, *entries)] == [5, *range(1985, 2001)]
     assert len(written(files, *(entry(number, retired=False, state="") for number in range(999)))) == 128

@@ -93,7 +93,7 @@ def test_the_wait_for_a_replacement_teaches_nothing() -> None:
     assert looks.longest_s == [3, 0, 0], "it learns again"
 
 
-def test_one_that_takes_another_s_place_is_watched_from_its_start_on() -> None:
+def test_a_successor_is_watched_from_its_start() -> None:
     first, second = FakeWorker(0), FakeWorker(1)
     looks = Looks(first, second)
     first.progress = (STEPS, 0)
@@ -152,7 +152,7 @@ def test_each_phase_has_its_longest_silence() -> None:
     assert (looks.signs.silent_s, looks.signs.silent_in, looks.longest_s) == (0, 0, [1, 7, 0])
 
 
-def test_without_steps_it_is_the_output_that_counts_once_there_was_some() -> None:
+def test_without_steps_output_counts_once_there_was_some() -> None:
     worker = FakeWorker(0)
     looks = Looks(worker)
     looks.look()
@@ -184,7 +184,7 @@ def sleeper() -> Iterator["subprocess.Popen[bytes]"]:
         process.kill()
 
 
-def test_a_worker_that_a_signal_has_stopped_is_named_at_the_second_look(sleeper: "subprocess.Popen[bytes]") -> None:
+def test_a_stopped_worker_is_named_at_the_second_look(sleeper: "subprocess.Popen[bytes]") -> None:
     worker = FakeWorker(7, sleeper.pid)
     looks = Looks(worker)
     sleeper.send_signal(signal.SIGSTOP)

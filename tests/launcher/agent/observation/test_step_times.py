@@ -129,7 +129,7 @@ def test_more_steps_than_fit_are_summed_up_without_a_loss(reader: StepTimesReade
     assert math.isclose(sum(sum(times.phases_s) for times in steps), 6 * sum(range(1, 96)) / 100)
 
 
-def test_steps_counted_without_ddp_are_one_record_from_look_to_look(reader: StepTimesReader, sent: Sent) -> None:
+def test_steps_without_ddp_are_one_record_a_look(reader: StepTimesReader, sent: Sent) -> None:
     reader.open(5, 1.0)
     looks = [(0, 0.0), (3, 10.0), (7, 12.5), (7, 12.5), (8, 14.0), (2, 20.0), (4, 21.0)]  # the last ones: another count
     for steps, ended in looks:
@@ -178,9 +178,7 @@ def test_only_the_longest_details_of_the_newest_step_are_sent(reader: StepTimesR
     assert min(record.ended for record in details) > 180.0, "the longest"
 
 
-def test_a_worker_that_starts_again_counts_on_from_the_steps_of_the_one_before(
-    reader: StepTimesReader, ring: Ring, sent: Sent
-) -> None:
+def test_a_restarted_worker_continues_the_count_of_steps(reader: StepTimesReader, ring: Ring, sent: Sent) -> None:
     ring.step(1)
     reader.send(1000.0)
     again = Ring(reader.open(5, 2.0))
@@ -243,7 +241,7 @@ def test_no_content_of_the_file_does_harm(writes: list[tuple[int, bytes]]) -> No
         reader.close()
 
 
-def test_the_times_of_a_worker_arrive_while_it_runs_and_the_rest_before_its_end(agent: AgentProcess) -> None:
+def test_step_times_arrive_during_the_run_and_before_its_end(agent: AgentProcess) -> None:
     agent.prepare()
     agent.tell(Heartbeat(time=time.monotonic(), sent=17.0))
     agent.start(WRITES + "step(1)\nprint('up', flush=True)\ntime.sleep(600)", rank=1)

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 from testbed.present import present
 
 from launcher.job.failures.failure import (
@@ -24,74 +25,32 @@ def failure(kind: FailureKind, **more: Any) -> Failure:
     return Failure(**{"kind": kind, "host": "a", "at": 5.0, "ran_s": 1.25, "rank": 3, "pid": 7, **more})
 
 
-OTHER = "by another process or by itself: dtrain did not send it"
+FAILURES = {
+    "USR1": failure(FailureKind.KILLED, status=-10),
+    "KILL": failure(FailureKind.KILLED, status=-9),
+    "out of memory": failure(FailureKind.KILLED, status=-9, killer="the out-of-memory killer: 61 of 64 GiB in use"),
+    "SEGV": failure(FailureKind.KILLED, status=-11),
+    "TERM": failure(FailureKind.KILLED, status=-15),
+    "ABRT": failure(FailureKind.KILLED, status=-6),
+    "signal 40": failure(FailureKind.KILLED, status=-40),
+    "exception": failure(FailureKind.RAISED, error_type="ValueError", message="\nbad batch\nmore"),
+    "exception in a call": failure(FailureKind.RAISED, inside="f", message="No"),
+    "exception in a killed process": failure(FailureKind.RAISED, status=-15),
+    "exit code": failure(FailureKind.EXITED, status=7),
+    "hung": failure(FailureKind.HUNG, status=-9, message="x"),
+    "never started": failure(FailureKind.NEVER_STARTED, message="x"),
+    "host lost": failure(FailureKind.HOST_LOST, message="x"),
+    "store lost": failure(FailureKind.STORE_LOST, message="x"),
+    "stalled": failure(FailureKind.STALLED, message="no progress"),
+}
 
 
-@pytest.mark.parametrize(
-    ("status", "killer", "name", "why"),
-    [
-        (-10, "", "SIGUSR1", "dtrain passes it on when it is sent one; the script has no handler for it"),
-        (-9, "", "SIGKILL", f"{OTHER}, and no out-of-memory kill was seen"),
-        (
-            -9,
-            "the out-of-memory killer: 61 of 64 GiB in use",
-            "SIGKILL",
-            "the out-of-memory killer: 61 of 64 GiB in use",
-        ),
-        (-11, "", "SIGSEGV", "it crashed: segmentation fault"),
-        (-15, "", "SIGTERM", OTHER),
-        (-40, "", "signal 40", OTHER),
-    ],
-)
-def test_a_signal_is_named_with_who_may_have_sent_it(status: int, killer: str, name: str, why: str) -> None:
-    killed = failure(FailureKind.KILLED, status=status, killer=killer)
-    assert what_happened(killed) == f"rank 3 on a was killed by {name} after 1.2 s"
-    assert what_happened(killed, in_full=True) == f"rank 3 on a (pid 7) was killed by {name} ({why}) after 1.2 s"
-
-
-@pytest.mark.parametrize(
-    ("kind", "changes", "brief", "in_full"),
-    [
-        (
-            FailureKind.RAISED,
-            {"error_type": "ValueError", "message": "\nbad batch\nmore"},
-            "rank 3 on a raised ValueError after 1.2 s: bad batch",
-            "rank 3 on a (pid 7) raised an exception after 1.2 s",
-        ),
-        (
-            FailureKind.RAISED,
-            {"status": -15},
-            "rank 3 on a raised an exception after 1.2 s",
-            "rank 3 on a (pid 7) raised an exception after 1.2 s",
-        ),
-        (
-            FailureKind.EXITED,
-            {"status": 7},
-            "rank 3 on a exited with code 7 after 1.2 s",
-            "rank 3 on a (pid 7) exited with code 7 after 1.2 s",
-        ),
-        (
-            FailureKind.HUNG,
-            {"status": -9, "message": "x"},
-            "rank 3 on a hung after 1.2 s: x",
-            "rank 3 on a (pid 7) hung after 1.2 s: x",
-        ),
-        (FailureKind.NEVER_STARTED, {"message": "x"}, "rank 3 on a x", "rank 3 on a x"),
-        (FailureKind.HOST_LOST, {"message": "x"}, "host a was lost after 1.2 s: x", "host a was lost after 1.2 s: x"),
-        (
-            FailureKind.STORE_LOST,
-            {"message": "x"},
-            "the rendezvous store on a was lost after 1.2 s: x",
-            "the rendezvous store on a was lost after 1.2 s: x",
-        ),
-        (FailureKind.STALLED, {"message": "no progress"}, "no progress", "no progress"),
-    ],
-)
-def test_every_kind_of_failure_is_said_in_one_line(
-    kind: FailureKind, changes: dict[str, Any], brief: str, in_full: str
-) -> None:
-    assert what_happened(failure(kind, **changes)) == brief
-    assert what_happened(failure(kind, **changes), in_full=True) == in_full
+@pytest.mark.parametrize("name", FAILURES)
+def test_how_a_failure_is_described(name: str, snapshot: SnapshotAssertion) -> None:
+    """On a line while the run goes on, in full at its end, and in a phrase for one rank and for two."""
+    failure = FAILURES[name]
+    brief, in_full = what_happened(failure), what_happened(failure, in_full=True)
+    assert "\n".join([brief, in_full, how_they_ended(failure, 1), how_they_ended(failure, 2)]) == snapshot
 
 
 def test_a_long_message_is_cut_while_the_run_goes_on() -> None:
@@ -99,24 +58,6 @@ def test_a_long_message_is_cut_while_the_run_goes_on() -> None:
     assert said.endswith(": " + "x" * LINE_CHARACTERS)
     lost = failure(FailureKind.HOST_LOST, message="x" * 500)
     assert len(what_happened(lost, in_full=True)) > 500 > len(what_happened(lost))
-
-
-@pytest.mark.parametrize(
-    ("kind", "changes", "one", "two"),
-    [
-        (FailureKind.EXITED, {"status": 3}, "exited with code 3", "exited with code 3"),
-        (FailureKind.KILLED, {"status": -6}, "was killed by SIGABRT", "were killed by SIGABRT"),
-        (FailureKind.RAISED, {"inside": "f", "message": "No"}, "failed in f: no", "failed in f: no"),
-        (FailureKind.RAISED, {}, "failed with an error", "failed with an error"),
-        (FailureKind.NEVER_STARTED, {}, "never started", "never started"),
-        (FailureKind.HOST_LOST, {"message": "gone"}, "was lost: gone", "were lost: gone"),
-    ],
-)
-def test_failures_that_are_alike_are_said_in_one_phrase(
-    kind: FailureKind, changes: dict[str, Any], one: str, two: str
-) -> None:
-    assert how_they_ended(failure(kind, **changes), 1) == one
-    assert how_they_ended(failure(kind, **changes), 2) == two
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def refusal(clients: Clients, config: Path, name: str, within_s: float = 20) -> 
     return failure.value.reason
 
 
-def test_options_go_to_ssh_before_the_users_and_the_host_where_it_is_named() -> None:
+def test_options_come_before_the_user_s_and_the_host() -> None:
     host = Host("alpha", HostKind.SSH, user="me", port=2222)
     ssh = SshOptions(config=Path("conf"), command=("/usr/bin/ssh", "-S", "sock"))
     assert login_command(host, ssh, "-T") == [
@@ -80,24 +80,7 @@ def test_options_go_to_ssh_before_the_users_and_the_host_where_it_is_named() -> 
         login_command(Host("alpha", HostKind.SSH, port=2222), SshOptions(command=("tsh",)))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--ssh-command", "ssh 'x"], "cannot be split as by a shell"),
-        (["--ssh-command", " "], "write a command, or leave it out"),
-        (["--ssh-command", "ssh", "--accept-new-host-keys"], "--ssh-command 'ssh -o StrictHostKeyChecking=accept-new'"),
-        (["--ssh-command", "tsh ssh", "--ssh-config", "conf"], "--ssh-config is an option of ssh"),
-    ],
-)
-def test_what_cannot_be_meant_is_a_usage_error(script: Path, options: list[str], message: str) -> None:
-    result = run_dtrain("run", *options, "--hosts", "node1", script, cwd=script.parent)
-    assert result.returncode == 2
-    assert message in result.stderr
-
-
-def test_a_server_that_takes_one_at_a_time_is_tried_again_until_all_are_in(
-    ssh_hosts: SshHosts, clients: Clients
-) -> None:
+def test_a_server_that_takes_one_at_a_time_is_tried_again(ssh_hosts: SshHosts, clients: Clients) -> None:
     ssh_hosts.configure(1, "MaxStartups 1:100:2")
     with ThreadPoolExecutor(8) as pool:
         streams = list(pool.map(lambda _: connect(clients, ssh_hosts.ssh_config, "node1"), range(8)))
@@ -123,7 +106,7 @@ def test_each_refusal_says_what_ssh_said_and_what_to_type(ssh_hosts: SshHosts, c
     assert f'remove the old one with: ssh-keygen -f "{ssh_hosts.known_hosts}" -R ' in reason
 
 
-def test_a_client_that_never_answers_is_ended_in_time_with_what_it_started(
+def test_a_client_that_never_answers_is_ended_with_its_children(
     ssh_hosts: SshHosts, clients: Clients, tmp_path: Path
 ) -> None:
     wrapper = tmp_path / "wrapper"
@@ -233,7 +216,7 @@ def test_a_jump_host_is_ssh_s_own_business(ssh_hosts: SshHosts, script: Path) ->
     assert ssh_hosts.log(3).count("Accepted publickey") >= 2
 
 
-def test_a_run_that_is_stopped_while_it_connects_leaves_no_client(ssh_hosts: SshHosts, tmp_path: Path) -> None:
+def test_a_run_stopped_while_connecting_leaves_no_client(ssh_hosts: SshHosts, tmp_path: Path) -> None:
     wrapper = tmp_path / "wrapper"
     wrapper.write_text("#!/bin/sh\nsleep 600\n")
     wrapper.chmod(0o755)

@@ -76,7 +76,7 @@ def unmet(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- jump hosts ----
 
 
-def test_hosts_behind_a_jump_host_share_its_connection_until_the_last_is_let_go(ssh_hosts: SshHosts) -> None:
+def test_hosts_behind_a_jump_host_share_its_connection(ssh_hosts: SshHosts) -> None:
     config = config_of(ssh_hosts, "behind", "Host node1 node2\n  ProxyJump node3")
     before = logins(ssh_hosts, 3)
     with ThreadPoolExecutor(6) as pool:
@@ -146,7 +146,7 @@ def test_a_host_that_its_jump_host_cannot_reach_is_named(ssh_hosts: SshHosts, un
     wait_until(lambda: ssh_hosts.sessions(3) == 0, "nothing is kept open for it")
 
 
-def test_a_host_that_swallows_everything_behind_a_jump_host_is_given_up_alone(ssh_hosts: SshHosts) -> None:
+def test_a_silent_host_behind_a_jump_host_is_given_up_alone(ssh_hosts: SshHosts) -> None:
     with full_queue(ssh_hosts.ssh_config) as odd:
         odd.write_text("Host node1 odd\n  ProxyJump node3\n" + odd.read_text())
         stream = connect(odd, "node1")
@@ -179,7 +179,7 @@ def test_a_proxy_command_carries_the_connection_and_is_reaped(ssh_hosts: SshHost
     assert proxy._process.poll() is not None
 
 
-def test_a_proxy_command_that_fails_or_hangs_is_named_with_its_last_words(ssh_hosts: SshHosts) -> None:
+def test_a_proxy_command_that_fails_or_hangs_is_named(ssh_hosts: SshHosts) -> None:
     fails = "sh -c 'echo noise >&2; echo no way to %h >&2; exit 3'"
     config = config_of(
         ssh_hosts, "proxies",
@@ -202,7 +202,7 @@ def test_a_proxy_command_that_fails_or_hangs_is_named_with_its_last_words(ssh_ho
 # ---- servers that are busy, silent or something else ----
 
 
-def test_a_server_that_takes_one_at_a_time_is_tried_again_until_all_are_in(ssh_hosts: SshHosts) -> None:
+def test_a_server_that_takes_one_at_a_time_is_tried_again(ssh_hosts: SshHosts) -> None:
     ssh_hosts.configure(1, "MaxStartups 1:100:2")
     with ThreadPoolExecutor(8) as pool:
         streams = list(pool.map(lambda _: connect(ssh_hosts.ssh_config, "node1"), range(8)))
@@ -287,7 +287,7 @@ def test_what_is_no_server_is_reported_in_time(ssh_hosts: SshHosts, greeting: by
         assert time.monotonic() - began < 15
 
 
-def test_a_server_that_turns_us_away_and_then_does_not_answer_is_reported_by_what_it_said(ssh_hosts: SshHosts) -> None:
+def test_a_server_s_refusal_is_reported_by_what_it_said(ssh_hosts: SshHosts) -> None:
     with server(ssh_hosts.ssh_config, greeting=b"Not allowed at this time\r\n", closes=True, greeted=1) as config:
         assert "closed the connection, saying 'Not allowed at this time', before its greeting" in refusal(
             config, "odd", within_s=4
@@ -379,9 +379,7 @@ def test_a_noisy_slow_shell_and_a_banner_do_no_harm(
         rc.unlink()
 
 
-def test_start_up_files_that_end_or_wait_or_name_another_python_are_reported(
-    ssh_hosts: SshHosts, tmp_path: Path
-) -> None:
+def test_start_up_files_that_end_or_wait_are_reported(ssh_hosts: SshHosts, tmp_path: Path) -> None:
     if Path(pwd.getpwuid(os.getuid()).pw_shell).name != "bash":
         pytest.skip("the account's shell does not read .bashrc")
     script = tmp_path / "script.py"

@@ -42,7 +42,7 @@ def _shake_hands(listener: Handshake, joiner: Handshake, flip: tuple[int, int] =
     return messages
 
 
-def test_both_ends_have_the_same_keys_after_it_and_a_key_for_each_direction() -> None:
+def test_both_ends_have_the_same_keys_one_for_each_direction() -> None:
     listener, joiner = _pair()
     messages = _shake_hands(listener, joiner)
     assert [len(message) for message in messages] == [GREETING_BYTES, GREETING_BYTES, PROOF_BYTES, PROOF_BYTES, 0]
@@ -129,7 +129,7 @@ def test_other_protocols_are_known_by_their_first_bytes(said: bytes) -> None:
         Handshake(Side.LISTENER, TOKEN).feed(said)
 
 
-def test_another_version_is_named_and_answered_so_that_it_knows_too() -> None:
+def test_another_version_is_named_on_both_ends() -> None:
     with pytest.raises(OtherVersion, match="same version") as refused:
         Handshake(Side.LISTENER, TOKEN).feed(b"dtrain-join 0009" + bytes(64))
     assert refused.value.answer == MAGIC
@@ -148,9 +148,7 @@ def test_who_says_more_than_its_turn_is_refused() -> None:
 
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.binary(max_size=120), max_size=6), st.booleans(), st.sampled_from(list(Side)))
-def test_whatever_a_foreign_peer_says_it_gets_no_keys_and_an_error_of_ours(
-    said: list[bytes], polite: bool, side: Side
-) -> None:
+def test_a_foreign_peer_gets_no_keys_whatever_it_sends(said: list[bytes], polite: bool, side: Side) -> None:
     handshake = Handshake(side, TOKEN)
     with contextlib.suppress(HandshakeError):
         for data in [MAGIC, *said] if polite else said:
@@ -163,9 +161,7 @@ def test_whatever_a_foreign_peer_says_it_gets_no_keys_and_an_error_of_ours(
 
 @settings(deadline=None, max_examples=100)
 @given(st.lists(st.tuples(st.sampled_from(Kind), st.binary(max_size=300)), max_size=6), st.data())
-def test_records_arrive_as_they_were_encrypted_however_the_bytes_are_cut(
-    records: list[tuple[Kind, bytes]], data: st.DataObject
-) -> None:
+def test_records_arrive_however_the_bytes_are_cut(records: list[tuple[Kind, bytes]], data: st.DataObject) -> None:
     encryptor, decryptor = Encryptor(KEY), Decryptor(KEY)
     stream = b"".join(encryptor.encrypt(kind, text) for kind, text in records)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=6)))

@@ -153,7 +153,7 @@ class Agent:
 # ---- the real agent ------------------------------------------------------------------------------------------
 
 
-def test_a_real_agent_runs_workers_and_its_node_passes_signals_on_to_them(run: Run) -> None:
+def test_a_real_agent_runs_workers_and_passes_signals_on(run: Run) -> None:
     where = f"127.0.0.1:{run.listener.port}"
     with joiner(where, [sys.executable, "-m", "launcher.agent"]) as process:
         stream = run.wait()
@@ -250,7 +250,7 @@ class CuttableRelay:
         self.cut()
 
 
-def test_after_a_break_the_agent_ends_and_the_node_comes_back_with_another(run: Run) -> None:
+def test_after_a_break_the_node_returns_with_another_agent(run: Run) -> None:
     relay = CuttableRelay(run.listener.port)
     try:
         with joiner(f"127.0.0.1:{relay.port}", [sys.executable, "-c", ECHO]) as process:
@@ -390,7 +390,7 @@ def _mask(pid: int, name: str) -> int:
     raise AssertionError(name)
 
 
-def test_an_agent_that_cannot_be_started_is_an_error_on_both_ends(run: Run) -> None:
+def test_an_agent_that_cannot_start_is_an_error_on_both_ends(run: Run) -> None:
     with joiner(f"127.0.0.1:{run.listener.port}", ["/no/such/python"]) as process:
         stream = run.wait()
         assert stream.read() == b""

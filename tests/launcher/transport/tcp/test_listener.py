@@ -172,7 +172,7 @@ def test_a_stream_carries_what_both_say_and_how_the_agent_ended(lab: Lab) -> Non
     assert again is not stream
 
 
-def test_a_node_that_waits_first_and_one_that_is_waited_for_both_get_in(lab: Lab) -> None:
+def test_nodes_get_in_in_either_order(lab: Lab) -> None:
     thread, results = _in_thread(lambda: lab.wait_for("gamma"))
     node = lab.join(2)
     assert node.receive().kind is Kind.START
@@ -181,7 +181,7 @@ def test_a_node_that_waits_first_and_one_that_is_waited_for_both_get_in(lab: Lab
     assert results[0].read() == b"of gamma"
 
 
-def test_a_node_that_does_not_come_is_an_error_that_says_what_to_type(lab: Lab) -> None:
+def test_a_missing_node_is_an_error_that_says_what_to_type(lab: Lab) -> None:
     with pytest.raises(HostError, match=r"no node joined as node rank 1 .* the same command there, with --node-rank 1"):
         lab.wait_for("beta", 0.05)
     node = lab.join(1)  # the one that no one waits for any more gets no agent
@@ -249,7 +249,7 @@ def test_writing_ends_when_the_connection_does(lab: Lab) -> None:
 # ---- places --------------------------------------------------------------------------------------------------
 
 
-def test_nodes_without_a_rank_take_the_free_places_and_find_their_own_again(lab: Lab) -> None:
+def test_nodes_without_a_rank_take_free_places_and_keep_them(lab: Lab) -> None:
     first = Greeting.ours(None, COMMAND)
     joined = lab.dial(first)
     assert isinstance(joined, Joined)
@@ -285,9 +285,7 @@ def test_why_a_node_does_not_belong_is_reported_on_both_ends(lab: Lab, changes: 
     assert lab.join(1).rank == 1  # the right one gets in
 
 
-def test_a_second_node_for_a_place_is_refused_while_the_first_one_answers(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_node_for_a_place_is_refused(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "CHALLENGE_S", 50.0)
     first = lab.join(1, hostname="beta-host", pid=4711)
     thread, results = _in_thread(first.receive)
@@ -317,7 +315,7 @@ def test_a_node_that_does_not_answer_loses_its_place_to_the_next(lab: Lab, monke
     assert second.receive().kind is Kind.START
 
 
-def test_a_node_that_dials_again_replaces_its_own_connection_at_once(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_dials_again_replaces_its_connection(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "CHALLENGE_S", 50.0)
     greeting = Greeting.ours(1, COMMAND)
     lab.dial(greeting)
@@ -330,7 +328,7 @@ def test_a_node_that_dials_again_replaces_its_own_connection_at_once(lab: Lab, m
     lab.wait_for("beta")
 
 
-def test_a_node_whose_output_no_one_reads_keeps_its_slot_until_it_dials_again(lab: Lab) -> None:
+def test_a_node_with_unread_output_keeps_its_slot(lab: Lab) -> None:
     greeting = Greeting.ours(1, COMMAND)
     joined = lab.dial(greeting)
     assert isinstance(joined, Joined)
@@ -410,7 +408,7 @@ def test_a_slow_peer_is_rejected_after_its_time(lab: Lab, monkeypatch: pytest.Mo
     assert sent < len(greeting)
 
 
-def test_foreign_protocols_and_other_tokens_are_named_once_and_then_counted(lab: Lab) -> None:
+def test_foreign_protocols_and_tokens_are_named_once(lab: Lab) -> None:
     for _ in range(3):
         sock = lab.raw(b"GET / HTTP/1.0\r\n\r\n")
         with contextlib.suppress(ConnectionResetError):
@@ -555,7 +553,7 @@ def test_it_listens_on_its_address_only_and_says_why_it_cannot(lab: Lab) -> None
 # ---- the connection ------------------------------------------------------------------------------------------
 
 
-def test_a_connection_whose_other_end_takes_nothing_is_not_dead_but_one_that_is_silent_is(
+def test_a_connection_is_dead_if_silent_not_if_unread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening, contextlib.ExitStack() as stack:

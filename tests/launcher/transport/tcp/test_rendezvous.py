@@ -49,7 +49,7 @@ def test_the_token_is_taken_from_the_nearest_place(tmp_path: Path, no_default: P
     assert find_token({"DTRAIN_TOKEN": "", "DTRAIN_TOKEN_FILE": ""}) == b"d" * 16
 
 
-def test_a_token_that_others_may_know_is_an_error_with_what_mends_it(tmp_path: Path) -> None:
+def test_a_token_that_others_may_know_is_an_error_with_a_fix(tmp_path: Path) -> None:
     for mode in (0o640, 0o604, 0o620):
         path = _token_file(tmp_path / "my token", mode=mode)
         with pytest.raises(UsageError, match=r"others can read it \(mode 06\d\d\); type: chmod 600 '.*my token'"):
@@ -76,7 +76,7 @@ def test_in_a_pod_the_group_may_read_what_root_owns(tmp_path: Path) -> None:
         find_token(pod, path)
 
 
-def test_a_token_that_can_be_guessed_or_is_none_is_an_error_that_makes_a_good_one(tmp_path: Path) -> None:
+def test_a_weak_token_is_an_error_with_a_command_for_a_good_one(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"at least 16 characters, this one has 6; make one with: .*openssl rand"):
         find_token({"DTRAIN_TOKEN": "canary"})
     with pytest.raises(UsageError, match=r"cannot read the token: No such file.*make one with"):
@@ -117,7 +117,7 @@ def _folder(path: Path) -> Path:
 # ---- rendezvous file -----------------------------------------------------------------------------------------
 
 
-def test_a_rendezvous_file_is_found_while_it_lasts_and_by_this_user_only(tmp_path: Path) -> None:
+def test_a_rendezvous_file_is_found_by_this_user_only(tmp_path: Path) -> None:
     assert read_endpoint(tmp_path, "job/7 step.0") is None
     with publish(tmp_path, "job/7 step.0", ENDPOINT) as path:
         assert read_endpoint(tmp_path, "job/7 step.0") == ENDPOINT
