@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import random
 import selectors
 import signal
 import socket
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from launcher.agent.stream_writer import StreamWriter
 from launcher.agent.workers.warm_start import ForkServer
@@ -25,6 +27,7 @@ from launcher.protocol.reports import PortsReserved, StoreFailed, StoreOpened
 
 RELEASE_S = 0.3  # to close a store; the agent is blocked meanwhile
 
+_RESERVED, _TRIES = 10_000, 100  # ports
 _BACKLOG = 4096  # every rank's first connection waits here while the store imports torch
 
 
@@ -81,7 +84,7 @@ class Rendezvous:
         try:
             for _ in range(message.count):
                 self._reserved.append(socket.socket(family, socket.SOCK_STREAM))
-                self._reserved[-1].bind((address, 0))
+                _bind_free(self._reserved[-1], address)
         except OSError as error:
             self._failed(f"cannot find free ports on {address}: {error.strerror}")
             return
@@ -95,6 +98,19 @@ class Rendezvous:
 
     def _failed(self, reason: str) -> None:
         self._writer.send(StoreFailed(attempt=self._attempt, reason=reason, time=time.monotonic()))
+
+
+def _bind_free(sock: socket.socket, address: str) -> None:
+    """Bind a port below those that the kernel chooses: no connection can take it before the worker. Raises OSError."""
+    try:
+        lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except OSError:  # another kernel than Linux
+        lowest = 0
+    for port in random.sample(range(lowest - _RESERVED, lowest), _TRIES) if lowest - _RESERVED >= 1024 else ():
+        with contextlib.suppress(OSError):  # it is in use
+            sock.bind((address, port))
+            return
+    sock.bind((address, 0))
 
 
 class StoreProcess:

@@ -311,13 +311,15 @@ def test_a_server_that_fails_ends_the_run_with_its_code(tmp_path: Path) -> None:
 
 
 def test_ports_in_tf_config_are_free_for_their_owners(tmp_path: Path) -> None:
+    """They are below those that the kernel chooses, so that no connection takes one before its owner."""
     (tmp_path / "serve.py").write_text(
         "import json, os, socket\n"
         "config = json.loads(os.environ['TF_CONFIG'])\n"
         "task = config['task']\n"
         "host, port = config['cluster'][task['type']][task['index']].rsplit(':', 1)\n"
         "server = socket.create_server((host, int(port)))\n"
-        "print('bound', task['type'], task['index'], flush=True)\n"
+        "lowest = int(open('/proc/sys/net/ipv4/ip_local_port_range').read().split()[0])\n"
+        "print('bound', task['type'], task['index'], int(port) < lowest, flush=True)\n"
     )
     result = run_dtrain(
         "run", "--simulate", "--nnodes", "2", "--nproc-per-node", "2", "--chief", "--ps", "2", "--ends-with",
@@ -325,4 +327,5 @@ def test_ports_in_tf_config_are_free_for_their_owners(tmp_path: Path) -> None:
     )  # fmt: skip
     assert result.returncode == 0, result
     bound = sorted(line.partition("] ")[2] for line in result.stdout.splitlines())
-    assert bound == ["bound chief 0", "bound ps 0", "bound ps 1", "bound worker 0", "bound worker 1", "bound worker 2"]
+    tasks = ["chief 0", "ps 0", "ps 1", "worker 0", "worker 1", "worker 2"]
+    assert bound == [f"bound {task} True" for task in tasks]
