@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp_worlds.data_parallel_cases import Conv, Mlp, Odd, assert_replicas_equal
-from ddp_worlds.simulated_training_cases import world_with_device
+from testbed.simulated_device.training import world_with_device
 from testbed.simulated_device import DEVICE, register
 from torch import nn
 

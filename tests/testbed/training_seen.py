@@ -1,4 +1,4 @@
-"""Reads the commits of a training from the output of a run, as they come; see ddp_worlds/elastic_script.py."""
+"""Reads the commits of a training from the output of a run, as they come; see programs/elastic.py."""
 
 import re
 import threading

@@ -12,7 +12,7 @@ from testbed.processes import Result, run_dtrain
 from ddp.checkpoint import file as checkpoint_file
 
 pytestmark = pytest.mark.usefixtures("warm")
-SCRIPT = Path(__file__).parents[2] / "ddp_worlds" / "kept_copy_script.py"
+SCRIPT = Path(__file__).parents[2] / "programs" / "kept_copy.py"
 HERE, TWO_HOSTS = ("--nproc-per-node", "2"), ("--simulate", "--nnodes", "2", "--nproc-per-node", "1")
 
 

@@ -9,7 +9,7 @@ from testbed.network import NetworkHosts
 from testbed.processes import started_dtrain
 from testbed.training_seen import TrainingSeen
 
-SCRIPT = Path(__file__).parents[2] / "ddp_worlds" / "elastic_script.py"
+SCRIPT = Path(__file__).parents[2] / "programs" / "elastic.py"
 pytestmark = pytest.mark.timeout(600)
 TIMEOUT_S = 4.0  # a busy machine keeps agents from their turn for seconds
 Fault = Callable[[NetworkHosts, str], None]

@@ -20,17 +20,17 @@ from ddp.errors import CollectiveError
 from ddp.generation import device_collectives
 from ddp.generation.device_collectives import DeviceCollectives, can_be_ended
 
-WORLDS = Path(__file__).parents[2] / "ddp_worlds"
+PROGRAMS = Path(__file__).parents[2] / "programs"
 CUDA = torch.device("cuda", 0)
 
 
 def device_script(folder: Path, *, has_norm: bool = False) -> Path:
     """The resilient script on the simulated device; its ranks have no buffers, or do not share them."""
-    text = (WORLDS / "resilient_script.py").read_text()
+    text = (PROGRAMS / "resilient.py").read_text()
     for old, new in (
         ("import torch\n\nimport ddp\n",
          "import torch\n\nimport ddp\n"
-         f"sys.path.append({str(WORLDS.parent)!r})\n"
+         f"sys.path.append({str(PROGRAMS.parent)!r})\n"
          "from testbed.simulated_device import simulated_device\n\n"
          "device = simulated_device(int(os.environ['SEED']) + int(os.environ['RANK']))\ndevice.__enter__()\n"),
         ("Parallel(net)", "Parallel(net, broadcast_buffers=False)") if has_norm else ("nn.BatchNorm1d(16), ", ""),

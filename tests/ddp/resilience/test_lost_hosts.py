@@ -10,7 +10,7 @@ from testbed.sshd import SshHosts
 from testbed.training_seen import TrainingSeen
 
 pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.timeout(600)]  # warm: for the runs without hosts
-SCRIPT = Path(__file__).parents[2] / "ddp_worlds" / "elastic_script.py"
+SCRIPT = Path(__file__).parents[2] / "programs" / "elastic.py"
 LIMIT_S = 120.0
 
 

@@ -11,7 +11,7 @@ from testbed.resilient import run as run_script
 from testbed.resilient import said
 
 pytestmark = pytest.mark.usefixtures("warm")
-SCRIPT = Path(__file__).parents[2] / "ddp_worlds" / "resilient_script.py"
+SCRIPT = Path(__file__).parents[2] / "programs" / "resilient.py"
 
 
 def run(

@@ -7,7 +7,7 @@ from testbed.once import once
 from testbed.resilient import run, said
 
 pytestmark = pytest.mark.usefixtures("warm")
-SCRIPT = Path(__file__).parents[2] / "ddp_worlds" / "resilient_fit.py"
+SCRIPT = Path(__file__).parents[2] / "programs" / "resilient_fit.py"
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 from testbed.resilient import run, said
 
 pytestmark = pytest.mark.usefixtures("warm")
-SCRIPT = Path(__file__).parents[2] / "ddp_worlds" / "resilient_kinds.py"
+SCRIPT = Path(__file__).parents[2] / "programs" / "resilient_kinds.py"
 
 
 @pytest.mark.parametrize(
