@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ddp_worlds.central_storage_cases import MAKERS, assert_same, batch
-from ddp_worlds.central_storage_cases import build as build_for_all
 from ddp_worlds.compression_cases import Bucket, assert_same_bits, error
-from ddp_worlds.parameter_server_cases import in_roles, start
-from ddp_worlds.strategy_cases import Setting, data
-from ddp_worlds.strategy_cases import build as build_for_servers
 from ddp_worlds.sync_debug import waiting_is_an_error
+from testbed.central_training import MAKERS, assert_same, batch
+from testbed.central_training import build as build_for_all
+from testbed.one_training import Setting, data
+from testbed.one_training import build as build_for_servers
+from testbed.servers import in_roles, start
 from torch.nn import functional as F
 
 from ddp.compression import Half, Int8, PowerSGD, make_compression

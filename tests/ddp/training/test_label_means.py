@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_worlds.parameter_server_cases import in_roles
 from testbed.fits import BATCH, CLASSES, F64, SAMPLES, batches, flat
 from testbed.nursery import Nursery
 from testbed.seeds import Seeds
+from testbed.servers import in_roles
 from testbed.simulated_device import DEVICE, simulated_device
 from testbed.worlds import world
 from torch import Tensor, nn

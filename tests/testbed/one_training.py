@@ -1,7 +1,5 @@
-"""One training under every strategy, and its oracle: the same training in one process, without any.
-
-The functions at the end run on every rank of a test world. `parameter_server_cases` has what needs parameter servers.
-"""
+# mypy: disable-error-code="no-any-return"
+"""One training under every strategy, and its oracle: the same training in one process, without any."""
 
 from __future__ import annotations
 
@@ -9,23 +7,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
-import torch.distributed as dist
 from ddp_worlds.data_parallel_cases import Odd
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-import ddp
-from ddp.comm import objects
 from ddp.data.permutation import choose
 from ddp.strategies.strategy import Strategy
-from ddp.training.optimizer_step import average_gradients
 
 F64 = torch.float64
+
+
 LENGTH = 45  # with batches of 11, the last one has a single sample: nothing for most replicas
+
+
 EPOCHS = 3
+
+
 State = dict[str, Any]
 
 
@@ -70,6 +69,8 @@ def mlp() -> nn.Module:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": mlp, "odd": Odd, "norm": Norm, "words": Words, "bag": Bag}
+
+
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.2, momentum=0.9, nesterov=True),
     "plain sgd": lambda groups: torch.optim.SGD(groups, lr=0.2),
@@ -217,100 +218,11 @@ def _goes_on_in_plain_torch(
     assert_same(dict(plain.state_dict()), dict(expected.state_dict()), "a step of torch")
 
 
-# ---- on every rank of a test world ----
-
-
-def equals_one_process(runs: Sequence[tuple[str, Setting]]) -> None:
-    for name, setting in runs:
-        strategy = ddp.strategy(name, **setting.options)
-        try:
-            has_buffers = name != "all_reduce" or strategy.is_main  # elsewhere, replica 0's until the last forward
-            assert_equals_oracle(strategy, setting, has_buffers=has_buffers, has_state=name != "local_sgd")
-        except AssertionError as error:
-            raise AssertionError(f"{name}, {setting}: {error}") from error
-
-
-def steps_apart_reach_the_loss(factor: float) -> None:
-    setting = Setting("mlp", "sgd", epochs=8, options={"every": 4})
-    strategy = ddp.strategy("local_sgd", **setting.options)
-    model, _, _ = train(strategy, setting)
-    expected, _, _ = oracle(setting, strategy.replicas)
-    assert whole_loss(model) < factor * whole_loss(expected)
-
-
 def whole_loss(model: nn.Module) -> float:
     """The loss of the whole data set, evaluated."""
     x, y = data(next(model.parameters()).dtype).tensors
     with torch.no_grad():
         return F.cross_entropy(model(x), y).item()
-
-
-def mean_and_reduce() -> None:
-    """Weights, losses of tokens, unequal shares and every form of a value."""
-    strategy = ddp.strategy("all_reduce")
-    rank, replicas = strategy.replica, strategy.replicas
-    check_mean(strategy)
-    check_reduce(strategy)
-    different: list[tuple[tuple[str, Any], str]] = [
-        (("sum", torch.zeros(2 + rank)), r"replica 1 gives float32\[3\], replica 0 float32\[2\]"),
-        (("sum", {f"loss{rank}": 1.0}), "all replicas must give values of the same form"),
-        (("sum" if rank else "mean", 1.0), r"replica 0 calls reduce\('mean'\) where replica 1 calls reduce\('sum'\)"),
-    ]
-    for arguments, message in different:
-        with pytest.raises(ddp.errors.ArgumentError, match=message):
-            strategy.reduce(*arguments)
-    assert strategy.reduce("max", rank) == replicas - 1, "a refusal leaves nothing behind"
-    big = torch.full((1000,), float(rank))  # more than fits into the first round
-    assert torch.equal(strategy.reduce("sum", big), torch.full((1000,), float(sum(range(replicas)))))
-
-
-def large_tensors_travel_once() -> None:
-    """Sums of large tensors and averages of gradients are all-reduced: what is gathered is small."""
-    strategy = ddp.strategy("all_reduce")
-    rank, replicas = strategy.replica, strategy.replicas
-    gathered: list[Any] = []
-    reduced: list[Any] = []
-    with pytest.MonkeyPatch.context() as patch:
-
-        def counting(original: Callable[..., Any], calls: list[int], place: int) -> Callable[..., Any]:
-            def counted(*given: Any, **options: Any) -> Any:
-                calls.append(given[place].nbytes)
-                return original(*given, **options)
-
-            return counted
-
-        patch.setattr(objects, "_all_gather", counting(objects._all_gather, gathered, 0))
-        patch.setattr(dist, "all_reduce", counting(dist.all_reduce, reduced, -1))
-        patch.setattr("ddp.comm.reduction._PIECE_NUMEL", 70_000)
-        generator = torch.Generator().manual_seed(rank)
-        every = [torch.rand(300, 400, generator=torch.Generator().manual_seed(each)) for each in range(replicas)]
-        mine = {"a": [torch.rand(300, 400, generator=generator)], "count": rank}
-        mean = strategy.reduce("mean", mine)
-        assert torch.equal(mean["a"][0], torch.stack(every).double().mean(0).float())
-        assert mean["count"] == (replicas - 1) / 2
-        total = strategy.reduce("sum", torch.full((200_000,), rank == 1))
-        assert (total.dtype, total.unique().tolist()) == (torch.int64, [1])
-        assert torch.equal(strategy.reduce("mean", torch.full((100_000,), rank))[:2], torch.full((2,), mean["count"]))
-        assert sum(reduced) == 8 * (120_000 + 200_000 + 100_000)
-        assert len(reduced) == 2 + 3 + 2
-        with pytest.raises(ddp.errors.ArgumentError, match=r"replica 1 gives \{a large float32\[150, 801\]: a number"):
-            strategy.reduce("sum", torch.zeros(150, 800 + min(rank, 1)))
-
-        reduced.clear()
-        net = nn.Sequential(nn.Linear(300, 400), nn.Linear(400, 2, dtype=torch.bfloat16), nn.Linear(2, 2))
-        for parameter in net[:2].parameters():
-            parameter.grad = torch.full_like(parameter, rank)
-        net[0].bias.grad = torch.full((400,), 6.0) if rank == 0 else None
-        average_gradients(strategy, net)
-        assert net[2].weight.grad is None
-        assert [each.grad.unique().tolist() for each in net[:2].parameters()] == [
-            [mean["count"]], [6 / replicas], [mean["count"]], [mean["count"]]
-        ]  # fmt: skip
-        assert reduced == [4 * (300 * 400 + 400), 4 * (400 * 2 + 2)], "half precision in single"
-        net[0].weight.grad = torch.zeros(400, 300).to_sparse() if rank == 1 else None
-        with pytest.raises(ddp.errors.UnsupportedError, match="a sparse gradient under strategy 'all_reduce'"):
-            average_gradients(strategy, net)
-        assert max(gathered) <= 1000
 
 
 def check_mean(strategy: Strategy) -> None:
