@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_worlds.checkpoint_cases import listed
+from testbed.checkpoints import listed
 from testbed.fits import BATCH, Breaks, data, trainer
 from testbed.nursery import Nursery
 from testbed.require import require

@@ -14,18 +14,17 @@ import re
 import shutil
 import signal
 import socket
-import struct
 import subprocess
 import sys
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy
 import pytest
 import torch
-from ddp_worlds.checkpoint_cases import listed
+from testbed.checkpoints import damage, listed
 from testbed.nursery import ROOT, Nursery
 from testbed.present import present
 from testbed.processes import run_program
@@ -40,7 +39,7 @@ from ddp.checkpoint import file as checkpoint_file
 from ddp.checkpoint.atomic_file import remove_unfinished
 from ddp.checkpoint.folder_owner import FolderOwner
 
-CASES = ROOT / "tests" / "ddp_worlds" / "checkpoint_cases.py"
+KILLED_WRITER = ROOT / "tests" / "programs" / "killed_writer.py"
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +136,7 @@ def test_the_last_ones_are_kept_and_what_others_wrote(tmp_path: Path) -> None:
 
 def test_a_damaged_file_does_not_count_as_kept(tmp_path: Path) -> None:
     _save_steps(tmp_path, 1, 2, 3)
-    _damage(tmp_path / "step-0000000003.pt")
+    damage(tmp_path / "step-0000000003.pt")
     checkpoint = ddp.Checkpoint(tmp_path, keep=2, in_background=False)
     with pytest.warns(UserWarning, match=r"skipped: .*step-0000000003.pt"):
         assert checkpoint.load().step == 2  # type: ignore[union-attr]
@@ -305,7 +304,7 @@ def test_a_renamed_file_is_not_taken_for_a_later_step(tmp_path: Path) -> None:
 
 def test_if_none_is_whole_all_are_named(tmp_path: Path) -> None:
     _save_steps(tmp_path, 4, 6)
-    _damage(tmp_path / "step-0000000004.pt")
+    damage(tmp_path / "step-0000000004.pt")
     (tmp_path / "step-0000000006.pt").unlink()
     (tmp_path / "step-0000000006.pt").mkdir()
     with pytest.raises(
@@ -428,7 +427,7 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(
     environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
     (seed,), kills = seeds(1), 40
     words = (str(kills), str(seed), str(int(in_background)))
-    result = run_program(sys.executable, "-W", "error", CASES, tmp_path, *words, env=environment)
+    result = run_program(sys.executable, "-W", "error", KILLED_WRITER, tmp_path, *words, env=environment)
     assert result.returncode == 0, result.stderr
     in_the_middle = json.loads(result.stdout)["in_the_middle"]
     assert in_the_middle > 1  # while it writes; how many depends on the machine
@@ -443,61 +442,6 @@ def test_only_a_dead_writer_s_file_is_removed(tmp_path: Path) -> None:
         assert sorted(listed(tmp_path)) == [living.name, "step-0000000001.pt"]
     ddp.Checkpoint(tmp_path, in_background=False).save(2)
     assert sorted(listed(tmp_path)) == ["step-0000000001.pt", "step-0000000002.pt"]
-
-
-FAILURES = pytest.mark.parametrize(
-    ("what", "reason"), [("full disk", "File too large"), ("read-only folder", "Permission denied")]
-)
-BOTH_WAYS = pytest.mark.parametrize("in_background", [False, True])
-CASE = "ddp_worlds.checkpoint_cases"
-
-
-@BOTH_WAYS
-@FAILURES
-def test_all_ranks_raise_when_rank_zero_cannot_write(
-    nursery: Nursery, what: str, reason: str, in_background: bool, tmp_path: Path
-) -> None:
-    case = f"{CASE}:failure_of_rank_zero_is_raised_by_all"
-    messages = nursery.run(3, case, folder=str(tmp_path / "folder"), what=what, in_background=in_background)
-    assert len(set(messages)) == 1
-    assert reason in messages[0]
-
-
-@BOTH_WAYS
-@FAILURES
-def test_a_failed_save_costs_that_save_alone_and_is_said_once(
-    nursery: Nursery, what: str, reason: str, in_background: bool, tmp_path: Path
-) -> None:
-    case, folder = f"{CASE}:a_failed_save_costs_that_save_alone", tmp_path / "folder"
-    written = nursery.run(3, case, folder=str(folder), what=what, in_background=in_background)
-    assert written[1:] == ["", ""]
-    lines = written[0].splitlines()
-    assert len(lines) == 4, lines
-    for line, (step, newest, nth) in zip(lines, [(2, 1, 1), (3, 1, 2), (5, 4, 1), (6, 4, 2)], strict=True):
-        assert line.startswith(f"ddp: rank 0 could not write step {step} to {folder}: "), line
-        assert reason in line
-        assert f"The newest whole checkpoint is {folder}/step-{newest:010d}.pt" in line
-        assert f"failed saves in a row: {nth}; 3 are an error" in line
-
-
-@BOTH_WAYS
-def test_the_third_failed_save_in_a_row_is_raised_by_all_ranks(
-    nursery: Nursery, in_background: bool, tmp_path: Path
-) -> None:
-    case = f"{CASE}:the_third_failure_in_a_row_is_an_error"
-    messages = nursery.run(3, case, folder=str(tmp_path / "folder"), in_background=in_background)
-    assert len(set(messages)) == 1
-    assert "File too large" in messages[0]
-    assert "3 saves in a row have failed" in messages[0]
-
-
-@BOTH_WAYS
-def test_who_waits_for_the_newest_checkpoint_or_loads_hears_that_it_failed(
-    nursery: Nursery, in_background: bool, tmp_path: Path
-) -> None:
-    case = f"{CASE}:who_needs_the_file_hears_of_a_failed_save"
-    messages = nursery.run(3, case, folder=str(tmp_path / "folder"), in_background=in_background)
-    assert messages[1:] == [messages[0]] * 2
 
 
 class Interrupted:
@@ -528,36 +472,6 @@ def test_what_a_signal_s_handler_raises_in_a_save_is_no_error_of_the_checkpoint(
             checkpoint.load(scheduler=Interrupted())
     finally:
         signal.signal(signal.SIGUSR2, before)
-
-
-def test_a_folder_that_cannot_be_made_is_an_error_at_once(nursery: Nursery, tmp_path: Path) -> None:
-    case = f"{CASE}:a_folder_that_cannot_be_made_is_an_error_at_once"
-    messages = nursery.run(2, case, folder=str(tmp_path / "folder"))
-    assert len(set(messages)) == 1
-    assert "Not a directory" in messages[0]
-
-
-def test_a_rank_whose_file_system_does_not_answer_is_named_early_and_waited_for(
-    nursery: Nursery, tmp_path: Path
-) -> None:
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    case = f"{CASE}:a_rank_hangs_at_its_files"
-    errors = nursery.run(3, case, folder=str(folder), hangs_s=10.0, stall_timeout_s=2.0)
-    assert (errors[0], errors[2]) == ("", "")  # one of those that wait says so
-    (line,) = errors[1].splitlines()
-    found = re.fullmatch(
-        r"ddp: rank 0 has been at the files of a checkpoint for ([\d.]+) s, in (\S+), at (.+): its file system may not "
-        r"answer\. Rank 1 waits for it in the exchange of notes before saving of step \d+, at most ([\d.]+) s more",
-        line,
-    )
-    assert found, line
-    for_s, where, at, left_s = found.groups()
-    assert 1 < float(for_s) < 10
-    assert where == str(folder)
-    assert "checkpoint_cases.py:" in at
-    assert "in a_rank_hangs_at_its_files" in at
-    assert float(left_s) > 8
 
 
 RESILIENT = """
@@ -608,98 +522,6 @@ def test_a_full_disk_restarts_no_rank_of_a_resilient_run(tmp_path: Path) -> None
 # Several ranks
 
 
-def test_each_rank_s_numbers_go_on_in_a_world_of_the_same_size(nursery: Nursery, tmp_path: Path) -> None:
-    drawn = nursery.run(2, "ddp_worlds.checkpoint_cases:numbers_after_saving", folder=str(tmp_path))
-    assert drawn[0] != drawn[1]
-    assert nursery.run(2, "ddp_worlds.checkpoint_cases:numbers_after_loading", folder=str(tmp_path)) == drawn
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_numbers_of_another_world_are_new_and_repeatable(nursery: Nursery, world_size: int, tmp_path: Path) -> None:
-    saved = nursery.run(2, "ddp_worlds.checkpoint_cases:numbers_after_saving", folder=str(tmp_path))
-    first, again = (
-        nursery.run(world_size, "ddp_worlds.checkpoint_cases:numbers_after_loading", folder=str(tmp_path))
-        for _ in range(2)
-    )
-    assert first == again
-    numbers = [number for rank in (*saved, *first) for number in rank]
-    assert len(set(numbers)) == len(numbers)
-
-
-@pytest.mark.parametrize("saved", ["ddp", "torch"])
-def test_wrapped_or_not_a_model_has_the_same_keys(nursery: Nursery, saved: str, tmp_path: Path) -> None:
-    expected = nursery.run(2, "ddp_worlds.checkpoint_cases:saves_wrapped", folder=str(tmp_path), wrapper=saved)
-    for wrapper in ("ddp", "torch", "plain"):
-        found = nursery.run(2, "ddp_worlds.checkpoint_cases:loads_wrapped", folder=str(tmp_path), wrapper=wrapper)
-        assert found == expected
-    bare: Any = nn.Linear(3, 2)
-    compiled = cast(nn.Module, torch.compile(bare, backend="eager"))
-    assert ddp.Checkpoint(tmp_path).load(model=compiled)
-    assert bare.weight.flatten().tolist() == expected[0]
-
-
-@pytest.mark.parametrize("owner", [0, 2])
-def test_hosts_without_a_shared_folder_receive_the_newest(nursery: Nursery, owner: int, tmp_path: Path) -> None:
-    case = "ddp_worlds.checkpoint_cases:loads_from_the_rank_that_sees_it"
-    nursery.run(3, case, folder=str(tmp_path), owner=owner, size=777)
-
-
-@pytest.mark.parametrize("hosts", [1, 2])
-def test_each_byte_is_read_once_on_a_host(nursery: Nursery, hosts: int, tmp_path: Path) -> None:
-    elements = 1 << 23  # 64 MiB: little beside it what else a rank reads meanwhile
-    ddp.Checkpoint(tmp_path / "small", in_background=False).save(8, weights=torch.zeros(1))
-    for host in range(hosts):
-        checkpoint = ddp.Checkpoint(tmp_path / str(host), in_background=False)
-        checkpoint.save(8, weights=torch.arange(elements))
-    size = (tmp_path / "0" / "step-0000000008.pt").stat().st_size
-    case = "ddp_worlds.checkpoint_cases:reads_each_byte_once_per_host"
-    read = nursery.run(4, case, folder=str(tmp_path), elements=elements, hosts=hosts)
-    by_calls, from_disk = (sum(each) / size for each in zip(*read, strict=True))
-    assert hosts <= by_calls < hosts + 0.2
-    assert from_disk < hosts + 0.2  # none where the folder is in memory
-
-
-def test_a_rank_that_cannot_open_what_its_host_has_read_receives_it(nursery: Nursery, tmp_path: Path) -> None:
-    model = nn.Linear(2, 1)
-    nn.init.constant_(model.weight, 4.0)
-    ddp.Checkpoint(tmp_path, in_background=False).save(4, model=model)
-    nursery.run(3, "ddp_worlds.checkpoint_cases:one_that_cannot_open_it_receives_the_file", folder=str(tmp_path))
-
-
-def test_ranks_that_save_different_things_are_named(nursery: Nursery, tmp_path: Path) -> None:
-    messages = nursery.run(
-        2, "ddp_worlds.checkpoint_cases:differing_arguments_are_refused_by_all", folder=str(tmp_path)
-    )
-    assert messages[0] == messages[1]
-    for message, part in zip(
-        messages[0],
-        [
-            "step is 6 on rank 1, but 5 on rank 0",
-            "names is ('extra',) on rank 1, but () on rank 0",
-            "rank 1: could not save step 5: extra is a builtins.object",
-            "rank 0: could not save step 5: model=object has no state_dict()",
-            "position of the sampler is",
-            "rank 1: could not restore",
-        ],
-        strict=True,
-    ):
-        assert part in message
-
-
-def test_a_file_that_all_ranks_pass_over_is_warned_of_once(nursery: Nursery, tmp_path: Path) -> None:
-    _save_steps(tmp_path, 1, 2)
-    _damage(tmp_path / "step-0000000002.pt")
-    assert nursery.run(2, "ddp_worlds.checkpoint_cases:is_silent_about_what_all_see", folder=str(tmp_path)) == [1, 0]
-
-
-def test_every_rank_counts_its_reduced_backward_passes_and_checkpoints(nursery: Nursery, tmp_path: Path) -> None:
-    paths = [tmp_path / str(rank) for rank in range(2)]
-    for path in paths:
-        path.write_bytes(bytes(40))
-    nursery.run(2, "ddp_worlds.checkpoint_cases:counts_progress", folder=str(tmp_path))
-    assert [struct.unpack("<QQQ", path.read_bytes()[:24]) for path in paths] == [(3, 2, 0), (3, 2, 0)]
-
-
 def test_what_a_killed_writer_left_is_removed_though_a_forked_process_lives(tmp_path: Path) -> None:
     program = (
         "import os, signal, sys\n"
@@ -728,23 +550,6 @@ def test_what_a_killed_writer_left_is_removed_though_a_forked_process_lives(tmp_
 def _save_steps(folder: Path, *steps: int) -> None:
     for step in steps:
         ddp.Checkpoint(folder, keep=9, in_background=False).save(step)
-
-
-def _damage(path: Path) -> None:
-    """Change one byte in the middle: the end still looks whole."""
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 0x10
-    path.write_bytes(data)
-
-
-@pytest.mark.parametrize("has_host_group", [True, False])
-def test_all_ranks_hear_a_warning_in_the_same_step(nursery: Nursery, tmp_path: Path, has_host_group: bool) -> None:
-    case = "ddp_worlds.checkpoint_cases:a_warning_is_heard_in_one_step"
-    nursery.run(3, case, folder=str(tmp_path), has_host_group=has_host_group)
-
-
-def test_the_status_of_a_backward_pass_says_that_a_rank_was_warned(nursery: Nursery, tmp_path: Path) -> None:
-    nursery.run(3, "ddp_worlds.checkpoint_cases:a_warning_comes_with_the_status_of_a_pass", folder=str(tmp_path))
 
 
 def test_the_signal_s_own_handler_is_called_as_well(nursery: Nursery, tmp_path: Path) -> None:

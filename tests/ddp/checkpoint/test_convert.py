@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from ddp_worlds.checkpoint_cases import listed
+from testbed.checkpoints import listed
 from testbed.nursery import ROOT, Nursery
 from testbed.present import present
 from testbed.processes import run_program
@@ -25,11 +25,11 @@ import ddp
 
 if TYPE_CHECKING:
     import torch.distributed.checkpoint as dcp
-    from ddp_worlds.convert_cases import DATA, build, train
+    from testbed.sharded import DATA, build, train
 
     from ddp.checkpoint.convert import from_dcp, main, to_dcp
 
-CASES = "ddp_worlds.convert_cases"
+CASES = "testbed.sharded"
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # of dcp.save and load in one process
 
@@ -39,7 +39,7 @@ def _imports() -> None:
     """Import here what takes seconds, and what else each process of pytest would when it collects the tests."""
     global dcp, DATA, build, train, from_dcp, main, to_dcp
     import torch.distributed.checkpoint as dcp
-    from ddp_worlds.convert_cases import DATA, build, train
+    from testbed.sharded import DATA, build, train
 
     from ddp.checkpoint.convert import from_dcp, main, to_dcp
 

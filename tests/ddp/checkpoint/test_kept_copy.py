@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ddp_worlds.checkpoint_cases import listed
+from testbed.checkpoints import listed
 from testbed.processes import Result, run_dtrain
 
 from ddp.checkpoint import file as checkpoint_file
