@@ -12,11 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from testbed.nursery import Nursery
 from testbed.sync_debug import waiting_is_an_error
+from testbed.worlds import world
 from torch import nn
 
 import ddp
+
+pytestmark = pytest.mark.gpu
+DEADLINE_S = 250.0  # a first use of the device loads kernels
 
 
 @contextlib.contextmanager
@@ -48,7 +51,8 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -
     optimizer.step()
 
 
-def steps_run_ahead_of_the_device() -> None:
+@world(1, deadline_s=DEADLINE_S)
+def test_steps_run_ahead_of_the_device() -> None:
     """The device sleeps; the host makes whole steps meanwhile, and asks it for nothing."""
     with _nccl_alone():
         x = torch.randn(16, 32, device="cuda:0")
@@ -68,7 +72,8 @@ def steps_run_ahead_of_the_device() -> None:
             torch.cuda.synchronize()
 
 
-def a_captured_step_trains_like_others() -> None:
+@world(1, deadline_s=DEADLINE_S)
+def test_a_captured_step_trains_like_others() -> None:
     """Forward, backward and optimizer in one CUDA graph, as torch's documentation captures its own class."""
     with _nccl_alone():
         x = torch.empty(16, 32, device="cuda:0")
@@ -100,7 +105,8 @@ def a_captured_step_trains_like_others() -> None:
             torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-5)
 
 
-def a_measured_model_is_explained() -> None:
+@world(1, deadline_s=DEADLINE_S)
+def test_a_measured_model_is_explained() -> None:
     """By events, for which the host waits in no step."""
     with _nccl_alone(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(ddp.DistributedDataParallel, "_least_ranks", 1)
@@ -124,7 +130,8 @@ def a_measured_model_is_explained() -> None:
         assert 0 < report.measured_step_s < 1
 
 
-def drift_on_a_device_is_named() -> None:
+@world(2, deadline_s=DEADLINE_S)
+def test_drift_on_a_device_is_named() -> None:
     """Two ranks on one device, over gloo: one changes one bit of a weight."""
     net = _net()
     model = ddp.DistributedDataParallel(net, weight_checksum=True)
@@ -143,6 +150,12 @@ def drift_on_a_device_is_named() -> None:
         assert (caught.value.parameter, caught.value.step) == ("3.weight", 4)
 
 
+@pytest.fixture
+def two_devices() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+
+
 class Halves(nn.Module):
     """A layer on each of two devices, and an output on each. x: (rows, 16)."""
 
@@ -156,45 +169,23 @@ class Halves(nn.Module):
         return self.beside(here).square().sum(), self.second(there).square().sum()
 
 
-def a_module_on_two_devices_is_exact() -> None:
+@pytest.mark.usefixtures("two_devices")
+@world(2, deadline_s=DEADLINE_S)
+def test_a_module_on_two_devices_is_exact() -> None:
     """Two ranks over gloo, each with both devices, against one process with all inputs."""
     torch.manual_seed(0)
     oracle = Halves().double()
     net = copy.deepcopy(oracle)
     net.to("cuda:0")
     net.second.to("cuda:1")
-    world = dist.get_world_size()
+    ranks = dist.get_world_size()
     for views in (False, True):
         model = ddp.DistributedDataParallel(net, gradient_as_bucket_view=views)
         for step in range(20):
-            x = torch.randn(4 * world, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+            x = torch.randn(4 * ranks, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
             model.zero_grad()
             oracle.zero_grad()
-            torch.autograd.backward(model(x.chunk(world)[dist.get_rank()].to("cuda:0")))
-            torch.autograd.backward([loss / world for loss in oracle(x)])
+            torch.autograd.backward(model(x.chunk(ranks)[dist.get_rank()].to("cuda:0")))
+            torch.autograd.backward([loss / ranks for loss in oracle(x)])
             for mine, expected in zip(net.parameters(), oracle.parameters(), strict=True):
                 torch.testing.assert_close(mine.grad.cpu(), expected.grad, rtol=1e-10, atol=1e-12)
-
-
-pytestmark = pytest.mark.gpu
-
-CASES = "ddp_worlds.gpu_step_cases:"
-DEADLINE_S = 250.0  # a first use of the device loads kernels
-
-
-@pytest.mark.parametrize(
-    "case",
-    ["steps_run_ahead_of_the_device", "a_captured_step_trains_like_others", "a_measured_model_is_explained"],
-)
-def test_over_nccl(nursery: Nursery, case: str) -> None:
-    nursery.run(1, CASES + case, deadline_s=DEADLINE_S)
-
-
-def test_drift_on_a_device_is_named(nursery: Nursery) -> None:
-    nursery.run(2, CASES + "drift_on_a_device_is_named", deadline_s=DEADLINE_S)
-
-
-def test_a_module_on_two_devices_is_exact(nursery: Nursery) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA devices")
-    nursery.run(2, CASES + "a_module_on_two_devices_is_exact", deadline_s=DEADLINE_S)
