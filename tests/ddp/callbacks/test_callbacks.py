@@ -18,6 +18,7 @@ from testbed.checkpoints import listed
 from testbed.fits import BATCH, Breaks, data, trainer
 from testbed.nursery import Nursery
 from testbed.require import require
+from testbed.worlds import agreed, world
 
 import ddp
 from ddp import callbacks as cb
@@ -30,63 +31,6 @@ def _alone() -> Any:
     strategy = AllReduce()
     strategy.collective = False
     return strategy
-
-
-def breaks_on_one_replica(hooks: list[str]) -> list[str]:
-    """The others hear of it, and none waits."""
-    return [_breaks_on_one_replica(hook) for hook in hooks]
-
-
-def _breaks_on_one_replica(hook: str) -> str:
-    one = trainer([Breaks(hook, 2, replica=dist.get_world_size() - 1)], log_every=4)
-    with pytest.raises(ddp.errors.DdpError) as raised:
-        one.fit(data(), epochs=3, validation=data(), global_batch_size=BATCH)
-    last = dist.get_world_size() - 1
-    assert (raised.value.__cause__ is not None) == (dist.get_rank() == last)
-    assert raised.value.failed_ranks == (None if dist.get_rank() == last else (last,))  # a consequence of the last
-    if hook == "on_evaluate_begin":
-        with pytest.raises(ddp.errors.DdpError, match="Breaks failed in on_evaluate_begin"):
-            one.evaluate(data())
-    return str(raised.value)
-
-
-def stop_together() -> list[tuple[int, int]]:
-    return [_stops_together(by) for by in ("step", "epoch")]
-
-
-def _stops_together(by: str) -> tuple[int, int]:
-    class Stops(cb.Callback):
-        def on_step_end(self, step: int, logs: dict[str, float]) -> None:
-            if by == "step" and step == 6 and self.trainer.strategy.replica == dist.get_world_size() - 1:
-                self.trainer.stop()
-
-    stopping: list[cb.Callback] = [cb.EarlyStopping("val_loss", patience=2, restore_best=True)] if by == "epoch" else []
-    # With a rate of 30, no epoch is better than the first.
-    one = trainer([*stopping, Stops()], rate=30.0 if by == "epoch" else 0.1, log_every=2)
-    history = one.fit(data(), epochs=9, validation=data(), global_batch_size=BATCH)
-    if by == "epoch":
-        assert isinstance(stopping[0], cb.EarlyStopping)
-        best = stopping[0].best_epoch
-        assert best is not None
-        assert len(history.epoch) == best + 3
-        assert one.evaluate(data())["loss"] == pytest.approx(history["val_loss"][best], abs=1e-12)
-    return len(history.epoch), one.step
-
-
-def scaled_rates() -> dict[str, list[float]]:
-    rates: dict[str, list[float]] = {}
-    for name, scaling in (("warm", cb.LinearScaling(2)), ("at once", cb.LinearScaling(0))):
-        used: list[float] = []
-
-        class Notes(cb.Callback):
-            def on_step_end(self, step: int, logs: dict[str, float], used: list[float] = used) -> None:
-                used.append(self.trainer.learning_rate)
-
-        one = trainer([scaling, cb.LearningRateScheduler(lambda epoch: 0.1 / (1 + epoch)), Notes()])
-        history = one.fit(data(), epochs=3, global_batch_size=BATCH)
-        rates[name] = [*used, float(len(history.epoch))]
-        assert one.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / len(history.epoch))
-    return rates
 
 
 def draws_curves(folder: str, breaks: bool) -> None:
@@ -102,16 +46,6 @@ def draws_curves(folder: str, breaks: bool) -> None:
             one.fit(data(), epochs=3, validation=data(), global_batch_size=BATCH)
     else:
         one.fit(data(), epochs=3, validation=data(), global_batch_size=BATCH)
-
-
-def keeps_the_best(folder: str) -> tuple[float, list[float]]:
-    checkpoint = cb.ModelCheckpoint(folder, monitor="val_loss", every_n_epochs=2, keep=2)
-    one = trainer([checkpoint], rate=3.0)
-    history = one.fit(data(), epochs=5, validation=data(), global_batch_size=BATCH)
-    one.load(checkpoint.best_path)
-    with pytest.raises(ddp.errors.CheckpointError, match=r"it is a checkpoint: pass its \['model'\]"):
-        one.load(Path(folder) / "step-0000000020.pt")
-    return one.evaluate(data())["loss"], history["val_loss"]
 
 
 class FullDisk(cb.Callback):
@@ -148,45 +82,58 @@ def full_disk(folder: str, epochs: range, on_error: Any, alone: bool) -> tuple[s
     return error, stderr.getvalue()
 
 
-def schedules() -> None:
-    plateau = cb.LearningRateScheduler(
-        scheduler=lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.1),
-        monitor="val_loss",
-    )
-    # With a rate of 30, the second epoch is not better than the first.
-    history = trainer([plateau], rate=30.0).fit(data(), epochs=4, validation=data(), global_batch_size=BATCH)
-    rates, losses = history["learning_rate"], history["val_loss"]
-    best, rate, expected = losses[0], 30.0, [30.0]
-    for loss in losses[1:-1]:
-        rate, best = (rate, loss) if loss < best * (1 - 1e-4) else (rate * 0.1, best)
-        expected.append(rate)
-    assert rates == pytest.approx([*expected[:1], *expected][:4])
-    assert rates[-1] < 30.0
-    steps = trainer([cb.LearningRateScheduler(lambda step: 1 / (1 + step), by="step")])
-    steps.fit(data(), epochs=2, global_batch_size=BATCH)
-    assert steps.learning_rate == 1 / 8
+@world(3)
+@pytest.mark.parametrize(("hook", "step"), [("on_step_end", 2), ("on_epoch_end", 4), ("on_evaluate_begin", 4)])
+def test_an_error_on_one_replica_is_raised_on_all(hook: str, step: int) -> None:
+    one = trainer([Breaks(hook, 2, replica=dist.get_world_size() - 1)], log_every=4)
+    with pytest.raises(ddp.errors.DdpError) as raised:
+        one.fit(data(), epochs=3, validation=data(), global_batch_size=BATCH)
+    last = dist.get_world_size() - 1
+    assert (raised.value.__cause__ is not None) == (dist.get_rank() == last)
+    assert raised.value.failed_ranks == (None if dist.get_rank() == last else (last,))  # a consequence of the last
+    if hook == "on_evaluate_begin":
+        with pytest.raises(ddp.errors.DdpError, match="Breaks failed in on_evaluate_begin"):
+            one.evaluate(data())
+    own = ": KeyError: 'no such thing'" if dist.get_rank() == last else ", on rank 2: see its output"
+    assert str(raised.value) == f"the callback Breaks failed in {hook}, at step {step}{own}"
 
 
-def test_an_error_on_one_replica_is_raised_on_all(nursery: Nursery) -> None:
-    hooks = {"on_step_end": 2, "on_epoch_end": 4, "on_evaluate_begin": 4}
-    reported = nursery.run(3, breaks_on_one_replica, hooks=list(hooks))
-    for number, (hook, step) in enumerate(hooks.items()):
-        what = f"the callback Breaks failed in {hook}, at step {step}"
-        for replica in (0, 1):
-            assert reported[replica][number] == f"{what}, on rank 2: see its output"
-        assert reported[2][number] == f"{what}: KeyError: 'no such thing'"
+@world(3)
+@pytest.mark.parametrize("by", ["step", "epoch"])
+def test_all_replicas_stop_at_the_same_step(by: str) -> None:
+    class Stops(cb.Callback):
+        def on_step_end(self, step: int, logs: dict[str, float]) -> None:
+            if by == "step" and step == 6 and self.trainer.strategy.replica == dist.get_world_size() - 1:
+                self.trainer.stop()
+
+    stopping: list[cb.Callback] = [cb.EarlyStopping("val_loss", patience=2, restore_best=True)] if by == "epoch" else []
+    # With a rate of 30, no epoch is better than the first.
+    one = trainer([*stopping, Stops()], rate=30.0 if by == "epoch" else 0.1, log_every=2)
+    history = one.fit(data(), epochs=9, validation=data(), global_batch_size=BATCH)
+    if by == "epoch":
+        assert isinstance(stopping[0], cb.EarlyStopping)
+        best = stopping[0].best_epoch
+        assert best is not None
+        assert len(history.epoch) == best + 3
+        assert one.evaluate(data())["loss"] == pytest.approx(history["val_loss"][best], abs=1e-12)
+    assert agreed(one.step) == (8 if by == "step" else 4 * len(history.epoch))
+    assert one.step < 36
 
 
-def test_all_replicas_stop_at_the_same_step(nursery: Nursery) -> None:
-    first, *others = nursery.run(3, stop_together)
-    assert all(each == first for each in others)
-    (_, by_step), (epochs, by_epoch) = first
-    assert by_step == 8
-    assert by_epoch == 4 * epochs < 36
+@world(3)
+def test_rates_rise_to_those_of_all_replicas() -> None:
+    rates: dict[str, list[float]] = {}
+    for name, scaling in (("warm", cb.LinearScaling(2)), ("at once", cb.LinearScaling(0))):
+        used: list[float] = []
 
+        class Notes(cb.Callback):
+            def on_step_end(self, step: int, logs: dict[str, float], used: list[float] = used) -> None:
+                used.append(self.trainer.learning_rate)
 
-def test_rates_rise_to_those_of_all_replicas(nursery: Nursery) -> None:
-    rates = nursery.run(3, scaled_rates)[0]
+        one = trainer([scaling, cb.LearningRateScheduler(lambda epoch: 0.1 / (1 + epoch)), Notes()])
+        history = one.fit(data(), epochs=3, global_batch_size=BATCH)
+        rates[name] = [*used, float(len(history.epoch))]
+        assert one.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / len(history.epoch))
     # Eight steps of warm-up from the schedule's rate to three times it; four steps an epoch.
     assert rates["warm"][:8] == pytest.approx([0.1 / (1 + step // 4) * (1 + 2 * step / 8) for step in range(8)])
     assert rates["warm"][8:] == pytest.approx([0.1 / 3 * 3] * 4 + [3])
@@ -218,11 +165,16 @@ def test_tensorboard_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch, tmp
         cb.TensorBoard(tmp_path)
 
 
-def test_a_checkpoint_folder_has_the_best_and_the_last(nursery: Nursery, tmp_path: Path) -> None:
-    best, history = nursery.run(2, keeps_the_best, folder=str(tmp_path))[0]
-    names = sorted(listed(tmp_path))
-    assert names == ["best.pt", "step-0000000016.pt", "step-0000000020.pt"]
-    assert best == pytest.approx(min(history), abs=1e-12)
+@world(2)
+def test_a_checkpoint_folder_has_the_best_and_the_last(tmp_path: Path) -> None:
+    checkpoint = cb.ModelCheckpoint(tmp_path, monitor="val_loss", every_n_epochs=2, keep=2)
+    one = trainer([checkpoint], rate=3.0)
+    history = one.fit(data(), epochs=5, validation=data(), global_batch_size=BATCH)
+    one.load(checkpoint.best_path)
+    with pytest.raises(ddp.errors.CheckpointError, match=r"it is a checkpoint: pass its \['model'\]"):
+        one.load(tmp_path / "step-0000000020.pt")
+    assert sorted(listed(tmp_path)) == ["best.pt", "step-0000000016.pt", "step-0000000020.pt"]
+    assert one.evaluate(data())["loss"] == pytest.approx(min(history["val_loss"]), abs=1e-12)
     assert set(torch.load(tmp_path / "best.pt", weights_only=True)) == {
         f"{layer}.{kind}" for layer in ("first", "second") for kind in ("weight", "bias")
     }
@@ -324,8 +276,27 @@ def test_the_best_value_by_name_and_mode() -> None:
         Monitor("loss", mode="best")  # type: ignore[arg-type]
 
 
-def test_schedules_of_torch_and_wrong_ones(nursery: Nursery) -> None:
-    nursery.run(1, schedules)
+@world(1)
+def test_schedules_of_torch() -> None:
+    plateau = cb.LearningRateScheduler(
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.1),
+        monitor="val_loss",
+    )
+    # With a rate of 30, the second epoch is not better than the first.
+    history = trainer([plateau], rate=30.0).fit(data(), epochs=4, validation=data(), global_batch_size=BATCH)
+    rates, losses = history["learning_rate"], history["val_loss"]
+    best, rate, expected = losses[0], 30.0, [30.0]
+    for loss in losses[1:-1]:
+        rate, best = (rate, loss) if loss < best * (1 - 1e-4) else (rate * 0.1, best)
+        expected.append(rate)
+    assert rates == pytest.approx([*expected[:1], *expected][:4])
+    assert rates[-1] < 30.0
+    steps = trainer([cb.LearningRateScheduler(lambda step: 1 / (1 + step), by="step")])
+    steps.fit(data(), epochs=2, global_batch_size=BATCH)
+    assert steps.learning_rate == 1 / 8
+
+
+def test_wrong_schedules_are_refused() -> None:
     with pytest.raises(ddp.errors.ArgumentError, match="a function of the epoch or step"):
         cb.LearningRateScheduler()
     with pytest.raises(ddp.errors.ArgumentError, match="by='batch'"):

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from testbed.fits import BATCH, CLASSES, F64, SAMPLES, batches, flat
-from testbed.nursery import Nursery
 from testbed.seeds import Seeds
 from testbed.servers import in_roles
 from testbed.simulated_device import DEVICE, simulated_device
@@ -84,33 +83,6 @@ def _log_first(loss: Any) -> Any:
     return loss
 
 
-def collectives_of_its_own() -> dict[str, int]:
-    """How often a training of 8 steps of 3 micro-batches each, at most, adds up numbers over the replicas."""
-    counts = {}
-    x, y = data()
-    for name, loss in (("none", nn.CrossEntropyLoss(reduction="none")), ("mean", nn.CrossEntropyLoss())):
-        for strategy in ("all_reduce", "central_storage", "local_sgd"):
-            one = Trainer(*made(), loss, strategy=strategy, accumulate=3, seed=4, log_every=100)
-            reduce = one.strategy.reduce
-            calls: list[int] = []
-            vars(one.strategy)["reduce"] = lambda *given, to=reduce, calls=calls: calls.append(1) or to(*given)
-            one.fit(TensorDataset(x, y), epochs=4, global_batch_size=BATCH)
-            assert one.step == 8
-            counts[f"{strategy} {name}"] = len(calls)
-    return counts
-
-
-def labels_on_a_device_are_counted_without_a_wait(seed: int) -> None:
-    with simulated_device(seed) as device:
-        loss = Loss(nn.CrossEntropyLoss(torch.arange(3.0).to(DEVICE)))
-        labels = torch.tensor([1, 2, 2, -100]).to(DEVICE)
-        device.may_wait = False
-        weight = loss.weight(labels)
-        device.may_wait = True
-        assert weight is not None
-        assert (weight.device.type, weight.dtype, weight.item()) == (labels.device.type, torch.float64, 5)
-
-
 @world(1, 2, 3, deadline_s=200)
 def test_gradients_and_losses_are_those_of_the_global_batch() -> None:
     strategies = [("all_reduce", {}), ("central_storage", {}), ("local_sgd", {"every": 1})]
@@ -142,8 +114,20 @@ def test_soft_targets_are_averaged_over_samples() -> None:
     assert one.evaluate(TensorDataset(x, soft))["loss"] == pytest.approx(loss(one.module(x), soft).item(), abs=1e-12)
 
 
-def test_labels_are_counted_without_a_collective_for_each_batch(nursery: Nursery) -> None:
-    counts = nursery.run(2, collectives_of_its_own)[0]
+@world(2)
+def test_labels_are_counted_without_a_collective_for_each_batch() -> None:
+    """How often a training of 8 steps of 3 micro-batches each, at most, adds up numbers over the replicas."""
+    counts = {}
+    x, y = data()
+    for name, loss in (("none", nn.CrossEntropyLoss(reduction="none")), ("mean", nn.CrossEntropyLoss())):
+        for strategy in ("all_reduce", "central_storage", "local_sgd"):
+            one = Trainer(*made(), loss, strategy=strategy, accumulate=3, seed=4, log_every=100)
+            reduce = one.strategy.reduce
+            calls: list[int] = []
+            vars(one.strategy)["reduce"] = lambda *given, to=reduce, calls=calls: calls.append(1) or to(*given)
+            one.fit(TensorDataset(x, y), epochs=4, global_batch_size=BATCH)
+            assert one.step == 8
+            counts[f"{strategy} {name}"] = len(calls)
     assert counts["all_reduce mean"] == counts["all_reduce none"], "they travel with the gradients"
     assert counts["central_storage mean"] == counts["central_storage none"] + 8, "one a step, of several batches"
     assert counts["local_sgd mean"] == counts["local_sgd none"], "a replica that steps by itself waits for no one"
@@ -274,8 +258,16 @@ def test_compression_rounds_means_over_labels_no_more_than_others() -> None:
         assert tolerance / 50 < difference < tolerance, (compression, difference)
 
 
-def test_counting_labels_on_a_device_does_not_wait_for_it(nursery: Nursery, seeds: Seeds) -> None:
-    nursery.run(1, labels_on_a_device_are_counted_without_a_wait, seed=seeds(1)[0])
+@world(1)
+def test_counting_labels_on_a_device_does_not_wait_for_it(seeds: Seeds) -> None:
+    with simulated_device(*seeds(1)) as device:
+        loss = Loss(nn.CrossEntropyLoss(torch.arange(3.0).to(DEVICE)))
+        labels = torch.tensor([1, 2, 2, -100]).to(DEVICE)
+        device.may_wait = False
+        weight = loss.weight(labels)
+        device.may_wait = True
+        assert weight is not None
+        assert (weight.device.type, weight.dtype, weight.item()) == (labels.device.type, torch.float64, 5)
 
 
 def test_no_label_of_unsigned_numbers_is_ignored_by_default() -> None:

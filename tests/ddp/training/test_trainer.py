@@ -15,7 +15,7 @@ import torch.distributed as dist
 from testbed.fits import BATCH, F64, KINDS, SAMPLES, Breaks, ByName, by_hand, data, flat, made, tensors, trainer
 from testbed.nursery import Nursery
 from testbed.once import once
-from testbed.worlds import world
+from testbed.worlds import agreed, world
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -34,41 +34,6 @@ class TwoHeads(nn.Module):
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         logits = self.net(x)
         return {"logits": logits, "found": logits.argmax(1)}
-
-
-def in_the_order_of_the_data() -> list[dict[str, float]]:
-    return [_in_the_order_of_the_data(*sizes) for sizes in ((23, 7), (2, 3))]
-
-
-def _in_the_order_of_the_data(count: int, global_batch_size: int) -> dict[str, float]:
-    x, y, w = (column[:count] for column in tensors())
-    one = trainer(
-        metrics={
-            "accuracy": "accuracy",
-            "largest": lambda out, _: out.amax(1),
-            "pair": lambda out, labels: (out.sum(), len(labels)),
-            "mean": lambda out, _: out.mean(),
-        }
-    )
-    logs = one.evaluate(TensorDataset(x, y), global_batch_size=global_batch_size)
-    out = one.module(x)
-    assert logs["loss"] == pytest.approx(nn.CrossEntropyLoss()(out, y).item(), abs=1e-12)
-    assert logs["accuracy"] == (out.argmax(1) == y).double().mean().item()
-    assert logs["largest"] == pytest.approx(out.amax(1).mean().item(), abs=1e-12)
-    assert logs["pair"] == pytest.approx(out.sum().item() / count, abs=1e-12)
-    assert logs["mean"] == pytest.approx(out.mean().item(), abs=1e-12)
-    weighted = trainer(loss=nn.CrossEntropyLoss(reduction="none"))
-    found = weighted.evaluate(TensorDataset(x, y, w), global_batch_size=global_batch_size)["accuracy"]
-    assert found == pytest.approx((((out.argmax(1) == y) * w).sum() / w.sum()).item(), abs=1e-12)
-
-    assert torch.allclose(one.predict(TensorDataset(x), global_batch_size=global_batch_size), out, rtol=0, atol=1e-12)
-    heads = TwoHeads()
-    two = Trainer(heads, torch.optim.SGD(heads.parameters(), lr=1.0), nn.CrossEntropyLoss())
-    both = two.predict(TensorDataset(x, y), global_batch_size=global_batch_size)
-    assert torch.equal(both["found"], out.argmax(1))
-    assert torch.allclose(both["logits"], out, rtol=0, atol=1e-12)
-    assert one.module.training
-    return logs
 
 
 # Going on
@@ -133,28 +98,6 @@ def _averaging_later() -> Any:
 # Callbacks
 
 
-def every_strategy_fits(folder: str) -> list[float]:
-    """Under each, with what must be sure: equal numbers on the replicas, files, going on."""
-    found = []
-    for name in ("all_reduce", "local_sgd", "central_storage"):
-        where = Path(folder) / name
-        for epochs in (1, 3):
-            callbacks = [cb.ModelCheckpoint(where, every_n_steps=3), cb.EarlyStopping(patience=9, restore_best=True)]
-            one = trainer(callbacks, strategy=name)
-            history = one.fit(data(), epochs=epochs, validation=data(), global_batch_size=BATCH)
-            assert history.epoch == list(range(epochs))
-        found.append(history["val_loss"][-1])
-        one.save(where / "weights.pt")
-        alone = made()[0]
-        alone.load_state_dict(torch.load(where / "weights.pt", weights_only=True))
-        x, y, _ = tensors()
-        assert one.evaluate(data())["loss"] == pytest.approx(nn.CrossEntropyLoss()(alone(x), y).item(), abs=1e-12)
-        other = trainer()
-        other.load(where / "weights.pt")
-        assert torch.equal(flat(other.module), flat(alone))
-    return found
-
-
 # Files and wrong use
 
 
@@ -173,23 +116,6 @@ def writes_programs(folder: str) -> None:
     with pytest.raises(ddp.errors.DdpError, match="could not save"):
         one.save("/proc/no/weights.pt")
     torch.save({"expected": expected, "x": x}, Path(folder) / f"expected.{dist.get_rank()}")
-
-
-def own_step() -> dict[str, list[float]]:
-    class Own(Trainer):
-        def train_step(self, batch: Any) -> Tensor:
-            x, y = batch
-            if not len(y):
-                x, y = torch.zeros(1, 2, 3, dtype=F64), torch.zeros(1, dtype=torch.int64)
-            losses = nn.functional.cross_entropy(self.model(x), y, reduction="none")[: len(batch[1])]
-            self.record("seen", len(batch[1]), 1 if self.strategy.replica == 0 else 0)
-            return self.strategy.mean(losses)
-
-    net, optimizer = made()
-    own = Own(net, optimizer, nn.CrossEntropyLoss(), seed=4)
-    history = own.fit(data(), epochs=2, global_batch_size=BATCH, steps_per_epoch=4)
-    assert (flat(own.module) - flat(by_hand(KINDS["mean"][1]))).abs().max() < 1e-12
-    return history.history
 
 
 @world(1, 3)
@@ -216,9 +142,37 @@ def test_fit_is_the_loop_by_hand_on_whole_batches() -> None:
             assert difference.abs().max() < 1e-12, (name, options)
 
 
-def test_evaluation_and_prediction_are_those_of_one_process(nursery: Nursery) -> None:
-    first, second, third = nursery.run(3, in_the_order_of_the_data)
-    assert first == second == third
+@world(3)
+@pytest.mark.parametrize(("count", "global_batch_size"), [(23, 7), (2, 3)])
+def test_evaluation_and_prediction_are_those_of_one_process(count: int, global_batch_size: int) -> None:
+    x, y, w = (column[:count] for column in tensors())
+    one = trainer(
+        metrics={
+            "accuracy": "accuracy",
+            "largest": lambda out, _: out.amax(1),
+            "pair": lambda out, labels: (out.sum(), len(labels)),
+            "mean": lambda out, _: out.mean(),
+        }
+    )
+    logs = one.evaluate(TensorDataset(x, y), global_batch_size=global_batch_size)
+    out = one.module(x)
+    assert logs["loss"] == pytest.approx(nn.CrossEntropyLoss()(out, y).item(), abs=1e-12)
+    assert logs["accuracy"] == (out.argmax(1) == y).double().mean().item()
+    assert logs["largest"] == pytest.approx(out.amax(1).mean().item(), abs=1e-12)
+    assert logs["pair"] == pytest.approx(out.sum().item() / count, abs=1e-12)
+    assert logs["mean"] == pytest.approx(out.mean().item(), abs=1e-12)
+    weighted = trainer(loss=nn.CrossEntropyLoss(reduction="none"))
+    found = weighted.evaluate(TensorDataset(x, y, w), global_batch_size=global_batch_size)["accuracy"]
+    assert found == pytest.approx((((out.argmax(1) == y) * w).sum() / w.sum()).item(), abs=1e-12)
+
+    assert torch.allclose(one.predict(TensorDataset(x), global_batch_size=global_batch_size), out, rtol=0, atol=1e-12)
+    heads = TwoHeads()
+    two = Trainer(heads, torch.optim.SGD(heads.parameters(), lr=1.0), nn.CrossEntropyLoss())
+    both = two.predict(TensorDataset(x, y), global_batch_size=global_batch_size)
+    assert torch.equal(both["found"], out.argmax(1))
+    assert torch.allclose(both["logits"], out, rtol=0, atol=1e-12)
+    assert one.module.training
+    agreed(logs)
 
 
 # In the middle of an epoch; after its last step, before the epoch's end; within the end of an epoch.
@@ -315,10 +269,28 @@ def test_an_evaluator_evaluates_until_the_training_ends() -> None:
     assert seen[0]["loss"] == seen[1]["loss"] > 0
 
 
-def test_every_strategy_trains_saves_and_goes_on(nursery: Nursery, tmp_path: Path) -> None:
-    first, second = nursery.run(2, every_strategy_fits, folder=str(tmp_path))
-    assert first == second
-    assert first[0] == pytest.approx(first[2], abs=1e-12)  # all_reduce, central_storage
+@world(2)
+def test_every_strategy_trains_saves_and_goes_on(tmp_path: Path) -> None:
+    """Under each, with what must be sure: equal numbers on the replicas, files, going on."""
+    found = []
+    for name in ("all_reduce", "local_sgd", "central_storage"):
+        where = tmp_path / name
+        for epochs in (1, 3):
+            callbacks = [cb.ModelCheckpoint(where, every_n_steps=3), cb.EarlyStopping(patience=9, restore_best=True)]
+            one = trainer(callbacks, strategy=name)
+            history = one.fit(data(), epochs=epochs, validation=data(), global_batch_size=BATCH)
+            assert history.epoch == list(range(epochs))
+        found.append(history["val_loss"][-1])
+        one.save(where / "weights.pt")
+        alone = made()[0]
+        alone.load_state_dict(torch.load(where / "weights.pt", weights_only=True))
+        x, y, _ = tensors()
+        assert one.evaluate(data())["loss"] == pytest.approx(nn.CrossEntropyLoss()(alone(x), y).item(), abs=1e-12)
+        other = trainer()
+        other.load(where / "weights.pt")
+        assert torch.equal(flat(other.module), flat(alone))
+    agreed(found)
+    assert found[0] == pytest.approx(found[2], abs=1e-12)  # all_reduce, central_storage
 
 
 def test_exported_programs_run_without_this_package(nursery: Nursery, tmp_path: Path) -> None:
@@ -358,10 +330,22 @@ def test_half_precision_trains() -> None:
         assert one.predict(TensorDataset(x.float())).dtype == torch.float32
 
 
-def test_a_step_of_ones_own(nursery: Nursery) -> None:
-    histories = nursery.run(3, own_step)
-    assert histories[0] == histories[1] == histories[2]
-    assert histories[0]["seen"] == [23 / 4, 23 / 4]
+@world(3)
+def test_a_step_of_ones_own() -> None:
+    class Own(Trainer):
+        def train_step(self, batch: Any) -> Tensor:
+            x, y = batch
+            if not len(y):
+                x, y = torch.zeros(1, 2, 3, dtype=F64), torch.zeros(1, dtype=torch.int64)
+            losses = nn.functional.cross_entropy(self.model(x), y, reduction="none")[: len(batch[1])]
+            self.record("seen", len(batch[1]), 1 if self.strategy.replica == 0 else 0)
+            return self.strategy.mean(losses)
+
+    net, optimizer = made()
+    own = Own(net, optimizer, nn.CrossEntropyLoss(), seed=4)
+    history = own.fit(data(), epochs=2, global_batch_size=BATCH, steps_per_epoch=4)
+    assert (flat(own.module) - flat(by_hand(KINDS["mean"][1]))).abs().max() < 1e-12
+    assert agreed(history.history)["seen"] == [23 / 4, 23 / 4]
 
 
 @world(1)
