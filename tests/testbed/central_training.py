@@ -79,20 +79,3 @@ def batch(step: int, dtype: torch.dtype = F64) -> tuple[torch.Tensor, torch.Tens
         torch.randn(4, 6, generator=generator, dtype=dtype),
         torch.randn(4, 3, generator=generator, dtype=dtype),
     )
-
-
-def assert_same(ours: Any, theirs: Any, where: str, *, rtol: float = 1e-12) -> None:
-    assert type(ours) is type(theirs), (where, ours, theirs)
-    if isinstance(ours, torch.Tensor):
-        if ours.is_sparse:
-            ours, theirs = ours.to_dense(), theirs.to_dense()
-        torch.testing.assert_close(ours, theirs, rtol=rtol, atol=rtol, msg=lambda text: f"{where}: {text}")
-    elif isinstance(ours, dict):
-        assert ours.keys() == theirs.keys(), (where, ours.keys(), theirs.keys())
-        for key, value in ours.items():
-            assert_same(value, theirs[key], f"{where}/{key}", rtol=rtol)
-    elif isinstance(ours, list | tuple):
-        for position, (left, right) in enumerate(zip(ours, theirs, strict=True)):
-            assert_same(left, right, f"{where}/{position}", rtol=rtol)
-    else:
-        assert ours == theirs, (where, ours, theirs)

@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 
 from ddp.data.permutation import choose
 from ddp.strategies.strategy import Strategy
+from testbed.same import assert_same
 
 F64 = torch.float64
 
@@ -172,23 +173,6 @@ def train(
         schedule.step()
     strategy.sync()
     return strategy.unwrap(model), optimizer, torch.stack(losses).tolist()
-
-
-def assert_same(mine: Any, theirs: Any, where: str = "") -> None:
-    """Compare nested states; numbers to 1e-12."""
-    if isinstance(theirs, dict):
-        assert set(mine) == set(theirs), where
-        for name, value in theirs.items():
-            assert_same(mine[name], value, f"{where}.{name}")
-    elif isinstance(theirs, list | tuple):
-        assert len(mine) == len(theirs), where
-        for place, value in enumerate(theirs):
-            assert_same(mine[place], value, f"{where}[{place}]")
-    elif isinstance(theirs, torch.Tensor | float):
-        mine, theirs = (torch.as_tensor(each).cpu().to_dense().to(F64) for each in (mine, theirs))
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12, msg=lambda text: f"{where}: {text}")
-    else:
-        assert mine == theirs, where
 
 
 def assert_equals_oracle(

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import resource
 import signal
 import threading
 from collections import OrderedDict
@@ -21,12 +20,11 @@ from testbed.nursery import Nursery
 from testbed.processes import Result
 from testbed.seeds import Seeds
 from testbed.simulated_device import DEVICE, register, simulated_device
-from testbed.worlds import agreed, world
+from testbed.worlds import world
 from torch import nn
 
 import ddp
-from ddp.checkpoint import checkpoint as checkpoint_module
-from ddp.checkpoint import copies, writer
+from ddp.checkpoint import copies
 from ddp.checkpoint import file as checkpoint_file
 from ddp.checkpoint.copies import HostCopy, HostMemory
 
@@ -113,38 +111,6 @@ def test_ranks_that_differ_in_how_they_save_are_named(tmp_path: Path) -> None:
     with pytest.raises(ddp.errors.CheckpointError, match="in_background is False on rank 1, but True on rank 0"):
         checkpoint.save(1)
     assert ddp.Checkpoint(tmp_path).load() is None
-
-
-@world(3)
-def test_a_failed_save_is_raised_by_all_ranks_in_their_next_call(tmp_path: Path) -> None:
-    """By the next save, load or wait; and only once."""
-    checkpoint = ddp.Checkpoint(tmp_path, on_error="stop")
-    counted: list[int] = []
-    for module in (checkpoint_module, writer):
-        vars(module)["count_checkpoint"] = lambda: counted.append(1)  # in this process
-    checkpoint.save(1)
-    checkpoint.wait()
-    model = nn.Linear(1, 1)
-    steps = iter(range(2, 9))
-    calls: list[Callable[[], object]] = [
-        lambda: checkpoint.save(next(steps)),
-        checkpoint.wait,
-        lambda: checkpoint.load(model=model),
-    ]
-    for call, step in zip(calls, (2, 4, 5), strict=True):
-        if dist.get_rank() == 0:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
-        checkpoint.save(next(steps), weights=torch.zeros(10_000))
-        with pytest.raises(ddp.errors.CheckpointError, match="rank 0: could not write step") as caught:
-            call()
-        assert re.match(rf".*could not write step {step} to {tmp_path}: .*File too large", agreed(str(caught.value)))
-        if dist.get_rank() == 0:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        checkpoint.wait()  # the ranks are still in step
-        assert sorted(listed(tmp_path)) == ["step-0000000001.pt"]
-    checkpoint.save(9)
-    assert checkpoint.load().step == 9
-    assert counted == [1, 1]
 
 
 def test_both_ways_write_the_same_bytes(tmp_path: Path) -> None:

@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp_worlds.compression_cases import Bucket, assert_same_bits, error
-from testbed.central_training import MAKERS, assert_same, batch
+from testbed.central_training import MAKERS, batch
 from testbed.central_training import build as build_for_all
 from testbed.one_training import Setting, data
 from testbed.one_training import build as build_for_servers
+from testbed.same import assert_same
 from testbed.servers import in_roles, start
 from testbed.sync_debug import waiting_is_an_error
 from testbed.worlds import world

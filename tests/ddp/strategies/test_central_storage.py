@@ -14,8 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp_worlds.data_parallel_cases import Mlp, assert_replicas_equal
-from testbed.central_training import F64, MAKERS, assert_same, batch, build
+from testbed.central_training import F64, MAKERS, batch, build
 from testbed.nursery import Nursery
+from testbed.same import assert_same
 from testbed.seeds import Seeds
 from testbed.simulated_device import DEVICE, register
 from testbed.simulated_device.training import world_with_device

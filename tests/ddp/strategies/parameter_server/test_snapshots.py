@@ -9,13 +9,13 @@ import torch.distributed as dist
 from testbed.one_training import (
     EPOCHS,
     Setting,
-    assert_same,
     batches,
     build,
     data,
     oracle,
     train,
 )
+from testbed.same import assert_same
 from testbed.servers import in_roles, start
 from testbed.worlds import world
 from torch.nn import functional as F

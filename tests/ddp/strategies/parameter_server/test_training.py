@@ -20,7 +20,6 @@ from testbed.one_training import (
     F64,
     Setting,
     assert_equals_oracle,
-    assert_same,
     build,
     check_mean,
     check_reduce,
@@ -29,6 +28,7 @@ from testbed.one_training import (
     train,
     whole_loss,
 )
+from testbed.same import assert_same
 from testbed.seeds import Seeds
 from testbed.servers import KEY, in_roles, start
 from testbed.simulated_device import DEVICE, register, simulated_device
