@@ -29,6 +29,7 @@ from torch.distributed import (
 import ddp
 from ddp import device_choice, world
 from ddp.environment import read_placement
+from ddp.errors import ArgumentError, LaunchEnvironmentError
 from ddp.group_store import store_at_address
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -181,7 +182,7 @@ def test_a_wrong_environment_is_named(env: dict[str, str], says: str, monkeypatc
         monkeypatch.delenv(name, raising=False)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ddp.errors.LaunchEnvironmentError, match=says):
+    with pytest.raises(LaunchEnvironmentError, match=says):
         ddp.init()
 
 
@@ -327,7 +328,7 @@ def test_a_backend_without_its_device_is_named(
     kind: str, count: int, backend: str, says: str, joined: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "accelerator", Devices(kind, count))
-    with pytest.raises(ddp.errors.ArgumentError, match=says):
+    with pytest.raises(ArgumentError, match=says):
         world.init(backend)
     assert not joined
 
@@ -339,7 +340,7 @@ def test_more_ranks_than_devices_are_an_error(
     monkeypatch.setattr(torch, "accelerator", Devices(kind, 2))
     for name, value in (("LOCAL_RANK", "2"), ("LOCAL_WORLD_SIZE", "3"), ("WORLD_SIZE", "3")):
         monkeypatch.setenv(name, value)
-    with pytest.raises(ddp.errors.LaunchEnvironmentError, match=rf"2 {kind.upper()} devices .*{variable}=not set"):
+    with pytest.raises(LaunchEnvironmentError, match=rf"2 {kind.upper()} devices .*{variable}=not set"):
         world.init()
     assert not joined
 
@@ -380,7 +381,7 @@ def test_a_group_that_cannot_be_made_again_leaves_no_excepthook_of_torch(nursery
         DeviceCollectives.connect = connect
         try:
             world.rejoin(1, {}, lambda: False)
-        except ddp.errors.RendezvousError as error:
+        except RendezvousError as error:
             assert str(error).endswith("could not join the others in generation 1: no NCCL"), error
             assert sys.excepthook is hook
             print("as before")

@@ -20,10 +20,10 @@ from testbed.nursery import Nursery
 from testbed.require import require
 from testbed.worlds import agreed, world
 
-import ddp
 from ddp import callbacks as cb
 from ddp.callbacks.monitors import Monitor
 from ddp.checkpoint import writer
+from ddp.errors import ArgumentError, CheckpointError, DdpError
 from ddp.strategies.all_reduce import AllReduce
 
 
@@ -42,7 +42,7 @@ def draws_curves(folder: str, breaks: bool) -> None:
     ]
     one = trainer(callbacks, log_every=2)
     if breaks:
-        with pytest.raises(ddp.errors.DdpError, match="Breaks failed in on_epoch_begin"):
+        with pytest.raises(DdpError, match="Breaks failed in on_epoch_begin"):
             one.fit(data(), epochs=3, validation=data(), global_batch_size=BATCH)
     else:
         one.fit(data(), epochs=3, validation=data(), global_batch_size=BATCH)
@@ -76,7 +76,7 @@ def full_disk(folder: str, epochs: range, on_error: Any, alone: bool) -> tuple[s
     with contextlib.redirect_stderr(stderr):
         try:
             one.fit(data(), epochs=5, validation=data(), global_batch_size=BATCH)
-        except ddp.errors.DdpError as raised:
+        except DdpError as raised:
             error = str(raised)
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     return error, stderr.getvalue()
@@ -86,13 +86,13 @@ def full_disk(folder: str, epochs: range, on_error: Any, alone: bool) -> tuple[s
 @pytest.mark.parametrize(("hook", "step"), [("on_step_end", 2), ("on_epoch_end", 4), ("on_evaluate_begin", 4)])
 def test_an_error_on_one_replica_is_raised_on_all(hook: str, step: int) -> None:
     one = trainer([Breaks(hook, 2, replica=dist.get_world_size() - 1)], log_every=4)
-    with pytest.raises(ddp.errors.DdpError) as raised:
+    with pytest.raises(DdpError) as raised:
         one.fit(data(), epochs=3, validation=data(), global_batch_size=BATCH)
     last = dist.get_world_size() - 1
     assert (raised.value.__cause__ is not None) == (dist.get_rank() == last)
     assert raised.value.failed_ranks == (None if dist.get_rank() == last else (last,))  # a consequence of the last
     if hook == "on_evaluate_begin":
-        with pytest.raises(ddp.errors.DdpError, match="Breaks failed in on_evaluate_begin"):
+        with pytest.raises(DdpError, match="Breaks failed in on_evaluate_begin"):
             one.evaluate(data())
     own = ": KeyError: 'no such thing'" if dist.get_rank() == last else ", on rank 2: see its output"
     assert str(raised.value) == f"the callback Breaks failed in {hook}, at step {step}{own}"
@@ -161,7 +161,7 @@ def test_tensorboard_reads_the_curves_of_a_resumed_run(nursery: Nursery, tmp_pat
 
 def test_tensorboard_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ddp.errors.DdpError, match="not installed: pip install tensorboard"):
+    with pytest.raises(DdpError, match="not installed: pip install tensorboard"):
         cb.TensorBoard(tmp_path)
 
 
@@ -171,7 +171,7 @@ def test_a_checkpoint_folder_has_the_best_and_the_last(tmp_path: Path) -> None:
     one = trainer([checkpoint], rate=3.0)
     history = one.fit(data(), epochs=5, validation=data(), global_batch_size=BATCH)
     one.load(checkpoint.best_path)
-    with pytest.raises(ddp.errors.CheckpointError, match=r"it is a checkpoint: pass its \['model'\]"):
+    with pytest.raises(CheckpointError, match=r"it is a checkpoint: pass its \['model'\]"):
         one.load(tmp_path / "step-0000000020.pt")
     assert sorted(listed(tmp_path)) == ["best.pt", "step-0000000016.pt", "step-0000000020.pt"]
     assert one.evaluate(data())["loss"] == pytest.approx(min(history["val_loss"]), abs=1e-12)
@@ -268,11 +268,9 @@ def test_the_best_value_by_name_and_mode() -> None:
     assert [Monitor("val_accuracy").takes({"val_accuracy": 0.5}), falling.best] == [True, 0.8]
     rising = Monitor("reward", mode="max")
     assert [rising.takes({"reward": value}) for value in (1.0, 0.5, 2.0)] == [True, False, True]
-    with pytest.raises(
-        ddp.errors.ArgumentError, match=r"no 'val_loss' in the logs, which have loss: give fit\(\) validation"
-    ):
+    with pytest.raises(ArgumentError, match=r"no 'val_loss' in the logs, which have loss: give fit\(\) validation"):
         falling.takes({"loss": 1.0})
-    with pytest.raises(ddp.errors.ArgumentError, match="mode='best'"):
+    with pytest.raises(ArgumentError, match="mode='best'"):
         Monitor("loss", mode="best")  # type: ignore[arg-type]
 
 
@@ -297,14 +295,12 @@ def test_schedules_of_torch() -> None:
 
 
 def test_wrong_schedules_are_refused() -> None:
-    with pytest.raises(ddp.errors.ArgumentError, match="a function of the epoch or step"):
+    with pytest.raises(ArgumentError, match="a function of the epoch or step"):
         cb.LearningRateScheduler()
-    with pytest.raises(ddp.errors.ArgumentError, match="by='batch'"):
+    with pytest.raises(ArgumentError, match="by='batch'"):
         cb.LearningRateScheduler(lambda epoch: 1.0, by="batch")  # type: ignore[arg-type]
     made = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)]), 1)
-    with pytest.raises(
-        ddp.errors.ArgumentError, match=r"pass a function that makes one: StepLR, or lambda optimizer: StepLR"
-    ):
+    with pytest.raises(ArgumentError, match=r"pass a function that makes one: StepLR, or lambda optimizer: StepLR"):
         cb.LearningRateScheduler(scheduler=made)  # type: ignore[arg-type]
-    with pytest.raises(ddp.errors.ArgumentError, match="every_n_steps=-1"):
+    with pytest.raises(ArgumentError, match="every_n_steps=-1"):
         cb.ModelCheckpoint("x", every_n_steps=-1)

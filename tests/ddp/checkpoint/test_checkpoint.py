@@ -38,6 +38,7 @@ import ddp
 from ddp.checkpoint import file as checkpoint_file
 from ddp.checkpoint.atomic_file import remove_unfinished
 from ddp.checkpoint.folder_owner import FolderOwner
+from ddp.errors import ArgumentError, CheckpointError
 
 KILLED_WRITER = ROOT / "tests" / "programs" / "killed_writer.py"
 
@@ -148,13 +149,13 @@ def test_a_damaged_file_does_not_count_as_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("keep", [0, -1])
 def test_nothing_to_keep_is_an_error(tmp_path: Path, keep: int) -> None:
-    with pytest.raises(ddp.errors.ArgumentError, match=f"keep={keep}"):
+    with pytest.raises(ArgumentError, match=f"keep={keep}"):
         ddp.Checkpoint(tmp_path, keep=keep)
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
     _save_steps(tmp_path, 5, 9)
-    with pytest.raises(ddp.errors.CheckpointError, match=r"step-0000000009.pt is later than step 6"):
+    with pytest.raises(CheckpointError, match=r"step-0000000009.pt is later than step 6"):
         ddp.Checkpoint(tmp_path).save(6)
     assert len(listed(tmp_path)) == 2
 
@@ -165,9 +166,7 @@ def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
 def test_the_second_that_saves_in_one_folder_is_refused_with_the_name_of_the_first(tmp_path: Path) -> None:
     first, second, third = (ddp.Checkpoint(tmp_path, in_background=False) for _ in range(3))
     first.save(1)
-    with pytest.raises(
-        ddp.errors.CheckpointError, match=rf"another Checkpoint of this process .*pid {os.getpid()} on "
-    ):
+    with pytest.raises(CheckpointError, match=rf"another Checkpoint of this process .*pid {os.getpid()} on "):
         second.save(2)
     assert second.load() is not None
     first.save(3)
@@ -175,7 +174,7 @@ def test_the_second_that_saves_in_one_folder_is_refused_with_the_name_of_the_fir
     second.save(4)
     second.wait()  # which does as well
     third.save(5)
-    with pytest.raises(ddp.errors.CheckpointError, match="another Checkpoint of this process"):
+    with pytest.raises(CheckpointError, match="another Checkpoint of this process"):
         second.save(6)
     assert sorted(listed(tmp_path)) == [f"step-000000000{n}.pt" for n in (3, 4, 5)]
 
@@ -187,9 +186,9 @@ def test_a_folder_is_free_again_when_its_owner_was_killed(
     if not has_locks:
         monkeypatch.setattr(fcntl, "flock", _no_locks)
     with _owner_in_a_process(tmp_path, {"TORCHELASTIC_RUN_ID": "first"}) as pid:
-        with pytest.raises(ddp.errors.CheckpointError, match=rf"run 'first', rank 0, pid {pid} on .*end the other fir"):
+        with pytest.raises(CheckpointError, match=rf"run 'first', rank 0, pid {pid} on .*end the other fir"):
             FolderOwner(tmp_path, {"TORCHELASTIC_RUN_ID": "second"}).claim(0)
-        with pytest.raises(ddp.errors.CheckpointError, match="another run"):  # no later attempt
+        with pytest.raises(CheckpointError, match="another run"):  # no later attempt
             FolderOwner(tmp_path, {"TORCHELASTIC_RUN_ID": "first"}).claim(0)
     second = FolderOwner(tmp_path, {"TORCHELASTIC_RUN_ID": "second"})
     second.claim(0)
@@ -201,10 +200,10 @@ def test_a_later_attempt_takes_over_from_a_process_that_still_hangs(tmp_path: Pa
     earlier, later, last = (FolderOwner(tmp_path, {**run, "TORCHELASTIC_RESTART_COUNT": str(n)}) for n in range(3))
     with _owner_in_a_process(tmp_path, run):
         later.claim(0)
-    with pytest.raises(ddp.errors.CheckpointError, match="another Checkpoint"):
+    with pytest.raises(CheckpointError, match="another Checkpoint"):
         earlier.claim(0)
     last.claim(0)
-    with pytest.raises(ddp.errors.CheckpointError, match=r"has taken it over \(run 'one', rank 0"):
+    with pytest.raises(CheckpointError, match=r"has taken it over \(run 'one', rank 0"):
         later.claim(0)
 
 
@@ -216,7 +215,7 @@ def test_without_locks_between_hosts_one_of_two_owners_is_refused(
     first.save(1)
     monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
     second.save(2)
-    with pytest.raises(ddp.errors.CheckpointError, match=r"has taken it over .* on elsewhere"):
+    with pytest.raises(CheckpointError, match=r"has taken it over .* on elsewhere"):
         first.save(3)
     first.wait()  # gives up what is not its own any more
     second.save(4)
@@ -249,7 +248,7 @@ def _owner_in_a_process(folder: Path, environ: dict[str, str]) -> Iterator[int]:
 
 def test_every_truncation_is_noticed(whole: bytes) -> None:
     for length in range(len(whole)):
-        with pytest.raises(ddp.errors.CheckpointError):
+        with pytest.raises(CheckpointError):
             checkpoint_file.verify(io.BytesIO(whole[:length]))
     assert checkpoint_file.verify(io.BytesIO(whole)).step == 7
 
@@ -259,7 +258,7 @@ def test_every_changed_byte_is_noticed(whole: bytes, seeds: Seeds) -> None:
     for place in range(len(whole)):
         damaged = bytearray(whole)
         damaged[place] ^= 1 << rng.randrange(8)
-        with pytest.raises(ddp.errors.CheckpointError):
+        with pytest.raises(CheckpointError):
             checkpoint_file.verify(io.BytesIO(damaged))
 
 
@@ -289,7 +288,7 @@ def test_a_broken_file_is_passed_over_with_its_reason(
     with pytest.warns(UserWarning, match=rf"skipped: {path}: .*{reason}"):
         restored = present(checkpoint.load())
     assert restored.step == 6
-    with pytest.raises(ddp.errors.CheckpointError, match=rf"{path}: .*{reason}"):
+    with pytest.raises(CheckpointError, match=rf"{path}: .*{reason}"):
         checkpoint.load(path)
     checkpoint.save(7)  # the broken one is no later checkpoint
     assert ddp.Checkpoint(tmp_path).load(path).step == 7  # type: ignore[union-attr]
@@ -307,22 +306,20 @@ def test_if_none_is_whole_all_are_named(tmp_path: Path) -> None:
     damage(tmp_path / "step-0000000004.pt")
     (tmp_path / "step-0000000006.pt").unlink()
     (tmp_path / "step-0000000006.pt").mkdir()
-    with pytest.raises(
-        ddp.errors.CheckpointError, match=r"(?s)no checkpoint is whole.*06.pt.*directory.*04.pt.*checksum"
-    ):
+    with pytest.raises(CheckpointError, match=r"(?s)no checkpoint is whole.*06.pt.*directory.*04.pt.*checksum"):
         ddp.Checkpoint(tmp_path).load()
 
 
 def test_a_folder_that_is_none_is_an_error_not_a_new_run(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ddp.errors.CheckpointError, match="file: cannot be read: Not a directory"):
+    with pytest.raises(CheckpointError, match="file: cannot be read: Not a directory"):
         ddp.Checkpoint(tmp_path / "file").load()
-    with pytest.raises(ddp.errors.CheckpointError, match="could not save step 1"):
+    with pytest.raises(CheckpointError, match="could not save step 1"):
         ddp.Checkpoint(tmp_path / "file").save(1)
 
 
 def test_a_path_that_is_given_must_exist(tmp_path: Path) -> None:
-    with pytest.raises(ddp.errors.CheckpointError, match=r"other.pt: cannot be read: No such file"):
+    with pytest.raises(CheckpointError, match=r"other.pt: cannot be read: No such file"):
         ddp.Checkpoint(tmp_path).load(tmp_path / "other.pt")
 
 
@@ -338,11 +335,9 @@ def test_what_is_given_must_be_what_was_saved(tmp_path: Path) -> None:
     run = Run()
     checkpoint = ddp.Checkpoint(tmp_path)
     checkpoint.save(1, model=run.model, optimizer=run.optimizer)
-    with pytest.raises(ddp.errors.CheckpointError, match="the file holds optimizer, which is not given"):
+    with pytest.raises(CheckpointError, match="the file holds optimizer, which is not given"):
         checkpoint.load(model=run.model)
-    with pytest.raises(
-        ddp.errors.CheckpointError, match="scheduler is given, but the file only holds model, optimizer"
-    ):
+    with pytest.raises(CheckpointError, match="scheduler is given, but the file only holds model, optimizer"):
         checkpoint.load(model=run.model, optimizer=run.optimizer, scheduler=run.scheduler)
 
 
@@ -358,14 +353,14 @@ def test_what_is_given_must_be_what_was_saved(tmp_path: Path) -> None:
 def test_another_model_is_named_and_not_changed(other: nn.Module, differences: str, tmp_path: Path) -> None:
     ddp.Checkpoint(tmp_path).save(1, model=nn.Linear(2, 1))
     before = {name: value.clone() for name, value in other.state_dict().items()}
-    with pytest.raises(ddp.errors.CheckpointError, match=f"is not the saved one: {differences}"):
+    with pytest.raises(CheckpointError, match=f"is not the saved one: {differences}"):
         ddp.Checkpoint(tmp_path).load(model=other)
     assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
 
 
 def test_an_optimizer_of_another_model_is_named(tmp_path: Path) -> None:
     ddp.Checkpoint(tmp_path).save(1, optimizer=torch.optim.SGD(nn.Linear(2, 1).parameters()))
-    with pytest.raises(ddp.errors.CheckpointError, match="optimizer: loaded state dict contains a parameter group"):
+    with pytest.raises(CheckpointError, match="optimizer: loaded state dict contains a parameter group"):
         ddp.Checkpoint(tmp_path).load(optimizer=torch.optim.SGD(nn.PReLU().parameters()))
 
 
@@ -386,7 +381,7 @@ Point = namedtuple("Point", "x y")
     ],
 )
 def test_values_that_could_not_be_loaded_are_refused(value: object, named: str, tmp_path: Path) -> None:
-    with pytest.raises(ddp.errors.CheckpointError, match=named):
+    with pytest.raises(CheckpointError, match=named):
         ddp.Checkpoint(tmp_path).save(1, extra=value)
     assert listed(tmp_path) == []
 
@@ -404,15 +399,13 @@ def test_all_that_is_accepted_can_be_loaded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("step", [-1, 1.5, True, "3"])
 def test_a_step_is_a_number_of_steps(step: Any, tmp_path: Path) -> None:
-    with pytest.raises(ddp.errors.CheckpointError, match="step is"):
+    with pytest.raises(CheckpointError, match="step is"):
         ddp.Checkpoint(tmp_path).save(step)
 
 
 def test_torch_s_sampler_has_no_place(tmp_path: Path) -> None:
     sampler: Any = torch.utils.data.DistributedSampler(range(4), 1, 0)  # type: ignore[arg-type]  # torch wants a Dataset
-    with pytest.raises(
-        ddp.errors.CheckpointError, match=r"sampler=DistributedSampler has no state_dict.*ddp.DistributedSampler"
-    ):
+    with pytest.raises(CheckpointError, match=r"sampler=DistributedSampler has no state_dict.*ddp.DistributedSampler"):
         ddp.Checkpoint(tmp_path).save(1, sampler=sampler)
 
 

@@ -31,6 +31,7 @@ from ddp import rng
 from ddp.checkpoint import checkpoint, loading, writer
 from ddp.checkpoint import file as checkpoint_file
 from ddp.comm import objects
+from ddp.errors import CheckpointError, PeerFailedError
 from ddp.monitoring import progress
 
 
@@ -127,7 +128,7 @@ def test_all_ranks_raise_when_rank_zero_cannot_write(
     checkpoint.save(1, weights=torch.zeros(10_000))
     checkpoint.wait()
     before = sorted(listed(folder))
-    refused = pytest.raises(ddp.errors.CheckpointError, match=r"rank 0: could not .* step 2")
+    refused = pytest.raises(CheckpointError, match=r"rank 0: could not .* step 2")
     with unwritable(folder, what), refused as caught:
         _save_twice(checkpoint)
     assert sorted(listed(folder)) == before
@@ -189,7 +190,7 @@ def test_the_third_failed_save_in_a_row_is_raised_by_all(in_background: bool, tm
         checkpoint.save(3, weights=weights)
         if in_background:
             checkpoint.save(4, weights=weights)  # its failure is known in the next call
-        with pytest.raises(ddp.errors.CheckpointError, match="rank 0: could not write step 4") as caught:
+        with pytest.raises(CheckpointError, match="rank 0: could not write step 4") as caught:
             checkpoint.save(5 if in_background else 4, weights=weights)
     checkpoint.save(6)  # the ranks are still in step
     assert (checkpoint.load() or pytest.fail("nothing saved")).step == 6
@@ -206,7 +207,7 @@ def test_who_waits_or_loads_hears_of_a_failed_save(in_background: bool, tmp_path
     for call in (checkpoint.wait, checkpoint.load):
         with unwritable(tmp_path):
             checkpoint.save(2, weights=torch.zeros(10_000))
-            with pytest.raises(ddp.errors.CheckpointError, match="rank 0: could not write step 2") as caught:
+            with pytest.raises(CheckpointError, match="rank 0: could not write step 2") as caught:
                 call()
         agreed(str(caught.value))
         assert (checkpoint.load() or pytest.fail("nothing saved")).step == 1
@@ -217,7 +218,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_at_once(tmp_path: Path) -> Non
     folder = tmp_path / "folder"
     folder.touch()
     dist.barrier()
-    with pytest.raises(ddp.errors.CheckpointError, match="rank 0: could not save step 1") as caught:
+    with pytest.raises(CheckpointError, match="rank 0: could not save step 1") as caught:
         ddp.Checkpoint(folder / "below").save(1)
     assert "Not a directory" in agreed(str(caught.value))
 
@@ -363,12 +364,12 @@ def test_ranks_that_save_different_things_are_named(tmp_path: Path) -> None:
         if save is wrong[-1]:
             batch = [index for index, _ in zip(sampler, range(8), strict=False)]
             sampler.advance(len(batch) - rank)
-        with pytest.raises(ddp.errors.CheckpointError) as caught:
+        with pytest.raises(CheckpointError) as caught:
             save()
         messages.append(str(caught.value))
     assert checkpoint.load() is None
     checkpoint.save(5, model=nn.Linear(1, 1))
-    with pytest.raises(ddp.errors.CheckpointError) as caught:
+    with pytest.raises(CheckpointError) as caught:
         checkpoint.load(model=nn.Linear(1, 2 if rank else 1))
     messages.append(str(caught.value))
     for message, part in zip(
@@ -465,7 +466,7 @@ def test_the_status_of_a_backward_pass_says_that_a_rank_was_warned(tmp_path: Pat
             os.kill(os.getpid(), signal.SIGUSR1)
         loss = model(torch.ones(1, 2)).sum()
         hook = model.module.weight.register_hook(_raises) if step == 2 and dist.get_rank() == 0 else None
-        with pytest.raises((ValueError, ddp.errors.PeerFailedError)) if step == 2 else contextlib.nullcontext():
+        with pytest.raises((ValueError, PeerFailedError)) if step == 2 else contextlib.nullcontext():
             loss.backward()
         if hook is not None:
             hook.remove()

@@ -25,6 +25,7 @@ from torch import nn
 
 import ddp
 from ddp.comm.shared_memory import SharedSegment
+from ddp.errors import ArgumentError, CollectiveError, DdpError, LayoutMismatchError, PeerFailedError, UnsupportedError
 from ddp.strategies.central_storage import regions
 from ddp.strategies.central_storage.strategy import CentralOptimizer, CentralStorage
 
@@ -184,7 +185,7 @@ def test_there_is_one_copy_of_the_parameters() -> None:
     first.data.fill_(rank)
     dist.barrier()
     assert first.eq(rank).all(), "after close() each rank has its own again"
-    with pytest.raises(ddp.errors.DdpError, match="closed"):
+    with pytest.raises(DdpError, match="closed"):
         optimizer.step()
 
 
@@ -256,17 +257,15 @@ def test_changes_of_the_model_are_errors_on_all_ranks() -> None:
         model, optimizer = prepared()
         step_of(model, optimizer)
         change(model)
-        with pytest.raises(ddp.errors.ArgumentError, match="after prepare"):
+        with pytest.raises(ArgumentError, match="after prepare"):
             optimizer.step()
     model, optimizer = prepared()
     if dist.get_rank() == 1:
         move(model)
-        with pytest.raises(ddp.errors.ArgumentError, match=r"layers\.2\.weight"):
+        with pytest.raises(ArgumentError, match=r"layers\.2\.weight"):
             optimizer.step()
     else:
-        with pytest.raises(
-            ddp.errors.PeerFailedError, match=r"rank 1: ArgumentError: parameter 'layers.2.weight'"
-        ) as error:
+        with pytest.raises(PeerFailedError, match=r"rank 1: ArgumentError: parameter 'layers.2.weight'") as error:
             optimizer.step()
         assert [*error.value.failures] == [1]
         assert "load_state_dict" in str(error.value)
@@ -275,9 +274,9 @@ def test_changes_of_the_model_are_errors_on_all_ranks() -> None:
     model, optimizer = prepared("words", "sparse adam")
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    with pytest.raises((RuntimeError, ddp.errors.PeerFailedError), match="SparseAdam does not support dense"):
+    with pytest.raises((RuntimeError, PeerFailedError), match="SparseAdam does not support dense"):
         optimizer.step()
-    with pytest.raises((RuntimeError, ddp.errors.PeerFailedError), match="SparseAdam does not support dense"):
+    with pytest.raises((RuntimeError, PeerFailedError), match="SparseAdam does not support dense"):
         optimizer.step()  # the ranks still meet
 
 
@@ -287,20 +286,18 @@ def test_what_differs_between_ranks_is_an_error() -> None:
     other, model = Mlp(), Mlp()
     other.layers[4] = nn.Linear(33, 3 + rank)
     engine = CentralStorage()
-    with pytest.raises(ddp.errors.LayoutMismatchError, match=r"layers\.4\.weight"):
+    with pytest.raises(LayoutMismatchError, match=r"layers\.4\.weight"):
         engine.prepare(other, torch.optim.SGD(other.parameters(), lr=0.1))
-    with pytest.raises(ddp.errors.LayoutMismatchError, match="hyperparameters"):
+    with pytest.raises(LayoutMismatchError, match="hyperparameters"):
         engine.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1 + rank))
     model, optimizer = prepared()
     optimizer.param_groups[0]["lr"] = 0.1 + rank
-    with pytest.raises(ddp.errors.ArgumentError, match="rank 1 steps with other hyperparameters than rank 0 in step 1"):
+    with pytest.raises(ArgumentError, match="rank 1 steps with other hyperparameters than rank 0 in step 1"):
         optimizer.step()
     # Another host has none of this one's processes.
     if rank == 1:
         SharedSegment.open = _opens_nothing  # this process ends after the test
-    with pytest.raises(
-        ddp.errors.ArgumentError, match=r"rank 1 \(on .*\) cannot open that of rank 0 .*parameter_server"
-    ):
+    with pytest.raises(ArgumentError, match=r"rank 1 \(on .*\) cannot open that of rank 0 .*parameter_server"):
         prepared()
 
 
@@ -322,13 +319,13 @@ def test_the_users_optimizer_steps_no_more() -> None:
     assert hooked == [1]
     loss = optimizer.step(lambda: 2.5)
     assert loss == 2.5
-    with pytest.raises(ddp.errors.DdpError, match="the one that prepare"):
+    with pytest.raises(DdpError, match="the one that prepare"):
         users.step()
-    with pytest.raises(ddp.errors.ArgumentError, match="before"):
+    with pytest.raises(ArgumentError, match="before"):
         optimizer.add_param_group({"params": [torch.zeros(1)]})
-    with pytest.raises(ddp.errors.ArgumentError, match="other param groups"):
+    with pytest.raises(ArgumentError, match="other param groups"):
         optimizer.load_state_dict({"state": {}, "param_groups": []})
-    with pytest.raises(ddp.errors.UnsupportedError):
+    with pytest.raises(UnsupportedError):
         CentralStorage().prepare(model, torch.optim.LBFGS(model.parameters()))
     x, y = batch(0)
     (model(x) - y).square().mean().backward()
@@ -336,7 +333,7 @@ def test_the_users_optimizer_steps_no_more() -> None:
     optimizer.step()
     kept = [p.grad for p in model.parameters() if p.grad is not None]
     assert all(map(torch.equal, mine, kept)), ".grad is this rank's own, after the step as well"
-    with pytest.raises(ddp.errors.ArgumentError, match="max_grad_norm"):
+    with pytest.raises(ArgumentError, match="max_grad_norm"):
         CentralStorage(max_grad_norm=0.0)
 
 
@@ -370,7 +367,7 @@ def test_a_rank_that_leaves_is_an_error_for_the_others() -> None:
     step_of(model, optimizer)
     if dist.get_rank() == 1:
         return
-    with pytest.raises(ddp.errors.CollectiveError) as error:
+    with pytest.raises(CollectiveError) as error:
         optimizer.step()
     assert all(value.isfinite().all() for value in model.state_dict().values())
     optimizer.state_dict()
@@ -382,6 +379,6 @@ def test_a_rank_that_is_late_is_an_error_for_the_others() -> None:
     other_group = dist.new_group()
     _, optimizer = prepared(stall_timeout_s=3.0)
     if dist.get_rank() == 0:
-        with pytest.raises(ddp.errors.CollectiveError, match="rank 1"):
+        with pytest.raises(CollectiveError, match="rank 1"):
             optimizer.step()
     dist.barrier(group=other_group)

@@ -20,6 +20,7 @@ from torch import nn
 import ddp
 from ddp.comm import objects
 from ddp.comm.reduction import combine, payload_of
+from ddp.errors import ArgumentError, LaunchEnvironmentError, UnsupportedError
 from ddp.strategies.parameter_server.rendezvous import ProcessRole
 from ddp.strategies.parameter_server.strategy import _world_of as world_of_role
 from ddp.strategies.strategy import Strategy
@@ -70,7 +71,7 @@ def test_losses_and_metrics_are_those_of_the_global_batch() -> None:
         (("sum" if rank else "mean", 1.0), r"replica 0 calls reduce\('mean'\) where replica 1 calls reduce\('sum'\)"),
     ]
     for arguments, message in different:
-        with pytest.raises(ddp.errors.ArgumentError, match=message):
+        with pytest.raises(ArgumentError, match=message):
             strategy.reduce(*arguments)
     assert strategy.reduce("max", rank) == replicas - 1, "a refusal leaves nothing behind"
     big = torch.full((1000,), float(rank))  # more than fits into the first round
@@ -107,7 +108,7 @@ def test_large_tensors_are_not_gathered() -> None:
         assert torch.equal(strategy.reduce("mean", torch.full((100_000,), rank))[:2], torch.full((2,), mean["count"]))
         assert sum(reduced) == 8 * (120_000 + 200_000 + 100_000)
         assert len(reduced) == 2 + 3 + 2
-        with pytest.raises(ddp.errors.ArgumentError, match=r"replica 1 gives \{a large float32\[150, 801\]: a number"):
+        with pytest.raises(ArgumentError, match=r"replica 1 gives \{a large float32\[150, 801\]: a number"):
             strategy.reduce("sum", torch.zeros(150, 800 + min(rank, 1)))
 
         reduced.clear()
@@ -122,7 +123,7 @@ def test_large_tensors_are_not_gathered() -> None:
         ]  # fmt: skip
         assert reduced == [4 * (300 * 400 + 400), 4 * (400 * 2 + 2)], "half precision in single"
         net[0].weight.grad = torch.zeros(400, 300).to_sparse() if rank == 1 else None
-        with pytest.raises(ddp.errors.UnsupportedError, match="a sparse gradient under strategy 'all_reduce'"):
+        with pytest.raises(UnsupportedError, match="a sparse gradient under strategy 'all_reduce'"):
             average_gradients(strategy, net)
         assert max(gathered) <= 1000
 
@@ -165,17 +166,17 @@ def test_the_variable_names_a_strategy_with_options(variables: pytest.MonkeyPatc
     ],
 )
 def test_unknown_strategies_and_options_are_named(variable: str, message: str, variables: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ddp.errors.ArgumentError, match=message):
+    with pytest.raises(ArgumentError, match=message):
         ddp.strategy(variable)
     variables.setenv("DTRAIN_STRATEGY", variable)
-    with pytest.raises(ddp.errors.ArgumentError, match=message):
+    with pytest.raises(ArgumentError, match=message):
         ddp.strategy()
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "central_storage", "local_sgd"])
 def test_servers_that_no_one_would_ask_are_refused(name: str, variables: pytest.MonkeyPatch) -> None:
     variables.setenv("DTRAIN_ROLES", "default:2,ps:2,evaluator:1")
-    with pytest.raises(ddp.errors.LaunchEnvironmentError, match="start it without --ps and --evaluator") as refused:
+    with pytest.raises(LaunchEnvironmentError, match="start it without --ps and --evaluator") as refused:
         ddp.strategy(name)
     assert "2 of role ps and 1 of role evaluator" in str(refused.value)
 
@@ -184,12 +185,12 @@ def test_what_cannot_be_prepared_is_refused(variables: pytest.MonkeyPatch) -> No
     strategy = ddp.strategy("all_reduce")
     model, other = nn.Linear(2, 2), nn.Linear(3, 3)
     optimizer = torch.optim.SGD(model.parameters())
-    with pytest.raises(ddp.errors.ArgumentError, match=r"prepare\(SGD, Linear\): it takes a torch.nn.Module and"):
+    with pytest.raises(ArgumentError, match=r"prepare\(SGD, Linear\): it takes a torch.nn.Module and"):
         strategy.prepare(optimizer, model)  # type: ignore[arg-type]  # that is what is tested
-    with pytest.raises(ddp.errors.ArgumentError, match="2 parameters that are not the model's, the first of shape"):
+    with pytest.raises(ArgumentError, match="2 parameters that are not the model's, the first of shape"):
         strategy.prepare(model, torch.optim.SGD(other.parameters()))
     prepared, _ = strategy.prepare(model, optimizer)
-    with pytest.raises(ddp.errors.ArgumentError, match="is in a DistributedDataParallel already"):
+    with pytest.raises(ArgumentError, match="is in a DistributedDataParallel already"):
         strategy.prepare(prepared, optimizer)
     assert strategy.unwrap(prepared) is model
     assert list(strategy.evaluations()) == []
@@ -232,7 +233,7 @@ def test_the_mean_is_over_the_batch_that_was_handed_out() -> None:
 def test_losses_that_cannot_be_averaged_are_refused(
     losses: torch.Tensor, arguments: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ddp.errors.ArgumentError, match=message):
+    with pytest.raises(ArgumentError, match=message):
         OneOf(2).mean(losses, **arguments)
 
 
@@ -291,7 +292,7 @@ def test_tensors_of_any_kind_are_reduced(dtype: torch.dtype, shape: list[int], r
     ],
 )
 def test_what_cannot_be_reduced_is_named(operation: str, value: Any, message: str) -> None:
-    with pytest.raises(ddp.errors.ArgumentError, match=message):
+    with pytest.raises(ArgumentError, match=message):
         payload_of(operation, value)
 
 

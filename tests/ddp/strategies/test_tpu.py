@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ddp
 from ddp import rng
 from ddp.comm.objects import gather_values
+from ddp.errors import ArgumentError, DdpError, LaunchEnvironmentError, LayoutMismatchError, UnsupportedError
 
 PER_PROCESS = 2
 
@@ -151,7 +152,7 @@ def test_shares_of_a_sampler_become_one_batch() -> None:
     assert all(torch.equal(x, y.float()) for x, y in batches)
     assert strategy.mean(torch.ones(8)).item() == 1.0
     with pytest.raises(
-        ddp.errors.ArgumentError,
+        ArgumentError,
         match=r"shape \(3,\), but 4 samples of this process"
         if (stand_in.rank == 0)
         else r"shape \(3,\), but 2 samples of this process",
@@ -172,7 +173,7 @@ def test_processes_differ_only_where_they_may() -> None:
     assert strategy.reduce("max", rank) == 1
     assert strategy.reduce("min", rank) == 0
     assert strategy.reduce("sum", [True, rank == 1, float(rank)]) == [1.0, 0.5, 0.5]
-    with pytest.raises(ddp.errors.ArgumentError, match="must give values of the same form"):
+    with pytest.raises(ArgumentError, match="must give values of the same form"):
         strategy.reduce("sum", [1] * (rank + 1))
 
 
@@ -200,7 +201,7 @@ def test_prepared_models_are_those_of_the_first_process() -> None:
     rng.reseed(random, stand_in.rank)
     assert strategy.reduce("max", stand_in.seeds[-1] % 2**52) == strategy.reduce("min", stand_in.seeds[-1] % 2**52)
     other = nn.Linear(2, 2 + stand_in.rank)
-    with pytest.raises(ddp.errors.LayoutMismatchError, match=r"rank 1 wraps another module than rank 0.*'weight'"):
+    with pytest.raises(LayoutMismatchError, match=r"rank 1 wraps another module than rank 0.*'weight'"):
         strategy.prepare(other, torch.optim.SGD(other.parameters()))
 
 
@@ -211,22 +212,22 @@ def test_a_callback_that_fails_on_one_process_ends_all() -> None:
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = ddp.Trainer(model.double(), sgd, nn.CrossEntropyLoss(), strategy="tpu", callbacks=[FailsOnTheSecond()])
     what = ": OSError: no space left" if dist.get_rank() == 1 else ", on rank 1: see its output"
-    with pytest.raises(ddp.errors.DdpError, match=f"the callback FailsOnTheSecond failed in on_epoch_end, at .*{what}"):
+    with pytest.raises(DdpError, match=f"the callback FailsOnTheSecond failed in on_epoch_end, at .*{what}"):
         trainer.fit(data(), epochs=2, global_batch_size=11)
 
 
 @world(2)
 def test_devices_that_are_no_mesh_are_refused() -> None:
     stand_in = StandIn(processes=1).install()
-    with pytest.raises(ddp.errors.LaunchEnvironmentError, match=r"has 2 processes, but the runtime .* devices of 1"):
+    with pytest.raises(LaunchEnvironmentError, match=r"has 2 processes, but the runtime .* devices of 1"):
         ddp.strategy("tpu")
     os.environ.update(LOCAL_WORLD_SIZE="2", LOCAL_RANK=str(stand_in.rank))
     ddp.world._world = None
-    with pytest.raises(ddp.errors.LaunchEnvironmentError, match=r"2 processes were started on this host.*-node 1"):
+    with pytest.raises(LaunchEnvironmentError, match=r"2 processes were started on this host.*-node 1"):
         ddp.strategy("tpu")
     ddp.world._world = None
     WrongOrder().install()
-    with pytest.raises(ddp.errors.LaunchEnvironmentError, match="in another order than this version of ddp expects"):
+    with pytest.raises(LaunchEnvironmentError, match="in another order than this version of ddp expects"):
         ddp.strategy("tpu")
 
 
@@ -235,10 +236,10 @@ def test_models_that_cannot_be_trained_are_refused() -> None:
     StandIn().install()
     strategy = ddp.strategy("tpu")
     bag = nn.EmbeddingBag(5, 3, sparse=True)
-    with pytest.raises(ddp.errors.UnsupportedError, match=r"'weight' gets sparse gradients.*sparse=False"):
+    with pytest.raises(UnsupportedError, match=r"'weight' gets sparse gradients.*sparse=False"):
         strategy.prepare(bag, torch.optim.SGD(bag.parameters()))
     elsewhere = nn.Linear(2, 2, device="meta")
-    with pytest.raises(ddp.errors.ArgumentError, match="'weight' is on meta: make the model on the CPU"):
+    with pytest.raises(ArgumentError, match="'weight' is on meta: make the model on the CPU"):
         strategy.prepare(elsewhere, torch.optim.SGD(elsewhere.parameters()))
 
 
@@ -281,7 +282,7 @@ def test_without_torch_xla_the_error_says_what_to_install(monkeypatch: pytest.Mo
         "pip install torch=="
     )
     try:
-        with pytest.raises(ddp.errors.UnsupportedError, match=re.escape(message)):
+        with pytest.raises(UnsupportedError, match=re.escape(message)):
             ddp.strategy("tpu")
     finally:
         dist.destroy_process_group()

@@ -21,6 +21,7 @@ from torch.utils.data import TensorDataset
 
 import ddp
 from ddp import callbacks as cb
+from ddp.errors import ArgumentError, DdpError, UnsupportedError
 from ddp.strategies.all_reduce import AllReduce
 from ddp.training.optimizer_step import needs_average
 from ddp.training.trainer import Trainer
@@ -57,7 +58,7 @@ def fits(folder: str, *, dropout: float, breaks: tuple[str, int] | None = None, 
     more = [] if breaks is None else [Breaks(*breaks)]
     one = trainer(all_of(folder, *more), dropout=dropout, rate=0.02, log_every=3, **options)
     if breaks is not None:
-        with pytest.raises(ddp.errors.DdpError, match=f"callback Breaks failed in {breaks[0]}, at step {breaks[1]}"):
+        with pytest.raises(DdpError, match=f"callback Breaks failed in {breaks[0]}, at step {breaks[1]}"):
             one.fit(data(), epochs=4, validation=data(), global_batch_size=BATCH)
         return {}
     history = one.fit(data(), epochs=4, validation=data(), global_batch_size=BATCH)
@@ -80,7 +81,7 @@ def grows(folder: str, *, until: int, breaks: bool = False) -> dict[str, Any]:
     one = trainer([cb.ModelCheckpoint(folder, every_n_steps=2), *more], log_every=1)
     try:
         one.fit(data(), epochs=4, global_batch_size=BATCH)
-    except ddp.errors.DdpError:
+    except DdpError:
         assert breaks
     return {"step": one.step, "weights": flat(one.module).tolist(), "loss": one.history.history["loss"]}
 
@@ -109,11 +110,11 @@ def writes_programs(folder: str) -> None:
         one.export(Path(folder) / name, example)
         assert sorted(path.name for path in Path(folder).glob("*.tmp")) == []
     for name, kind in (("model.onnx", None), ("model.pt", None), ("model.pt2", "torchscript")):
-        with pytest.raises(ddp.errors.ArgumentError, match=r"name the file \.pt2"):
+        with pytest.raises(ArgumentError, match=r"name the file \.pt2"):
             one.export(Path(folder) / name, x, format=kind)  # type: ignore[arg-type]
-    with pytest.raises(ddp.errors.DdpError, match="could not export"):
+    with pytest.raises(DdpError, match="could not export"):
         one.export(Path(folder) / "bad", torch.zeros(2, 2), format="export")
-    with pytest.raises(ddp.errors.DdpError, match="could not save"):
+    with pytest.raises(DdpError, match="could not save"):
         one.save("/proc/no/weights.pt")
     torch.save({"expected": expected, "x": x}, Path(folder) / f"expected.{dist.get_rank()}")
 
@@ -232,7 +233,7 @@ def test_without_a_process_group_the_main_replica_saves(tmp_path: Path) -> None:
     def run(*more: cb.Callback) -> Trainer:
         return trainer([cb.ModelCheckpoint(tmp_path, every_n_steps=3), *more], strategy=Alone(), log_every=100)
 
-    with pytest.raises(ddp.errors.DdpError, match="Breaks failed in on_epoch_begin"):
+    with pytest.raises(DdpError, match="Breaks failed in on_epoch_begin"):
         run(Breaks("on_epoch_begin", 7)).fit(data(), epochs=3, global_batch_size=BATCH)
     dist.barrier()
     second = run()
@@ -243,7 +244,7 @@ def test_without_a_process_group_the_main_replica_saves(tmp_path: Path) -> None:
     whole.fit(data(), epochs=3, global_batch_size=BATCH)
     assert torch.equal(flat(second.module), flat(whole.module))
     assert torch.load(tmp_path / "step-0000000012.pt", weights_only=True)["values"]["trainer"]["epoch"] == 3
-    with pytest.raises(ddp.errors.UnsupportedError, match="max_grad_norm under strategy"):
+    with pytest.raises(UnsupportedError, match="max_grad_norm under strategy"):
         trainer(strategy=_averaging_later(), max_grad_norm=1.0)
 
 
@@ -263,7 +264,7 @@ def test_an_evaluator_evaluates_until_the_training_ends() -> None:
 
     one = trainer([Sees()], strategy=Evaluator())
     one.fit(data(), epochs=3, validation=data())
-    with pytest.raises(ddp.errors.ArgumentError, match="no validation data"):
+    with pytest.raises(ArgumentError, match="no validation data"):
         one.fit(data(), epochs=3)
     assert [each["step"] for each in seen] == [5, 9]
     assert seen[0]["loss"] == seen[1]["loss"] > 0
@@ -359,22 +360,22 @@ def test_wrong_use_is_refused() -> None:
         ({"callbacks": [print]}, "is not an instance of ddp.callbacks.Callback"),
         ({"strategy": "mirrored"}, "did you mean 'all_reduce'?"),
     ):
-        with pytest.raises(ddp.errors.ArgumentError, match=message):
+        with pytest.raises(ArgumentError, match=message):
             trainer(**options)
     one = trainer()
-    with pytest.raises(ddp.errors.ArgumentError, match=r"a list_iterator cannot be sharded: give the data set"):
+    with pytest.raises(ArgumentError, match=r"a list_iterator cannot be sharded: give the data set"):
         one.fit(iter([1]), epochs=1)
-    with pytest.raises(ddp.errors.ArgumentError, match=r"a tuple of tensors is not a data set: give .*TensorDataset"):
+    with pytest.raises(ArgumentError, match=r"a tuple of tensors is not a data set: give .*TensorDataset"):
         one.evaluate((torch.zeros(4, 2), torch.zeros(4)))
-    with pytest.raises(ddp.errors.ArgumentError, match="must not shuffle"):
+    with pytest.raises(ArgumentError, match="must not shuffle"):
         one.predict(one.strategy.loader(data(), global_batch_size=4, shuffle=True))
-    with pytest.raises(ddp.errors.ArgumentError, match="sample weights, but the loss is a single number"):
+    with pytest.raises(ArgumentError, match="sample weights, but the loss is a single number"):
         one.fit(TensorDataset(*tensors()), epochs=1)
-    with pytest.raises(ddp.errors.ArgumentError, match=r"shape \(2, 3\) for 23 samples"):
+    with pytest.raises(ArgumentError, match=r"shape \(2, 3\) for 23 samples"):
         trainer(loss=lambda out, y: out[:2]).fit(data(), epochs=1, global_batch_size=SAMPLES)
-    with pytest.raises(ddp.errors.ArgumentError, match=r"a batch is a list of 4"):
+    with pytest.raises(ArgumentError, match=r"a batch is a list of 4"):
         one.fit(TensorDataset(*tensors(), tensors()[0]), epochs=1)
     with pytest.raises(
-        ddp.errors.DdpError, match=r"EarlyStopping failed in on_epoch_end, at step 1: .* no 'val_loss' in the logs"
+        DdpError, match=r"EarlyStopping failed in on_epoch_end, at step 1: .* no 'val_loss' in the logs"
     ):
         trainer([cb.EarlyStopping()]).fit(data(), epochs=1)

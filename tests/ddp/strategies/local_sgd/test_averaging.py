@@ -23,6 +23,7 @@ from torch import nn
 
 import ddp
 from ddp.compression import PowerSGD
+from ddp.errors import ArgumentError, UnsupportedError
 from ddp.strategies.local_sgd.averaging import LocalSGD
 from ddp.strategies.sharding.stand_in_optimizer import StandInOptimizer
 
@@ -245,7 +246,7 @@ def test_misuse_is_warned_of_or_refused() -> None:
     with pytest.raises(UserWarning, match="stay different"):
         local.close()
     model._join_config = model._join_config._replace(enable=True)  # what join() does, without its end
-    with pytest.raises(ddp.errors.UnsupportedError, match=r"inside join\(\)"):
+    with pytest.raises(UnsupportedError, match=r"inside join\(\)"):
         model(x)
     model._join_config = model._join_config._replace(enable=False)
     assert model.require_backward_grad_sync
@@ -266,17 +267,17 @@ def test_misuse_is_warned_of_or_refused() -> None:
         ({"every": 2, "outer_lr": 0.0}, "outer_lr"),
         ({"every": 2, "outer_momentum": 1.0}, "outer_momentum"),
     ):
-        with pytest.raises(ddp.errors.ArgumentError, match=name):
+        with pytest.raises(ArgumentError, match=name):
             LocalSGD(model, optimizer, **bad)
-    with pytest.raises(ddp.errors.ArgumentError, match="wrap it"):
+    with pytest.raises(ArgumentError, match="wrap it"):
         LocalSGD(model.module, optimizer, every=2)
-    with pytest.raises(ddp.errors.ArgumentError, match="none of the model's parameters"):
+    with pytest.raises(ArgumentError, match="none of the model's parameters"):
         LocalSGD(model, sgd(build("mlp").parameters()), every=2)
-    with pytest.raises(ddp.errors.UnsupportedError, match="LBFGS"):
+    with pytest.raises(UnsupportedError, match="LBFGS"):
         LocalSGD(model, torch.optim.LBFGS(model.parameters()), every=2)
-    with pytest.raises(ddp.errors.UnsupportedError, match="prepare"):
+    with pytest.raises(UnsupportedError, match="prepare"):
         LocalSGD(model, StandIn(sgd(model.parameters())), every=2)
-    with pytest.raises(ddp.errors.ArgumentError, match=r"layers\.0\.bias"):
+    with pytest.raises(ArgumentError, match=r"layers\.0\.bias"):
         local.load_state_dict({"step": 1, "outer_momentum": {"layers.0.bias": torch.zeros(3)}})
 
 
@@ -302,7 +303,7 @@ def test_hooks_end_with_close_or_the_wrapper() -> None:
     assert hooks() == before
     assert not model._forward_pre_hooks
     assert not model._forward_hooks
-    with pytest.raises(ddp.errors.ArgumentError, match="closed"):
+    with pytest.raises(ArgumentError, match="closed"):
         local.sync()
     replica.zero_grad()
     loss_of(model, x, y).backward()

@@ -20,6 +20,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ddp
+from ddp.errors import DdpError, DriftError, LayoutMismatchError
 from ddp.strategies.local_sgd.averaging import LocalSGD
 from ddp.strategies.local_sgd.rank_state import cut_into_chunks
 
@@ -41,7 +42,7 @@ def training_resumes_from_a_state(path: Path) -> None:
     model, optimizer, local = start()
     run(range(7), model, optimizer)
     for diverged in (model, model.module, local):
-        with pytest.raises(ddp.errors.DdpError, match=r"made 2 steps by itself .* sync\(\)"):
+        with pytest.raises(DdpError, match=r"made 2 steps by itself .* sync\(\)"):
             diverged.state_dict()
     copied = copy.deepcopy(model.module)
     assert copied.state_dict().keys() == build("mlp").state_dict().keys()  # a copy is someone else's
@@ -112,7 +113,7 @@ def test_ranks_that_cannot_become_equal_are_an_error_on_all() -> None:
 
     _, step, local = start(every=2 + rank)
     step()
-    with pytest.raises(ddp.errors.LayoutMismatchError) as mismatch:
+    with pytest.raises(LayoutMismatchError) as mismatch:
         local.sync()
     assert (mismatch.value.rank, mismatch.value.entry) == (1, "settings")
     assert "'every': 3" in str(mismatch.value)
@@ -124,7 +125,7 @@ def test_ranks_that_cannot_become_equal_are_an_error_on_all() -> None:
     state["outer_momentum"]["layers.2.bias"] = state["outer_momentum"]["layers.2.bias"] + rank
     local.load_state_dict(state)
     step()
-    with pytest.raises(ddp.errors.DriftError) as drift:
+    with pytest.raises(DriftError) as drift:
         local.sync()
     assert (drift.value.parameter, drift.value.step, drift.value.ranks) == ("layers.2.bias", 2, (1,))
     assert "outer momentum of 'layers.2.bias' is another on rank 1" in str(drift.value)
@@ -133,7 +134,7 @@ def test_ranks_that_cannot_become_equal_are_an_error_on_all() -> None:
     with torch.no_grad():
         model.module.layers[4].bias[-1] += rank * 1e-9
     step()
-    with pytest.raises(ddp.errors.DriftError) as drift:
+    with pytest.raises(DriftError) as drift:
         local.sync()
     assert drift.value.parameter == "layers.4.bias"
     assert "starting point of the last steps of 'layers.4.bias' is another on rank 1" in str(drift.value)

@@ -11,6 +11,7 @@ from testbed.servers import KEY
 from torch import nn
 
 import ddp
+from ddp.errors import ArgumentError, LaunchEnvironmentError, UnsupportedError
 from ddp.strategies.parameter_server.run_plan import Options, make_plan
 from ddp.strategies.parameter_server.strategy import ParameterServer
 
@@ -27,7 +28,7 @@ from ddp.strategies.parameter_server.strategy import ParameterServer
 def test_roles_that_do_not_fit_are_refused(said: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "ROLE_RANK": "0", "WORLD_SIZE": "1", **said}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ddp.errors.LaunchEnvironmentError, match=message) as refused:
+    with pytest.raises(LaunchEnvironmentError, match=message) as refused:
         ddp.strategy("parameter_server")
     assert KEY not in str(refused.value)
 
@@ -46,7 +47,7 @@ def test_roles_that_do_not_fit_are_refused(said: dict[str, str], message: str, m
     ],
 )
 def test_options_that_cannot_be_meant_are_refused(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ddp.errors.ArgumentError, match=message):
+    with pytest.raises(ArgumentError, match=message):
         ddp.strategy("parameter_server", **options)
 
 
@@ -62,8 +63,8 @@ def test_snapshots_of_a_wrong_type_are_refused_in_every_process() -> None:
 
 def test_an_optimizer_that_servers_cannot_step_is_refused() -> None:
     model = nn.Linear(2, 2)
-    with pytest.raises(ddp.errors.UnsupportedError, match="LBFGS"):
+    with pytest.raises(UnsupportedError, match="LBFGS"):
         make_plan(model, torch.optim.LBFGS(model.parameters()), Options(), workers=2, servers=1)
     optimizer = torch.optim.SGD(model.parameters())
-    with pytest.raises(ddp.errors.ArgumentError, match="leaves none to wait for"):
+    with pytest.raises(ArgumentError, match="leaves none to wait for"):
         make_plan(model, optimizer, Options(backup_workers=2), workers=2, servers=1)

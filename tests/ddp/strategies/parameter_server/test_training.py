@@ -37,7 +37,7 @@ from torch import nn
 from torch.distributed import TCPStore
 from torch.nn import functional as F
 
-import ddp
+from ddp.errors import ArgumentError, BackwardError, KeyRefusedError, LayoutMismatchError, VersionMismatchError
 from ddp.strategies.parameter_server import endpoints
 from ddp.strategies.parameter_server.strategy import ParameterServer
 
@@ -166,21 +166,19 @@ def test_another_key_version_or_model_is_refused() -> None:
         if dist.get_rank() == 1:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("DTRAIN_RUN_KEY", "ab" * 32)
-                with pytest.raises(ddp.errors.KeyRefusedError, match="key") as refused:
+                with pytest.raises(KeyRefusedError, match="key") as refused:
                     start(setting).prepare(*build(setting))
                 assert KEY not in str(refused.value)
                 assert "ab" * 32 not in str(refused.value)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(endpoints, "own_version", lambda: "0.0.1")
-                with pytest.raises(ddp.errors.VersionMismatchError, match=r"0\.0\.1"):
+                with pytest.raises(VersionMismatchError, match=r"0\.0\.1"):
                     start(setting).prepare(*build(setting))
             odd = nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 4)).to(F64)
-            with pytest.raises(
-                ddp.errors.LayoutMismatchError, match=r"worker 1 has another model .*2\.weight"
-            ) as differs:
+            with pytest.raises(LayoutMismatchError, match=r"worker 1 has another model .*2\.weight") as differs:
                 start(setting).prepare(odd, torch.optim.SGD(odd.parameters(), lr=0.2, momentum=0.9, nesterov=True))
             assert (differs.value.entry, differs.value.rank) == ("2.weight", 1)
-            with pytest.raises(ddp.errors.LayoutMismatchError, match="'async'"):
+            with pytest.raises(LayoutMismatchError, match="'async'"):
                 start(setting, mode="async").prepare(*build(setting))
         strategy = start(setting)
         assert_equals_oracle(strategy, setting)
@@ -198,13 +196,13 @@ def test_changes_after_prepare_are_refused() -> None:
         model, optimizer = strategy.prepare(model, users)
         x, y = data().tensors
         F.cross_entropy(model(x), y).backward()
-        with pytest.raises(ddp.errors.ArgumentError, match=r"call step\(\) of the one that prepare\(\) returned"):
+        with pytest.raises(ArgumentError, match=r"call step\(\) of the one that prepare\(\) returned"):
             users.step()
-        with pytest.raises(ddp.errors.ArgumentError, match="add_param_group"):
+        with pytest.raises(ArgumentError, match="add_param_group"):
             optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
-        with pytest.raises(ddp.errors.ArgumentError, match="twice"):
+        with pytest.raises(ArgumentError, match="twice"):
             strategy.prepare(*build(setting))
-        with pytest.raises(ddp.errors.ArgumentError, match="evaluator"):
+        with pytest.raises(ArgumentError, match="evaluator"):
             next(strategy.evaluations())
         weight = model[0].weight
         changes: list[tuple[Callable[[], object], Callable[[], object], str]] = [
@@ -225,7 +223,7 @@ def test_changes_after_prepare_are_refused() -> None:
         )
         for change, undo, what in changes:
             change()
-            with pytest.raises(ddp.errors.BackwardError, match=what) as refused:
+            with pytest.raises(BackwardError, match=what) as refused:
                 optimizer.step()
             assert "after prepare()" in str(refused.value)
             undo()
@@ -234,7 +232,7 @@ def test_changes_after_prepare_are_refused() -> None:
         optimizer.register_state_dict_pre_hook(hooked.append)
         state = optimizer.state_dict()
         assert len(hooked) == 1
-        with pytest.raises(ddp.errors.ArgumentError, match="other param groups"):
+        with pytest.raises(ArgumentError, match="other param groups"):
             optimizer.load_state_dict({**state, "param_groups": []})
         strategy.close()
 
@@ -249,14 +247,12 @@ def test_numbers_are_reduced_without_a_group() -> None:
         setting = Setting()
         strategy = start(setting)
         if strategy.role == "worker":
-            with pytest.raises(ddp.errors.ArgumentError, match=r"call prepare\(\) before reduce"):
+            with pytest.raises(ArgumentError, match=r"call prepare\(\) before reduce"):
                 strategy.reduce("sum", 1)
         strategy.prepare(*build(setting))
         check_mean(strategy)
         check_reduce(strategy)
-        with pytest.raises(
-            ddp.errors.ArgumentError, match=r"replica 1 gives .* all replicas must give values of the same"
-        ):
+        with pytest.raises(ArgumentError, match=r"replica 1 gives .* all replicas must give values of the same"):
             strategy.reduce("sum", torch.zeros(2 + strategy.replica))
         big = torch.full((100_000,), float(strategy.replica))
         assert torch.equal(strategy.reduce("sum", big), torch.full((100_000,), 3.0))
