@@ -151,7 +151,7 @@ def test_owners_of_memory_and_of_tensors_are_counted() -> None:
     assert count(view) == before + 1
 
 
-def test_versions_count_changes_and_many_tensors_are_copied_at_once() -> None:
+def test_versions_count_and_many_tensors_are_copied_at_once() -> None:
     tensors, sources = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.ones(3)]
     before = internals.version_of(tensors[0])
     internals.foreach_copy(tensors, sources)

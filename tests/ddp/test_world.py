@@ -306,7 +306,7 @@ def test_the_accelerator_decides_on_device_and_backend(
 
 
 @pytest.mark.parametrize(("local_world_size", "is_eager"), [("2", False), ("1", True)])
-def test_ranks_of_a_host_that_see_one_device_may_share_it_whatever_has_chosen_it(
+def test_ranks_that_see_one_device_may_share_it(
     joined: dict[str, Any], monkeypatch: pytest.MonkeyPatch, local_world_size: str, is_eager: bool
 ) -> None:
     monkeypatch.setattr(torch, "accelerator", Devices("cuda", 1))
@@ -366,7 +366,7 @@ def test_another_store_at_the_same_address_is_found(monkeypatch: pytest.MonkeyPa
     assert opened.check(["ddp/backend"]), "those that start later find it there"
 
 
-def test_a_group_that_cannot_be_made_again_leaves_no_excepthook_of_torch(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_group_not_made_again_leaves_no_excepthook_of_torch(nursery: Nursery, tmp_path: Path) -> None:
     script = """
         import sys
         import ddp
@@ -392,9 +392,7 @@ def test_a_group_that_cannot_be_made_again_leaves_no_excepthook_of_torch(nursery
     assert (result.returncode, result.stdout) == (0, "as before\n"), result.stderr
 
 
-def test_a_process_that_leaves_a_group_does_not_wait_for_a_collective_in_which_a_rank_is_missing(
-    nursery: Nursery, tmp_path: Path
-) -> None:
+def test_a_process_that_leaves_a_group_waits_for_no_rank(nursery: Nursery, tmp_path: Path) -> None:
     """Nor does it at its end. gloo's threads sometimes go on waiting though all connections of the group are broken."""
     script = """
         import os, pathlib, sys, time, torch, torch.distributed as dist, ddp

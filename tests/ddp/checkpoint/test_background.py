@@ -132,7 +132,8 @@ def test_both_ways_write_the_same_bytes(tmp_path: Path) -> None:
 # Copies
 
 
-def test_a_copy_shares_no_memory_with_the_original_and_keeps_what_is_shared() -> None:
+def test_a_copy_shares_memory_within_itself_alone() -> None:
+    """It shares none with the original, and keeps what is shared within."""
     base = torch.arange(12.0)
     state = nn.BatchNorm1d(2).state_dict()
     original: dict[str, Any] = {
@@ -270,7 +271,7 @@ def test_a_process_that_ends_waits_for_the_file(
 @pytest.mark.parametrize(
     ("end", "code"), [("raise ValueError('a bad batch')", 1), ("raise KeyboardInterrupt", -signal.SIGINT)]
 )
-def test_a_process_that_fails_does_not_wait_for_a_disk_without_end(
+def test_a_process_that_fails_waits_for_a_disk_with_an_end(
     end: str, code: int, run: Callable[..., Result], tmp_path: Path
 ) -> None:
     program = f"from ddp.checkpoint import writer\nwriter._LONGEST_WAIT_S = 0.2\n{end}"
@@ -279,7 +280,7 @@ def test_a_process_that_fails_does_not_wait_for_a_disk_without_end(
     assert "ends before its last checkpoint is written; the previous one is whole" in done.stderr
 
 
-def test_a_state_that_cannot_be_copied_is_printed_and_an_error_of_the_next_call(
+def test_a_failed_copy_is_an_error_of_the_next_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(*_: Any) -> Any:
@@ -312,9 +313,7 @@ def test_a_process_whose_last_save_failed_says_so_and_ends_with_1(
     assert listed(tmp_path / "saved") == ["step-0000000001.pt"]
 
 
-def test_a_process_that_is_forked_meanwhile_leaves_the_save_to_its_parent(
-    run: Callable[..., Result], tmp_path: Path
-) -> None:
+def test_a_forked_process_leaves_the_save_to_its_parent(run: Callable[..., Result], tmp_path: Path) -> None:
     fork = (
         "pid = os.fork()\n"
         "if not pid:\n"
@@ -329,9 +328,8 @@ def test_a_process_that_is_forked_meanwhile_leaves_the_save_to_its_parent(
     assert (done.returncode, done.stdout.split()) == (0, ["up", "7", "1"]), done
 
 
-def test_after_the_warning_that_time_is_nearly_up_a_save_is_durable_when_it_returns(
-    run: Callable[..., Result], tmp_path: Path
-) -> None:
+def test_a_save_after_the_warning_is_durable_when_it_returns(run: Callable[..., Result], tmp_path: Path) -> None:
+    """The warning says that time is nearly up."""
     program = (
         "checkpoint.wait()\n"
         "assert not checkpoint.due(1, every=0)\n"

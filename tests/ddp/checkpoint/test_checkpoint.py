@@ -163,7 +163,7 @@ def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
 # Files that are not whole
 
 
-def test_the_second_that_saves_in_one_folder_is_refused_with_the_name_of_the_first(tmp_path: Path) -> None:
+def test_a_second_owner_is_refused_with_the_name_of_the_first(tmp_path: Path) -> None:
     first, second, third = (ddp.Checkpoint(tmp_path, in_background=False) for _ in range(3))
     first.save(1)
     with pytest.raises(CheckpointError, match=rf"another Checkpoint of this process .*pid {os.getpid()} on "):
@@ -195,7 +195,7 @@ def test_a_folder_is_free_again_when_its_owner_was_killed(
     second.claim(0)
 
 
-def test_a_later_attempt_takes_over_from_a_process_that_still_hangs(tmp_path: Path) -> None:
+def test_a_later_attempt_takes_over_from_one_that_hangs(tmp_path: Path) -> None:
     run = {"TORCHELASTIC_RUN_ID": "one"}
     earlier, later, last = (FolderOwner(tmp_path, {**run, "TORCHELASTIC_RESTART_COUNT": str(n)}) for n in range(3))
     with _owner_in_a_process(tmp_path, run):
@@ -448,7 +448,7 @@ class Interrupted:
         signal.raise_signal(signal.SIGUSR2)
 
 
-def test_what_a_signal_s_handler_raises_in_a_save_is_no_error_of_the_checkpoint(tmp_path: Path) -> None:
+def test_what_a_signal_handler_raises_passes_through_a_save(tmp_path: Path) -> None:
     def died(*_: object) -> None:
         raise RuntimeError("DataLoader worker is killed")
 
@@ -515,7 +515,8 @@ def test_a_full_disk_restarts_no_rank_of_a_resilient_run(tmp_path: Path) -> None
 # Several ranks
 
 
-def test_what_a_killed_writer_left_is_removed_though_a_forked_process_lives(tmp_path: Path) -> None:
+def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
+    """Although a process that it has forked lives."""
     program = (
         "import os, signal, sys\n"
         "from pathlib import Path\n"

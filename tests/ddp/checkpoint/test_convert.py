@@ -172,7 +172,7 @@ class Bomb:
         return os.mkdir, (str(self.mark),)
 
 
-def test_values_that_would_have_to_be_unpickled_are_refused_or_left_out(tmp_path: Path) -> None:
+def test_pickled_values_are_refused_or_left_out(tmp_path: Path) -> None:
     bomb = Bomb(tmp_path / "went off")
     dcp.save({"model": build().state_dict(), "step": 1, "note": bomb}, checkpoint_id=tmp_path / "beside")
     with pytest.warns(UserWarning, match="note is left out"):
@@ -259,7 +259,7 @@ def test_bytes_that_were_changed_are_refused_or_read(tmp_path: Path, seeds: Seed
     assert refused > 50
 
 
-def test_a_folder_of_ours_becomes_another_step_with_all_that_it_holds(tmp_path: Path) -> None:
+def test_a_folder_of_ours_becomes_another_step(tmp_path: Path) -> None:
     _saved(tmp_path / "first", best=0.5)
     path = tmp_path / "first" / "step-0000000003.pt"
     to_dcp(path, tmp_path / "dcp")

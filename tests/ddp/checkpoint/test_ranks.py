@@ -334,7 +334,7 @@ def test_each_byte_is_read_once_on_a_host(nursery: Nursery, hosts: int, tmp_path
 
 
 @world(3)
-def test_a_rank_that_cannot_open_what_its_host_has_read_receives_it(tmp_path: Path) -> None:
+def test_a_rank_that_cannot_open_the_file_receives_it(tmp_path: Path) -> None:
     """Rank 1 sees the folder that rank 0 reads, but not the file that rank 0 has found there."""
     model = nn.Linear(2, 1)
     nn.init.constant_(model.weight, 4.0)
@@ -455,7 +455,7 @@ def test_all_ranks_hear_a_warning_in_the_same_step(tmp_path: Path, has_host_grou
 
 
 @world(3)
-def test_the_status_of_a_backward_pass_says_that_a_rank_was_warned(tmp_path: Path) -> None:
+def test_the_status_of_a_pass_says_that_a_rank_was_warned(tmp_path: Path) -> None:
     """Rank 1 hears SIGUSR1 twice, once in a step that fails on rank 0: the same calls say so; nothing else is sent."""
     checkpoint.control_group = None  # type: ignore[attr-defined]  # no collective but those of the pass
     model = ddp.DistributedDataParallel(nn.Linear(2, 1))

@@ -90,7 +90,7 @@ def worlds(nursery: Nursery, tmp_path: Path) -> Worlds:
     return Worlds(nursery, tmp_path)
 
 
-def test_a_stall_names_the_rank_that_is_elsewhere_and_the_line_of_its_script(worlds: Worlds) -> None:
+def test_a_stall_names_the_rank_that_is_elsewhere_and_its_line(worlds: Worlds) -> None:
     # The whole end of the interpreter, which must not wait for the collective that still hangs.
     ended = worlds.run("comes_late", 3, "file", whole_end=True)
     assert ended.codes == [1, 0, 1]
@@ -111,7 +111,7 @@ def test_a_stall_names_the_rank_that_is_elsewhere_and_the_line_of_its_script(wor
     assert any(said in late for said in ("closed by peer", "has ended", "has destroyed the group"))
 
 
-def test_a_rank_that_hangs_outside_of_passes_is_named_within_the_limit_of_the_model(worlds: Worlds) -> None:
+def test_a_rank_that_hangs_outside_of_passes_is_named(worlds: Worlds) -> None:
     places = {
         "save": "exchange of notes before saving",
         "load": "exchange of what each rank saved",
@@ -165,7 +165,7 @@ def test_ranks_that_have_left_are_known_to_have(worlds: Worlds, store: str) -> N
 
 
 @world(2, backend="gloo")
-def test_waiting_for_host_memory_is_bounded_whatever_the_device_is(tmp_path: Path) -> None:
+def test_waiting_for_host_memory_is_bounded_on_any_device(tmp_path: Path) -> None:
     """What a model on a device waits for in host memory is bounded, as is what gloo moves on a device."""
     stall_report = StallReport(present(dist.group.WORLD), timeout_s=STALL_S, device=DEVICE)
     stall_report.at("user code")
@@ -211,7 +211,7 @@ def test_ctrl_c_ends_a_wait_and_the_rank_cannot_go_on(tmp_path: Path) -> None:
     work.wait()
 
 
-def test_ctrl_c_ends_a_backward_pass_that_waits_and_then_the_process(worlds: Worlds) -> None:
+def test_ctrl_c_ends_a_backward_pass_and_then_the_process(worlds: Worlds) -> None:
     # The whole end of the interpreter, which must not wait for the collective that still hangs.
     ended = worlds.run("interrupted_in_a_step", 2, "file", whole_end=True)
     assert ended.codes == [-signal.SIGINT, 0], ended.errors
@@ -259,7 +259,7 @@ def test_a_sum_over_many_ranks_names_the_rank_that_is_gone(worlds: Worlds, who: 
         assert f"rank {who}: does not answer: its process is gone" in ended.results[rank]
 
 
-def test_a_stopped_or_killed_rank_does_not_answer_and_a_lost_store_is_said(worlds: Worlds) -> None:
+def test_stopped_and_killed_ranks_and_a_lost_store_are_named(worlds: Worlds) -> None:
     stop, kill = int(signal.SIGSTOP), int(signal.SIGKILL)
     of_world = {"case": "signalled", "size": 3, "store": "tcp"}
     stopped, killed, frozen_store, lost_store = worlds.run_at_once(
@@ -395,9 +395,10 @@ def test_a_rank_that_leaves_before_or_between_steps_is_named(worlds: Worlds, cas
     assert f"rank 1: {why}" in ended.results[0]
 
 
-def test_a_stall_on_a_device_is_written_once_and_forgotten_when_it_ends_but_not_under_a_debugger(
+def test_a_stall_on_a_device_is_written_once(
     worlds: Worlds,
 ) -> None:
+    """It is forgotten when it ends, and not written under a debugger."""
     ended = worlds.run("on_device", 2, "tcp")
     assert ended.codes == [0, 0]
     assert ended.errors[0].count("rank 1 is missing: rank 0 of 2 has waited ") == 1

@@ -26,7 +26,7 @@ def _at(step: int, phase: str, **options: Any) -> Answer:
     return Answer(1, line="train.py:8 in main", positions={"0/0": place}, **options)
 
 
-def test_the_likeliest_cause_comes_first_and_secondary_failures_are_not_it() -> None:
+def test_the_likeliest_cause_comes_first() -> None:
     here = _at(4, "all-reduce", is_waiting=True)
     answers = dict.fromkeys(range(1, 100), here)
     answers[7] = Answer(2**53, finished={"0/0": 4}, ended="ended with CollectiveError: rank 9", is_secondary=True)

@@ -192,9 +192,7 @@ def test_optimizers_of_master_copies_step_where_no_other_does(ring: Path) -> Non
     assert all(phases["optimizer"] > 0 for phases in _steps(ring, 1, 2, 3, 4)[1:])
 
 
-def test_parameters_are_gone_through_once_whatever_the_number_of_optimizers(
-    ring: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parameters_are_gone_through_once_for_all_optimizers(ring: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[object] = []
     through = timeline._parameters
     model, _ = _model()
@@ -221,7 +219,7 @@ def test_a_step_that_the_scaler_skips_is_a_step(ring: Path) -> None:
     assert all(phases["data"] >= STRETCH_S for phases in _steps(ring, 1, 2, 3, 4)[1:])
 
 
-def test_the_steps_of_horovod_s_interface_are_known_from_the_first_closure_on(ring: Path) -> None:
+def test_steps_of_horovod_count_from_the_first_closure_on(ring: Path) -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = horovod.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     for _ in range(3):
@@ -239,7 +237,7 @@ def test_a_wait_after_the_optimizer_s_step_is_of_the_next_step(ring: Path) -> No
     assert _steps(ring, 1, 2, 3)[1]["wait"] >= STRETCH_S
 
 
-def test_a_first_step_that_is_counted_in_another_thread_does_not_end_the_recording(ring: Path) -> None:
+def test_a_step_counted_in_another_thread_ends_no_recording(ring: Path) -> None:
     """As the engine's threads of devices do, under Horovod's interface."""
     thread = threading.Thread(target=timeline.counted)
     thread.start()
@@ -250,14 +248,15 @@ def test_a_first_step_that_is_counted_in_another_thread_does_not_end_the_recordi
     _steps(ring, 2, 3, 4)
 
 
-def test_without_an_optimizer_a_step_ends_where_the_next_forward_begins(ring: Path) -> None:
+def test_without_an_optimizer_a_step_ends_at_the_next_forward(ring: Path) -> None:
     model, _ = _model()
     for _ in range(4):
         model(torch.ones(2)).sum().backward()
     _steps(ring, 1, 2, 3)
 
 
-def test_an_evaluation_and_a_save_are_spans_and_no_forward_of_theirs_counts(ring: Path, tmp_path: Path) -> None:
+def test_evaluations_and_saves_are_spans_of_their_own(ring: Path, tmp_path: Path) -> None:
+    """No forward pass in them counts."""
     model, optimizer = _model()
     _step(model, optimizer)
     with progress.phase(progress.EVALUATION):
@@ -302,9 +301,7 @@ def test_only_the_newest_records_are_kept(ring: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"", bytes(40), struct.pack("<QQ", 1, 0) + bytes(RECORD)])
-def test_a_file_that_cannot_be_used_or_belongs_to_another_process_is_no_error(
-    ring: Path, content: bytes | None
-) -> None:
+def test_a_file_that_cannot_be_used_is_no_error(ring: Path, content: bytes | None) -> None:
     if content is None:
         ring.unlink()
     else:
@@ -315,7 +312,7 @@ def test_a_file_that_cannot_be_used_or_belongs_to_another_process_is_no_error(
     assert content is None or ring.read_bytes() == content
 
 
-def test_the_steps_of_an_optimizer_whose_forward_is_not_seen_are_known(ring: Path) -> None:
+def test_steps_without_a_forward_that_is_seen_are_known(ring: Path) -> None:
     parameter = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     for _ in range(4):

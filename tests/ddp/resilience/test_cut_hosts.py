@@ -22,7 +22,7 @@ FAULTS: dict[str, tuple[Fault, Fault]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("lost", ["far1", "far3"])
-def test_a_host_that_is_gone_without_a_word_is_done_without_and_joins_again(
+def test_a_host_that_falls_silent_is_left_and_joins_again(
     network_hosts: NetworkHosts, tmp_path: Path, fault: str, lost: str
 ) -> None:
     """The store is on far1."""

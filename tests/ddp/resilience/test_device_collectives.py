@@ -99,7 +99,7 @@ class Devices:
         self.aborted += 1
 
 
-def test_collectives_that_were_ended_while_the_host_waited_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collectives_ended_while_the_host_waits_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     devices, collectives = Devices(monkeypatch), DeviceCollectives()
     collectives.settle([CUDA])
     devices.end = lambda: collectives.end(0)
@@ -109,7 +109,7 @@ def test_collectives_that_were_ended_while_the_host_waited_are_reported(monkeypa
     assert devices.aborted == 1
 
 
-def test_the_wait_for_a_rank_that_does_not_come_ends_at_the_timeout_of_the_group(
+def test_the_wait_for_a_rank_ends_at_the_timeout_of_the_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     devices, collectives = Devices(monkeypatch), DeviceCollectives()
@@ -279,7 +279,7 @@ os._exit(0)
         ({"TORCH_FR_BUFFER_SIZE": "0"}, (), "1 None"),  # then nothing could watch in the place of torch
     ],
 )
-def test_ddp_takes_errors_over_from_torch_unless_the_user_has_chosen(
+def test_ddp_handles_errors_of_nccl_unless_the_user_has_chosen(
     tmp_path: Path, given: dict[str, str], words: tuple[str, ...], expected: str
 ) -> None:
     script = tmp_path / "script.py"
@@ -318,7 +318,7 @@ time.sleep(60)
 """
 
 
-def test_a_collective_that_outlasts_the_timeout_of_its_group_ends_the_process_by_name(tmp_path: Path) -> None:
+def test_a_collective_beyond_its_timeout_ends_the_process(tmp_path: Path) -> None:
     """Not while all come, nor for what was left in a group that is gone."""
     script = tmp_path / "script.py"
     script.write_text(ON_CUDA + STUCK)

@@ -21,7 +21,7 @@ def options(hosts: SshHosts, *more: str) -> list[str]:
     ]  # fmt: skip
 
 
-def test_a_spare_host_takes_the_ranks_of_a_lost_one_and_no_bit_changes(ssh_hosts: SshHosts, tmp_path: Path) -> None:
+def test_a_spare_host_takes_over_and_no_bit_changes(ssh_hosts: SshHosts, tmp_path: Path) -> None:
     argv = options(ssh_hosts, "--hosts", "node1,node2,node3", "--nnodes", "2", "--max-restarts", "2")
     with started_dtrain(*argv, "2", "0.1", cwd=tmp_path) as process:
         seen = TrainingSeen(process)
@@ -69,7 +69,7 @@ def test_the_world_shrinks_without_a_lost_host_and_grows_with_it(ssh_hosts: SshH
 
 
 @pytest.mark.parametrize("joins_again", [False, True])
-def test_the_global_batch_of_a_strategy_s_loader_stays_what_it_was(
+def test_the_global_batch_of_a_strategy_stays_what_it_was(
     ssh_hosts: SshHosts, tmp_path: Path, joins_again: bool
 ) -> None:
     """10 samples a step, of which three ranks have 4, 3 and 3, and two ranks 5 each: the same steps in the end."""
@@ -98,7 +98,7 @@ def test_the_global_batch_of_a_strategy_s_loader_stays_what_it_was(
     assert sums == pytest.approx([float(word) for word in expected.split()], rel=1e-3)
 
 
-def test_with_the_host_of_the_store_the_others_meet_at_another_one(ssh_hosts: SshHosts, tmp_path: Path) -> None:
+def test_without_the_host_of_the_store_others_meet_elsewhere(ssh_hosts: SshHosts, tmp_path: Path) -> None:
     argv = options(ssh_hosts, "--hosts", "node1,node2,node3", "--nnodes", "1:3")
     with started_dtrain(*argv, "2", "0.1", cwd=tmp_path) as process:
         seen = TrainingSeen(process)

@@ -79,7 +79,7 @@ def test_a_failure_of_ones_own_is_not_recorded_as_a_recovery(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("backend", ["", "gloo"])
-def test_a_rank_that_leaves_the_function_with_exit_code_0_has_failed_and_is_replaced(
+def test_a_rank_that_leaves_with_exit_code_0_is_replaced(
     tmp_path: Path, undisturbed: Callable[[int, str], Results], backend: str
 ) -> None:
     result = run(tmp_path, 3, "1.4.forward.leave", restarts=1, backend=backend)
@@ -126,7 +126,7 @@ def test_a_model_that_the_state_does_not_hold_is_refused(tmp_path: Path) -> None
     )
 
 
-def test_a_model_that_is_left_behind_is_an_error_and_never_trains_alone(tmp_path: Path) -> None:
+def test_a_model_left_behind_never_trains_alone(tmp_path: Path) -> None:
     script = changed(
         tmp_path,
         ("entered = 0\n", "entered = 0\nother = []\n"),
@@ -168,7 +168,7 @@ def test_a_checkpoint_loaded_before_the_function_is_no_obstacle(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("backend", ["", "gloo"])
-def test_a_rank_lost_after_a_sum_of_the_script_and_before_the_others_commit_keeps_its_random_numbers(
+def test_a_rank_lost_after_a_sum_keeps_its_random_numbers(
     tmp_path: Path, undisturbed: Callable[[int, str], Results], backend: str
 ) -> None:
     """Its page has the commit before: no gradients were sent since."""
@@ -205,7 +205,7 @@ kept = []
 """
 
 
-def test_a_collective_of_the_script_that_gloo_has_forgotten_ends_with_the_others(
+def test_a_collective_that_gloo_has_forgotten_ends_too(
     tmp_path: Path, undisturbed: Callable[[int, str], Results]
 ) -> None:
     """Else rank 0 would wait for rank 1, which meets the others, until the timeout of the group: half an hour."""
@@ -240,7 +240,7 @@ really_connect, ddp_world._connect = ddp_world._connect, connect
 """
 
 
-def test_a_signal_handler_that_raises_while_ranks_connect_again_is_that_rank_s_own_failure(
+def test_a_handler_that_raises_while_ranks_connect_is_a_failure(
     tmp_path: Path, undisturbed: Callable[[int, str], Results]
 ) -> None:
     """Else it would wait for a minute for the loss of another rank."""
@@ -318,7 +318,7 @@ really_break, loop.break_connections = loop.break_connections, break_connections
 """
 
 
-def test_a_rank_that_dies_again_and_again_while_it_meets_the_others_is_replaced_and_who_waits_for_it_too(
+def test_a_rank_that_dies_while_it_meets_the_others_is_replaced(
     tmp_path: Path, undisturbed: Callable[[int, str], Results]
 ) -> None:
     """Rank 0 waits for what no one can break, until it ends by itself. Rank 2 has the state meanwhile.

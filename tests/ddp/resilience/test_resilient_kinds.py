@@ -51,14 +51,15 @@ def test_central_storage_is_refused_with_what_to_do(tmp_path: Path) -> None:
     assert 'Take strategy "all_reduce"' in result.stderr
 
 
-def test_a_model_that_was_broadcast_and_would_not_come_back_lets_all_start_again(tmp_path: Path) -> None:
+def test_a_broadcast_model_outside_of_the_state_starts_all_again(tmp_path: Path) -> None:
+    """It would not come back."""
     result = run(SCRIPT, tmp_path, "foreign", "1.4.forward", restarts=3)
     assert result.returncode == 0, result
     assert "a Tensor was broadcast before the resilient function, and its ddp.State does not hold it" in result.stderr
     assert "attempt 1 begins" in result.stderr
 
 
-def test_a_checkpoint_before_the_commit_is_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_a_checkpoint_before_the_commit_is_refused(tmp_path: Path) -> None:
     result = run(SCRIPT, tmp_path, "uncommitted", restarts=0)
     assert result.returncode == 1
     assert "ArgumentError: checkpoint.save() between optimizer.step() and state.commit()" in result.stderr

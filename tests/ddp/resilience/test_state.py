@@ -64,7 +64,7 @@ def test_the_first_argument_is_a_state() -> None:
         train({})
 
 
-def test_values_that_cannot_be_sent_and_names_of_its_own_are_refused() -> None:
+def test_values_that_cannot_be_sent_and_own_names_are_refused() -> None:
     with pytest.raises(ArgumentError, match="which cannot be sent"):
         ddp.State(lock=object())
     with pytest.raises(ArgumentError, match="commit is a name of"):
@@ -154,7 +154,7 @@ def drawn_at_once(loader: Loader) -> Iterator[torch.Tensor]:
         (drawn_at_once, 1, "nothing was drawn from the sampler since the last commit"),
     ],
 )
-def test_a_loader_of_the_script_s_own_that_draws_ahead_needs_advance(
+def test_an_own_loader_that_draws_ahead_needs_advance(
     parts: tuple[nn.Module, torch.optim.Optimizer, ddp.DistributedSampler],
     draw: Callable[[Loader], Iterator[torch.Tensor]],
     commits: int,
@@ -193,7 +193,7 @@ def test_a_loader_of_the_script_s_own_that_draws_ahead_needs_advance(
 
 
 @pytest.mark.usefixtures("page")
-def test_what_came_with_no_broadcast_is_forgotten_once_it_comes_with_the_state(
+def test_what_comes_with_the_state_needs_no_broadcast(
     parts: tuple[nn.Module, torch.optim.Optimizer, ddp.DistributedSampler],
 ) -> None:
     model, optimizer, _ = parts

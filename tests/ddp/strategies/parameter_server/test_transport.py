@@ -272,7 +272,7 @@ def test_strangers_get_no_message_in_and_the_others_are_served() -> None:
         assert {message.kind for message in echo.seen} == {"echo"}
 
 
-def test_what_is_malformed_is_refused_though_its_sender_knows_the_password() -> None:
+def test_what_is_malformed_is_refused_with_the_right_password() -> None:
     run_key = RunKey(KEY)
     hello = run_key.hello("stranger", "0")
     message = b"dtps\x01\x10" + bytes(32) + (1).to_bytes(8, "little") + (3).to_bytes(4, "little")

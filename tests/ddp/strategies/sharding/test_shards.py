@@ -358,9 +358,7 @@ def test_rows_are_divided_before_they_are_added_up() -> None:
 
 
 @pytest.mark.parametrize(("make", "options"), [(O.SparseAdam, {"lr": 0.1}), (O.SGD, {"lr": 0.1, "momentum": 0.9})])
-def test_a_piece_with_sparse_state_is_stepped_where_one_replica_has_a_dense_gradient(
-    make: Make, options: dict[str, Any]
-) -> None:
+def test_a_sparse_state_is_stepped_with_a_dense_gradient(make: Make, options: dict[str, Any]) -> None:
     whole, parameter = torch.nn.Parameter(torch.ones(4, 2)), torch.nn.Parameter(torch.ones(4, 2))
     optimizer, theirs = make([whole], **options), make([parameter], **options)
     there = Servers(theirs, [parameter], 1, 1 << 20)
