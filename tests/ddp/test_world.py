@@ -381,7 +381,7 @@ def test_a_group_not_made_again_leaves_no_excepthook_of_torch(nursery: Nursery, 
         DeviceCollectives.connect = connect
         try:
             world.rejoin(1, {}, lambda: False)
-        except RendezvousError as error:
+        except ddp.errors.RendezvousError as error:
             assert str(error).endswith("could not join the others in generation 1: no NCCL"), error
             assert sys.excepthook is hook
             print("as before")
