@@ -65,15 +65,59 @@ class Bag(nn.Module):
         return self.words((x * 100).abs().long() % 300)
 
 
+class Tied(nn.Module):
+    """One table as embedding and as the last layer's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.middle, self.last = nn.Embedding(20, 8), nn.Linear(8, 8), nn.Linear(8, 20)
+        self.last.weight = self.words.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.middle(self.words((x * 100).abs().long() % 20).mean(1)).tanh())
+
+
+class Unused(nn.Module):
+    """A layer that is never used, and two of which a replica uses one in a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.never = nn.Linear(6, 16), nn.Linear(16, 16)
+        self.ways = nn.ModuleList([nn.Linear(16, 3), nn.Linear(16, 3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.ways[int(x[0, 0] > 0)](self.first(x).tanh())
+
+
+class Unfrozen(nn.Module):
+    """The first layer is frozen until the third step, the last bias from the fifth on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+    def thaw(self, step: int) -> None:
+        self.layers[0].requires_grad_(step >= 2)
+        self.layers[4].bias.requires_grad_(step < 4)
+
+
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 3))
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": mlp, "odd": Odd, "norm": Norm, "words": Words, "bag": Bag}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": mlp, "odd": Odd, "norm": Norm, "words": Words, "bag": Bag, "tied": Tied, "unused": Unused,
+    "unfrozen": Unfrozen,
+}  # fmt: skip
+BY_SHARES = {"norm", "unused"}  # whose results depend on how a batch is shared out
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.2, momentum=0.9, nesterov=True),
+    "momentum": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
     "plain sgd": lambda groups: torch.optim.SGD(groups, lr=0.2),
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.02),
     "sparse adam": lambda groups: torch.optim.SparseAdam(groups, lr=0.05),
@@ -108,20 +152,45 @@ def build(setting: Setting, seed: int = 3) -> tuple[nn.Module, torch.optim.Optim
     parts = [parameters[number :: setting.groups] for number in range(setting.groups)]
     more = [{} if number == 0 else {"lr": 0.01 * number, "weight_decay": 0.1} for number in range(setting.groups)]
     groups = [{"params": part, **extra} for part, extra in zip(parts, more, strict=True)]
+    thaw(model, 0)
     return model, OPTIMIZERS[setting.optimizer](groups)
 
 
-def oracle(setting: Setting, replicas: int) -> tuple[nn.Module, torch.optim.Optimizer, list[float]]:
-    """Train in this process alone, on whole batches; by shares where they have statistics of their own."""
-    model, optimizer = build(setting)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, setting.decay)
-    losses = []
+def oracle(setting: Setting, replicas: int, *, every: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, list[float]]:
+    """Train in this process alone, on whole batches; by shares where they count.
+
+    With `every`, each replica has a model of its own, and these are averaged after so many steps.
+    """
+    trained = [build(setting) for _ in range(replicas if every else 1)]
+    schedules = [torch.optim.lr_scheduler.StepLR(optimizer, 1, setting.decay) for _, optimizer in trained]
+    losses: list[float] = []
     for epoch in range(setting.epochs):
         for batch in batches(setting, epoch):
-            shares = [batch[replica::replicas] for replica in range(replicas)] if setting.model == "norm" else [batch]
-            losses.append(_step_by_shares(model, optimizer, shares))
-        schedule.step()
-    return model, optimizer, losses
+            shares = [batch[replica::replicas] for replica in range(replicas)]
+            parts = [[each] for each in shares] if every else [shares if setting.model in BY_SHARES else [batch]]
+            for (model, optimizer), part in zip(trained, parts, strict=True):
+                thaw(model, len(losses))
+                loss = _step_by_shares(model, optimizer, part, len(batch) / len(trained))
+            losses.append(loss)
+            if every and len(losses) % every == 0:
+                _average([model for model, _ in trained])
+        for schedule in schedules:
+            schedule.step()
+    return *trained[0], losses
+
+
+def thaw(model: nn.Module, step: int) -> None:
+    if isinstance(model, Unfrozen):
+        model.thaw(step)
+
+
+@torch.no_grad()
+def _average(models: Sequence[nn.Module]) -> None:
+    for tensors in zip(*([*model.parameters(), *model.buffers()] for model in models), strict=True):
+        if tensors[0].is_floating_point():
+            mean = torch.stack([each.double() for each in tensors]).mean(0)
+            for each in tensors:
+                each.copy_(mean)
 
 
 def batches(setting: Setting, epoch: int) -> Sequence[torch.Tensor]:
@@ -129,19 +198,26 @@ def batches(setting: Setting, epoch: int) -> Sequence[torch.Tensor]:
     return choose(LENGTH, seed=0, epoch=epoch)(torch.arange(LENGTH)).split(setting.batch)
 
 
-def _step_by_shares(model: nn.Module, optimizer: torch.optim.Optimizer, shares: Sequence[torch.Tensor]) -> float:
+def _step_by_shares(
+    model: nn.Module, optimizer: torch.optim.Optimizer, shares: Sequence[torch.Tensor], rows: float
+) -> float:
     x, y = data(next(model.parameters()).dtype).tensors
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     total = 0.0
     for share in reversed(shares):  # the buffers that remain are those of replica 0
         for name, buffer in model.named_buffers():
             buffer.copy_(before[name])
-        loss = F.cross_entropy(model(x[share]), y[share], reduction="sum") / sum(map(len, shares))
+        loss = F.cross_entropy(_logits(model, x[share]), y[share], reduction="sum") / rows
         loss.backward()
         total += loss.item()
     optimizer.step()
     optimizer.zero_grad()
     return total
+
+
+def _logits(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    out = model(x)
+    return out.float() if out.dtype == torch.bfloat16 else out
 
 
 def train(
@@ -158,13 +234,14 @@ def train(
     model, optimizer = strategy.prepare(*build(setting, seed=3 + strategy.replica))
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, setting.decay)
     loader = strategy.loader(data(setting.dtype), global_batch_size=setting.batch, shuffle=True)
-    losses = []
+    losses: list[torch.Tensor] = []
     begin()
     device = next(model.parameters()).device
     for _ in loader.epochs(setting.epochs):
         for x, y in loader:
             x, y = x.to(device), y.to(device)
-            loss = strategy.mean(F.cross_entropy(model(x), y, reduction="none"))
+            thaw(strategy.unwrap(model), len(losses))
+            loss = strategy.mean(F.cross_entropy(_logits(model, x), y, reduction="none"))
             loss.backward()
             each_step()
             optimizer.step()
@@ -198,7 +275,8 @@ def _goes_on_in_plain_torch(
     plain.load_state_dict(model.state_dict())
     optimizer.load_state_dict(state)
     share = [torch.arange(LENGTH)]
-    assert_same(_step_by_shares(plain, optimizer, share), _step_by_shares(expected, its_optimizer, share), "loss")
+    mine, its = (_step_by_shares(*each, share, LENGTH) for each in ((plain, optimizer), (expected, its_optimizer)))
+    assert_same(mine, its, "loss")
     assert_same(dict(plain.state_dict()), dict(expected.state_dict()), "a step of torch")
 
 
