@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from ddp.strategies.parameter_server.strategy import ParameterServer
 from testbed.one_training import (
     Setting,
 )
+from testbed.worlds import world
 
 T = TypeVar("T")
 
@@ -62,3 +64,17 @@ def start(setting: Setting, **more: Any) -> ParameterServer:
     strategy = ddp.strategy("parameter_server", **{"timeout_s": 20.0, **setting.options, **more})
     assert isinstance(strategy, ParameterServer)
     return strategy
+
+
+def with_servers(workers: int, servers: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run a test, as `world` does, on workers and on servers, which leave it in `prepare`."""
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        @world(workers + servers)
+        @functools.wraps(function)
+        def in_their_roles(**arguments: Any) -> None:
+            in_roles(workers, servers, functools.partial(function, **arguments))
+
+        return in_their_roles
+
+    return decorate
