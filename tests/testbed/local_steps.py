@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from ddp_worlds.data_parallel_cases import batch, build, loss_of
 from torch import nn
 
+import ddp
+from ddp.strategies.local_sgd.averaging import LocalSGD
 from testbed.present import present
 
 ROWS = 3  # of a rank's batch
@@ -102,3 +104,18 @@ def differs(tensor: torch.Tensor) -> bool:
     every = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(every, tensor.contiguous())
     return not all(torch.equal(other, every[0]) for other in every)
+
+
+def start(
+    outer: Outer, make: Callable[..., torch.optim.Optimizer] = sgd, **wrapping: Any
+) -> tuple[Any, torch.optim.Optimizer, LocalSGD, Callable[..., None]]:
+    """Return a model, its optimizer, what averages it, and a function that makes a step with a batch."""
+    model = ddp.DistributedDataParallel(build("mlp"), **wrapping)
+    optimizer = make(model.parameters())
+
+    def train(x: torch.Tensor, y: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        loss_of(model, x, y).backward()
+        optimizer.step()
+
+    return model, optimizer, LocalSGD(model, optimizer, **outer._asdict()), train

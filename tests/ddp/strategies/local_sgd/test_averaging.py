@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp_worlds.data_parallel_cases import Mlp, assert_replicas_equal, build, loss_of
-from testbed.local_steps import OPTIMIZERS, Outer, Simulated, adamw, assert_is, data, differs, sgd
+from testbed.local_steps import OPTIMIZERS, Outer, Simulated, adamw, assert_is, data, differs, sgd, start
 from testbed.nursery import Nursery
 from testbed.worlds import world
 from torch import nn
@@ -113,7 +113,6 @@ class StandIn(StandInOptimizer):
     _make_step = _whole_state = _load_whole_state = lambda *_: None
 
 
-# every, after, outer_lr, outer_momentum, nesterov
 @world(3)
 @pytest.mark.parametrize(
     ("dtype", "outer"),
@@ -121,12 +120,11 @@ class StandIn(StandInOptimizer):
 )
 def test_replicas_are_bitwise_equal_after_100_steps(outer: Outer, dtype: torch.dtype) -> None:
     """Also of what is averaged without being trained: statistics, and a teacher that follows the weights."""
-    steps = 101
     rank = dist.get_rank()
     model = ddp.DistributedDataParallel(Normed().to(dtype))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     local = LocalSGD(model, optimizer, **outer._asdict())
-    for step in range(steps):
+    for step in range(101):
         optimizer.zero_grad()
         x, y = data(step, rank)
         loss_of(model, x.to(dtype), y.to(dtype)).backward()
@@ -166,9 +164,7 @@ def test_a_step_that_one_rank_skips_loses_no_count() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     outer = Outer(3, outer_lr=0.7, outer_momentum=0.5)
     oracle = Simulated(outer, world, sgd)
-    model = ddp.DistributedDataParallel(build("mlp"))
-    optimizer = sgd(model.parameters())
-    local = LocalSGD(model, optimizer, **outer._asdict())
+    model, optimizer, local, _ = start(outer)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
     skips = {1: 0, 2: 1, 3: 0, 5: world - 1, 8: 0}  # step: the rank that has an inf
     for step in range(11):
@@ -196,14 +192,10 @@ def test_ranks_with_less_data_wait_in_sync() -> None:
     """Rank r has 3 r + 2 batches, and averages come after every third step."""
     rank, world = dist.get_rank(), dist.get_world_size()
     for outer in (Outer(3), Outer(3, outer_momentum=0.9)):
-        model = ddp.DistributedDataParallel(build("mlp"))
-        optimizer = sgd(model.parameters())
-        local = LocalSGD(model, optimizer, **outer._asdict())
+        model, _, local, train = start(outer)
         for epoch in range(2):
             for step in range(3 * rank + 2):
-                optimizer.zero_grad()
-                loss_of(model, *data(epoch * 50 + step, rank)).backward()
-                optimizer.step()
+                train(*data(epoch * 50 + step, rank))
             local.sync()
             assert local.step == (epoch + 1) * (3 * world - 1)
             model.zero_grad()
@@ -216,16 +208,12 @@ def test_a_subgroup_averages_among_its_members() -> None:
     groups = {0: dist.new_group([0, 2]), 1: dist.new_group([1])}
     rank = dist.get_rank()
     group = groups[rank % 2]
-    model = ddp.DistributedDataParallel(build("mlp"), process_group=group)
-    optimizer = sgd(model.parameters())
     outer = Outer(2, outer_momentum=0.9)
-    local = LocalSGD(model, optimizer, **outer._asdict())
+    model, _, local, train = start(outer, process_group=group)
     oracle = Simulated(outer, group.size(), sgd)
     place = group.rank()
     for step in range(5 if rank % 2 else 9):
-        optimizer.zero_grad()
-        loss_of(model, *data(step, place)).backward()
-        optimizer.step()
+        train(*data(step, place))
         oracle.step(oracle.gradients(step))
     local.sync()
     oracle.average()
@@ -236,9 +224,7 @@ def test_a_subgroup_averages_among_its_members() -> None:
 def test_misuse_is_warned_of_or_refused() -> None:
     rank = dist.get_rank()
     x, y = data(0, rank)
-    model = ddp.DistributedDataParallel(build("mlp"))
-    optimizer = sgd(model.parameters())
-    local = LocalSGD(model, optimizer, every=4)
+    model, optimizer, local, _ = start(Outer(every=4))
     loss_of(model, x, y).backward()
     optimizer.step()
     with torch.no_grad(), pytest.raises(UserWarning, match=r"sync\(\) of LocalSGD on every rank before evaluating"):
@@ -347,14 +333,10 @@ def test_parameters_thawed_later_are_counted() -> None:
 def test_world_of_one_looks_ahead() -> None:
     """Nothing is sent, but the outer optimizer steps (Zhang et al. 2019, Lookahead, is outer_lr alone)."""
     outer = Outer(3, outer_lr=0.5, outer_momentum=0.3, nesterov=False)
-    model = ddp.DistributedDataParallel(build("mlp"))
-    optimizer = sgd(model.parameters())
-    local = LocalSGD(model, optimizer, **outer._asdict())
+    model, _, local, train = start(outer)
     oracle = Simulated(outer, 1, sgd)
     for step in range(8):
-        optimizer.zero_grad()
-        loss_of(model, *data(step, 0)).backward()
-        optimizer.step()
+        train(*data(step, 0))
         oracle.step(oracle.gradients(step))
         assert_is(model.module, oracle.replicas[0], f"step {step}")
     local.sync()
