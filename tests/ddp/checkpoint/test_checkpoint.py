@@ -505,7 +505,6 @@ def test_a_full_disk_restarts_no_rank_of_a_resilient_run(tmp_path: Path) -> None
     script = tmp_path / "script.py"
     script.write_text(RESILIENT)
     result = run_script(script, tmp_path)
-    assert result.returncode == 0, result
     assert said(result, "result") == {0: "1 0", 1: "1 0"}
     assert result.stderr.count("could not write step 3 to") == 1, result.stderr
     assert "rank 0 could not write step 3 to" in result.stderr

@@ -23,7 +23,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
 def test_failures_change_no_weights_history_or_callbacks(tmp_path: Path, undisturbed: dict[int, str]) -> None:
     words = ("1.on_step_end.5", "0.on_step_begin.7", "1.on_evaluate_begin.1", "0.on_epoch_end.2", "1.on_fit_end.0")
     result = run(SCRIPT, tmp_path, *words, restarts=len(words))
-    assert result.returncode == 0, result
     assert {each.name for each in tmp_path.iterdir()} >= {*words}, "each rank failed where it was to"
     assert result.stderr.count("only this worker restarts") == len(words), result.stderr
     assert said(result, "result") == undisturbed
