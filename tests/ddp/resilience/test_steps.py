@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from testbed.once import once
-from testbed.processes import run_dtrain, started_dtrain
+from testbed.processes import run_dtrain
 from testbed.sshd import SshHosts
-from testbed.training_seen import TrainingSeen
+from testbed.training_seen import TrainingSeen, training
 
 SCRIPT = Path(__file__).parents[2] / "ddp_worlds" / "step_loader_script.py"
 EPOCHS = "20"
@@ -48,13 +48,10 @@ def kill_one(seen: TrainingSeen, rank: int) -> None:
 def test_killed_ranks_change_no_bit(tmp_path: Path, alone: Alone, backend: str) -> None:
     options = ["--nproc-per-node", "3", "--max-restarts", "3"]
     env = {"DTRAIN_BACKEND": backend}
-    with started_dtrain("run", *options, str(SCRIPT), EPOCHS, "0.1", cwd=tmp_path, env=env) as process:
-        seen = TrainingSeen(process)
+    with training("run", *options, str(SCRIPT), EPOCHS, "0.1", cwd=tmp_path, env=env) as seen:
         kill_one(seen, 2)
         kill_one(seen, 0)
-        (tmp_path / "quick").touch()
-        stderr = seen.end_well()
-    assert stderr.count("only this worker restarts") == 2, stderr
+    assert seen.stderr.count("only this worker restarts") == 2, seen.stderr
     assert seen.said("result") == alone(EPOCHS)
 
 
@@ -75,8 +72,7 @@ def test_lost_hosts_change_no_bit(ssh_hosts: SshHosts, tmp_path: Path, alone: Al
         "--hosts", "node1,node2,node3", "--nnodes", "1:3", "--max-restarts", "3",
         str(SCRIPT), EPOCHS, "0.25",
     ]  # fmt: skip
-    with started_dtrain(*argv, cwd=tmp_path) as process:
-        seen = TrainingSeen(process)
+    with training(*argv, cwd=tmp_path) as seen:
         seen.wait(lambda: len(seen.sized(3)) > 15)
         ssh_hosts.stop(3)
         seen.wait(lambda: len(seen.sized(2)) > 6)
@@ -86,7 +82,5 @@ def test_lost_hosts_change_no_bit(ssh_hosts: SshHosts, tmp_path: Path, alone: Al
         seen.wait(lambda: any(at.host == victim.host and at.pid != victim.pid for at in seen.commits))
         ssh_hosts.start(3)
         seen.wait(lambda: seen.sized(3, after=killed))
-        (tmp_path / "quick").touch()
-        stderr = seen.end_well()
-    assert "attempt 1" not in stderr, stderr
+    assert "attempt 1" not in seen.stderr, seen.stderr
     assert seen.said("result") == alone(EPOCHS)
