@@ -21,10 +21,7 @@ import torch.distributed as dist
 from testbed.nursery import Nursery
 from testbed.processes import Result
 from testbed.require import require
-from torch.distributed import (
-    HashStore,
-    TCPStore,
-)
+from torch.distributed import HashStore, TCPStore
 
 import ddp
 from ddp import device_choice, world

@@ -12,9 +12,7 @@ from torch.distributed import TCPStore
 
 import ddp
 from ddp.strategies.parameter_server.strategy import ParameterServer
-from testbed.one_training import (
-    Setting,
-)
+from testbed.one_training import Setting
 from testbed.worlds import world
 
 T = TypeVar("T")

@@ -511,9 +511,6 @@ def test_a_full_disk_restarts_no_rank_of_a_resilient_run(tmp_path: Path) -> None
     assert sorted(listed(tmp_path / "saved")) == [f"step-{step:010d}.pt" for step in (2, 4, 5)]
 
 
-# Several ranks
-
-
 def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
     """Although a process that it has forked lives."""
     program = (

@@ -243,8 +243,6 @@ def test_alone_numbers_are_their_own(variables: pytest.MonkeyPatch) -> None:
     check_reduce(strategy)
 
 
-# ---- reduce ----
-
 numbers = st.integers(-(2**62), 2**62) | st.floats(allow_nan=False, allow_infinity=False, width=32)
 
 

@@ -37,9 +37,6 @@ class TwoHeads(nn.Module):
         return {"logits": logits, "found": logits.argmax(1)}
 
 
-# Going on
-
-
 def all_of(folder: str, *more: cb.Callback) -> list[cb.Callback]:
     return [
         cb.ModelCheckpoint(folder, monitor="val_loss", every_n_steps=2),
@@ -94,12 +91,6 @@ def _averaging_later() -> Any:
     strategy = AllReduce()
     strategy.averages_in_step, strategy.collective = True, False
     return strategy
-
-
-# Callbacks
-
-
-# Files and wrong use
 
 
 def writes_programs(folder: str) -> None:

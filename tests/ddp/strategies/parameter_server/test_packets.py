@@ -9,14 +9,7 @@ import torch
 import zmq
 
 from ddp.strategies.parameter_server.messages import MalformedError, Message
-from ddp.strategies.parameter_server.packets import (
-    Packet,
-    RefusedError,
-    RunKey,
-    decode,
-    encode,
-    read_prefix,
-)
+from ddp.strategies.parameter_server.packets import Packet, RefusedError, RunKey, decode, encode, read_prefix
 
 KEY = secrets.token_bytes(32)
 

@@ -6,15 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from testbed.one_training import (
-    EPOCHS,
-    Setting,
-    batches,
-    build,
-    data,
-    oracle,
-    train,
-)
+from testbed.one_training import EPOCHS, Setting, batches, build, data, oracle, train
 from testbed.same import assert_same
 from testbed.servers import in_roles, start
 from testbed.worlds import world

@@ -23,10 +23,7 @@ from testbed.processes import started, wait_until
 from ddp.errors import ArgumentError, KeyRefusedError, ParameterServerError, VersionMismatchError
 from ddp.strategies.parameter_server.endpoints import MAX_HALF_OPEN, ClientEndpoint, EndpointOptions, ServerEndpoint
 from ddp.strategies.parameter_server.messages import Message
-from ddp.strategies.parameter_server.packets import (
-    MAX_TENSORS,
-    RunKey,
-)
+from ddp.strategies.parameter_server.packets import MAX_TENSORS, RunKey
 
 ROOT = Path(__file__).resolve().parents[4]
 KEY = secrets.token_bytes(32)
