@@ -12,11 +12,7 @@ from ddp_worlds.data_parallel_cases import Conv, Mlp, Odd
 from torch import nn
 
 F64 = torch.float64
-
-
 Make = Callable[[Any], torch.optim.Optimizer]
-
-
 MAKERS: dict[str, Make] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),

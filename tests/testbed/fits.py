@@ -14,8 +14,6 @@ from ddp.data.replica_loader import ReplicaLoader
 from ddp.training.trainer import Trainer
 
 F64 = torch.float64
-
-
 SAMPLES, BATCH, CLASSES = 23, 7, 3  # the last batch has two samples: none for the third replica
 
 
@@ -79,8 +77,6 @@ def batches(epoch: int) -> Iterator[list[int]]:
 
 
 Reference = Callable[[Net, Tensor, Tensor, Tensor], Tensor]
-
-
 KINDS: dict[str, tuple[Any, Reference]] = {
     "mean": (nn.CrossEntropyLoss(), lambda net, x, y, w: nn.CrossEntropyLoss()(net(x), y)),
     "none": (nn.CrossEntropyLoss(reduction="none"), lambda net, x, y, w: nn.CrossEntropyLoss()(net(x), y)),

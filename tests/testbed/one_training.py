@@ -18,14 +18,8 @@ from ddp.strategies.strategy import Strategy
 from testbed.same import assert_same
 
 F64 = torch.float64
-
-
 LENGTH = 45  # with batches of 11, the last one has a single sample: nothing for most replicas
-
-
 EPOCHS = 3
-
-
 State = dict[str, Any]
 
 
@@ -113,8 +107,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "unfrozen": Unfrozen,
 }  # fmt: skip
 BY_SHARES = {"norm", "unused"}  # whose results depend on how a batch is shared out
-
-
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.2, momentum=0.9, nesterov=True),
     "momentum": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),

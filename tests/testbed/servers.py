@@ -16,8 +16,6 @@ from testbed.one_training import Setting
 from testbed.worlds import world
 
 T = TypeVar("T")
-
-
 KEY = "5a" * 32
 
 

@@ -28,8 +28,6 @@ from ddp.strategies.local_sgd.averaging import LocalSGD
 from ddp.strategies.sharding.stand_in_optimizer import StandInOptimizer
 
 F64 = torch.float64
-
-
 WRAPPERS: dict[str, Callable[..., nn.Module]] = {
     "ours": ddp.DistributedDataParallel,
     "torch": nn.parallel.DistributedDataParallel,
