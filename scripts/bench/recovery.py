@@ -301,7 +301,7 @@ def lose_hosts(times: int) -> None:
     from testbed.processes import started_dtrain
     from testbed.training_seen import TrainingSeen
 
-    script = Path(__file__).resolve().parents[2] / "tests" / "ddp_worlds" / "elastic_script.py"
+    script = Path(__file__).resolve().parents[2] / "tests" / "programs" / "elastic.py"
     print(f"{os.cpu_count()} cores, {platform.machine()}; heartbeat timeout {TIMEOUT_S:g} s, a step takes 0.1 s")
     print(f"{'lost host':12} {'next commit s':>14} {'joined again s':>15}")
     with tempfile.TemporaryDirectory() as name, NetworkHosts(Path(name, "lab")) as hosts:

@@ -1,22 +1,43 @@
 """Training on a device whose work is late gives the CPU's numbers: see testbed.simulated_device."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import pytest
+import torch
+import torch.distributed as dist
 from testbed.nursery import Nursery
 from testbed.seeds import Seeds
+from testbed.simulated_device import DEVICE, group_of_all, simulated_device
+from testbed.simulated_device.training import WAYS, Net, Place, equals_the_cpu
+from testbed.worlds import world
 
-CASES = "ddp_worlds.simulated_training_cases"
-WAYS = (
-    "plain", "only_device", "skipped", "views", "accumulated", "unused", "bf16", "hooks", "buffer_hook", "checksum",
-    "status", "status_int8", "half", "int8", "powersgd", "local_sgd", "horovod", "central", "background_saves",
-    "copied", "scaled", "explained", "pinned", "packed", "hooked", "chunks", "compressors", "compressed_again",
-    "settled",
-)  # fmt: skip
+import ddp
+from ddp.compression import row_exchange
 
 
 @pytest.mark.parametrize("name", WAYS)
 def test_equals_the_cpu(nursery: Nursery, seeds: Seeds, name: str) -> None:
-    nursery.run(2, f"{CASES}:equals_the_cpu", names=[name], seeds=seeds(1))
+    nursery.run(2, equals_the_cpu, names=[name], seeds=seeds(1))
 
 
-def test_compression_on_a_device_connects_the_ranks_once(nursery: Nursery, seeds: Seeds) -> None:
-    nursery.run(2, f"{CASES}:compression_on_a_device_connects_the_ranks_once", seed=seeds(1)[0])
+@world(2)
+def test_compression_on_a_device_connects_the_ranks_once(seeds: Seeds) -> None:
+    """The mesh for the second steps is for buckets in host memory alone."""
+    made: list[str] = []
+    real = row_exchange._connect_again
+
+    def connect(group: dist.ProcessGroup, name: str) -> Any:
+        made.append(name)
+        return real(group, name)
+
+    with pytest.MonkeyPatch.context() as patch, simulated_device(*seeds(1)):
+        patch.setattr(row_exchange, "_connect_again", connect)
+        group = group_of_all()
+        model = ddp.DistributedDataParallel(Net().to(DEVICE), process_group=group, compression="int8")
+        model(Place().inputs(0, torch.float32).to(DEVICE)).square().mean().backward()
+        assert not made
+        ddp.DistributedDataParallel(Net(), process_group=group, compression="int8")
+        assert made
+        torch.accelerator.synchronize()

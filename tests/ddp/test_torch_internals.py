@@ -35,8 +35,8 @@ def _own_names(tree: ast.AST) -> set[str]:
             own.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             own.add(node.id)
-        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls"):
-            own |= {node.attr} if isinstance(node.ctx, ast.Store) else set()
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            own |= {node.attr} if ast.unparse(node.value) in ("self", "cls") else set()
     return own
 
 
@@ -58,7 +58,7 @@ def private_names(source: str, inherited: frozenset[str] = frozenset()) -> Itera
             for name in (f"{module}.{alias.name}" if module else alias.name for alias in node.names):
                 if any(map(_is_private, name.split("."))):
                     yield name
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr", "setattr"):
             name = str(getattr(node.args[1], "value", ""))
             if _is_private(name) and name not in own:
                 yield name
@@ -151,7 +151,7 @@ def test_owners_of_memory_and_of_tensors_are_counted() -> None:
     assert count(view) == before + 1
 
 
-def test_versions_count_changes_and_many_tensors_are_copied_at_once() -> None:
+def test_versions_count_and_many_tensors_are_copied_at_once() -> None:
     tensors, sources = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.ones(3)]
     before = internals.version_of(tensors[0])
     internals.foreach_copy(tensors, sources)

@@ -51,7 +51,7 @@ def test_mirrored_workers_compute_what_one_process_does(
     assert f"all {len(trained)} workers finished successfully" in result.stderr
 
 
-def test_over_ssh_an_evaluator_reads_the_checkpoint_and_is_stopped_at_the_end(
+def test_an_evaluator_over_ssh_is_stopped_at_the_end(
     ssh_hosts: SshHosts, losses_alone: dict[int, float], tmp_path: Path
 ) -> None:
     hosts = ["--hosts", "node1,node2", "--ssh-config", str(ssh_hosts.ssh_config)]
@@ -96,7 +96,7 @@ def for_servers(request: pytest.FixtureRequest) -> list[str]:
     return ["--hosts", "node1,node2", "--ssh-config", str(hosts.ssh_config)]
 
 
-def test_a_coordinator_trains_with_servers_and_the_run_ends_with_it(
+def test_a_coordinator_trains_with_servers_and_ends_the_run(
     for_servers: list[str], numbers_alone: list[float], tmp_path: Path
 ) -> None:
     result = _train(*for_servers, "--chief", "--ps", "2", SERVERS, cwd=tmp_path)

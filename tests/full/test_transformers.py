@@ -21,9 +21,7 @@ def test_models_train_as_in_one_process_and_in_torch_s_class(nursery: Nursery, w
     that depends on a gradient's place in its bucket, where ours carries the ranks' statuses too.
     """
     require(find_spec("transformers"), "transformers", "scripts/test --full")
-    for found in nursery.run(
-        world, "ddp_worlds.transformers_cases:models_train_as_alone", deadline_s=250, names=MODELS
-    ):
+    for found in nursery.run(world, "testbed.transformers_models:models_train_as_alone", deadline_s=250, names=MODELS):
         assert list(found) == MODELS
         for name, differences in found.items():
             assert differences["moved"] > 1e-3, name

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ddp_worlds.strategy_cases import Setting, assert_same, build, check_mean, check_reduce, data, oracle, train
+from testbed.one_training import Setting, build, check_mean, check_reduce, data, oracle, train
+from testbed.same import assert_same
 from torch import nn
 
 import ddp

@@ -209,7 +209,7 @@ def _serve_client(connection: Connection) -> None:
                     connection.close()
                     raise _Program(text, cwd, environment, Path(folder) / str(number))
             end = time.monotonic() + deadline_s
-            connection.send([_code_of(pid, end) for pid in forked])
+            connection.send(_codes_of(forked, end))
             continue
         world_size, case, group, arguments, deadline_s, folder = request
         _import_ahead(case.partition(":")[0])
@@ -268,15 +268,28 @@ class _Program(BaseException):
         return compile(self.text, "<string>", "exec")
 
 
-def _code_of(pid: int, end: float) -> int:
-    """Wait for a process; return its exit code, or `TIMED_OUT` if it had to be killed."""
-    while not (waited := os.waitpid(pid, os.WNOHANG))[0]:
-        if time.monotonic() > end:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            return TIMED_OUT
+def _codes_of(pids: Sequence[int], end: float) -> list[int]:
+    """Wait for processes; return their exit codes, or `TIMED_OUT` for one that had to be killed.
+
+    Those that have stopped themselves are killed when the others are gone.
+    """
+    codes: dict[int, int] = {}
+    stopped: set[int] = set()
+    while len(codes) < len(pids):
+        for pid in {*pids} - {*codes}:
+            waited, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED)
+            if waited and os.WIFSTOPPED(status):
+                stopped.add(pid)
+            elif waited:
+                codes[pid] = os.waitstatus_to_exitcode(status)
+        is_late = time.monotonic() > end
+        if is_late or len(codes) + len(stopped) == len(pids):
+            for pid in {*pids} - {*codes}:
+                os.kill(pid, signal.SIGKILL)
+                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                codes[pid] = TIMED_OUT if is_late else code
         time.sleep(0.002)
-    return os.waitstatus_to_exitcode(waited[1])
+    return [codes[pid] for pid in pids]
 
 
 def _fork(rank: int, world_size: int, case: str, group: str, arguments: dict[str, Any], folder: Path) -> int:

@@ -8,9 +8,13 @@ from pathlib import Path
 from testbed.processes import Result, run_dtrain
 
 
-def run(script: Path, folder: Path, *words: str, ranks: int = 2, restarts: int = 9, backend: str = "") -> Result:
+def run(
+    script: Path, folder: Path, *words: str, ranks: int = 2, restarts: int = 9, backend: str = "", code: int = 0
+) -> Result:
     options = ("--nproc-per-node", str(ranks), "--max-restarts", str(restarts))
-    return run_dtrain("run", *options, script, *words, cwd=folder, env={"DTRAIN_BACKEND": backend})
+    result = run_dtrain("run", *options, script, *words, cwd=folder, env={"DTRAIN_BACKEND": backend})
+    assert result.returncode == code, result
+    return result
 
 
 def said(result: Result, word: str) -> dict[int, str]:

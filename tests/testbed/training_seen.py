@@ -1,12 +1,14 @@
-"""Reads the commits of a training from the output of a run, as they come; see ddp_worlds/elastic_script.py."""
+"""Reads the commits of a training from the output of a run, as they come; see programs/elastic.py."""
 
+import contextlib
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
-from testbed.processes import Program
+from testbed.processes import Program, started_dtrain
 
 LIMIT_S = 200.0
 
@@ -28,6 +30,7 @@ class TrainingSeen:
 
     def __init__(self, process: Program) -> None:
         self.commits: list[At] = []
+        self.stderr = ""  # of a run that has ended
         self._lines: list[str] = []
         self._process = process
         self._changed = threading.Condition()
@@ -72,3 +75,12 @@ class TrainingSeen:
         stderr = self._process.stderr.read().decode()
         assert status == 0, stderr
         return stderr
+
+
+@contextlib.contextmanager
+def training(*argv: str | Path, cwd: Path, env: Mapping[str, str | None] | None = None) -> Iterator[TrainingSeen]:
+    """Watch a training, which goes on without pauses after the block, and must end well."""
+    with started_dtrain(*argv, cwd=cwd, env=env) as process:
+        yield (seen := TrainingSeen(process))
+        (cwd / "quick").touch()
+        seen.stderr = seen.end_well()

@@ -13,11 +13,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from testbed.nursery import BACKEND, DEADLINE_S, Nursery
+
+T = TypeVar("T")
 
 
 def world(
@@ -44,3 +46,13 @@ def world(
         return test
 
     return decorate
+
+
+def agreed(value: T) -> T:
+    """Return a value of this rank, which must be the same on all."""
+    import torch.distributed as dist  # heavy, and not for those that only declare
+
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, value)
+    assert every == [every[0]] * len(every)
+    return value

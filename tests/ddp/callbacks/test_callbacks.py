@@ -2,46 +2,138 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import importlib.util
 import io
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from ddp_worlds.checkpoint_cases import listed
+import torch.distributed as dist
+from testbed.checkpoints import listed
+from testbed.fits import BATCH, Breaks, data, trainer
 from testbed.nursery import Nursery
 from testbed.require import require
+from testbed.worlds import agreed, world
 
-import ddp
 from ddp import callbacks as cb
 from ddp.callbacks.monitors import Monitor
-
-CASES = "ddp_worlds.trainer_cases"
-
-
-def test_an_error_on_one_replica_is_raised_on_all(nursery: Nursery) -> None:
-    hooks = {"on_step_end": 2, "on_epoch_end": 4, "on_evaluate_begin": 4}
-    reported = nursery.run(3, f"{CASES}:breaks_on_one_replica", hooks=list(hooks))
-    for number, (hook, step) in enumerate(hooks.items()):
-        what = f"the callback Breaks failed in {hook}, at step {step}"
-        for replica in (0, 1):
-            assert reported[replica][number] == f"{what}, on rank 2: see its output"
-        assert reported[2][number] == f"{what}: KeyError: 'no such thing'"
+from ddp.checkpoint import writer
+from ddp.errors import ArgumentError, CheckpointError, DdpError
+from ddp.strategies.all_reduce import AllReduce
 
 
-def test_all_replicas_stop_at_the_same_step(nursery: Nursery) -> None:
-    first, *others = nursery.run(3, f"{CASES}:stop_together")
-    assert all(each == first for each in others)
-    (_, by_step), (epochs, by_epoch) = first
-    assert by_step == 8
-    assert by_epoch == 4 * epochs < 36
+def _alone() -> Any:
+    strategy = AllReduce()
+    strategy.collective = False
+    return strategy
 
 
-def test_rates_rise_to_those_of_all_replicas(nursery: Nursery) -> None:
-    rates = nursery.run(3, f"{CASES}:scaled_rates")[0]
+def draws_curves(folder: str, breaks: bool) -> None:
+    callbacks = [
+        cb.TensorBoard(Path(folder) / "curves"),
+        cb.CSVLogger(Path(folder) / "log.csv"),
+        cb.ModelCheckpoint(Path(folder) / "checkpoints", every_n_steps=3),
+        *([Breaks("on_epoch_begin", 8)] if breaks else []),
+    ]
+    one = trainer(callbacks, log_every=2)
+    if breaks:
+        with pytest.raises(DdpError, match="Breaks failed in on_epoch_begin"):
+            one.fit(data(), epochs=3, validation=data(), global_batch_size=BATCH)
+    else:
+        one.fit(data(), epochs=3, validation=data(), global_batch_size=BATCH)
+
+
+class FullDisk(cb.Callback):
+    """The main replica writes no file of more than 500 bytes in some epochs."""
+
+    def __init__(self, epochs: range) -> None:
+        self.epochs = epochs
+
+    def on_epoch_begin(self, epoch: int) -> None:
+        self._set(self.trainer.strategy.is_main and epoch in self.epochs)
+
+    def on_fit_end(self) -> None:
+        self._set(False)
+
+    def _set(self, is_full: bool) -> None:
+        if writer._thread is not None:
+            writer._thread.join()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500 if is_full else resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+def full_disk(folder: str, epochs: range, on_error: Any, alone: bool) -> tuple[str, str]:
+    """Return what `fit` raised, and what it wrote to stderr."""
+    options: dict[str, Any] = {"strategy": _alone()} if alone else {}
+    checkpoint = cb.ModelCheckpoint(folder, monitor="val_loss", on_error=on_error)
+    one = trainer([FullDisk(epochs), checkpoint], rate=0.01, **options)
+    stderr = io.StringIO()
+    error = ""
+    with contextlib.redirect_stderr(stderr):
+        try:
+            one.fit(data(), epochs=5, validation=data(), global_batch_size=BATCH)
+        except DdpError as raised:
+            error = str(raised)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return error, stderr.getvalue()
+
+
+@world(3)
+@pytest.mark.parametrize(("hook", "step"), [("on_step_end", 2), ("on_epoch_end", 4), ("on_evaluate_begin", 4)])
+def test_an_error_on_one_replica_is_raised_on_all(hook: str, step: int) -> None:
+    one = trainer([Breaks(hook, 2, replica=dist.get_world_size() - 1)], log_every=4)
+    with pytest.raises(DdpError) as raised:
+        one.fit(data(), epochs=3, validation=data(), global_batch_size=BATCH)
+    last = dist.get_world_size() - 1
+    assert (raised.value.__cause__ is not None) == (dist.get_rank() == last)
+    assert raised.value.failed_ranks == (None if dist.get_rank() == last else (last,))  # a consequence of the last
+    if hook == "on_evaluate_begin":
+        with pytest.raises(DdpError, match="Breaks failed in on_evaluate_begin"):
+            one.evaluate(data())
+    own = ": KeyError: 'no such thing'" if dist.get_rank() == last else ", on rank 2: see its output"
+    assert str(raised.value) == f"the callback Breaks failed in {hook}, at step {step}{own}"
+
+
+@world(3)
+@pytest.mark.parametrize("by", ["step", "epoch"])
+def test_all_replicas_stop_at_the_same_step(by: str) -> None:
+    class Stops(cb.Callback):
+        def on_step_end(self, step: int, logs: dict[str, float]) -> None:
+            if by == "step" and step == 6 and self.trainer.strategy.replica == dist.get_world_size() - 1:
+                self.trainer.stop()
+
+    stopping: list[cb.Callback] = [cb.EarlyStopping("val_loss", patience=2, restore_best=True)] if by == "epoch" else []
+    # With a rate of 30, no epoch is better than the first.
+    one = trainer([*stopping, Stops()], rate=30.0 if by == "epoch" else 0.1, log_every=2)
+    history = one.fit(data(), epochs=9, validation=data(), global_batch_size=BATCH)
+    if by == "epoch":
+        assert isinstance(stopping[0], cb.EarlyStopping)
+        best = stopping[0].best_epoch
+        assert best is not None
+        assert len(history.epoch) == best + 3
+        assert one.evaluate(data())["loss"] == pytest.approx(history["val_loss"][best], abs=1e-12)
+    assert agreed(one.step) == (8 if by == "step" else 4 * len(history.epoch))
+    assert one.step < 36
+
+
+@world(3)
+def test_rates_rise_to_those_of_all_replicas() -> None:
+    rates: dict[str, list[float]] = {}
+    for name, scaling in (("warm", cb.LinearScaling(2)), ("at once", cb.LinearScaling(0))):
+        used: list[float] = []
+
+        class Notes(cb.Callback):
+            def on_step_end(self, step: int, logs: dict[str, float], used: list[float] = used) -> None:
+                used.append(self.trainer.learning_rate)
+
+        one = trainer([scaling, cb.LearningRateScheduler(lambda epoch: 0.1 / (1 + epoch)), Notes()])
+        history = one.fit(data(), epochs=3, global_batch_size=BATCH)
+        rates[name] = [*used, float(len(history.epoch))]
+        assert one.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / len(history.epoch))
     # Eight steps of warm-up from the schedule's rate to three times it; four steps an epoch.
     assert rates["warm"][:8] == pytest.approx([0.1 / (1 + step // 4) * (1 + 2 * step / 8) for step in range(8)])
     assert rates["warm"][8:] == pytest.approx([0.1 / 3 * 3] * 4 + [3])
@@ -51,7 +143,7 @@ def test_rates_rise_to_those_of_all_replicas(nursery: Nursery) -> None:
 def test_tensorboard_reads_the_curves_of_a_resumed_run(nursery: Nursery, tmp_path: Path) -> None:
     require(importlib.util.find_spec("tensorboard"), "tensorboard", "pip install tensorboard")
     for breaks in (True, False):
-        nursery.run(2, f"{CASES}:draws_curves", folder=str(tmp_path), breaks=breaks)
+        nursery.run(2, draws_curves, folder=str(tmp_path), breaks=breaks)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(tmp_path / "curves"))
@@ -69,15 +161,20 @@ def test_tensorboard_reads_the_curves_of_a_resumed_run(nursery: Nursery, tmp_pat
 
 def test_tensorboard_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ddp.errors.DdpError, match="not installed: pip install tensorboard"):
+    with pytest.raises(DdpError, match="not installed: pip install tensorboard"):
         cb.TensorBoard(tmp_path)
 
 
-def test_a_checkpoint_folder_has_the_best_and_the_last(nursery: Nursery, tmp_path: Path) -> None:
-    best, history = nursery.run(2, f"{CASES}:keeps_the_best", folder=str(tmp_path))[0]
-    names = sorted(listed(tmp_path))
-    assert names == ["best.pt", "step-0000000016.pt", "step-0000000020.pt"]
-    assert best == pytest.approx(min(history), abs=1e-12)
+@world(2)
+def test_a_checkpoint_folder_has_the_best_and_the_last(tmp_path: Path) -> None:
+    checkpoint = cb.ModelCheckpoint(tmp_path, monitor="val_loss", every_n_epochs=2, keep=2)
+    one = trainer([checkpoint], rate=3.0)
+    history = one.fit(data(), epochs=5, validation=data(), global_batch_size=BATCH)
+    one.load(checkpoint.best_path)
+    with pytest.raises(CheckpointError, match=r"it is a checkpoint: pass its \['model'\]"):
+        one.load(tmp_path / "step-0000000020.pt")
+    assert sorted(listed(tmp_path)) == ["best.pt", "step-0000000016.pt", "step-0000000020.pt"]
+    assert one.evaluate(data())["loss"] == pytest.approx(min(history["val_loss"]), abs=1e-12)
     assert set(torch.load(tmp_path / "best.pt", weights_only=True)) == {
         f"{layer}.{kind}" for layer in ("first", "second") for kind in ("weight", "bias")
     }
@@ -86,9 +183,7 @@ def test_a_checkpoint_folder_has_the_best_and_the_last(nursery: Nursery, tmp_pat
 @pytest.mark.parametrize("alone", [False, True])
 def test_a_full_disk_costs_saves_and_not_the_training(nursery: Nursery, alone: bool, tmp_path: Path) -> None:
     ranks = 1 if alone else 2
-    said = nursery.run(
-        ranks, f"{CASES}:full_disk", folder=str(tmp_path), epochs=range(1, 3), on_error="warn", alone=alone
-    )
+    said = nursery.run(ranks, full_disk, folder=str(tmp_path), epochs=range(1, 3), on_error="warn", alone=alone)
     assert [error for error, _ in said] == [""] * ranks
     assert [stderr for _, stderr in said[1:]] == [""] * (ranks - 1)
     lines = said[0][1].splitlines()
@@ -109,7 +204,7 @@ def test_a_checkpoint_that_stays_away_is_an_error_of_all_replicas(
 ) -> None:
     """The newest at the end, three in a row, or any with "stop"."""
     arguments: dict[str, Any] = {"on_error": on_error, "alone": alone, "epochs": epochs}
-    for error, _ in nursery.run(1 if alone else 2, f"{CASES}:full_disk", folder=str(tmp_path), **arguments):
+    for error, _ in nursery.run(1 if alone else 2, full_disk, folder=str(tmp_path), **arguments):
         assert "the callback ModelCheckpoint failed in" in error
 
 
@@ -173,24 +268,39 @@ def test_the_best_value_by_name_and_mode() -> None:
     assert [Monitor("val_accuracy").takes({"val_accuracy": 0.5}), falling.best] == [True, 0.8]
     rising = Monitor("reward", mode="max")
     assert [rising.takes({"reward": value}) for value in (1.0, 0.5, 2.0)] == [True, False, True]
-    with pytest.raises(
-        ddp.errors.ArgumentError, match=r"no 'val_loss' in the logs, which have loss: give fit\(\) validation"
-    ):
+    with pytest.raises(ArgumentError, match=r"no 'val_loss' in the logs, which have loss: give fit\(\) validation"):
         falling.takes({"loss": 1.0})
-    with pytest.raises(ddp.errors.ArgumentError, match="mode='best'"):
+    with pytest.raises(ArgumentError, match="mode='best'"):
         Monitor("loss", mode="best")  # type: ignore[arg-type]
 
 
-def test_schedules_of_torch_and_wrong_ones(nursery: Nursery) -> None:
-    nursery.run(1, f"{CASES}:schedules")
-    with pytest.raises(ddp.errors.ArgumentError, match="a function of the epoch or step"):
+@world(1)
+def test_schedules_of_torch() -> None:
+    plateau = cb.LearningRateScheduler(
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.1),
+        monitor="val_loss",
+    )
+    # With a rate of 30, the second epoch is not better than the first.
+    history = trainer([plateau], rate=30.0).fit(data(), epochs=4, validation=data(), global_batch_size=BATCH)
+    rates, losses = history["learning_rate"], history["val_loss"]
+    best, rate, expected = losses[0], 30.0, [30.0]
+    for loss in losses[1:-1]:
+        rate, best = (rate, loss) if loss < best * (1 - 1e-4) else (rate * 0.1, best)
+        expected.append(rate)
+    assert rates == pytest.approx([*expected[:1], *expected][:4])
+    assert rates[-1] < 30.0
+    steps = trainer([cb.LearningRateScheduler(lambda step: 1 / (1 + step), by="step")])
+    steps.fit(data(), epochs=2, global_batch_size=BATCH)
+    assert steps.learning_rate == 1 / 8
+
+
+def test_wrong_schedules_are_refused() -> None:
+    with pytest.raises(ArgumentError, match="a function of the epoch or step"):
         cb.LearningRateScheduler()
-    with pytest.raises(ddp.errors.ArgumentError, match="by='batch'"):
+    with pytest.raises(ArgumentError, match="by='batch'"):
         cb.LearningRateScheduler(lambda epoch: 1.0, by="batch")  # type: ignore[arg-type]
     made = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)]), 1)
-    with pytest.raises(
-        ddp.errors.ArgumentError, match=r"pass a function that makes one: StepLR, or lambda optimizer: StepLR"
-    ):
+    with pytest.raises(ArgumentError, match=r"pass a function that makes one: StepLR, or lambda optimizer: StepLR"):
         cb.LearningRateScheduler(scheduler=made)  # type: ignore[arg-type]
-    with pytest.raises(ddp.errors.ArgumentError, match="every_n_steps=-1"):
+    with pytest.raises(ArgumentError, match="every_n_steps=-1"):
         cb.ModelCheckpoint("x", every_n_steps=-1)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from ddp_worlds.checkpoint_cases import listed
+from testbed.checkpoints import listed
 from testbed.nursery import ROOT, Nursery
 from testbed.present import present
 from testbed.processes import run_program
@@ -22,14 +22,15 @@ from testbed.seeds import Seeds
 from torch import nn
 
 import ddp
+from ddp.errors import ArgumentError, CheckpointError
 
 if TYPE_CHECKING:
     import torch.distributed.checkpoint as dcp
-    from ddp_worlds.convert_cases import DATA, build, train
+    from testbed.sharded import DATA, build, train
 
     from ddp.checkpoint.convert import from_dcp, main, to_dcp
 
-CASES = "ddp_worlds.convert_cases"
+CASES = "testbed.sharded"
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # of dcp.save and load in one process
 
@@ -39,7 +40,7 @@ def _imports() -> None:
     """Import here what takes seconds, and what else each process of pytest would when it collects the tests."""
     global dcp, DATA, build, train, from_dcp, main, to_dcp
     import torch.distributed.checkpoint as dcp
-    from ddp_worlds.convert_cases import DATA, build, train
+    from testbed.sharded import DATA, build, train
 
     from ddp.checkpoint.convert import from_dcp, main, to_dcp
 
@@ -147,13 +148,13 @@ def test_parts_are_found_by_their_usual_names(tmp_path: Path) -> None:
 
 def test_a_bare_state_dict_is_the_model(tmp_path: Path) -> None:
     dcp.save(build().state_dict(), checkpoint_id=tmp_path / "dcp")
-    with pytest.raises(ddp.errors.CheckpointError, match=r"none of its keys is a part.*0\.weight"):
+    with pytest.raises(CheckpointError, match=r"none of its keys is a part.*0\.weight"):
         from_dcp(tmp_path / "dcp", tmp_path / "ours", step=1)
-    with pytest.raises(ddp.errors.CheckpointError, match="give step="):
+    with pytest.raises(CheckpointError, match="give step="):
         from_dcp(tmp_path / "dcp", tmp_path / "ours", parts={"model": ""})
-    with pytest.raises(ddp.errors.CheckpointError, match="there is no 'scheduler', but"):
+    with pytest.raises(CheckpointError, match="there is no 'scheduler', but"):
         from_dcp(tmp_path / "dcp", tmp_path / "ours", parts={"model": "", "scheduler": "scheduler"}, step=1)
-    with pytest.raises(ddp.errors.ArgumentError, match="no part 'weights'"):
+    with pytest.raises(ArgumentError, match="no part 'weights'"):
         from_dcp(tmp_path / "dcp", tmp_path / "ours", parts={"weights": ""}, step=1)
     assert not (tmp_path / "ours").exists()
     from_dcp(tmp_path / "dcp", tmp_path / "ours", parts={"model": ""}, step=1)
@@ -171,14 +172,14 @@ class Bomb:
         return os.mkdir, (str(self.mark),)
 
 
-def test_values_that_would_have_to_be_unpickled_are_refused_or_left_out(tmp_path: Path) -> None:
+def test_pickled_values_are_refused_or_left_out(tmp_path: Path) -> None:
     bomb = Bomb(tmp_path / "went off")
     dcp.save({"model": build().state_dict(), "step": 1, "note": bomb}, checkpoint_id=tmp_path / "beside")
     with pytest.warns(UserWarning, match="note is left out"):
         from_dcp(tmp_path / "beside", tmp_path / "ours")
     assert ddp.Checkpoint(tmp_path / "ours").load(model=build()).values == {}  # type: ignore[union-attr]
     dcp.save({"model": {"w": torch.ones(1), "extra": bomb}, "step": 1}, checkpoint_id=tmp_path / "inside")
-    with pytest.raises(ddp.errors.CheckpointError, match=r"model\.extra would have to be unpickled"):
+    with pytest.raises(CheckpointError, match=r"model\.extra would have to be unpickled"):
         from_dcp(tmp_path / "inside", tmp_path / "theirs")
     assert not bomb.mark.exists()
 
@@ -194,13 +195,13 @@ def test_values_that_would_have_to_be_unpickled_are_refused_or_left_out(tmp_path
 )
 def test_a_description_of_something_else_is_refused(content: bytes, reason: str, tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(content)
-    with pytest.raises(ddp.errors.CheckpointError, match=f"(?i){reason}"):
+    with pytest.raises(CheckpointError, match=f"(?i){reason}"):
         from_dcp(tmp_path, tmp_path / "ours")
 
 
 def test_a_description_that_runs_code_does_not(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Bomb(tmp_path / "went off")))
-    with pytest.raises(ddp.errors.CheckpointError, match=r"posix\.mkdir, which is no part"):
+    with pytest.raises(CheckpointError, match=r"posix\.mkdir, which is no part"):
         from_dcp(tmp_path, tmp_path / "ours")
     assert not (tmp_path / "went off").exists()
 
@@ -212,7 +213,7 @@ def test_files_outside_of_the_folder_are_not_read(tmp_path: Path) -> None:
     for place in metadata.storage_data.values():
         place.relative_path = f"../{place.relative_path}"
     (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(ddp.errors.CheckpointError, match="outside of the folder"):
+    with pytest.raises(CheckpointError, match="outside of the folder"):
         from_dcp(tmp_path / "dcp", tmp_path / "ours")
 
 
@@ -225,7 +226,7 @@ def test_a_description_with_wrong_numbers_is_refused(tmp_path: Path) -> None:
         metadata = pickle.loads(whole)
         change(metadata)
         path.write_bytes(pickle.dumps(metadata))
-        with pytest.raises(ddp.errors.CheckpointError, match=str(tmp_path / "dcp")):
+        with pytest.raises(CheckpointError, match=str(tmp_path / "dcp")):
             from_dcp(tmp_path / "dcp", tmp_path / "ours")
 
     def first(metadata: Any) -> Any:
@@ -253,12 +254,12 @@ def test_bytes_that_were_changed_are_refused_or_read(tmp_path: Path, seeds: Seed
         path.write_bytes(changed)
         try:
             from_dcp(tmp_path / "dcp", tmp_path / "ours")
-        except ddp.errors.CheckpointError:
+        except CheckpointError:
             refused += 1
     assert refused > 50
 
 
-def test_a_folder_of_ours_becomes_another_step_with_all_that_it_holds(tmp_path: Path) -> None:
+def test_a_folder_of_ours_becomes_another_step(tmp_path: Path) -> None:
     _saved(tmp_path / "first", best=0.5)
     path = tmp_path / "first" / "step-0000000003.pt"
     to_dcp(path, tmp_path / "dcp")
@@ -269,20 +270,20 @@ def test_a_folder_of_ours_becomes_another_step_with_all_that_it_holds(tmp_path: 
 
 @pytest.mark.parametrize("step", ["x", -1, 1 << 64, 2.0, True])
 def test_what_is_no_step_is_refused(step: Any, tmp_path: Path) -> None:
-    with pytest.raises(ddp.errors.ArgumentError, match="step is "):
+    with pytest.raises(ArgumentError, match="step is "):
         from_dcp(tmp_path, tmp_path / "ours", step=step)
     dcp.save({"model": build().state_dict(), "step": -1}, checkpoint_id=tmp_path / "dcp")
-    with pytest.raises(ddp.errors.CheckpointError, match="its step is -1"):
+    with pytest.raises(CheckpointError, match="its step is -1"):
         from_dcp(tmp_path / "dcp", tmp_path / "ours")
 
 
 def test_a_folder_that_lacks_a_file_is_named(tmp_path: Path) -> None:
     _saved(tmp_path / "first")
     to_dcp(tmp_path / "first" / "step-0000000003.pt", tmp_path / "dcp")
-    with pytest.raises(ddp.errors.CheckpointError, match="dcp is not empty"):
+    with pytest.raises(CheckpointError, match="dcp is not empty"):
         to_dcp(tmp_path / "first" / "step-0000000003.pt", tmp_path / "dcp")
     (tmp_path / "dcp" / "__0_0.distcp").unlink()
-    with pytest.raises(ddp.errors.CheckpointError, match=f"could not read {tmp_path}/dcp"):
+    with pytest.raises(CheckpointError, match=f"could not read {tmp_path}/dcp"):
         from_dcp(tmp_path / "dcp", tmp_path / "second")
 
 
@@ -290,7 +291,7 @@ def test_a_damaged_checkpoint_is_not_converted(tmp_path: Path) -> None:
     _saved(tmp_path / "first")
     path = tmp_path / "first" / "step-0000000003.pt"
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ddp.errors.CheckpointError, match=rf"{path}: is cut short"):
+    with pytest.raises(CheckpointError, match=rf"{path}: is cut short"):
         to_dcp(path, tmp_path / "dcp")
     assert not (tmp_path / "dcp").exists()
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from ddp_worlds.checkpoint_cases import listed
+from testbed.checkpoints import listed
 from testbed.processes import Result, run_dtrain
 
 from ddp.checkpoint import file as checkpoint_file
 
 pytestmark = pytest.mark.usefixtures("warm")
-SCRIPT = Path(__file__).parents[2] / "ddp_worlds" / "kept_copy_script.py"
+SCRIPT = Path(__file__).parents[2] / "programs" / "kept_copy.py"
 HERE, TWO_HOSTS = ("--nproc-per-node", "2"), ("--simulate", "--nnodes", "2", "--nproc-per-node", "1")
 
 
@@ -41,9 +41,8 @@ def test_the_file_of_a_worker_killed_after_its_save_is_written(tmp_path: Path, w
 
 
 @pytest.mark.parametrize("options", [HERE, TWO_HOSTS], ids=["one host", "two hosts"])
-def test_when_all_workers_are_killed_the_next_attempt_goes_on_from_memory(
-    tmp_path: Path, options: tuple[str, ...]
-) -> None:
+def test_the_next_attempt_goes_on_from_memory(tmp_path: Path, options: tuple[str, ...]) -> None:
+    """All workers were killed, and the file is not there."""
     result = run(tmp_path, "file removed", *options)
     assert result.returncode == 0, result
     (saved,) = {line for line in said(result, "saved") if line.startswith("4 ")}
@@ -51,7 +50,7 @@ def test_when_all_workers_are_killed_the_next_attempt_goes_on_from_memory(
     assert "step-0000000009.pt" in listed(tmp_path / "saved")  # the memory is used again
 
 
-def test_a_worker_killed_while_it_copies_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+def test_a_worker_killed_in_a_copy_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     result = run(tmp_path, "killed in a copy", *HERE)
     assert result.returncode == 0, result
     (saved,) = {line for line in said(result, "saved") if line.startswith("3 ")}

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_worlds.sync_debug import waiting_is_an_error
+from testbed.sync_debug import waiting_is_an_error
 from torch import nn
 from torch.utils.data import TensorDataset
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ddp_worlds.sync_debug import waiting_is_an_error
+from testbed.sync_debug import waiting_is_an_error
 from torch import nn
 
 import ddp

@@ -56,7 +56,7 @@ def test_how_a_process_stands_is_the_third_number(counters: Path) -> None:
         progress.set_restart_policy(5)
 
 
-def test_the_fourth_number_changes_with_each_phase_and_says_which_it_is(counters: Path) -> None:
+def test_the_fourth_number_changes_with_each_phase(counters: Path) -> None:
     def number() -> int:
         return int(struct.unpack("<QQQQQ", counters.read_bytes())[3])
 

@@ -8,7 +8,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from ddp import horovod
 from ddp.monitoring import progress, timeline
 from ddp.monitoring.timeline import PHASES
 
+pytestmark = pytest.mark.usefixtures("group_of_one")
 HEADER, RECORD = 16, 72
 STEP, SPAN, DETAIL = 0, 1, 2
 STRETCH_S = 0.02  # a phase that is made longer; nothing below asks for more than that it is at least so long
@@ -58,6 +59,15 @@ def _read(path: Path, kind: int) -> list[tuple[float, ...]]:
     return [tuple(values[:count]) for number, *values in records if number % 4 == kind and any(values)]
 
 
+def _steps(path: Path, *numbers: int) -> list[dict[str, float]]:
+    """Return the phases of the steps, which must have these numbers; they must add up to the wall time."""
+    steps = _read(path, STEP)
+    assert [step for step, *_ in steps] == [*numbers]
+    for before, step in itertools.pairwise(steps):
+        assert math.isclose(math.fsum(step[2:]), step[1] - before[1], abs_tol=1e-6)
+    return [dict(zip(PHASES, step[2:], strict=True)) for step in steps]
+
+
 def _model() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     model = ddp.DistributedDataParallel(torch.nn.Sequential(_Slow(), torch.nn.Linear(2, 2)))
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
@@ -69,31 +79,36 @@ class _Slow(torch.nn.Module):
         return x
 
 
+def _closure(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], float]:
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2)).square().sum()
+        loss.backward()
+        return float(loss.detach())
+
+    return closure
+
+
 def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
     model(torch.ones(2)).sum().backward()
     optimizer.step()
 
 
-@pytest.mark.usefixtures("group_of_one")
 def test_the_phases_of_a_step_add_up_to_its_wall_time(ring: Path) -> None:
     model, optimizer = _model()
     for _ in range(4):
         time.sleep(STRETCH_S)  # data
         _step(model, optimizer)
-    steps = _read(ring, STEP)
-    assert [step for step, *_ in steps] == [1, 2, 3, 4]
-    for before, step in itertools.pairwise(steps):
-        phases = dict(zip(PHASES, step[2:], strict=True))
-        assert math.isclose(math.fsum(phases.values()), step[1] - before[1], abs_tol=1e-6)
+    first, *others = _steps(ring, 1, 2, 3, 4)
+    assert first["data"] == 0.0  # what came before the first forward is no part of it
+    for phases in others:
         assert phases["data"] >= STRETCH_S
         assert phases["forward"] >= STRETCH_S
         assert phases["backward"] > 0
         assert phases["optimizer"] > 0
-    assert steps[0][2] == 0.0  # what came before the first forward is no part of it
 
 
-@pytest.mark.usefixtures("group_of_one")
 def test_the_details_of_the_first_step_are_its_phases_in_order(ring: Path) -> None:
     model, optimizer = _model()
     for _ in range(2):
@@ -105,7 +120,6 @@ def test_the_details_of_the_first_step_are_its_phases_in_order(ring: Path) -> No
     assert all(first[1] <= second[0] for first, second in itertools.pairwise(times))
 
 
-@pytest.mark.usefixtures("group_of_one")
 def test_passes_that_only_accumulate_are_a_part_of_the_step(ring: Path) -> None:
     model, optimizer = _model()
     for _ in range(3):
@@ -113,50 +127,33 @@ def test_passes_that_only_accumulate_are_a_part_of_the_step(ring: Path) -> None:
             model(torch.ones(2)).sum().backward()
         time.sleep(STRETCH_S)  # the next part of the batch
         _step(model, optimizer)
-    steps = _read(ring, STEP)
-    assert [step for step, *_ in steps] == [1, 2, 3]
-    for step in steps:
-        phases = dict(zip(PHASES, step[2:], strict=True))
+    for phases in _steps(ring, 1, 2, 3):
         assert phases["forward"] >= 2 * STRETCH_S
         assert phases["data"] >= STRETCH_S
 
 
-@pytest.mark.usefixtures("group_of_one")
 def test_two_optimizers_one_after_the_other_make_one_step(ring: Path) -> None:
     model, first = _model()
     second = torch.optim.Adam([torch.nn.Parameter(torch.ones(1))])
     for _ in range(3):
         _step(model, first)
         second.step()
-    assert [step for step, *_ in _read(ring, STEP)] == [1, 2, 3]
+    _steps(ring, 1, 2, 3)
 
 
-@pytest.mark.usefixtures("group_of_one")
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.LBFGS])
-def test_a_step_that_calls_a_closure_has_its_passes(ring: Path, kind: type[torch.optim.Optimizer]) -> None:
+@pytest.mark.parametrize(("kind", "passes"), [(torch.optim.SGD, 1), (torch.optim.LBFGS, 20)])
+def test_a_step_has_the_passes_of_its_closure(ring: Path, kind: type[torch.optim.Optimizer], passes: int) -> None:
     model, _ = _model()
     optimizer = kind(model.parameters(), lr=0.01)  # type: ignore[call-arg]  # the base class has no lr
-
-    def closure() -> float:
-        optimizer.zero_grad()
-        loss = model(torch.ones(2)).square().sum()
-        loss.backward()
-        return float(loss.detach())
-
     for _ in range(3):
         time.sleep(STRETCH_S)  # data
-        optimizer.step(closure)
-    steps = _read(ring, STEP)
-    assert len(steps) == 3
-    for before, step in itertools.pairwise(steps):
-        phases = dict(zip(PHASES, step[2:], strict=True))
-        assert math.isclose(math.fsum(phases.values()), step[1] - before[1], abs_tol=1e-6)
+        optimizer.step(_closure(model, optimizer))
+    for phases in _steps(ring, passes, 2 * passes, 3 * passes)[1:]:
         assert phases["data"] >= STRETCH_S
         assert phases["forward"] >= STRETCH_S
         assert phases["optimizer"] > 0
 
 
-@pytest.mark.usefixtures("group_of_one")
 def test_an_optimizer_of_other_parameters_makes_no_step(ring: Path) -> None:
     model, optimizer = _model()
     scaler = torch.amp.GradScaler("cpu")
@@ -180,30 +177,22 @@ def test_an_optimizer_of_other_parameters_makes_no_step(ring: Path) -> None:
         timeline.wait_ended(timeline.wait_begins())
         optimizer.step()
         other.step(lambda: 1.0)
-    steps = _read(ring, STEP)
-    assert [step for step, *_ in steps] == [1, 2]
-    assert steps[0][2] == 0.0  # what came before the first forward is no part of it
+    assert _steps(ring, 1, 2)[0]["data"] == 0.0  # what came before the first forward is no part of it
     other.add_param_group({"params": list(model.parameters())})
     for _ in range(2):
         _step(model, other)
-    assert [step for step, *_ in _read(ring, STEP)] == [1, 2, 3, 4]
+    _steps(ring, 1, 2, 3, 4)
 
 
-@pytest.mark.usefixtures("group_of_one")
 def test_optimizers_of_master_copies_step_where_no_other_does(ring: Path) -> None:
     model, _ = _model()
     optimizer = torch.optim.SGD([each.detach().clone() for each in model.parameters()], lr=0.1)
     for _ in range(4):
         _step(model, optimizer)
-    steps = _read(ring, STEP)
-    assert [step for step, *_ in steps] == [1, 2, 3, 4]
-    assert all(step[2 + PHASES.index("optimizer")] > 0 for step in steps[1:])
+    assert all(phases["optimizer"] > 0 for phases in _steps(ring, 1, 2, 3, 4)[1:])
 
 
-@pytest.mark.usefixtures("group_of_one")
-def test_parameters_are_gone_through_once_whatever_the_number_of_optimizers(
-    ring: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parameters_are_gone_through_once_for_all_optimizers(ring: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[object] = []
     through = timeline._parameters
     model, _ = _model()
@@ -218,7 +207,6 @@ def test_parameters_are_gone_through_once_whatever_the_number_of_optimizers(
     assert looks.count(model) == 1
 
 
-@pytest.mark.usefixtures("group_of_one")
 def test_a_step_that_the_scaler_skips_is_a_step(ring: Path) -> None:
     model, optimizer = _model()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
@@ -228,30 +216,17 @@ def test_a_step_that_the_scaler_skips_is_a_step(ring: Path) -> None:
         scaler.scale(model(torch.ones(2)).sum() * loss).backward()
         scaler.step(optimizer)
         scaler.update()
-    steps = _read(ring, STEP)
-    assert [step for step, *_ in steps] == [1, 2, 3, 4]
-    for before, step in itertools.pairwise(steps):
-        assert math.isclose(math.fsum(step[2:]), step[1] - before[1], abs_tol=1e-6)
-        assert step[2 + PHASES.index("data")] >= STRETCH_S
+    assert all(phases["data"] >= STRETCH_S for phases in _steps(ring, 1, 2, 3, 4)[1:])
 
 
-@pytest.mark.usefixtures("group_of_one")
-def test_the_steps_of_horovod_s_interface_are_known_from_the_first_closure_on(ring: Path) -> None:
+def test_steps_of_horovod_count_from_the_first_closure_on(ring: Path) -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = horovod.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-
-    def closure() -> float:
-        optimizer.zero_grad()
-        loss = model(torch.ones(2)).sum()
-        loss.backward()
-        return float(loss.detach())
-
     for _ in range(3):
-        optimizer.step(closure)
+        optimizer.step(_closure(model, optimizer))
     assert len(_read(ring, STEP)) == 3
 
 
-@pytest.mark.usefixtures("group_of_one")
 def test_a_wait_after_the_optimizer_s_step_is_of_the_next_step(ring: Path) -> None:
     model, optimizer = _model()
     for _ in range(3):
@@ -259,15 +234,10 @@ def test_a_wait_after_the_optimizer_s_step_is_of_the_next_step(ring: Path) -> No
         recorded = timeline.wait_begins()
         time.sleep(STRETCH_S)
         timeline.wait_ended(recorded)
-    steps = _read(ring, STEP)
-    assert [step for step, *_ in steps] == [1, 2, 3]
-    for before, step in itertools.pairwise(steps):
-        assert math.isclose(math.fsum(step[2:]), step[1] - before[1], abs_tol=1e-6)
-    assert steps[1][2 + PHASES.index("wait")] >= STRETCH_S
+    assert _steps(ring, 1, 2, 3)[1]["wait"] >= STRETCH_S
 
 
-@pytest.mark.usefixtures("group_of_one")
-def test_a_first_step_that_is_counted_in_another_thread_does_not_end_the_recording(ring: Path) -> None:
+def test_a_step_counted_in_another_thread_ends_no_recording(ring: Path) -> None:
     """As the engine's threads of devices do, under Horovod's interface."""
     thread = threading.Thread(target=timeline.counted)
     thread.start()
@@ -275,19 +245,18 @@ def test_a_first_step_that_is_counted_in_another_thread_does_not_end_the_recordi
     model, optimizer = _model()
     for _ in range(3):
         _step(model, optimizer)
-    assert [step for step, *_ in _read(ring, STEP)] == [2, 3, 4]
+    _steps(ring, 2, 3, 4)
 
 
-@pytest.mark.usefixtures("group_of_one")
-def test_without_an_optimizer_a_step_ends_where_the_next_forward_begins(ring: Path) -> None:
+def test_without_an_optimizer_a_step_ends_at_the_next_forward(ring: Path) -> None:
     model, _ = _model()
     for _ in range(4):
         model(torch.ones(2)).sum().backward()
-    assert [step for step, *_ in _read(ring, STEP)] == [1, 2, 3]
+    _steps(ring, 1, 2, 3)
 
 
-@pytest.mark.usefixtures("group_of_one")
-def test_an_evaluation_and_a_save_are_spans_and_no_forward_of_theirs_counts(ring: Path, tmp_path: Path) -> None:
+def test_evaluations_and_saves_are_spans_of_their_own(ring: Path, tmp_path: Path) -> None:
+    """No forward pass in them counts."""
     model, optimizer = _model()
     _step(model, optimizer)
     with progress.phase(progress.EVALUATION):
@@ -301,12 +270,9 @@ def test_an_evaluation_and_a_save_are_spans_and_no_forward_of_theirs_counts(ring
     spans = [(timeline.SPANS[int(kind)], ended - began) for kind, began, ended in _read(ring, SPAN)]
     assert [kind for kind, _ in spans] == ["evaluation", "save", "load"]
     assert spans[0][1] >= 2 * STRETCH_S
-    steps = _read(ring, STEP)
-    assert [step for step, *_ in steps] == [1, 2]
-    assert dict(zip(PHASES, steps[1][2:], strict=True))["other"] >= spans[0][1]
+    assert _steps(ring, 1, 2)[1]["other"] >= spans[0][1]
 
 
-@pytest.mark.usefixtures("group_of_one")
 def test_a_forked_process_records_nothing(ring: Path) -> None:
     model, optimizer = _model()
     _step(model, optimizer)
@@ -321,10 +287,9 @@ def test_a_forked_process_records_nothing(ring: Path) -> None:
     assert os.waitpid(pid, 0)[1] == 0
     assert len(_read(ring, STEP)) == before
     _step(model, optimizer)
-    assert [step for step, *_ in _read(ring, STEP)] == [1, 2]
+    _steps(ring, 1, 2)
 
 
-@pytest.mark.usefixtures("group_of_one")
 def test_only_the_newest_records_are_kept(ring: Path) -> None:
     ring.write_bytes(bytes(HEADER + 4 * RECORD))
     timeline.counted()
@@ -335,11 +300,8 @@ def test_only_the_newest_records_are_kept(ring: Path) -> None:
     assert struct.unpack_from("<QQ", ring.read_bytes())[1] == 10
 
 
-@pytest.mark.usefixtures("group_of_one")
 @pytest.mark.parametrize("content", [None, b"", bytes(40), struct.pack("<QQ", 1, 0) + bytes(RECORD)])
-def test_a_file_that_cannot_be_used_or_belongs_to_another_process_is_no_error(
-    ring: Path, content: bytes | None
-) -> None:
+def test_a_file_that_cannot_be_used_is_no_error(ring: Path, content: bytes | None) -> None:
     if content is None:
         ring.unlink()
     else:
@@ -350,11 +312,11 @@ def test_a_file_that_cannot_be_used_or_belongs_to_another_process_is_no_error(
     assert content is None or ring.read_bytes() == content
 
 
-def test_the_steps_of_an_optimizer_whose_forward_is_not_seen_are_known(ring: Path) -> None:
+def test_steps_without_a_forward_that_is_seen_are_known(ring: Path) -> None:
     parameter = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     for _ in range(4):
         progress.count_step()  # as strategies do within their step
         parameter.grad = torch.ones(1)
         optimizer.step()
-    assert [step for step, *_ in _read(ring, STEP)] == [2, 3, 4]
+    _steps(ring, 2, 3, 4)

@@ -26,7 +26,7 @@ def test_every_change_of_a_tensor_comes_into_the_next_copy(how: str) -> None:
     assert second.tolist() == [2.0] * 4
 
 
-def test_the_state_of_a_module_is_copied_into_the_same_memory_each_time() -> None:
+def test_a_module_is_copied_into_the_same_memory_each_time() -> None:
     module, copies = nn.BatchNorm1d(3), Copies()
     first = copies.of(module.state_dict())
     places = {name: value.data_ptr() for name, value in first.items()}

@@ -22,7 +22,7 @@ def waiting(point: JoinPoint) -> threading.Thread:
     return thread
 
 
-def test_a_commit_does_not_wait_for_ranks_that_have_stopped_elsewhere() -> None:
+def test_a_commit_does_not_wait_for_ranks_stopped_elsewhere() -> None:
     store, point = dist.HashStore(), JoinPoint(1, lambda: False)
     agreed: list[bool] = []
     agreement = threading.Thread(target=lambda: agreed.append(point.agree(store, 0, 2, lambda: 0)), daemon=True)

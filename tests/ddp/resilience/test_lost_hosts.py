@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from testbed.processes import run_dtrain, started_dtrain
 from testbed.sshd import SshHosts
-from testbed.training_seen import TrainingSeen
+from testbed.training_seen import TrainingSeen, training
 
 pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.timeout(600)]  # warm: for the runs without hosts
-SCRIPT = Path(__file__).parents[2] / "ddp_worlds" / "elastic_script.py"
+SCRIPT = Path(__file__).parents[2] / "programs" / "elastic.py"
 LIMIT_S = 120.0
 
 
@@ -21,16 +21,13 @@ def options(hosts: SshHosts, *more: str) -> list[str]:
     ]  # fmt: skip
 
 
-def test_a_spare_host_takes_the_ranks_of_a_lost_one_and_no_bit_changes(ssh_hosts: SshHosts, tmp_path: Path) -> None:
+def test_a_spare_host_takes_over_and_no_bit_changes(ssh_hosts: SshHosts, tmp_path: Path) -> None:
     argv = options(ssh_hosts, "--hosts", "node1,node2,node3", "--nnodes", "2", "--max-restarts", "2")
-    with started_dtrain(*argv, "2", "0.1", cwd=tmp_path) as process:
-        seen = TrainingSeen(process)
+    with training(*argv, "2", "0.1", cwd=tmp_path) as seen:
         seen.wait(lambda: len(seen.sized(2)) > 20)
         ssh_hosts.stop(2)
         seen.wait(lambda: any(at.host == "node3" for at in seen.commits))
-        (tmp_path / "quick").touch()
-        stderr = seen.end_well()
-    assert "generation 2 goes on with 2 workers on 2 hosts, without node2, with node3" in stderr
+    assert "generation 2 goes on with 2 workers on 2 hosts, without node2, with node3" in seen.stderr
     assert {at.host: at.rank for at in seen.commits} == {"node1": 0, "node2": 1, "node3": 1}
     assert len({at.pid for at in seen.commits if at.host == "node1"}) == 1
     plain = run_dtrain(
@@ -43,19 +40,16 @@ def test_a_spare_host_takes_the_ranks_of_a_lost_one_and_no_bit_changes(ssh_hosts
 
 def test_the_world_shrinks_without_a_lost_host_and_grows_with_it(ssh_hosts: SshHosts, tmp_path: Path) -> None:
     argv = options(ssh_hosts, "--hosts", "node1,node2,node3", "--nnodes", "1:3")
-    with started_dtrain(*argv, "3", "0.2", cwd=tmp_path) as process:
-        seen = TrainingSeen(process)
+    with training(*argv, "3", "0.2", cwd=tmp_path) as seen:
         seen.wait(lambda: len(seen.sized(3)) > 15)
         lost = time.monotonic()
         ssh_hosts.stop(3)
         seen.wait(lambda: len(seen.sized(2)) > 10)
         ssh_hosts.start(3)
         seen.wait(lambda: len(seen.sized(3, after=lost + 3)) > 10)
-        (tmp_path / "quick").touch()
-        stderr = seen.end_well()
-    assert "attempt 1" not in stderr, stderr
-    assert "goes on with 2 workers on 2 hosts, without node3" in stderr
-    assert "goes on with 3 workers on 3 hosts, with node3" in stderr
+    assert "attempt 1" not in seen.stderr, seen.stderr
+    assert "goes on with 2 workers on 2 hosts, without node3" in seen.stderr
+    assert "goes on with 3 workers on 3 hosts, with node3" in seen.stderr
     pids = {host: {at.pid for at in seen.commits if at.host == host} for host in ("node1", "node2", "node3")}
     assert {host: len(found) for host, found in pids.items()} == {"node1": 1, "node2": 1, "node3": 2}
     steps = [at.step for at in seen.commits if at.host == "node1"]
@@ -69,14 +63,13 @@ def test_the_world_shrinks_without_a_lost_host_and_grows_with_it(ssh_hosts: SshH
 
 
 @pytest.mark.parametrize("joins_again", [False, True])
-def test_the_global_batch_of_a_strategy_s_loader_stays_what_it_was(
+def test_the_global_batch_of_a_strategy_stays_what_it_was(
     ssh_hosts: SshHosts, tmp_path: Path, joins_again: bool
 ) -> None:
     """10 samples a step, of which three ranks have 4, 3 and 3, and two ranks 5 each: the same steps in the end."""
     epochs, pause_s = ("4", "0.25") if joins_again else ("2", "0.15")
     argv = options(ssh_hosts, "--hosts", "node1,node2,node3", "--nnodes", "1:3")
-    with started_dtrain(*argv, epochs, pause_s, "10", cwd=tmp_path) as process:
-        seen = TrainingSeen(process)
+    with training(*argv, epochs, pause_s, "10", cwd=tmp_path) as seen:
         seen.wait(lambda: len(seen.sized(3)) > 15)
         lost = time.monotonic()
         ssh_hosts.stop(3)
@@ -84,9 +77,7 @@ def test_the_global_batch_of_a_strategy_s_loader_stays_what_it_was(
         if joins_again:
             ssh_hosts.start(3)
             seen.wait(lambda: len(seen.sized(3, after=lost + 3)) > 10)
-        (tmp_path / "quick").touch()
-        stderr = seen.end_well()
-    assert "attempt 1" not in stderr, stderr
+    assert "attempt 1" not in seen.stderr, seen.stderr
     assert seen.said("counts") == {"1 1 0"}, "each sample once in each epoch"
     plain = run_dtrain(
         "run", "--nproc-per-node", "3", SCRIPT, epochs, "0", "10", cwd=tmp_path, env={"DTRAIN_BACKEND": "gloo"}
@@ -98,17 +89,14 @@ def test_the_global_batch_of_a_strategy_s_loader_stays_what_it_was(
     assert sums == pytest.approx([float(word) for word in expected.split()], rel=1e-3)
 
 
-def test_with_the_host_of_the_store_the_others_meet_at_another_one(ssh_hosts: SshHosts, tmp_path: Path) -> None:
+def test_without_the_host_of_the_store_others_meet_elsewhere(ssh_hosts: SshHosts, tmp_path: Path) -> None:
     argv = options(ssh_hosts, "--hosts", "node1,node2,node3", "--nnodes", "1:3")
-    with started_dtrain(*argv, "2", "0.1", cwd=tmp_path) as process:
-        seen = TrainingSeen(process)
+    with training(*argv, "2", "0.1", cwd=tmp_path) as seen:
         seen.wait(lambda: len(seen.sized(3)) > 15)
         ssh_hosts.stop(1)
         seen.wait(lambda: len(seen.sized(2)) > 10)
-        (tmp_path / "quick").touch()
-        stderr = seen.end_well()
-    assert "attempt 1" not in stderr, stderr
-    assert "goes on with 2 workers on 2 hosts, without node1" in stderr
+    assert "attempt 1" not in seen.stderr, seen.stderr
+    assert "goes on with 2 workers on 2 hosts, without node1" in seen.stderr
     assert {at.host: at.rank for at in seen.sized(2)} == {"node2": 0, "node3": 1}, "they have other ranks now"
     assert len({(at.host, at.pid) for at in seen.commits}) == 3
     assert seen.said("counts") == {"1 1 0"}, "each sample of each epoch came once"
@@ -152,14 +140,11 @@ def test_all_start_again_where_a_fit_loses_a_host(ssh_hosts: SshHosts, tmp_path:
     script = tmp_path / "fit.py"
     script.write_text(FIT)
     argv = [*options(ssh_hosts, "--hosts", "node1,node2", "--nnodes", "1:2")[:-1], str(script)]
-    with started_dtrain(*argv, cwd=tmp_path, env={"DTRAIN_BACKEND": "gloo"}) as process:
-        seen = TrainingSeen(process)
+    with training(*argv, cwd=tmp_path, env={"DTRAIN_BACKEND": "gloo"}) as seen:
         seen.wait(lambda: len(seen.sized(2)) > 10)
         ssh_hosts.stop(2)
-        (tmp_path / "quick").touch()
-        stderr = seen.end_well()
-    assert "attempt 1 begins on 1 host, without node2" in stderr, stderr
-    assert "generation" not in stderr, "no rank was asked to go on in a smaller world"
+    assert "attempt 1 begins on 1 host, without node2" in seen.stderr, seen.stderr
+    assert "generation" not in seen.stderr, "no rank was asked to go on in a smaller world"
     assert seen.said("result") == {"120"}
 
 
@@ -167,18 +152,15 @@ def test_all_start_again_where_a_host_joins_a_fit(ssh_hosts: SshHosts, tmp_path:
     script = tmp_path / "fit.py"
     script.write_text(FIT)
     argv = [*options(ssh_hosts, "--hosts", "node1,node2", "--nnodes", "1:2", "--grow")[:-1], str(script)]
-    with started_dtrain(*argv, cwd=tmp_path, env={"DTRAIN_BACKEND": "gloo"}) as process:
-        seen = TrainingSeen(process)
+    with training(*argv, cwd=tmp_path, env={"DTRAIN_BACKEND": "gloo"}) as seen:
         seen.wait(lambda: len(seen.sized(2)) > 10)
         ssh_hosts.stop(2)
         seen.wait(lambda: len(seen.sized(1)) > 5)
         alone = time.monotonic()
         ssh_hosts.start(2)
         seen.wait(lambda: seen.sized(2, after=alone))
-        (tmp_path / "quick").touch()
-        stderr = seen.end_well()
-    assert "attempt 1 begins on 1 host, without node2" in stderr, stderr
-    assert "attempt 2 begins on 2 hosts, with node2" in stderr, stderr
-    assert "generation" not in stderr, "no rank was asked to meet it"
+    assert "attempt 1 begins on 1 host, without node2" in seen.stderr, seen.stderr
+    assert "attempt 2 begins on 2 hosts, with node2" in seen.stderr, seen.stderr
+    assert "generation" not in seen.stderr, "no rank was asked to meet it"
     assert {at.pid for at in seen.sized(2)}.isdisjoint({at.pid for at in seen.sized(1)})
     assert seen.said("result") == {"120"}

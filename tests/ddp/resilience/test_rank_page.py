@@ -52,7 +52,7 @@ def test_a_successor_goes_on_with_the_same_numbers_and_buffers(page: list[torch.
     assert int(page[1]) == 7
 
 
-def test_what_was_there_when_gradients_left_is_known_until_the_commit(page: list[torch.Tensor]) -> None:
+def test_what_was_there_when_gradients_left_is_kept(page: list[torch.Tensor]) -> None:
     first = RankPage(lambda: page, None)
     first.commit(0)
     first.sent(1)
@@ -63,9 +63,10 @@ def test_what_was_there_when_gradients_left_is_known_until_the_commit(page: list
     assert drawn() == expected
 
 
-def test_buffers_that_change_after_the_gradients_have_left_are_those_of_the_commit_before(
+def test_late_buffers_are_those_of_the_commit_before(
     page: list[torch.Tensor],
 ) -> None:
+    """They change after the gradients have left."""
     late = [torch.zeros(3), torch.tensor(1.0)]
     first = RankPage(lambda: page, None, lambda: late)
     first.commit(0)

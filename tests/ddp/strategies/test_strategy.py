@@ -1,29 +1,32 @@
+# mypy: disable-error-code="union-attr"
 """One script under every strategy: the same training, the same numbers, and plain words for what is wrong."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_worlds.strategy_cases import Setting, check_mean, check_reduce
 from hypothesis import given
 from hypothesis import strategies as st
-from testbed.nursery import Nursery
+from testbed.one_training import Setting, assert_equals_oracle, check_mean, check_reduce, oracle, train, whole_loss
 from testbed.present import present
+from testbed.worlds import world
 from torch import nn
 
 import ddp
+from ddp.comm import objects
 from ddp.comm.reduction import combine, payload_of
+from ddp.errors import ArgumentError, LaunchEnvironmentError, UnsupportedError
 from ddp.strategies.parameter_server.rendezvous import ProcessRole
 from ddp.strategies.parameter_server.strategy import _world_of as world_of_role
 from ddp.strategies.strategy import Strategy
+from ddp.training.optimizer_step import average_gradients
 from ddp.world import World
 
-CASES = "ddp_worlds.strategy_cases"
 SETTINGS = [
     Setting("mlp", "sgd"),
     Setting("odd", "adamw", groups=3),
@@ -38,24 +41,91 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_synchronous_strategies_equal_one_process(nursery: Nursery, world_size: int) -> None:
-    nursery.run(world_size, f"{CASES}:equals_one_process", runs=RUNS)
+@world(1, 3)
+@pytest.mark.parametrize(("name", "setting"), RUNS, ids=lambda value: getattr(value, "model", value))
+def test_synchronous_strategies_equal_one_process(name: str, setting: Setting) -> None:
+    strategy = ddp.strategy(name, **setting.options)
+    has_buffers = name != "all_reduce" or strategy.is_main  # elsewhere, replica 0's until the last forward
+    assert_equals_oracle(strategy, setting, has_buffers=has_buffers, has_state=name != "local_sgd")
 
 
-def test_averaging_every_fourth_step_reaches_the_same_loss_within_a_fourth(nursery: Nursery) -> None:
-    nursery.run(3, f"{CASES}:steps_apart_reach_the_loss", factor=1.25)
+@world(3)
+def test_averaging_every_fourth_step_reaches_the_loss() -> None:
+    setting = Setting("mlp", "sgd", epochs=8, options={"every": 4})
+    strategy = ddp.strategy("local_sgd", **setting.options)
+    model, _, _ = train(strategy, setting)
+    expected, _, _ = oracle(setting, strategy.replicas)
+    assert whole_loss(model) < 1.25 * whole_loss(expected)
 
 
-def test_losses_and_metrics_are_those_of_the_global_batch(nursery: Nursery) -> None:
-    nursery.run(3, f"{CASES}:mean_and_reduce")
+@world(3)
+def test_losses_and_metrics_are_those_of_the_global_batch() -> None:
+    """Weights, losses of tokens, unequal shares and every form of a value."""
+    strategy = ddp.strategy("all_reduce")
+    rank, replicas = strategy.replica, strategy.replicas
+    check_mean(strategy)
+    check_reduce(strategy)
+    different: list[tuple[tuple[str, Any], str]] = [
+        (("sum", torch.zeros(2 + rank)), r"replica 1 gives float32\[3\], replica 0 float32\[2\]"),
+        (("sum", {f"loss{rank}": 1.0}), "all replicas must give values of the same form"),
+        (("sum" if rank else "mean", 1.0), r"replica 0 calls reduce\('mean'\) where replica 1 calls reduce\('sum'\)"),
+    ]
+    for arguments, message in different:
+        with pytest.raises(ArgumentError, match=message):
+            strategy.reduce(*arguments)
+    assert strategy.reduce("max", rank) == replicas - 1, "a refusal leaves nothing behind"
+    big = torch.full((1000,), float(rank))  # more than fits into the first round
+    assert torch.equal(strategy.reduce("sum", big), torch.full((1000,), float(sum(range(replicas)))))
 
 
-def test_large_tensors_are_not_gathered(nursery: Nursery) -> None:
-    nursery.run(3, f"{CASES}:large_tensors_travel_once")
+@world(3)
+def test_large_tensors_are_not_gathered() -> None:
+    """Sums of large tensors and averages of gradients are all-reduced: what is gathered is small."""
+    strategy = ddp.strategy("all_reduce")
+    rank, replicas = strategy.replica, strategy.replicas
+    gathered: list[Any] = []
+    reduced: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
 
+        def counting(original: Callable[..., Any], calls: list[int], place: int) -> Callable[..., Any]:
+            def counted(*given: Any, **options: Any) -> Any:
+                calls.append(given[place].nbytes)
+                return original(*given, **options)
 
-# ---- the dial ----
+            return counted
+
+        patch.setattr(objects, "_all_gather", counting(objects._all_gather, gathered, 0))
+        patch.setattr(dist, "all_reduce", counting(dist.all_reduce, reduced, -1))
+        patch.setattr("ddp.comm.reduction._PIECE_NUMEL", 70_000)
+        generator = torch.Generator().manual_seed(rank)
+        every = [torch.rand(300, 400, generator=torch.Generator().manual_seed(each)) for each in range(replicas)]
+        mine = {"a": [torch.rand(300, 400, generator=generator)], "count": rank}
+        mean = strategy.reduce("mean", mine)
+        assert torch.equal(mean["a"][0], torch.stack(every).double().mean(0).float())
+        assert mean["count"] == (replicas - 1) / 2
+        total = strategy.reduce("sum", torch.full((200_000,), rank == 1))
+        assert (total.dtype, total.unique().tolist()) == (torch.int64, [1])
+        assert torch.equal(strategy.reduce("mean", torch.full((100_000,), rank))[:2], torch.full((2,), mean["count"]))
+        assert sum(reduced) == 8 * (120_000 + 200_000 + 100_000)
+        assert len(reduced) == 2 + 3 + 2
+        with pytest.raises(ArgumentError, match=r"replica 1 gives \{a large float32\[150, 801\]: a number"):
+            strategy.reduce("sum", torch.zeros(150, 800 + min(rank, 1)))
+
+        reduced.clear()
+        net = nn.Sequential(nn.Linear(300, 400), nn.Linear(400, 2, dtype=torch.bfloat16), nn.Linear(2, 2))
+        for parameter in net[:2].parameters():
+            parameter.grad = torch.full_like(parameter, rank)
+        net[0].bias.grad = torch.full((400,), 6.0) if rank == 0 else None
+        average_gradients(strategy, net)
+        assert net[2].weight.grad is None
+        assert [each.grad.unique().tolist() for each in net[:2].parameters()] == [
+            [mean["count"]], [6 / replicas], [mean["count"]], [mean["count"]]
+        ]  # fmt: skip
+        assert reduced == [4 * (300 * 400 + 400), 4 * (400 * 2 + 2)], "half precision in single"
+        net[0].weight.grad = torch.zeros(400, 300).to_sparse() if rank == 1 else None
+        with pytest.raises(UnsupportedError, match="a sparse gradient under strategy 'all_reduce'"):
+            average_gradients(strategy, net)
+        assert max(gathered) <= 1000
 
 
 @pytest.fixture(autouse=True)
@@ -96,17 +166,17 @@ def test_the_variable_names_a_strategy_with_options(variables: pytest.MonkeyPatc
     ],
 )
 def test_unknown_strategies_and_options_are_named(variable: str, message: str, variables: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ddp.errors.ArgumentError, match=message):
+    with pytest.raises(ArgumentError, match=message):
         ddp.strategy(variable)
     variables.setenv("DTRAIN_STRATEGY", variable)
-    with pytest.raises(ddp.errors.ArgumentError, match=message):
+    with pytest.raises(ArgumentError, match=message):
         ddp.strategy()
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "central_storage", "local_sgd"])
 def test_servers_that_no_one_would_ask_are_refused(name: str, variables: pytest.MonkeyPatch) -> None:
     variables.setenv("DTRAIN_ROLES", "default:2,ps:2,evaluator:1")
-    with pytest.raises(ddp.errors.LaunchEnvironmentError, match="start it without --ps and --evaluator") as refused:
+    with pytest.raises(LaunchEnvironmentError, match="start it without --ps and --evaluator") as refused:
         ddp.strategy(name)
     assert "2 of role ps and 1 of role evaluator" in str(refused.value)
 
@@ -115,18 +185,15 @@ def test_what_cannot_be_prepared_is_refused(variables: pytest.MonkeyPatch) -> No
     strategy = ddp.strategy("all_reduce")
     model, other = nn.Linear(2, 2), nn.Linear(3, 3)
     optimizer = torch.optim.SGD(model.parameters())
-    with pytest.raises(ddp.errors.ArgumentError, match=r"prepare\(SGD, Linear\): it takes a torch.nn.Module and"):
+    with pytest.raises(ArgumentError, match=r"prepare\(SGD, Linear\): it takes a torch.nn.Module and"):
         strategy.prepare(optimizer, model)  # type: ignore[arg-type]  # that is what is tested
-    with pytest.raises(ddp.errors.ArgumentError, match="2 parameters that are not the model's, the first of shape"):
+    with pytest.raises(ArgumentError, match="2 parameters that are not the model's, the first of shape"):
         strategy.prepare(model, torch.optim.SGD(other.parameters()))
     prepared, _ = strategy.prepare(model, optimizer)
-    with pytest.raises(ddp.errors.ArgumentError, match="is in a DistributedDataParallel already"):
+    with pytest.raises(ArgumentError, match="is in a DistributedDataParallel already"):
         strategy.prepare(prepared, optimizer)
     assert strategy.unwrap(prepared) is model
     assert list(strategy.evaluations()) == []
-
-
-# ---- mean ----
 
 
 class OneOf(Strategy):
@@ -166,7 +233,7 @@ def test_the_mean_is_over_the_batch_that_was_handed_out() -> None:
 def test_losses_that_cannot_be_averaged_are_refused(
     losses: torch.Tensor, arguments: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ddp.errors.ArgumentError, match=message):
+    with pytest.raises(ArgumentError, match=message):
         OneOf(2).mean(losses, **arguments)
 
 
@@ -175,8 +242,6 @@ def test_alone_numbers_are_their_own(variables: pytest.MonkeyPatch) -> None:
     check_mean(strategy)
     check_reduce(strategy)
 
-
-# ---- reduce ----
 
 numbers = st.integers(-(2**62), 2**62) | st.floats(allow_nan=False, allow_infinity=False, width=32)
 
@@ -225,7 +290,7 @@ def test_tensors_of_any_kind_are_reduced(dtype: torch.dtype, shape: list[int], r
     ],
 )
 def test_what_cannot_be_reduced_is_named(operation: str, value: Any, message: str) -> None:
-    with pytest.raises(ddp.errors.ArgumentError, match=message):
+    with pytest.raises(ArgumentError, match=message):
         payload_of(operation, value)
 
 

@@ -21,7 +21,7 @@ from launcher.machine import oom
 
 TOKEN = {"DTRAIN_TOKEN": "one-token-of-all-pods-of-this-job"}
 MASTER = "job-0.job"
-ELASTIC = Path(__file__).parents[2] / "ddp_worlds" / "elastic_script.py"
+ELASTIC = Path(__file__).parents[2] / "programs" / "elastic.py"
 DTRAIN = (sys.executable, "-m", "launcher", "run")
 # Goes on where the newest of its files ends.
 RESUMES = """

@@ -162,7 +162,7 @@ def test_the_end_is_when_every_replica_has_said_so() -> None:
     assert consistency.is_over
 
 
-def test_a_server_in_a_new_life_takes_the_clock_of_a_worker_that_lives() -> None:
+def test_a_new_server_takes_the_clock_of_a_worker_that_lives() -> None:
     consistency = Consistency("bounded", 2, staleness=1)
     consistency.begin_at(4)
     assert consistency.join(0, done=9, sync_step=5) == 9
@@ -175,7 +175,7 @@ def test_a_server_in_a_new_life_takes_the_clock_of_a_worker_that_lives() -> None
 
 
 @pytest.mark.parametrize("mode", ["async", "bounded"])
-def test_a_server_in_a_new_life_takes_no_worker_for_further_than_it_is(mode: Mode) -> None:
+def test_a_new_server_takes_no_worker_for_further_than_it_is(mode: Mode) -> None:
     consistency = Consistency(mode, 2, staleness=9)
     consistency.begin_at(80)  # where the other one was
     assert consistency.join(0, done=74, sync_step=80) == 74
@@ -183,7 +183,7 @@ def test_a_server_in_a_new_life_takes_no_worker_for_further_than_it_is(mode: Mod
     assert consistency.join(0, done=73, sync_step=80) == 74, "once it has joined, only what it has made since counts"
 
 
-def test_a_worker_that_was_silent_keeps_its_count_where_no_one_waits_for_it() -> None:
+def test_a_silent_worker_keeps_its_count_if_none_waits_for_it() -> None:
     cases: list[tuple[Mode, int]] = [("async", 0), ("bounded", 3)]
     for mode, clock in cases:
         consistency = Consistency(mode, 2, staleness=9)

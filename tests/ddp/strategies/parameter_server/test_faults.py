@@ -136,9 +136,8 @@ def _argv(script: Path, launching: list[str | Path], options: dict[str, object],
     return ["run", *launching, script, json.dumps(options), *more]
 
 
-def test_a_worker_that_is_killed_and_a_server_that_is_stopped_and_killed_come_back_to_where_training_is(
-    ssh_hosts: SshHosts, script: Path
-) -> None:
+def test_lost_workers_and_servers_come_back_to_where_training_is(ssh_hosts: SshHosts, script: Path) -> None:
+    """A worker is killed; a server is stopped, and killed."""
     every = 20
     options = {"mode": "async", "snapshots": str(script.parent / "snapshots"), "snapshot_every": every}
     hosts: list[str | Path] = ["--ssh-config", ssh_hosts.ssh_config, "--hosts", "node1,node2", "--nproc-per-node", "1"]
@@ -209,7 +208,7 @@ def test_a_cut_of_the_network_changes_no_bit(network_hosts: NetworkHosts, script
 
 
 @pytest.mark.parametrize("held", [True, False])
-def test_the_wait_for_servers_has_no_end_while_a_debugger_holds_a_rank(
+def test_the_wait_for_servers_has_no_end_under_a_debugger(
     held: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of a worker whose servers wait for the gradients of a rank that stands at a prompt."""

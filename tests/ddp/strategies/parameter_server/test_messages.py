@@ -120,7 +120,7 @@ def test_facts_of_any_form_are_taken_or_malformed(kind: str, facts: dict[str, An
             check_fields(message, CLIENT_MESSAGES)
 
 
-def test_a_server_refuses_every_field_of_a_wrong_type_and_serves_on() -> None:
+def test_a_server_refuses_fields_of_a_wrong_type_and_serves_on() -> None:
     def send(endpoint: ClientEndpoint, groups: list[dict[str, Any]]) -> None:
         @settings(max_examples=100, deadline=None, database=None, suppress_health_check=[HealthCheck.filter_too_much])
         @given(wrong_facts().filter(is_refused))
@@ -135,7 +135,7 @@ def test_a_server_refuses_every_field_of_a_wrong_type_and_serves_on() -> None:
         pass
 
 
-def test_a_server_refuses_what_does_not_fit_its_model_and_serves_on(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_server_refuses_what_does_not_fit_and_serves_on(capfd: pytest.CaptureFixture[str]) -> None:
     flat = torch.zeros(8)
     push = {"chunk": 0, "step": 0, "flat": "float32"}
     rows = (torch.tensor([0, 9]), torch.zeros(2, 3))

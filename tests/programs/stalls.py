@@ -1,8 +1,7 @@
-"""What the ranks of the tests of `ddp.monitoring.stall_report` do, and the process that forks them.
+"""What ranks do in which one is missing: programs of `Nursery.programs`, for tests/ddp/monitoring/test_stall_report.py.
 
 These ranks end as a user's do, through the end of the interpreter, where the last words are said; those of
-`nursery` leave with os._exit. Run as a script, this imports torch once and then, for each line on its input, forks
-the worlds that it lists. Each case runs on every rank, and returns what the test asserts on.
+`Nursery.run` leave with os._exit. Each case runs on every rank, and returns what the test asserts on.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ from ddp.comm.sums.small_sum import SmallAdder
 from ddp.data_parallel.buckets import gradient_sums, unbucketed
 from ddp.errors import CollectiveError
 from ddp.monitoring import stall_report as stall_report_module
-from ddp.monitoring.stall_report import HostWork, StallReport
+from ddp.monitoring.stall_report import StallReport
 
 kept: object = None
 DEADLINE_S = 90.0  # less than the group's own timeout
@@ -298,29 +297,6 @@ def sums_with_one_gone(folder: Path, size: int, who: int) -> str | None:
     return str(caught.value)
 
 
-def two_groups(folder: Path, size: int) -> str | None:
-    """Ranks 1 and 2 have a group of their own, and its model, before the model of all; rank 0 has only that."""
-    pair = dist.new_group([1, 2])
-    rank = dist.get_rank()
-    inner = make(group=pair) if rank else None
-    outer = make()
-    again = make()
-    reduce(outer)
-    assert (outer.rank, outer.size) == (rank, size)
-    if inner is None:
-        report = stall(outer)
-    elif rank == 1:
-        assert (inner.rank, inner.size) == (0, 2)
-        report = stall(inner, "all-reduce of the pair", group=pair)
-    else:
-        again.at("evaluation")
-        report = None
-        until(lambda: len(list(folder.glob("end.*"))) == 2)
-    if rank < 2:
-        all_come(folder, "end", 2)
-    return report
-
-
 def writes(folder: Path, size: int) -> list[int]:
     """Keys in the store before, after steps without a stall, and after a question."""
     global kept
@@ -342,33 +318,6 @@ def writes(folder: Path, size: int) -> list[int]:
 
 def monitors() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "ddp-stall-report"]
-
-
-def closes(folder: Path, size: int) -> None:
-    """One thread for all, none after the last is closed or collected, and a new one for a new model."""
-    first, second = make(), make(None)
-    assert second.timeout_s == 0.9 * GROUP_TIMEOUT_S
-    assert len(monitors()) == 1
-    reduce(first)
-    first.close()
-    first.close()
-    assert len(monitors()) == 1
-    del second
-    gc.collect()
-    until(lambda: not monitors())
-    all_come(folder, "gone", size)
-    third = make()
-    assert len(monitors()) == 1
-    if dist.get_rank() == 0:
-        report = stall(third)
-        assert "rank 1 is missing" in report
-        assert "deleted" not in report
-        (folder / "asked").touch()
-    until((folder / "asked").exists)
-    third.close()
-    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    reduce(make(group=alone), group=alone)
-    until(lambda: not monitors())
 
 
 def forks(folder: Path, size: int) -> None:
@@ -398,18 +347,6 @@ def forks(folder: Path, size: int) -> None:
         (folder / "asked").touch()
     until((folder / "asked").exists)
     assert stall_report.failures(1, patience_s=0.1) == {}
-
-
-def failures(folder: Path, size: int) -> dict[int, str]:
-    stall_report = make()
-    rank = dist.get_rank()
-    if rank:
-        stall_report.tell_failure(7, f"ValueError: bad\x1b[31m batch {rank}\n" + "x" * 10_000)
-    dist.barrier()
-    reported = stall_report.failures(7, expected=2)
-    assert stall_report.failures(8, patience_s=0.1) == {}
-    dist.barrier()
-    return reported
 
 
 def blocks(folder: Path, size: int) -> str | None:
@@ -472,51 +409,6 @@ class OnDevice:
         return True
 
 
-def on_host(folder: Path, size: int) -> str | None:
-    """What a model on a device waits for in host memory is bounded, as is what gloo moves on a device."""
-    stall_report = StallReport(present(dist.group.WORLD), timeout_s=STALL_S, device=DEVICE)
-    stall_report.at("user code")
-    by_gloo = make()
-    if dist.get_rank() == 1:
-        until((folder / "seen").exists)
-        dist.all_reduce(torch.ones(3))
-        return None
-    work = dist.all_reduce(torch.ones(3), async_op=True)
-    with pytest.raises(CollectiveError) as caught:
-        stall_report.wait(HostWork(work), "step status")
-    on_device: Any = OnDevice(work)
-    by_gloo.wait(on_device, "all-reduce", device=DEVICE)  # takes no timeout, and returns
-    by_gloo.check_in_step()
-    with pytest.raises(CollectiveError, match="rank 1 is missing: "):
-        by_gloo.wait(work, "all-reduce", device=torch.device("cuda"))
-    with pytest.raises(CollectiveError, match="has waited too long in the all-reduce, so it is not in step"):
-        by_gloo.check_in_step()
-    (folder / "seen").touch()
-    work.wait()
-    return str(caught.value)
-
-
-def interrupted(folder: Path, size: int) -> None:
-    """Ctrl-C ends a wait that has long to go; the rank cannot go on in step with the others."""
-    stall_report = make(10 * DEADLINE_S)
-    if dist.get_rank() == 1:
-        until((folder / "seen").exists)
-        dist.all_reduce(torch.ones(3))
-        return
-    work = dist.all_reduce(torch.ones(3), async_op=True)
-    thread = interrupt_when_waiting(stall_report)
-    with pytest.raises(KeyboardInterrupt):
-        stall_report.wait(work, "all-reduce of bucket 1 of 1")
-    assert not work.is_completed()
-    thread.join()
-    with pytest.raises(
-        CollectiveError, match="was interrupted in the all-reduce of bucket 1 of 1, so it is not in step"
-    ):
-        stall_report.check_in_step()
-    (folder / "seen").touch()
-    work.wait()
-
-
 def interrupted_in_a_step(folder: Path, size: int) -> str | None:
     """Ctrl-C ends a backward pass that waits for the other rank; a forward pass says so; then the process ends."""
     model = ddp.DistributedDataParallel(torch.nn.Linear(2, 1), stall_timeout_s=10 * DEADLINE_S)
@@ -537,37 +429,6 @@ def interrupted_in_a_step(folder: Path, size: int) -> str | None:
         (folder / "seen").touch()
         raise
     raise AssertionError
-
-
-def goes_on_after_an_end(folder: Path, size: int, by_stall: bool) -> list[float]:
-    """Rank 0 leaves a step by Ctrl-C or a stall and calls forward; rank 1 is late and gets the average all the same."""
-    model = ddp.DistributedDataParallel(torch.nn.Linear(2, 1), stall_timeout_s=DEADLINE_S)
-    rank, stall_report = dist.get_rank(), model._reducer.report
-    model(torch.ones(1, 2)).sum().backward()  # after which the ranks agree on an order
-    model.zero_grad()
-    if by_stall:
-        stall_report._own_timeout_s = STALL_S
-    loss = model(torch.full((1, 2), 1.0 + rank)).sum()
-    if rank == 0:
-        if by_stall:
-            with pytest.raises(CollectiveError, match="rank 1 is missing: "):
-                loss.backward()
-        else:
-            thread = interrupt_when_waiting(stall_report)
-            with pytest.raises(KeyboardInterrupt):
-                loss.backward()
-            thread.join()
-        for _ in range(2):
-            with pytest.raises(CollectiveError, match="so it is not in step with the other ranks any more"):
-                model(torch.ones(1, 2))
-        (folder / "seen").touch()  # rank 1 has not sent yet: a late one would get zeros if these had been written
-        until((folder / "averaged").exists)
-        return []
-    until((folder / "seen").exists)
-    loss.backward()
-    (folder / "averaged").touch()
-    gradient: list[float] = model.module.weight.grad.view(-1).tolist()
-    return gradient
 
 
 def on_device(folder: Path, size: int) -> None:
@@ -594,73 +455,9 @@ def on_device(folder: Path, size: int) -> None:
     dist.barrier()
 
 
-def details(folder: Path, size: int) -> list[str]:
-    """`detail` is called while its rank changes what it reads."""
-    stall_report = make()
-    unready = {"a", "b"}
-
-    def changing() -> str:
-        for name in unready:
-            unready.add(name + "'")
-        return "never"
-
-    texts = []
-    details: list[Callable[[], Any]] = [changing, lambda: 1 / 0, lambda: "x" * 1000]
-    for detail in details:
-        stall_report.at("backward", detail)
-        texts.append(stall_report.position().detail)
-    dist.barrier()
-    return texts
-
-
-# The process that forks them
-
-
-def serve() -> None:
-    for line in sys.stdin:
-        if "hangs_elsewhere" in line:
-            import torch._dynamo  # noqa: F401  # which each first optimizer imports, in seconds
-        gc.collect()
-        gc.freeze()  # what is imported, which else each collection of a rank would write to
-        worlds: list[list[int]] = []
-        for world in json.loads(line):
-            worlds.append([])
-            for rank in range(world["size"]):
-                pid = os.fork()
-                if not pid:
-                    run_rank(rank, Path(world.pop("folder")), **world)
-                    return  # and the interpreter ends
-                worlds[-1].append(pid)
-        print(json.dumps([list(codes(pids)) for pids in worlds]), flush=True)
-    os._exit(0)  # spares the teardown
-
-
-def codes(pids: list[int]) -> Iterator[int]:
-    """How each rank ended; ranks that have stopped themselves are killed when the others are gone."""
-    deadline = time.monotonic() + DEADLINE_S
-    statuses: dict[int, int] = {}
-    stopped: set[int] = set()
-    while len(statuses) < len(pids):
-        for pid in pids:
-            if pid in statuses:
-                continue
-            waited, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED)
-            if waited and os.WIFSTOPPED(status):
-                stopped.add(pid)
-            elif waited:
-                statuses[pid] = status
-        if time.monotonic() > deadline or len(statuses) + len(stopped) == len(pids):
-            for pid in set(pids) - set(statuses):
-                os.kill(pid, signal.SIGKILL)
-                statuses[pid] = os.waitpid(pid, 0)[1]
-        time.sleep(0.002)
-    for pid in pids:
-        yield os.waitstatus_to_exitcode(statuses[pid])
-
-
 def run_rank(
     rank: int,
-    folder: Path,
+    into: str,
     case: str,
     size: int,
     store: str,
@@ -668,9 +465,8 @@ def run_rank(
     backend: str = BACKEND,
     **arguments: Any,
 ) -> None:
-    os.dup2(os.open(folder / f"stderr.{rank}", os.O_WRONLY | os.O_CREAT, 0o600), 2)
-    os.dup2(os.open(folder / "stdout", os.O_WRONLY | os.O_CREAT, 0o600), 1)  # what gloo prints is no reply
-    os.close(0)
+    folder = Path(into)
+    os.dup2(os.open(folder / f"stderr.{rank}", os.O_WRONLY | os.O_CREAT, 0o600), 2)  # which the others may read
     if not whole_end:
         atexit.register(leave)  # comes last
     warnings.simplefilter("error")
@@ -700,7 +496,3 @@ def tcp_store(rank: int, size: int, folder: Path) -> dist.Store:
         return store
     until(port.exists)
     return dist.TCPStore("127.0.0.1", int(port.read_text()), size, is_master=False, wait_for_workers=False)
-
-
-if __name__ == "__main__":
-    serve()

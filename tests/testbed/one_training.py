@@ -1,7 +1,5 @@
-"""One training under every strategy, and its oracle: the same training in one process, without any.
-
-The functions at the end run on every rank of a test world. `parameter_server_cases` has what needs parameter servers.
-"""
+# mypy: disable-error-code="no-any-return"
+"""One training under every strategy, and its oracle: the same training in one process, without any."""
 
 from __future__ import annotations
 
@@ -9,19 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
-import torch.distributed as dist
 from ddp_worlds.data_parallel_cases import Odd
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-import ddp
-from ddp.comm import objects
 from ddp.data.permutation import choose
 from ddp.strategies.strategy import Strategy
-from ddp.training.optimizer_step import average_gradients
+from testbed.same import assert_same
 
 F64 = torch.float64
 LENGTH = 45  # with batches of 11, the last one has a single sample: nothing for most replicas
@@ -65,13 +59,57 @@ class Bag(nn.Module):
         return self.words((x * 100).abs().long() % 300)
 
 
+class Tied(nn.Module):
+    """One table as embedding and as the last layer's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.middle, self.last = nn.Embedding(20, 8), nn.Linear(8, 8), nn.Linear(8, 20)
+        self.last.weight = self.words.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.middle(self.words((x * 100).abs().long() % 20).mean(1)).tanh())
+
+
+class Unused(nn.Module):
+    """A layer that is never used, and two of which a replica uses one in a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.never = nn.Linear(6, 16), nn.Linear(16, 16)
+        self.ways = nn.ModuleList([nn.Linear(16, 3), nn.Linear(16, 3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.ways[int(x[0, 0] > 0)](self.first(x).tanh())
+
+
+class Unfrozen(nn.Module):
+    """The first layer is frozen until the third step, the last bias from the fifth on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+    def thaw(self, step: int) -> None:
+        self.layers[0].requires_grad_(step >= 2)
+        self.layers[4].bias.requires_grad_(step < 4)
+
+
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 3))
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": mlp, "odd": Odd, "norm": Norm, "words": Words, "bag": Bag}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": mlp, "odd": Odd, "norm": Norm, "words": Words, "bag": Bag, "tied": Tied, "unused": Unused,
+    "unfrozen": Unfrozen,
+}  # fmt: skip
+BY_SHARES = {"norm", "unused"}  # whose results depend on how a batch is shared out
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.2, momentum=0.9, nesterov=True),
+    "momentum": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
     "plain sgd": lambda groups: torch.optim.SGD(groups, lr=0.2),
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.02),
     "sparse adam": lambda groups: torch.optim.SparseAdam(groups, lr=0.05),
@@ -106,20 +144,45 @@ def build(setting: Setting, seed: int = 3) -> tuple[nn.Module, torch.optim.Optim
     parts = [parameters[number :: setting.groups] for number in range(setting.groups)]
     more = [{} if number == 0 else {"lr": 0.01 * number, "weight_decay": 0.1} for number in range(setting.groups)]
     groups = [{"params": part, **extra} for part, extra in zip(parts, more, strict=True)]
+    thaw(model, 0)
     return model, OPTIMIZERS[setting.optimizer](groups)
 
 
-def oracle(setting: Setting, replicas: int) -> tuple[nn.Module, torch.optim.Optimizer, list[float]]:
-    """Train in this process alone, on whole batches; by shares where they have statistics of their own."""
-    model, optimizer = build(setting)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, setting.decay)
-    losses = []
+def oracle(setting: Setting, replicas: int, *, every: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, list[float]]:
+    """Train in this process alone, on whole batches; by shares where they count.
+
+    With `every`, each replica has a model of its own, and these are averaged after so many steps.
+    """
+    trained = [build(setting) for _ in range(replicas if every else 1)]
+    schedules = [torch.optim.lr_scheduler.StepLR(optimizer, 1, setting.decay) for _, optimizer in trained]
+    losses: list[float] = []
     for epoch in range(setting.epochs):
         for batch in batches(setting, epoch):
-            shares = [batch[replica::replicas] for replica in range(replicas)] if setting.model == "norm" else [batch]
-            losses.append(_step_by_shares(model, optimizer, shares))
-        schedule.step()
-    return model, optimizer, losses
+            shares = [batch[replica::replicas] for replica in range(replicas)]
+            parts = [[each] for each in shares] if every else [shares if setting.model in BY_SHARES else [batch]]
+            for (model, optimizer), part in zip(trained, parts, strict=True):
+                thaw(model, len(losses))
+                loss = _step_by_shares(model, optimizer, part, len(batch) / len(trained))
+            losses.append(loss)
+            if every and len(losses) % every == 0:
+                _average([model for model, _ in trained])
+        for schedule in schedules:
+            schedule.step()
+    return *trained[0], losses
+
+
+def thaw(model: nn.Module, step: int) -> None:
+    if isinstance(model, Unfrozen):
+        model.thaw(step)
+
+
+@torch.no_grad()
+def _average(models: Sequence[nn.Module]) -> None:
+    for tensors in zip(*([*model.parameters(), *model.buffers()] for model in models), strict=True):
+        if tensors[0].is_floating_point():
+            mean = torch.stack([each.double() for each in tensors]).mean(0)
+            for each in tensors:
+                each.copy_(mean)
 
 
 def batches(setting: Setting, epoch: int) -> Sequence[torch.Tensor]:
@@ -127,19 +190,26 @@ def batches(setting: Setting, epoch: int) -> Sequence[torch.Tensor]:
     return choose(LENGTH, seed=0, epoch=epoch)(torch.arange(LENGTH)).split(setting.batch)
 
 
-def _step_by_shares(model: nn.Module, optimizer: torch.optim.Optimizer, shares: Sequence[torch.Tensor]) -> float:
+def _step_by_shares(
+    model: nn.Module, optimizer: torch.optim.Optimizer, shares: Sequence[torch.Tensor], rows: float
+) -> float:
     x, y = data(next(model.parameters()).dtype).tensors
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     total = 0.0
     for share in reversed(shares):  # the buffers that remain are those of replica 0
         for name, buffer in model.named_buffers():
             buffer.copy_(before[name])
-        loss = F.cross_entropy(model(x[share]), y[share], reduction="sum") / sum(map(len, shares))
+        loss = F.cross_entropy(_logits(model, x[share]), y[share], reduction="sum") / rows
         loss.backward()
         total += loss.item()
     optimizer.step()
     optimizer.zero_grad()
     return total
+
+
+def _logits(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    out = model(x)
+    return out.float() if out.dtype == torch.bfloat16 else out
 
 
 def train(
@@ -156,13 +226,14 @@ def train(
     model, optimizer = strategy.prepare(*build(setting, seed=3 + strategy.replica))
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, setting.decay)
     loader = strategy.loader(data(setting.dtype), global_batch_size=setting.batch, shuffle=True)
-    losses = []
+    losses: list[torch.Tensor] = []
     begin()
     device = next(model.parameters()).device
     for _ in loader.epochs(setting.epochs):
         for x, y in loader:
             x, y = x.to(device), y.to(device)
-            loss = strategy.mean(F.cross_entropy(model(x), y, reduction="none"))
+            thaw(strategy.unwrap(model), len(losses))
+            loss = strategy.mean(F.cross_entropy(_logits(model, x), y, reduction="none"))
             loss.backward()
             each_step()
             optimizer.step()
@@ -171,23 +242,6 @@ def train(
         schedule.step()
     strategy.sync()
     return strategy.unwrap(model), optimizer, torch.stack(losses).tolist()
-
-
-def assert_same(mine: Any, theirs: Any, where: str = "") -> None:
-    """Compare nested states; numbers to 1e-12."""
-    if isinstance(theirs, dict):
-        assert set(mine) == set(theirs), where
-        for name, value in theirs.items():
-            assert_same(mine[name], value, f"{where}.{name}")
-    elif isinstance(theirs, list | tuple):
-        assert len(mine) == len(theirs), where
-        for place, value in enumerate(theirs):
-            assert_same(mine[place], value, f"{where}[{place}]")
-    elif isinstance(theirs, torch.Tensor | float):
-        mine, theirs = (torch.as_tensor(each).cpu().to_dense().to(F64) for each in (mine, theirs))
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12, msg=lambda text: f"{where}: {text}")
-    else:
-        assert mine == theirs, where
 
 
 def assert_equals_oracle(
@@ -213,29 +267,9 @@ def _goes_on_in_plain_torch(
     plain.load_state_dict(model.state_dict())
     optimizer.load_state_dict(state)
     share = [torch.arange(LENGTH)]
-    assert_same(_step_by_shares(plain, optimizer, share), _step_by_shares(expected, its_optimizer, share), "loss")
+    mine, its = (_step_by_shares(*each, share, LENGTH) for each in ((plain, optimizer), (expected, its_optimizer)))
+    assert_same(mine, its, "loss")
     assert_same(dict(plain.state_dict()), dict(expected.state_dict()), "a step of torch")
-
-
-# ---- on every rank of a test world ----
-
-
-def equals_one_process(runs: Sequence[tuple[str, Setting]]) -> None:
-    for name, setting in runs:
-        strategy = ddp.strategy(name, **setting.options)
-        try:
-            has_buffers = name != "all_reduce" or strategy.is_main  # elsewhere, replica 0's until the last forward
-            assert_equals_oracle(strategy, setting, has_buffers=has_buffers, has_state=name != "local_sgd")
-        except AssertionError as error:
-            raise AssertionError(f"{name}, {setting}: {error}") from error
-
-
-def steps_apart_reach_the_loss(factor: float) -> None:
-    setting = Setting("mlp", "sgd", epochs=8, options={"every": 4})
-    strategy = ddp.strategy("local_sgd", **setting.options)
-    model, _, _ = train(strategy, setting)
-    expected, _, _ = oracle(setting, strategy.replicas)
-    assert whole_loss(model) < factor * whole_loss(expected)
 
 
 def whole_loss(model: nn.Module) -> float:
@@ -243,74 +277,6 @@ def whole_loss(model: nn.Module) -> float:
     x, y = data(next(model.parameters()).dtype).tensors
     with torch.no_grad():
         return F.cross_entropy(model(x), y).item()
-
-
-def mean_and_reduce() -> None:
-    """Weights, losses of tokens, unequal shares and every form of a value."""
-    strategy = ddp.strategy("all_reduce")
-    rank, replicas = strategy.replica, strategy.replicas
-    check_mean(strategy)
-    check_reduce(strategy)
-    different: list[tuple[tuple[str, Any], str]] = [
-        (("sum", torch.zeros(2 + rank)), r"replica 1 gives float32\[3\], replica 0 float32\[2\]"),
-        (("sum", {f"loss{rank}": 1.0}), "all replicas must give values of the same form"),
-        (("sum" if rank else "mean", 1.0), r"replica 0 calls reduce\('mean'\) where replica 1 calls reduce\('sum'\)"),
-    ]
-    for arguments, message in different:
-        with pytest.raises(ddp.errors.ArgumentError, match=message):
-            strategy.reduce(*arguments)
-    assert strategy.reduce("max", rank) == replicas - 1, "a refusal leaves nothing behind"
-    big = torch.full((1000,), float(rank))  # more than fits into the first round
-    assert torch.equal(strategy.reduce("sum", big), torch.full((1000,), float(sum(range(replicas)))))
-
-
-def large_tensors_travel_once() -> None:
-    """Sums of large tensors and averages of gradients are all-reduced: what is gathered is small."""
-    strategy = ddp.strategy("all_reduce")
-    rank, replicas = strategy.replica, strategy.replicas
-    gathered: list[Any] = []
-    reduced: list[Any] = []
-    with pytest.MonkeyPatch.context() as patch:
-
-        def counting(original: Callable[..., Any], calls: list[int], place: int) -> Callable[..., Any]:
-            def counted(*given: Any, **options: Any) -> Any:
-                calls.append(given[place].nbytes)
-                return original(*given, **options)
-
-            return counted
-
-        patch.setattr(objects, "_all_gather", counting(objects._all_gather, gathered, 0))
-        patch.setattr(dist, "all_reduce", counting(dist.all_reduce, reduced, -1))
-        patch.setattr("ddp.comm.reduction._PIECE_NUMEL", 70_000)
-        generator = torch.Generator().manual_seed(rank)
-        every = [torch.rand(300, 400, generator=torch.Generator().manual_seed(each)) for each in range(replicas)]
-        mine = {"a": [torch.rand(300, 400, generator=generator)], "count": rank}
-        mean = strategy.reduce("mean", mine)
-        assert torch.equal(mean["a"][0], torch.stack(every).double().mean(0).float())
-        assert mean["count"] == (replicas - 1) / 2
-        total = strategy.reduce("sum", torch.full((200_000,), rank == 1))
-        assert (total.dtype, total.unique().tolist()) == (torch.int64, [1])
-        assert torch.equal(strategy.reduce("mean", torch.full((100_000,), rank))[:2], torch.full((2,), mean["count"]))
-        assert sum(reduced) == 8 * (120_000 + 200_000 + 100_000)
-        assert len(reduced) == 2 + 3 + 2
-        with pytest.raises(ddp.errors.ArgumentError, match=r"replica 1 gives \{a large float32\[150, 801\]: a number"):
-            strategy.reduce("sum", torch.zeros(150, 800 + min(rank, 1)))
-
-        reduced.clear()
-        net = nn.Sequential(nn.Linear(300, 400), nn.Linear(400, 2, dtype=torch.bfloat16), nn.Linear(2, 2))
-        for parameter in net[:2].parameters():
-            parameter.grad = torch.full_like(parameter, rank)
-        net[0].bias.grad = torch.full((400,), 6.0) if rank == 0 else None
-        average_gradients(strategy, net)
-        assert net[2].weight.grad is None
-        assert [each.grad.unique().tolist() for each in net[:2].parameters()] == [
-            [mean["count"]], [6 / replicas], [mean["count"]], [mean["count"]]
-        ]  # fmt: skip
-        assert reduced == [4 * (300 * 400 + 400), 4 * (400 * 2 + 2)], "half precision in single"
-        net[0].weight.grad = torch.zeros(400, 300).to_sparse() if rank == 1 else None
-        with pytest.raises(ddp.errors.UnsupportedError, match="a sparse gradient under strategy 'all_reduce'"):
-            average_gradients(strategy, net)
-        assert max(gathered) <= 1000
 
 
 def check_mean(strategy: Strategy) -> None:

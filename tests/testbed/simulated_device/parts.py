@@ -1,4 +1,4 @@
-"""Parts of ddp on the simulated device, alone: each gives the numbers of the CPU. See simulated_training_cases."""
+"""Parts of ddp on the simulated device, alone: each gives the numbers of the CPU. See training.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp_worlds.compression_cases import Bucket
-from testbed.simulated_device import DEVICE, Stream
 from torch import nn
 
 from ddp.checkpoint.copies import HostCopy
@@ -25,9 +24,10 @@ from ddp.monitoring.stall_report import report_of
 from ddp.strategies.parameter_server.server_link import DeviceCopies
 from ddp.strategies.sharding.chunk_gradient import ChunkGradient
 from ddp.strategies.sharding.partition import partition
+from testbed.simulated_device import DEVICE, Stream
 
 if TYPE_CHECKING:
-    from ddp_worlds.simulated_training_cases import Found, Place
+    from testbed.simulated_device.training import Found, Place
 
 COMPRESSORS: tuple[Half | Int8 | PowerSGD, ...] = (
     Half(), Half(torch.float16), Int8(), Int8(error_feedback=False), PowerSGD(1, 2), PowerSGD(2, 2), PowerSGD(3, 2),
@@ -100,8 +100,8 @@ def chunks(place: Place) -> Found:
             gradient.zero_()
     found = [torch.zeros(3, 4) for _ in values]
     for chunk in split.chunks:
-        gradient = copies.gradient_of(chunk)
-        flat = gradient.flat if isinstance(gradient, ChunkGradient) else gradient
+        taken = copies.gradient_of(chunk)
+        flat = taken.flat if isinstance(taken, ChunkGradient) else taken
         if flat is not None:
             for to, piece in zip(chunk.in_parameters(found), chunk.in_flat(flat), strict=True):
                 to.copy_(piece)

@@ -1,6 +1,6 @@
 """What is left of ddp with a torch that lacks one of the private names that ddp/torch_internals.py uses.
 
-    python -m ddp_worlds.hidden_names FOLDER NAME...
+    python -m programs.hidden_names FOLDER NAME...
 
 One process imports torch, but not ddp. For each name it forks a world of two ranks, in which that file alone asks for
 another name in its place, one that torch does not have; torch itself is whole. That world tries the features that call
@@ -387,7 +387,7 @@ def _run(parent: Path, world_size: int, case: str, **arguments: Any) -> list[Any
     """Run a function of this module in a new world; return what each rank's call returned, or why it failed."""
     with tempfile.TemporaryDirectory(dir=parent) as folder:
         ranks = range(world_size)
-        name = f"ddp_worlds.hidden_names:{case}"
+        name = f"programs.hidden_names:{case}"
         pids = {nursery._fork(rank, world_size, name, "gloo", arguments, Path(folder)): rank for rank in ranks}
         if failure := nursery._watch(pids, DEADLINE_S, Path(folder)):
             return [failure] * world_size

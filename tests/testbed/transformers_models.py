@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-any-return"
 """What the ranks of a test world do with models of transformers, tiny and with random weights: see tests/full.
 
 The oracle is the same model in one process on the whole batch, in float64.

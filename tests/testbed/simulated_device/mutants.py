@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from ddp_worlds.simulated_training_cases import WAYS, equals_the_cpu
+
 from testbed.nursery import ROOT, Nursery, WorldFailed
+from testbed.simulated_device.training import WAYS, equals_the_cpu
 
 _CALLS = {"wait", "synchronize", "record", "_record", "_started"}  # as statements
 _HOST_ONLY = (
@@ -138,11 +139,10 @@ def trains(place: Place, names: Sequence[str], seeds: Sequence[int]) -> None:
 def run(folder: Path, seeds: int, only: str = "") -> int:
     """Take out each place in turn, print which are noticed, and return how many are not."""
     every = [each for each in places() if only in each.path]
-    cases = "ddp_worlds.device_mutants"
     began = time.monotonic()
     missed = unseen = 0
     with Nursery(folder) as nursery:
-        ways = nursery.run(2, f"{cases}:hits", every=every, names=list(WAYS), seed=1, deadline_s=900.0)
+        ways = nursery.run(2, hits, every=every, names=list(WAYS), seed=1, deadline_s=900.0)
         for number, each in enumerate(every):
             if each.before in _NOT_NEEDED:
                 print(f"not needed {each}\n           {_NOT_NEEDED[each.before]}", flush=True)
@@ -153,7 +153,7 @@ def run(folder: Path, seeds: int, only: str = "") -> int:
                 print(f"not run    {each}", flush=True)
                 continue
             try:
-                nursery.run(2, f"{cases}:trains", place=each, names=names, seeds=list(range(seeds)), deadline_s=600.0)
+                nursery.run(2, trains, place=each, names=names, seeds=list(range(seeds)), deadline_s=600.0)
             except WorldFailed as failed:
                 why = [
                     line for line in str(failed).splitlines() if "Error" in line or "Early" in line or "Waits" in line

@@ -1,0 +1,73 @@
+"""Servers write snapshots; a run that is started again goes on from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from testbed.one_training import EPOCHS, Setting, batches, build, data, oracle, train
+from testbed.same import assert_same
+from testbed.servers import in_roles, start
+from testbed.worlds import world
+from torch.nn import functional as F
+
+import ddp
+
+
+@world(4)
+def test_a_second_run_goes_on_from_the_snapshots(tmp_path: Path) -> None:
+    """A second run ends as one that was never broken off; with another model, it is refused."""
+    options = {"snapshots": tmp_path, "snapshot_every": 2}
+    for epochs in (1, EPOCHS):
+        setting = Setting("odd", "adamw", groups=2, decay=1.0, epochs=epochs, options=options)
+
+        def body(setting: Setting = setting) -> None:
+            strategy = start(setting)
+            model, optimizer, _ = train(strategy, setting)
+            expected, its_optimizer, _ = oracle(setting, strategy.replicas)
+            assert strategy.step == setting.epochs * len(batches(setting, 0))
+            assert_same(dict(model.state_dict()), dict(expected.state_dict()), "model")
+            assert_same(optimizer.state_dict(), its_optimizer.state_dict(), "optimizer")
+            strategy.close()
+
+        in_roles(2, 2, body)
+
+    def other() -> None:
+        setting = Setting("mlp", "adamw", options=options)
+        strategy = start(setting, timeout_s=3.0)
+        message = "of another model" if strategy.role == "ps" else "has not come within 3 s"
+        with pytest.raises(ddp.errors.ParameterServerError, match=message):
+            strategy.prepare(*build(setting))
+        if strategy.role == "ps":
+            raise SystemExit(0)
+
+    in_roles(2, 2, other)
+
+
+@world(3)
+def test_servers_begin_with_snapshots_of_one_and_the_same_step(tmp_path: Path) -> None:
+    """Both servers begin with one and the same step, also when the newest file of one of them is damaged."""
+    setting = Setting("odd", "sgd", decay=1.0, epochs=1, options={"snapshots": tmp_path, "snapshot_every": 2})
+
+    def body() -> int:
+        strategy = start(setting)
+        model, optimizer = strategy.prepare(*build(setting))
+        joined = strategy.step
+        x, y = data().tensors
+        for _ in range(3):
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        strategy.close()
+        return joined
+
+    assert in_roles(1, 2, body) in (0, None)
+    if dist.get_rank() == 0:
+        newest = max((tmp_path / "server-1").glob("*"), key=lambda path: path.name)
+        content = bytearray(newest.read_bytes())
+        content[len(content) // 2] ^= 1
+        newest.write_bytes(content)
+    dist.barrier()
+    joined = in_roles(1, 2, body)
+    assert joined in (2, None), "the step before, of which both have a snapshot"
