@@ -241,7 +241,7 @@ def train(
             losses.append(loss.detach())
         schedule.step()
     strategy.sync()
-    return strategy.unwrap(model), optimizer, torch.stack(losses).tolist()
+    return strategy.unwrap(model), optimizer, [loss.item() for loss in losses]
 
 
 def assert_equals_oracle(

@@ -405,7 +405,7 @@ def test_a_step_of_a_rank_by_itself_reads_nothing_on_the_host() -> None:
         optimizer.zero_grad()
         assert local.step == step
     assert local.has_diverged
-    with pytest.raises((RuntimeError, NotImplementedError), match=r"meta|no pinned memory"):
+    with pytest.raises((RuntimeError, NotImplementedError), match=r"meta|no pinned memory|NVIDIA driver"):
         local.sync()
 
 
