@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_worlds.data_parallel_cases import F64, assert_close, assert_replicas_equal, batch, build, loss_of, shard
 from testbed.present import present
 from testbed.processes import wait_until
+from testbed.training import F64, assert_close, assert_replicas_equal, batch, build, loss_of, shard
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -478,7 +478,7 @@ def bad_arguments_are_errors() -> None:
         with pytest.raises(ddp.errors.ArgumentError, match=says):
             made(**given)
     with pytest.raises(ddp.errors.ArgumentError, match=r"must be a torch\.optim\.Optimizer"):
-        DistributedOptimizer(model)  # type: ignore[type-var]
+        DistributedOptimizer(model)
 
 
 # DistributedOptimizer: ranks that differ

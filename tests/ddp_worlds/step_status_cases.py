@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_worlds.data_parallel_cases import F64, Mlp, assert_close, assert_replicas_equal, batch, build, loss_of, shard
 from testbed.present import present
+from testbed.training import F64, Mlp, assert_close, assert_replicas_equal, batch, build, loss_of, shard
 from torch import nn
 
 import ddp

@@ -17,7 +17,8 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_worlds.data_parallel_cases import (
+from testbed.present import present
+from testbed.training import (
     F64,
     Mlp,
     Normed,
@@ -28,7 +29,6 @@ from ddp_worlds.data_parallel_cases import (
     loss_of,
     shard,
 )
-from testbed.present import present
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
     DDPCommHookType,

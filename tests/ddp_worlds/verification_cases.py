@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_worlds.data_parallel_cases import Attention, Complex, Odd
+from testbed.training import Attention, Complex, Odd
 from torch import nn
 from torch.nn import functional as F
 
