@@ -5,7 +5,8 @@
     def test_ranks_are_equal_after_training(size: int) -> None:
         assert ...
 
-The arguments are pytest's, and must be picklable. An assertion that fails on a rank shows its values.
+The arguments are pytest's, and must be picklable. An assertion that fails on a rank shows its values. `slow(2)`, as a
+number of ranks or in `parametrize`, is a case that is slow.
 """
 
 from __future__ import annotations
@@ -16,19 +17,20 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from testbed.nursery import BACKEND, DEADLINE_S, Nursery
 
 
 def world(
-    *ranks: int, backend: str | tuple[str, ...] = BACKEND, deadline_s: float = DEADLINE_S
+    *ranks: int | ParameterSet, backend: str | tuple[str, ...] = BACKEND, deadline_s: float = DEADLINE_S
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run a test on so many processes, whose default group has this backend; once for each number and backend."""
     backends = (backend,) if isinstance(backend, str) else backend
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(function)
-        def on_ranks(nursery: Nursery, _ranks: int = ranks[0], _backend: str = backends[0], **arguments: Any) -> None:
+        def on_ranks(nursery: Nursery, _ranks: Any = ranks[0], _backend: str = backends[0], **arguments: Any) -> None:
             __tracebackhide__ = True
             nursery.run(_ranks, function, group=_backend, deadline_s=deadline_s, **arguments)
 
@@ -44,3 +46,8 @@ def world(
         return test
 
     return decorate
+
+
+def slow(*values: Any) -> ParameterSet:
+    """Values of parameters whose case is left out but for one run of so many."""
+    return pytest.param(*values, marks=pytest.mark.slow)
