@@ -1,4 +1,4 @@
-"""What groups, broadcasts and sums of `ddp.comm` do between the ranks of a test world: each asserts on every rank."""
+"""Broadcasts between real ranks: what is large travels in pieces, through little memory."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from testbed.present import present
+from testbed.worlds import slow, world
 from torch import nn
 
 from ddp.comm import broadcast, objects
@@ -42,7 +43,8 @@ def _odd_tensors(seed: int) -> list[torch.Tensor]:
     ]
 
 
-def large_tensors_travel_in_pieces() -> None:
+@world(3)
+def test_large_tensors_travel_in_pieces() -> None:
     """All arrive, into the same memory; staging tensors are within the limit, and what is in one piece has none."""
     sizes: list[int] = []
     staged: list[torch.Tensor] = []
@@ -77,9 +79,10 @@ def large_tensors_travel_in_pieces() -> None:
     assert pointers == [tensor.data_ptr() for tensor in tensors]
 
 
-def large_buffers_travel_in_turn() -> None:
+@world(3)
+def test_large_buffers_travel_in_turn() -> None:
     """As small ones do: again and again, and a graph that has saved one is not disturbed."""
-    module = nn.Module()
+    module: Any = nn.Module()
     for number, tensor in enumerate(_odd_tensors(dist.get_rank())):
         module.register_buffer(f"buffer{number}", tensor.detach())
     waited: list[str] = []
@@ -122,14 +125,15 @@ class Counted:
 
     def send(self, *given: Any) -> dist.Work:
         self.sent += 1
-        return dist.group.WORLD.send(*given)
+        return present(dist.group.WORLD).send(*given)
 
     def recv(self, *given: Any) -> dist.Work:
         self.received += 1
-        return dist.group.WORLD.recv(*given)
+        return present(dist.group.WORLD).recv(*given)
 
 
-def small_sums_take_few_messages_and_are_the_same_bits() -> None:
+@world(2, 3, 4, slow(7), backend="gloo")
+def test_small_sums_take_few_messages_and_have_the_same_bits() -> None:
     """Several at once, between other collectives of the group and messages of the user."""
     group, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
     inner = 1 << (size.bit_length() - 1)
@@ -148,7 +152,7 @@ def small_sums_take_few_messages_and_are_the_same_bits() -> None:
             sums = [each.clone() for each in given]
             works = [SmallAdder(present(group)).start(each) for each in sums]
             dist.all_reduce(one := torch.ones(3))
-            sent = dist.isend(torch.tensor([rank]), (rank + 1) % size)
+            sent: Any = dist.isend(torch.tensor([rank]), (rank + 1) % size)
             dist.recv(came := torch.tensor([-1]), (rank - 1) % size)
             sent.wait()
             assert (one[0].item(), came[0].item()) == (size, (rank - 1) % size)
@@ -162,7 +166,8 @@ def small_sums_take_few_messages_and_are_the_same_bits() -> None:
                 torch.testing.assert_close(added, each)
 
 
-def small_sums_of_a_group_are_made_by_one_thread_that_ends_with_it() -> None:
+@world(2, slow(7), backend="gloo")
+def test_a_group_s_small_sums_have_one_thread_that_ends_with_it() -> None:
     def threads() -> list[threading.Thread]:
         return [each for each in threading.enumerate() if each.name.startswith("ddp-exchanges")]
 
@@ -181,7 +186,8 @@ def small_sums_of_a_group_are_made_by_one_thread_that_ends_with_it() -> None:
     assert not thread.is_alive()
 
 
-def values_are_gathered_by_sums() -> None:
+@world(2, 3, 4, slow(7), backend="gloo")
+def test_values_are_gathered_by_sums() -> None:
     """Short and long ones, of other lengths on each rank, and those that are too long for it."""
     made: list[int] = []
 
@@ -202,7 +208,8 @@ def values_are_gathered_by_sums() -> None:
         assert len(made) == 4  # the lengths travel as a sum
 
 
-def a_group_of_some_ranks_is_not_split_off() -> None:
+@world(2)
+def test_a_group_of_some_ranks_is_not_split_off() -> None:
     """Rank 0 alone makes one while the default group is bound to a device, and it stays bound, also after an error."""
     group: Any = dist.group.WORLD
     device = torch.device("cuda", 0)
