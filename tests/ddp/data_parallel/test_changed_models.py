@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ddp
-from ddp.errors import BackwardError, CollectiveError, DdpError, LayoutMismatchError
+from ddp.errors import BackwardError, CollectiveError, DdpError, LayoutMismatchError, PeerFailedError
 
 # What differs when it is wrapped
 
@@ -108,22 +108,32 @@ def test_all_may_be_frozen_later(way: Way) -> None:
             compare_passes(model, alone, step, set_to_none=way.set_to_none)
 
 
-@pytest.mark.parametrize("change", ["assign", "added"])
+@pytest.mark.parametrize(
+    ("change", "on_all"), [("assign", True), ("added", True), ("replaced", False), ("added", False)]
+)
 @world(2)
-def test_parameters_that_no_one_reduces_are_named(change: str) -> None:
-    """Wrapped again, training goes on."""
+def test_parameters_that_no_one_reduces_are_named(change: str, on_all: bool) -> None:
+    """On all ranks, or on rank 0 alone; all learn it in the same step. Wrapped again, training goes on."""
     x, y = batch(0, 2 * dist.get_world_size())
-    replica = build("mlp")
+    replica, is_cause = build("mlp"), on_all or dist.get_rank() == 0
     model = ddp.DistributedDataParallel(replica)
     loss_of(model, shard(x), shard(y)).backward()
-    if change == "assign":
-        replica.load_state_dict(build("mlp", seed=1).state_dict(), assign=True)
-    else:
-        replica.layers.append(build(lambda: nn.Linear(3, 3)))
-    with pytest.raises(BackwardError, match=r"layers.*wrap the module"):
+    if is_cause:
+        if change == "assign":
+            replica.load_state_dict(build("mlp", seed=1).state_dict(), assign=True)
+        elif change == "replaced":
+            replica.layers[2].weight = nn.Parameter(torch.randn(33, 40, dtype=F64))
+        else:
+            replica.layers.append(build(lambda: nn.Linear(3, 3)))
+    name = {"assign": "layers.0.weight", "replaced": "layers.2.weight", "added": "layers.5.weight"}[change]
+    with pytest.raises(
+        BackwardError if is_cause else PeerFailedError, match=rf"parameter '{name}' was added or replaced.*wrap the mod"
+    ):
         loss_of(model, shard(x), shard(y)).backward()
-    model = ddp.DistributedDataParallel(replica)
-    compare_passes(model, copy.deepcopy(replica), 0, what=change)
+    assert on_all or all(parameter.grad is None for parameter in replica.layers[0].parameters())
+    if on_all:
+        model = ddp.DistributedDataParallel(replica)
+        compare_passes(model, copy.deepcopy(replica), 0, what=change)
 
 
 class Repeated(nn.Module):
