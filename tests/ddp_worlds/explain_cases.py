@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_worlds.compression_cases import assert_same_bits
+from testbed.training import assert_same_bits
 from testbed.present import present
 from testbed.slow_network import enter
 from torch import nn

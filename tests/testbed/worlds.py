@@ -5,8 +5,7 @@
     def test_ranks_are_equal_after_training(size: int) -> None:
         assert ...
 
-The arguments are pytest's, and must be picklable. An assertion that fails on a rank shows its values. `slow(2)`, as a
-number of ranks or in `parametrize`, is a case that is slow.
+The arguments are pytest's, and must be picklable. An assertion that fails on a rank shows its values.
 """
 
 from __future__ import annotations
@@ -17,15 +16,17 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from _pytest.mark import ParameterSet
 
 from testbed.nursery import BACKEND, DEADLINE_S, Nursery
 
 
 def world(
-    *ranks: int | ParameterSet, backend: str | tuple[str, ...] = BACKEND, deadline_s: float = DEADLINE_S
+    *ranks: Any, backend: str | tuple[str, ...] = BACKEND, deadline_s: float = DEADLINE_S
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Run a test on so many processes, whose default group has this backend; once for each number and backend."""
+    """Run a test on so many processes, whose default group has this backend; once for each number and backend.
+
+    `slow(3)` is a number whose case is slow.
+    """
     backends = (backend,) if isinstance(backend, str) else backend
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -46,8 +47,3 @@ def world(
         return test
 
     return decorate
-
-
-def slow(*values: Any) -> ParameterSet:
-    """Values of parameters whose case is left out but for one run of so many."""
-    return pytest.param(*values, marks=pytest.mark.slow)

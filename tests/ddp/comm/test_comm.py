@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from testbed.present import present
-from testbed.worlds import slow, world
+from testbed.slow import slow
+from testbed.worlds import world
 from torch import nn
 
 from ddp.comm import broadcast, objects

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from testbed.present import present
+from testbed.slow import slow
 from testbed.training import assert_replicas_equal, batch, build, loss_of, shard
-from testbed.worlds import slow, world
+from testbed.worlds import world
 from torch import nn
 from torch.optim import Optimizer
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from testbed.slow import slow
 from testbed.training import F64, batch, build, loss_of
-from testbed.worlds import slow, world
+from testbed.worlds import world
 
 import ddp
 import ddp.horovod as hvd

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from testbed.present import present
 from testbed.processes import wait_until
+from testbed.slow import slow
 from testbed.training import (
     F64,
     Loss,
@@ -31,7 +32,7 @@ from testbed.training import (
     shard,
     whole,
 )
-from testbed.worlds import slow, world
+from testbed.worlds import world
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor

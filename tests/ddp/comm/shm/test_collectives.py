@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from testbed.nursery import Nursery
 from testbed.shm import LIMIT_S, Op, over_shm, pretend_hosts, tree_of
+from testbed.slow import slow
 from testbed.training import assert_same_bits
-from testbed.worlds import slow, world
+from testbed.worlds import world
 
 from ddp.errors import CollectiveError
 
