@@ -7,8 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from testbed.nursery import Nursery
+import torch.distributed as dist
+from testbed.present import present
+from testbed.training import assert_same_bits
+from testbed.worlds import world
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
+import ddp
 from ddp.compression import PowerSGD
 from ddp.compression.compressors import named
 from ddp.compression.rehearsal import RehearsalGroup, bucket_like
@@ -16,6 +22,7 @@ from ddp.data_parallel.planning.link_cost import LinkCost
 from ddp.data_parallel.planning.simulate import Bucket, CompressionCost, GradReady, StepRecord
 from ddp.data_parallel.planning.step_report import StepReport, exchange_ratio, explain_step
 from ddp.data_parallel.planning.step_timer import HostClock, StepTimer
+from ddp.errors import DdpError, UnsupportedError
 
 MB = 1_000_000
 SLOW, FAST = LinkCost(2, 1e-3, 1e-7), LinkCost(2, 1e-5, 1e-11)
@@ -162,24 +169,64 @@ def test_made_up_gradients_fit_the_bytes_and_leave_random_numbers_alone() -> Non
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_world_of_one_has_nothing_to_explain(nursery: Nursery) -> None:
-    nursery.run(1, "ddp_worlds.explain_cases:asks_alone")
+@world(1)
+def test_a_world_of_one_has_nothing_to_explain() -> None:
+    with pytest.raises(UnsupportedError, match="world of one"):
+        ddp.DistributedDataParallel(nn.Linear(8, 8)).explain()
 
 
-def test_what_is_lacking_is_said_to_the_rank_that_asks(nursery: Nursery) -> None:
-    nursery.run(2, "ddp_worlds.explain_cases:says_what_it_lacks")
+@world(2)
+def test_what_is_lacking_is_said_to_the_rank_that_asks() -> None:
+    """Each of these is an error at once, on the rank that asks, and the others train on."""
+    rank = dist.get_rank()
+
+    def refused(model: ddp.DistributedDataParallel, kind: type[Exception], match: str) -> None:
+        if rank == 0:
+            with pytest.raises(kind, match=match):
+                model.explain()
+
+    def trained(steps: int, model: ddp.DistributedDataParallel) -> ddp.DistributedDataParallel:
+        for _ in range(steps):
+            model(torch.randn(3, 8)).sum().backward()
+        return model
+
+    model = ddp.DistributedDataParallel(nn.Linear(8, 8))
+    for _ in range(8):
+        refused(model, DdpError, "after more steps")
+        trained(1, model)
+    trained(2, model)
+    refused(trained(10, ddp.DistributedDataParallel(nn.Linear(8, 8), measure=False)), UnsupportedError, "measure=True")
+    refused(trained(10, ddp.DistributedDataParallel(nn.Linear(8, 8), bucket_cap_mb=1)), UnsupportedError, "bucket_cap")
+    hooked = ddp.DistributedDataParallel(nn.Linear(8, 8))
+    hooked.register_comm_hook(None, allreduce_hook)
+    refused(trained(10, hooked), UnsupportedError, "hook of your own")
 
 
-def test_one_rank_asks_alone_and_gets_a_screen_and_json(nursery: Nursery) -> None:
-    found, other = nursery.run(2, "ddp_worlds.explain_cases:explains_to_one_rank")
-    assert other == {}
-    assert list(found) == ["none", "bf16", "int8", "powersgd"]
-    for method, (text, step) in found.items():
-        assert max(map(len, text.splitlines())) <= 80, text
-        assert len(text.splitlines()) <= 24, text
-        json.dumps(step, allow_nan=False)
-        assert step["compression"] == method
-        assert step["step_s"] == pytest.approx(step["compute_s"] + step["delayed_s"] + step["exposed_s"])
-        assert sum(step["exposed_by"].values()) == pytest.approx(step["exposed_s"])
-        titles = {way["title"] for way in step["other_ways"]}
+METHODS: dict[str, Any] = {"none": None, "bf16": "bf16", "int8": "int8", "powersgd": PowerSGD(start_step=2)}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@world(2)
+def test_one_rank_asks_alone_and_gets_a_screen_and_json(method: str) -> None:
+    """Neither its random numbers nor the others' steps notice."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 4))
+    model = ddp.DistributedDataParallel(net, compression=METHODS[method])
+    for step in range(12):
+        model.zero_grad()
+        model(torch.randn(4, 64)).sum().backward()
+        if step != 10 or dist.get_rank():
+            continue
+        before = torch.get_rng_state()
+        report = model.explain()
+        assert torch.equal(torch.get_rng_state(), before)
+        lines, found = str(report).splitlines(), report.as_dict()
+        assert max(map(len, lines)) <= 80, report
+        assert len(lines) <= 24, report
+        json.dumps(found, allow_nan=False)
+        assert found["compression"] == method
+        assert found["step_s"] == pytest.approx(found["compute_s"] + found["delayed_s"] + found["exposed_s"])
+        assert sum(found["exposed_by"].values()) == pytest.approx(found["exposed_s"])
+        titles = {way["title"] for way in found["other_ways"]}
         assert titles >= {"LocalSGD, every=8"} | ({"bf16", "int8", "powersgd"} - {method})
+    assert_same_bits([present(parameter.grad) for parameter in model.parameters()])
