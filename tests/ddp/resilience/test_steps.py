@@ -11,7 +11,7 @@ from testbed.processes import run_dtrain, started_dtrain
 from testbed.sshd import SshHosts
 from testbed.training_seen import TrainingSeen
 
-SCRIPT = Path(__file__).parents[2] / "ddp_worlds" / "step_loader_script.py"
+SCRIPT = Path(__file__).parents[2] / "programs" / "step_loader_script.py"
 EPOCHS = "20"
 
 
