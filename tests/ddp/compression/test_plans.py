@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from testbed.compressed import Bucket, error
 from testbed.nursery import Nursery
-from testbed.slow import slow
 from testbed.training import assert_same_bits
 from testbed.worlds import world
 from torch import nn
@@ -32,6 +31,7 @@ PLANS: Sequence[Plan] = (
     [["e", "c", "a"], ["d", "b"]],
     [["d"], ["b", "c", "e", "a"]],
     [["a", "b", "c", "d", "e"]],
+    [["a"], ["b", "c"], ["d", "e"]],  # buckets of an older plan again
 )
 STEPS = 3  # with each plan
 BLOCK = 64
@@ -288,7 +288,7 @@ def _go_on_otherwise(method: str, folder: Path) -> None:
         assert float(lacks.abs().max()) < 2e-4
 
 
-@pytest.mark.parametrize("method", [slow("int8"), "powersgd"])
+@pytest.mark.parametrize("method", METHODS)
 def test_the_wrapper_may_plan_again(nursery: Nursery, tmp_path: Path, method: str) -> None:
     """And go on with other buckets and ranks."""
     nursery.run(3, _plan_again, method=method, folder=tmp_path)
