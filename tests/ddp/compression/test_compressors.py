@@ -261,6 +261,27 @@ def test_a_resumed_run_is_bitwise_the_one_that_went_on(method: Method, tmp_path:
 
 
 @world(2)
+def test_what_is_owed_is_paid_once_when_plans_return() -> None:
+    """A bucket of an older plan comes again, after its parameters have been in another, with one more or less."""
+    names = ("a", "p", "q")
+    parameters = {name: torch.empty(600) for name in names}
+    made = make_compression(Int8(block=64), parameters=parameters)
+    lacking = {name: torch.zeros(600, dtype=torch.float64) for name in names}
+    plans: list[list[list[str]]] = [[["a"], ["p", "q"]], [["a", "p"]], [["a"], ["p", "q"]]]
+    for step, plan in enumerate(plan for plan in plans for _ in range(3)):
+        mine = dict(zip(names, gradients(step, dist.get_rank(), [600] * 3), strict=True))
+        means = dict(zip(names, true_means(step, [600] * 3), strict=True))
+        for number, keys in enumerate(plan):
+            owners, shapes = [parameters[key] for key in keys], [(600,)] * len(keys)
+            bucket = Bucket(number, torch.cat([mine[key] for key in keys]), keys is plan[-1], shapes, owners)
+            for key, part in zip(keys, made.hook(made.state, bucket).wait().split(600), strict=True):
+                lacking[key] += means[key] - part
+    owed = made.state.state_dict()["parameters"]
+    for name in names:
+        torch.testing.assert_close(owed[name]["owed"].double(), lacking[name], rtol=1e-4, atol=1e-4)
+
+
+@world(2)
 def test_states_that_do_not_fit_are_errors() -> None:
     made = make_compression("int8")
     reduced(made, gradients(0, dist.get_rank(), [100, 200]))

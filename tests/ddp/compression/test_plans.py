@@ -31,7 +31,6 @@ PLANS: Sequence[Plan] = (
     [["e", "c", "a"], ["d", "b"]],
     [["d"], ["b", "c", "e", "a"]],
     [["a", "b", "c", "d", "e"]],
-    [["a"], ["b", "c"], ["d", "e"]],  # buckets of an older plan again
 )
 STEPS = 3  # with each plan
 BLOCK = 64
