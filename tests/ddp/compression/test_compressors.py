@@ -14,9 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from testbed.compressed import Bucket, error, gradients, reduced, true_means
-
-# from ddp_worlds import compression_cases as cases
-# from ddp_worlds.compression_cases import LOW_RANK
 from testbed.present import present
 from testbed.processes import wait_until
 from testbed.slow import slow

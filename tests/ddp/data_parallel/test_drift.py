@@ -406,7 +406,7 @@ def test_a_digest_changes_with_each_bit_and_with_the_order(
 
 
 @pytest.mark.parametrize("shape", [(3, 100_000), (20_000,), (130, 2, 9_001)])
-def test_a_digest_of_large_tensors_sees_their_last_bit_and_their_order(shape: tuple[int, ...]) -> None:
+def test_a_digest_of_large_tensors_sees_last_bits_and_order(shape: tuple[int, ...]) -> None:
     tensor = torch.randn(shape)
     views = [tensor, tensor.view(-1)[3:], tensor.transpose(0, -1), torch.randn(20_000)]
     before = Digest(views).start()()

@@ -66,13 +66,13 @@ def test_a_fast_link_exposes_only_the_last_bucket() -> None:
     assert (report.exposed.last_s, report.exposed.queued_s) == pytest.approx((0.001, 0.0))
 
 
-def test_the_measured_step_is_a_median_and_stragglers_are_what_the_slowest_computes_more() -> None:
+def test_the_measured_step_is_a_median() -> None:
     report = explained(SLOW)
     assert (report.measured_step_s, report.measured_steps) == (0.6, 3)
     assert report.behind_slowest_s == pytest.approx(0.13 - 0.11)
 
 
-def test_compression_and_local_sgd_pay_where_the_link_is_slow_and_not_where_it_is_fast() -> None:
+def test_compression_and_local_sgd_pay_on_slow_links() -> None:
     slow, fast = (
         {way.title: way for way in explained(cost, compressions=[CompressionCost("int8", 0.25, 2e-8)]).ways}
         for cost in (SLOW, FAST)
@@ -83,7 +83,7 @@ def test_compression_and_local_sgd_pay_where_the_link_is_slow_and_not_where_it_i
     assert 0 <= fast["LocalSGD, every=8"].gain < 0.01
 
 
-def test_of_a_compressed_step_the_way_without_compression_is_named() -> None:
+def test_a_compressed_step_names_the_way_without_compression() -> None:
     report = explained(SLOW, compression=INT8)
     assert [way.title for way in report.ways] == ["no compression", "LocalSGD, every=8"]
     assert report.ways[0].gain < 0
@@ -150,14 +150,14 @@ def test_a_rehearsal_counts_the_bytes_that_would_leave(name: str, ratio: float) 
     compressor.close()
 
 
-def test_rows_of_a_compressor_cost_more_where_ranks_share_the_network_of_their_host() -> None:
+def test_rows_cost_more_where_ranks_share_a_network() -> None:
     assert exchange_ratio("gloo", 8, 8) == 1
     assert exchange_ratio("gloo", 4, 1) == 1
     assert exchange_ratio("gloo", 8, 4) == pytest.approx(16 / 7)
     assert exchange_ratio("shm", 8, 4) == 4
 
 
-def test_made_up_gradients_fit_the_bytes_and_leave_random_numbers_alone() -> None:
+def test_made_up_gradients_fit_the_bytes() -> None:
     before = torch.get_rng_state()
     parameters = [torch.zeros(3), torch.zeros(50257, 64), torch.zeros(40, 5), torch.zeros(0), torch.zeros(())]
     bucket = bucket_like(parameters, 10_000)

@@ -13,7 +13,7 @@ from ddp.data_parallel.buckets.step_status import HEADER_NUMEL, RankStatus, read
 @pytest.mark.parametrize(
     "status", [RankStatus(failed=True), RankStatus(joined=True), RankStatus(failed=True, joined=True)]
 )
-def test_a_rank_that_failed_or_joined_counts_as_a_user_of_no_parameter(status: RankStatus) -> None:
+def test_a_rank_that_failed_or_joined_uses_no_parameter(status: RankStatus) -> None:
     written = torch.full((HEADER_NUMEL + 3,), 99.0)
     write(status, written, ())
     assert written[HEADER_NUMEL:].tolist() == [0, 0, 0]

@@ -529,7 +529,7 @@ def test_a_rank_that_makes_no_backward_pass_is_named() -> None:
 
 
 @world(2)
-def test_sharded_parameters_are_refused_before_anything_communicates() -> None:
+def test_sharded_parameters_are_refused_by_one_rank_alone() -> None:
     """Rank 0 alone makes each call: it raises before anything would have to wait for the others."""
     mesh = dist.init_device_mesh("cpu", (2,))
     split: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

@@ -480,9 +480,6 @@ def test_a_rank_that_stalls_on_another_host_fails_all_others() -> None:
     group.shutdown()
 
 
-CASES = "ddp_worlds.shm_failures"
-
-
 def test_a_fence_works_after_an_interrupt_in_the_middle_of_one() -> None:
     fence = Fence()
     fence._release()

@@ -234,6 +234,3 @@ def test_unlike_devices_are_an_error_on_all() -> None:
     chosen = "gloo" if is_last else "cpu:gloo,cuda:nccl"  # the user's own choice
     assert _backend(store, chosen) == chosen
     assert _backend(store, device="cuda") == "cpu:gloo,cuda:nccl"
-
-
-CASES = "ddp_worlds.shm_torch"
