@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from testbed.present import present
+from testbed.slow import slow
 from testbed.training import Normed, batch, build, follow_whole_batch, loss_of, shard
 from testbed.worlds import world
 from torch.distributed.algorithms.ddp_comm_hooks import (
@@ -109,7 +110,7 @@ HOOKS: dict[str, Callable[[Any], None]] = {
 
 
 @pytest.mark.parametrize("name", HOOKS)
-@world(1, 2)  # of more ranks, float16 sums depend on the order
+@world(slow(1), 2)  # of more ranks, float16 sums depend on the order
 def test_hooks_give_what_they_give_with_torchs_class(name: str) -> None:
     theirs, ours = (_train_with(each, HOOKS[name], steps=6) for each in (Theirs, ddp.DistributedDataParallel))
     for one, two in zip(ours, theirs, strict=True):

@@ -240,6 +240,7 @@ class Words(nn.Module):
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {}, "views": {"gradient_as_bucket_view": True}, "unfrozen": {}, "compressed": {"compression": "bf16"},
     "checksum": {"weight_checksum": True}, "words": {}, "failed": {}, "no_sync": {}, "forward only": {},
+    "measured": {"bucket_cap_mb": "auto"},
 }  # fmt: skip
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import time
 import warnings
-import weakref
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -386,16 +384,6 @@ def test_a_checkpoint_keeps_what_was_decided() -> None:
     assert limits_of(resumed) == limits_of(model)
     train(resumed)
     assert limits_of(resumed) == limits_of(model)
-
-
-@world(2)
-def test_a_wrapper_that_measures_is_let_go() -> None:
-    model = wrapped(bucket_cap_mb="auto")
-    train(model, 2)
-    gone = weakref.ref(model)
-    del model
-    gc.collect()
-    assert gone() is None
 
 
 MB = 1 << 20
