@@ -198,24 +198,27 @@ def test_hooks_of_the_user_run_before_the_average(is_after: bool) -> None:
                 torch.testing.assert_close(mine.grad, total, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("steps", [False, True])
 @pytest.mark.parametrize("is_after", [False, True])
 @world(2)
-def test_gradients_that_a_hook_takes_are_an_error(is_after: bool) -> None:
+def test_gradients_that_a_hook_takes_are_an_error(is_after: bool, steps: bool) -> None:
     """An optimizer that steps in a hook would step on this rank's gradients."""
     replica = build("mlp")
     model = ddp.DistributedDataParallel(replica) if is_after else None
     optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in replica.parameters()}
 
-    def step_alone(parameter: Any) -> None:
-        optimizers[parameter].step()
-        optimizers[parameter].zero_grad()
+    def take(parameter: Any) -> None:
+        if steps:
+            optimizers[parameter].step()
+        parameter.grad = None
 
     for parameter in replica.parameters():
-        parameter.register_post_accumulate_grad_hook(step_alone)
+        parameter.register_post_accumulate_grad_hook(take)
     model = model or ddp.DistributedDataParallel(replica)
     for step in range(2):
         x, y = batch(step, 2 * dist.get_world_size())
-        with pytest.raises(ddp.errors.BackwardError, match="optimizer") as caught:
+        said = "SGD stepped .* before its gradient was averaged" if steps else "was taken away before it was averaged"
+        with pytest.raises(ddp.errors.BackwardError, match=said) as caught:
             loss_of(model, shard(x), shard(y)).backward()
         assert caught.value.parameter in dict(replica.named_parameters())
 
