@@ -65,7 +65,7 @@ def test_its_first_line_says_what_it_depends_on(nursery: Nursery, tmp_path: Path
 def test_all_parameters_come_in_turn(nursery: Nursery, tmp_path: Path) -> None:
     """Those that a ledger has in any step, it has with the hashes of a full one."""
     for kind in ("sampled", "full"):
-        nursery.run(2, _record, kind="transformer", path=tmp_path / kind, steps=200, ledger=kind)
+        nursery.run(2, _record, kind="transformer", path=tmp_path / kind, steps=80, ledger=kind)
     sampled, full = (_steps(tmp_path / kind) for kind in ("sampled", "full"))
     assert {line["every"] for line in full.values()} == {1}
     names = {*full[1]["hashes"]}
@@ -76,7 +76,7 @@ def test_all_parameters_come_in_turn(nursery: Nursery, tmp_path: Path) -> None:
         following = [sampled[at] for at in range(first + 1, first + 1 + every) if at in sampled]
         if len(following) == every and all(each["every"] == every for each in following):
             assert {name for each in following for name in each["hashes"]} == names, (first, every)
-    assert max(line["every"] for line in sampled.values()) < 200
+    assert max(line["every"] for line in sampled.values()) < 80
 
 
 def test_a_second_model_has_a_number(nursery: Nursery, tmp_path: Path) -> None:
