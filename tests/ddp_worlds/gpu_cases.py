@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ddp_worlds import exact_cases
 from ddp_worlds.sync_debug import waiting_is_an_error
-from testbed.programs import follow
 from torch import nn
 
 import ddp
@@ -30,7 +30,7 @@ DEVICE = "cuda:0"
 def on_one_device(names: list[str]) -> None:
     """The programs of the exact tests, with all tensors on the device."""
     with torch.device(DEVICE):
-        follow(names)
+        exact_cases.follow(names)
 
 
 @contextlib.contextmanager
