@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ddp_worlds.data_parallel_cases import Conv, Mlp, Odd
 from torch import nn
+
+from testbed.training import Conv, Mlp, Odd
 
 F64 = torch.float64
 Make = Callable[[Any], torch.optim.Optimizer]

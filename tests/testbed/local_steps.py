@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from ddp_worlds.data_parallel_cases import batch, build, loss_of
 from torch import nn
 
 import ddp
 from ddp.strategies.local_sgd.averaging import LocalSGD
 from testbed.present import present
+from testbed.training import batch, build, loss_of
 
 ROWS = 3  # of a rank's batch
 

@@ -171,7 +171,8 @@ def _serve(folder: Path, listener: socket.socket) -> None:
     gc.disable()  # a quarter of the time of the imports
     install_importhook(get_config())  # assertions of test modules show their values on ranks, too
     import torch._dynamo  # noqa: F401  # which the first step of an optimizer imports, in seconds
-    from ddp_worlds import data_parallel_cases  # noqa: F401  # imports torch and ddp, before the first fork
+
+    import testbed.training  # noqa: F401  # imports torch and ddp, before the first fork
 
     share_memory()
     gc.enable()

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from ddp_worlds.data_parallel_cases import Odd
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -16,6 +15,7 @@ from torch.utils.data import TensorDataset
 from ddp.data.permutation import choose
 from ddp.strategies.strategy import Strategy
 from testbed.same import assert_same
+from testbed.training import Odd
 
 F64 = torch.float64
 LENGTH = 45  # with batches of 11, the last one has a single sample: nothing for most replicas

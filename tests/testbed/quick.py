@@ -5,13 +5,15 @@ out if it names something slow, or names a function, class or fixture of its mod
 """
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 
 import pytest
 
-HEAVY = {"torch", "ddp", "ddp_worlds"}
+TESTS = Path(__file__).parents[1]
+HEAVY = {"torch", "ddp"}
 SLOW = {"multiprocessing", "socket", "subprocess", "threading"}
 WAITS = {"sleep", "fork"}
 OF_ALL = {"nothing_left_behind", "own_folders", "start_by_exec_in_turn"}  # fixtures, which start nothing
@@ -20,15 +22,19 @@ LIGHT = {
 }  # fmt: skip
 
 
+@functools.cache
 def is_heavy(path: Path) -> bool:
-    """Whether importing this test module would import torch."""
-    found = set()
+    """Whether importing this module would import torch, by itself or by a module of the testbed."""
+    names = []
     for statement in ast.parse(path.read_bytes()).body:
         if isinstance(statement, ast.Import):
-            found |= {alias.name.partition(".")[0] for alias in statement.names}
+            names += [alias.name for alias in statement.names]
         elif isinstance(statement, ast.ImportFrom):
-            found.add((statement.module or "").partition(".")[0])
-    return bool(found & HEAVY)
+            names.append(statement.module or "")
+    ours = [TESTS / f"{name.replace('.', '/')}.py" for name in names if name.startswith("testbed.")]
+    return any(name.partition(".")[0] in HEAVY for name in names) or any(
+        is_heavy(each) for each in ours if each.exists()
+    )
 
 
 def is_quick(item: pytest.Item) -> bool:

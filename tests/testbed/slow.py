@@ -8,10 +8,17 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+from _pytest.mark import ParameterSet
 
 LIST = Path(__file__).parents[1] / "slow.txt"
+
+
+def slow(*values: Any) -> ParameterSet:
+    """Values of parameters whose case is slow."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @dataclass(frozen=True)

@@ -23,14 +23,17 @@ T = TypeVar("T")
 
 
 def world(
-    *ranks: int, backend: str | tuple[str, ...] = BACKEND, deadline_s: float = DEADLINE_S
+    *ranks: Any, backend: str | tuple[str, ...] = BACKEND, deadline_s: float = DEADLINE_S
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Run a test on so many processes, whose default group has this backend; once for each number and backend."""
+    """Run a test on so many processes, whose default group has this backend; once for each number and backend.
+
+    `slow(3)` is a number whose case is slow.
+    """
     backends = (backend,) if isinstance(backend, str) else backend
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(function)
-        def on_ranks(nursery: Nursery, _ranks: int = ranks[0], _backend: str = backends[0], **arguments: Any) -> None:
+        def on_ranks(nursery: Nursery, _ranks: Any = ranks[0], _backend: str = backends[0], **arguments: Any) -> None:
             __tracebackhide__ = True
             nursery.run(_ranks, function, group=_backend, deadline_s=deadline_s, **arguments)
 

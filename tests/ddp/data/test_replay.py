@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ddp_worlds.ledger_cases import lines_of
 from testbed.nursery import Nursery
 from testbed.processes import Result, run_program
+from testbed.step_training import lines_of
 
 RUN = """
 import os, sys, torch, ddp

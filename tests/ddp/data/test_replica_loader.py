@@ -102,7 +102,7 @@ def test_a_saved_place_goes_on_at_another_world_size_and_batch(
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_an_epoch_whose_last_batch_was_committed_is_not_made_twice(drop_last: bool) -> None:
+def test_an_epoch_that_was_committed_is_not_made_twice(drop_last: bool) -> None:
     """The loop of a resilient function, whose own epoch is still that of the last commit."""
     (loader,) = _loaders(10, 4, 1, shuffle=True, drop_last=drop_last)
     loader.set_epoch(1)

@@ -23,7 +23,7 @@ def spec(index: int, rows: int, dtype: torch.dtype = torch.float32) -> GradSpec:
     first_cap=st.integers(1, 400),
     own=st.integers(1, 400),
 )
-def test_every_gradient_has_one_place_and_the_last_bucket_carries_the_step_status(
+def test_every_gradient_has_one_place_and_the_status_is_last(
     gradients: list[tuple[int, torch.dtype]], cap: int, first_cap: int, own: int
 ) -> None:
     specs = [spec(index, rows, dtype) for index, (rows, dtype) in enumerate(gradients)]
@@ -46,13 +46,13 @@ def test_every_gradient_has_one_place_and_the_last_bucket_carries_the_step_statu
         assert not plan.is_own or len(plan.slots) == 1
 
 
-def test_buckets_are_sent_in_the_order_in_which_they_become_complete() -> None:
+def test_buckets_are_sent_in_the_order_of_completion() -> None:
     specs = [spec(index, 10) for index in range(10)]
     plans = plan_buckets(specs, BucketLimits(cap_bytes=120, first_caps_bytes=(40,), own_bytes=1000), status_numel=1)
     assert [[slot.spec.index for slot in plan.slots] for plan in plans] == [[0], [1, 2, 3], [4, 5, 6], [7, 8, 9]]
 
 
-def test_a_large_gradient_travels_alone_and_does_not_wait_for_small_ones() -> None:
+def test_a_large_gradient_travels_alone_before_small_ones() -> None:
     specs = [spec(0, 1), spec(1, 500), spec(2, 1)]
     own, flat = plan_buckets(
         specs, BucketLimits(cap_bytes=1000, first_caps_bytes=(1000,), own_bytes=1000), status_numel=1

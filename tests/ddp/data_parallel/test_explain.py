@@ -7,8 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from testbed.nursery import Nursery
+import torch.distributed as dist
+from testbed.present import present
+from testbed.training import assert_same_bits
+from testbed.worlds import world
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
+import ddp
 from ddp.compression import PowerSGD
 from ddp.compression.compressors import named
 from ddp.compression.rehearsal import RehearsalGroup, bucket_like
@@ -16,6 +22,7 @@ from ddp.data_parallel.planning.link_cost import LinkCost
 from ddp.data_parallel.planning.simulate import Bucket, CompressionCost, GradReady, StepRecord
 from ddp.data_parallel.planning.step_report import StepReport, exchange_ratio, explain_step
 from ddp.data_parallel.planning.step_timer import HostClock, StepTimer
+from ddp.errors import DdpError, UnsupportedError
 
 MB = 1_000_000
 SLOW, FAST = LinkCost(2, 1e-3, 1e-7), LinkCost(2, 1e-5, 1e-11)
@@ -59,13 +66,13 @@ def test_a_fast_link_exposes_only_the_last_bucket() -> None:
     assert (report.exposed.last_s, report.exposed.queued_s) == pytest.approx((0.001, 0.0))
 
 
-def test_the_measured_step_is_a_median_and_stragglers_are_what_the_slowest_computes_more() -> None:
+def test_the_measured_step_is_a_median() -> None:
     report = explained(SLOW)
     assert (report.measured_step_s, report.measured_steps) == (0.6, 3)
     assert report.behind_slowest_s == pytest.approx(0.13 - 0.11)
 
 
-def test_compression_and_local_sgd_pay_where_the_link_is_slow_and_not_where_it_is_fast() -> None:
+def test_compression_and_local_sgd_pay_on_slow_links() -> None:
     slow, fast = (
         {way.title: way for way in explained(cost, compressions=[CompressionCost("int8", 0.25, 2e-8)]).ways}
         for cost in (SLOW, FAST)
@@ -76,7 +83,7 @@ def test_compression_and_local_sgd_pay_where_the_link_is_slow_and_not_where_it_i
     assert 0 <= fast["LocalSGD, every=8"].gain < 0.01
 
 
-def test_of_a_compressed_step_the_way_without_compression_is_named() -> None:
+def test_a_compressed_step_names_the_way_without_compression() -> None:
     report = explained(SLOW, compression=INT8)
     assert [way.title for way in report.ways] == ["no compression", "LocalSGD, every=8"]
     assert report.ways[0].gain < 0
@@ -143,14 +150,14 @@ def test_a_rehearsal_counts_the_bytes_that_would_leave(name: str, ratio: float) 
     compressor.close()
 
 
-def test_rows_of_a_compressor_cost_more_where_ranks_share_the_network_of_their_host() -> None:
+def test_rows_cost_more_where_ranks_share_a_network() -> None:
     assert exchange_ratio("gloo", 8, 8) == 1
     assert exchange_ratio("gloo", 4, 1) == 1
     assert exchange_ratio("gloo", 8, 4) == pytest.approx(16 / 7)
     assert exchange_ratio("shm", 8, 4) == 4
 
 
-def test_made_up_gradients_fit_the_bytes_and_leave_random_numbers_alone() -> None:
+def test_made_up_gradients_fit_the_bytes() -> None:
     before = torch.get_rng_state()
     parameters = [torch.zeros(3), torch.zeros(50257, 64), torch.zeros(40, 5), torch.zeros(0), torch.zeros(())]
     bucket = bucket_like(parameters, 10_000)
@@ -162,24 +169,64 @@ def test_made_up_gradients_fit_the_bytes_and_leave_random_numbers_alone() -> Non
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_world_of_one_has_nothing_to_explain(nursery: Nursery) -> None:
-    nursery.run(1, "ddp_worlds.explain_cases:asks_alone")
+@world(1)
+def test_a_world_of_one_has_nothing_to_explain() -> None:
+    with pytest.raises(UnsupportedError, match="world of one"):
+        ddp.DistributedDataParallel(nn.Linear(8, 8)).explain()
 
 
-def test_what_is_lacking_is_said_to_the_rank_that_asks(nursery: Nursery) -> None:
-    nursery.run(2, "ddp_worlds.explain_cases:says_what_it_lacks")
+@world(2)
+def test_what_is_lacking_is_said_to_the_rank_that_asks() -> None:
+    """Each of these is an error at once, on the rank that asks, and the others train on."""
+    rank = dist.get_rank()
+
+    def refused(model: ddp.DistributedDataParallel, kind: type[Exception], match: str) -> None:
+        if rank == 0:
+            with pytest.raises(kind, match=match):
+                model.explain()
+
+    def trained(steps: int, model: ddp.DistributedDataParallel) -> ddp.DistributedDataParallel:
+        for _ in range(steps):
+            model(torch.randn(3, 8)).sum().backward()
+        return model
+
+    model = ddp.DistributedDataParallel(nn.Linear(8, 8))
+    for _ in range(8):
+        refused(model, DdpError, "after more steps")
+        trained(1, model)
+    trained(2, model)
+    refused(trained(10, ddp.DistributedDataParallel(nn.Linear(8, 8), measure=False)), UnsupportedError, "measure=True")
+    refused(trained(10, ddp.DistributedDataParallel(nn.Linear(8, 8), bucket_cap_mb=1)), UnsupportedError, "bucket_cap")
+    hooked = ddp.DistributedDataParallel(nn.Linear(8, 8))
+    hooked.register_comm_hook(None, allreduce_hook)
+    refused(trained(10, hooked), UnsupportedError, "hook of your own")
 
 
-def test_one_rank_asks_alone_and_gets_a_screen_and_json(nursery: Nursery) -> None:
-    found, other = nursery.run(2, "ddp_worlds.explain_cases:explains_to_one_rank")
-    assert other == {}
-    assert list(found) == ["none", "bf16", "int8", "powersgd"]
-    for method, (text, step) in found.items():
-        assert max(map(len, text.splitlines())) <= 80, text
-        assert len(text.splitlines()) <= 24, text
-        json.dumps(step, allow_nan=False)
-        assert step["compression"] == method
-        assert step["step_s"] == pytest.approx(step["compute_s"] + step["delayed_s"] + step["exposed_s"])
-        assert sum(step["exposed_by"].values()) == pytest.approx(step["exposed_s"])
-        titles = {way["title"] for way in step["other_ways"]}
+METHODS: dict[str, Any] = {"none": None, "bf16": "bf16", "int8": "int8", "powersgd": PowerSGD(start_step=2)}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@world(2)
+def test_one_rank_asks_alone_and_gets_a_screen_and_json(method: str) -> None:
+    """Neither its random numbers nor the others' steps notice."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 4))
+    model = ddp.DistributedDataParallel(net, compression=METHODS[method])
+    for step in range(12):
+        model.zero_grad()
+        model(torch.randn(4, 64)).sum().backward()
+        if step != 10 or dist.get_rank():
+            continue
+        before = torch.get_rng_state()
+        report = model.explain()
+        assert torch.equal(torch.get_rng_state(), before)
+        lines, found = str(report).splitlines(), report.as_dict()
+        assert max(map(len, lines)) <= 80, report
+        assert len(lines) <= 24, report
+        json.dumps(found, allow_nan=False)
+        assert found["compression"] == method
+        assert found["step_s"] == pytest.approx(found["compute_s"] + found["delayed_s"] + found["exposed_s"])
+        assert sum(found["exposed_by"].values()) == pytest.approx(found["exposed_s"])
+        titles = {way["title"] for way in found["other_ways"]}
         assert titles >= {"LocalSGD, every=8"} | ({"bf16", "int8", "powersgd"} - {method})
+    assert_same_bits([present(parameter.grad) for parameter in model.parameters()])

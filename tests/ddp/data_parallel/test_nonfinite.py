@@ -2,41 +2,118 @@
 
 from __future__ import annotations
 
+import itertools
+import warnings
+
 import pytest
-from testbed.nursery import Nursery
+import torch
+import torch.distributed as dist
+from testbed.worlds import world
 
-STEPS = "ddp_worlds.nonfinite_cases:steps"
+import ddp
+import ddp.horovod as hvd
+from ddp.errors import NonFiniteError
+
+NAN, INFINITE = float("nan"), float("inf")
+SAYS = "in step 3, gradients of rank {} were infinite or NaN, and an optimizer "
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def _model(by: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model: torch.nn.Module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    if by == "ddp":
+        model = ddp.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, hvd.DistributedOptimizer(optimizer) if by == "horovod" else optimizer
+
+
+def _backward(model: torch.nn.Module, spoilt: float | None, *, in_the_middle: bool = False) -> None:
+    """Spoil the loss, or with `in_the_middle` the gradients that come after those of the last layer."""
+
+    def spoil(_module: object, _inputs: object, out: torch.Tensor) -> None:
+        out.register_hook(lambda grad: grad if spoilt is None else grad * spoilt)
+
+    (middle,) = (module for module in model.modules() if isinstance(module, torch.nn.ReLU))
+    handle = (middle if in_the_middle else model).register_forward_hook(spoil)
+    model(torch.ones(3, 4)).square().mean().backward()
+    handle.remove()
+
+
+class Run:
+    """Six steps, of which the last rank spoils the third and the fifth."""
+
+    def __init__(self, on_nonfinite: str, value: float, by: str = "ddp", skips: bool = False, **how: bool) -> None:
+        model, optimizer = _model(by)
+        self.error: NonFiniteError | None = None
+        self.done = 0
+        spoils = dist.get_rank() == dist.get_world_size() - 1
+        with pytest.MonkeyPatch.context() as patched, warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            patched.setenv("DTRAIN_ON_NONFINITE", on_nonfinite)
+            for step in range(1, 7):
+                is_bad = step in (3, 5)
+                _backward(model, value if spoils and is_bad else None, **how)
+                try:
+                    if not (skips and is_bad):
+                        optimizer.step()
+                except NonFiniteError as raised:
+                    self.error = raised
+                    break
+                optimizer.zero_grad()
+                self.done = step
+        self.is_finite = all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+        self.warned = [str(each.message) for each in warned if "infinite or NaN" in str(each.message)]
+
+
+@pytest.mark.parametrize(("by", "value"), [*itertools.product(["ddp", "horovod"], [NAN, INFINITE])])
+@world(3)
+def test_one_rank_warns_once(by: str, value: float) -> None:
+    run, is_bad = Run("warn", value, by), dist.get_rank() == 2
+    assert (run.error, run.is_finite, run.done, len(run.warned)) == (None, False, 6, is_bad)
+    assert all(text.startswith(SAYS.format(2) + "stepped") for text in run.warned)
+
+
 @pytest.mark.parametrize("by", ["ddp", "horovod"])
-def test_one_rank_warns_once(nursery: Nursery, by: str, value: float) -> None:
-    results = nursery.run(3, STEPS, by=by, on_nonfinite="warn", value=value)
-    assert [len(warned) for warned, *_ in results] == [0, 0, 1]
-    assert results[2][0][0].startswith("in step 3, gradients of rank 2 were infinite or NaN, and an optimizer stepped")
-    assert [rest for _, *rest in results] == [[(), False, 6]] * 3
+@world(2)
+def test_stop_raises_on_every_rank_before_the_weights_change(by: str) -> None:
+    run = Run("stop", NAN, by)
+    assert run.error is not None
+    assert (run.warned, run.is_finite, run.done) == ([], True, 2)
+    assert str(run.error).startswith(SAYS.format(1) + "was about to")
+    assert (run.error.step, run.error.ranks) == (3, (1,))
+    assert run.error.failed_ranks == (None if dist.get_rank() == 1 else (1,))
 
 
-@pytest.mark.parametrize("by", ["ddp", "horovod"])
-def test_stop_raises_on_every_rank_before_the_weights_change(nursery: Nursery, by: str) -> None:
-    results = nursery.run(2, STEPS, by=by, on_nonfinite="stop", value=float("nan"))
-    for rank, (warned, (error, *known), are_finite, done) in enumerate(results):
-        assert (warned, are_finite, done) == ([], True, 2)
-        assert error.startswith("in step 3, gradients of rank 1 were infinite or NaN, and an optimizer was about to")
-        assert known == [3, (1,), None if rank == 1 else (1,)]
-
-
-def test_gradients_that_are_spoilt_in_backward_are_seen_in_that_step(nursery: Nursery) -> None:
-    results = nursery.run(2, STEPS, by="ddp", on_nonfinite="stop", value=float("nan"), in_the_middle=True)
-    assert [(error[1:3], are_finite, done) for _, error, are_finite, done in results] == [((3, (1,)), True, 2)] * 2
+@world(2)
+def test_gradients_spoilt_in_backward_are_seen_in_that_step() -> None:
+    run = Run("stop", NAN, in_the_middle=True)
+    assert run.error is not None
+    assert (run.error.step, run.error.ranks, run.is_finite, run.done) == (3, (1,), True, 2)
 
 
 @pytest.mark.parametrize("on_nonfinite", ["warn", "stop"])
-def test_a_step_that_is_skipped_as_by_a_grad_scaler_is_no_matter(nursery: Nursery, on_nonfinite: str) -> None:
-    result = nursery.run(2, STEPS, by="ddp", on_nonfinite=on_nonfinite, value=float("inf"), skipped=True)
-    assert result == [([], (), True, 6)] * 2
+@world(2)
+def test_a_skipped_step_is_no_matter(on_nonfinite: str) -> None:
+    """As a GradScaler skips it."""
+    run = Run(on_nonfinite, INFINITE, skips=True)
+    assert (run.warned, run.error, run.is_finite, run.done) == ([], None, True, 6)
 
 
-def test_each_micro_batch_of_a_step_is_looked_at(nursery: Nursery) -> None:
-    case = "ddp_worlds.nonfinite_cases:a_micro_batch_that_is_not_the_last_is_spoilt"
-    assert nursery.run(2, case) == [(2, (1,), True)] * 2
+@world(2)
+def test_each_micro_batch_of_a_step_is_looked_at() -> None:
+    """In step 2, the first of two micro-batches of rank 1 is spoilt."""
+    model, optimizer = _model("ddp")
+    loader = ddp.StepLoader(range(32), global_batch_size=8, micro_batch_size=2)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("DTRAIN_ON_NONFINITE", "stop")
+        for step in loader.epochs(1):
+            for number, _ in enumerate(step):
+                spoils = (dist.get_rank(), loader.steps, number) == (1, 2, 0)
+                _backward(model, NAN if spoils else None)
+            if loader.steps == 2:
+                break
+            optimizer.step()
+            optimizer.zero_grad()
+        with pytest.raises(NonFiniteError, match=r"gradients of rank 1 \(micro-batch 2\) were") as caught:
+            optimizer.step()
+    assert (caught.value.step, caught.value.ranks) == (2, (1,))

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from testbed.nursery import Nursery
+from testbed.worlds import world
+from torch import nn
 
+import ddp
 from ddp.data_parallel.buckets.bucket_plan import BucketLimits, plan_buckets, spec_of
+from ddp.data_parallel.planning import bucket_planner
 from ddp.data_parallel.planning.link_cost import LinkCost, fit
 from ddp.data_parallel.planning.simulate import (
     Bucket,
+    Choice,
     CompressionCost,
     GradReady,
     StepRecord,
@@ -20,9 +33,365 @@ from ddp.data_parallel.planning.simulate import (
     choose,
     simulate,
 )
+from ddp.data_parallel.planning.step_timer import HostClock, TimedStep
+
+STEPS = 9  # the buckets change after the fifth
+
+
+SMALL = BucketLimits(cap_bytes=1 << 10, first_caps_bytes=(256,), own_bytes=4 << 10)
+
+
+class Net(nn.Module):
+    """Not every rank uses all of its parameters; some gradients are large enough to travel alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(48, 48) for _ in range(6))
+        self.sometimes = nn.Linear(48, 48)
+
+    def forward(self, x: torch.Tensor, *, uses_all: bool = True) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return self.sometimes(x) if uses_all else x
+
+
+def wrapped(**options: Any) -> Any:
+    torch.manual_seed(7)
+    return ddp.DistributedDataParallel(Net(), **options)
+
+
+def train(model: Any, steps: int = STEPS) -> list[torch.Tensor]:
+    """Train, and return a copy of all gradients after each step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    seen = []
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        with model.no_sync():
+            model(torch.randn(3, 48, generator=generator)).square().mean().backward()
+        uses_all = step % 3 != 0 or dist.get_rank() == 0
+        model(torch.randn(3, 48, generator=generator), uses_all=uses_all).square().mean().backward()
+        optimizer.step()
+        seen.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+    return seen
+
+
+def limits_of(model: Any) -> BucketLimits:
+    """But for pieces, which a link may ask for that a busy machine has slowed down."""
+    limits: BucketLimits = model._reducer.sums.limits
+    return dataclasses.replace(limits, piece_bytes=None)
+
+
+def assert_agreed(*values: Any) -> None:
+    dist.all_gather_object(every := [None] * dist.get_world_size(), repr(values))
+    assert every == every[:1] * len(every)
+
+
+@contextlib.contextmanager
+def rank_0_wants(limits: BucketLimits) -> Iterator[None]:
+    """Let the choice be `limits` on rank 0, and what there is on the others."""
+
+    def choose_these(record: Any, link: Any, current: Any, plan: Any) -> Any:
+        choices = choose(record, link, current, plan)
+        if dist.get_rank():
+            return sorted(choices, key=lambda choice: choice.limits != current)
+        now = next(choice for choice in choices if choice.limits == current)
+        return [Choice(limits, now.step), *choices]
+
+    with mock.patch.object(bucket_planner, "choose", choose_these):
+        yield
+
+
+@contextlib.contextmanager
+def costing(link: LinkCost) -> Iterator[None]:
+    """Let the link cost so much, whatever is measured."""
+    with (
+        mock.patch.object(bucket_planner, "measure_link", return_value=link),
+        mock.patch.object(LinkCost, "corrected", lambda self, *_: self),
+    ):
+        yield
+
+
+@pytest.mark.parametrize("as_views", [False, True])
+@world(2)
+def test_a_plan_by_measurement_changes_no_bit(as_views: bool) -> None:
+    fixed = wrapped(gradient_as_bucket_view=as_views, measure=False)
+    planned = wrapped(gradient_as_bucket_view=as_views)
+    with rank_0_wants(SMALL):
+        expected, found = train(fixed), train(planned)
+    assert limits_of(planned) == SMALL
+    assert limits_of(fixed) != SMALL
+    assert all(map(torch.equal, expected, found))
+
+
+@world(2)
+def test_pieces_for_a_slow_link_change_no_bit() -> None:
+    expected = train(wrapped(measure=False))
+    for link, pieces in ((SLOW, 1 << 10), (QUICK, None)):
+        with costing(link), mock.patch.object(bucket_planner, "_PIECE_BYTES", 1 << 10):
+            model = wrapped()
+            found = train(model)
+        schedule = model._reducer.sums
+        assert schedule.limits.piece_bytes == pieces
+        assert all(map(torch.equal, expected, found))
+
+
+class OnDevice(HostClock):
+    is_device = True
+
+
+@world(2)
+def test_no_backend_for_the_cpu_is_asked_on_a_device() -> None:
+    lacking = mock.patch.object(bucket_planner, "backend_of", side_effect=RuntimeError("no backend for the CPU"))
+    with costing(SLOW), lacking as backend_of:
+        model = wrapped()
+        model._reducer.planner.timer.clock = OnDevice()
+        train(model)
+    assert model.measurement is not None
+    backend_of.assert_not_called()
+
+
+@world(2)
+def test_times_that_one_rank_cannot_read_decide_nothing_on_any() -> None:
+    model = wrapped(bucket_cap_mb="auto")
+    error = RuntimeError("the event was not recorded")
+    unread: Any = (
+        mock.patch.object(TimedStep, "times", side_effect=error) if dist.get_rank() else contextlib.nullcontext()
+    )
+    with unread, pytest.warns(UserWarning, match="incomplete on some rank"):
+        train(model)
+    assert not model.measurement
+
+
+@world(2)
+def test_the_first_steps_are_recorded_on_all_ranks_alike() -> None:
+    model = wrapped()
+    train(model, 4)
+    assert not model.measurement
+    train(model, 1)
+    found = model.measurement
+    record, link = found.record, found.link
+    named = dict(model.module.named_parameters())
+    assert record.nbytes == sum(parameter.nbytes for parameter in named.values())
+    ready = [gradient.ready_s for gradient in record.gradients]
+    assert ready == sorted(ready)
+    assert 0 < ready[0] < ready[-1] <= record.backward_s
+    # Those of the last layer are ready first.
+    names = list(named)
+    assert names[record.gradients[0].index].startswith("sometimes")
+    assert names[record.gradients[-1].index].startswith("layers.0")
+    assert min(record.forward_s, record.other_s, model.measurement.step_s) > 0
+    assert link.ranks == 2
+    assert_agreed(repr(model.measurement), limits_of(model))
+    before = model.measurement
+    train(model, 2)
+    assert model.measurement is before
+    assert not model._reducer.planner.is_deciding
+
+
+@world(3)
+def test_with_more_ranks_buckets_change_on_request_only() -> None:
+    plain, asked = wrapped(), wrapped(bucket_cap_mb="auto")
+    initial = limits_of(plain)
+    with rank_0_wants(SMALL):
+        for model in (plain, asked):
+            train(model)
+    assert limits_of(plain) == initial
+    assert plain.measurement is not None  # for explanations
+    assert limits_of(asked) == SMALL
+
+
+@world(3)
+def test_a_rank_that_has_joined_takes_part() -> None:
+    model = wrapped(bucket_cap_mb="auto")
+    rank = dist.get_rank()
+    with rank_0_wants(SMALL), model.join():
+        for _ in range(STEPS if rank else 2):
+            model.zero_grad()
+            model(torch.full((2, 48), float(rank))).square().mean().backward()
+    assert limits_of(model) == SMALL
+
+
+@world(2)
+def test_failed_steps_are_not_measured() -> None:
+    """They do not count among the first steps, and the next one begins after them; the plan stays."""
+    model = wrapped()
+    fits, pause_s = not dist.get_rank(), 0.5
+
+    def fail() -> None:
+        time.sleep(pause_s)
+        with pytest.raises(ddp.errors.PeerFailedError if fits else RuntimeError):
+            model(torch.ones(2, 48 if fits else 47)).square().mean().backward()
+
+    with rank_0_wants(SMALL):
+        train(model, 1)
+        for _ in range(4):
+            assert not model.measurement
+            fail()
+            train(model, 1)
+    assert model.measurement.record.other_s < pause_s
+    assert limits_of(model) == SMALL
+    fail()
+    train(model, 1)
+    assert limits_of(model) == SMALL
+
+
+@world(2)
+def test_unfreezing_begins_measuring_again() -> None:
+    torch.manual_seed(7)
+    module = Net()
+    module.sometimes.requires_grad_(False)
+    model: Any = ddp.DistributedDataParallel(module, bucket_cap_mb="auto")
+
+    def step() -> None:
+        model.zero_grad()
+        model(torch.ones(2, 48)).square().mean().backward()
+
+    with rank_0_wants(SMALL):
+        for at in range(6):
+            module.sometimes.requires_grad_(at >= 2)
+            step()
+        assert not model.measurement
+        step()
+    assert model.measurement.record.nbytes == sum(parameter.nbytes for parameter in module.parameters())
+    assert limits_of(model) == SMALL
+
+
+@world(2)
+def test_a_rank_that_raises_after_the_averages_agrees() -> None:
+    model = wrapped(bucket_cap_mb="auto")
+    rank = dist.get_rank()
+    schedule = model._reducer.sums
+    with rank_0_wants(SMALL):
+        train(model, 2)
+        model.zero_grad()
+        loss = model(torch.ones(2, 48)).square().mean()
+        if rank:
+            with mock.patch.object(schedule, "deliver", side_effect=MemoryError), pytest.raises(MemoryError):
+                loss.backward()
+        else:
+            loss.backward()
+        train(model, 2)
+    assert model.measurement is not None
+    assert limits_of(model) == SMALL
+
+
+@pytest.mark.parametrize(
+    ("place", "goes_on"),
+    [("delivers first", True), ("plans first", False), ("delivers", True), ("chooses", True), ("plans", False)],
+)
+@world(3)
+def test_a_rank_that_raises_where_ranks_agree_fails_all(place: str, goes_on: bool) -> None:
+    """On rank 1 alone, in the first pass or in the one that decides; long before a wait would be given up."""
+    model = wrapped(bucket_cap_mb="auto")
+    rank, reducer = dist.get_rank(), model._reducer
+    steps, owner, name = {
+        "delivers first": (0, reducer.sums, "deliver"),
+        "plans first": (0, reducer.sums, "plan"),
+        "delivers": (4, reducer.sums, "deliver"),
+        "chooses": (4, reducer.planner, "_chosen"),
+        "plans": (4, reducer.sums, "use_limits"),
+    }[place]
+    with rank_0_wants(SMALL):
+        train(model, steps)
+        loss = model(torch.ones(2, 48)).square().mean()
+        reducer.sums._found_twice |= {0} if place == "plans first" else set()  # else the first plan stays
+        began = time.monotonic()
+        raises = mock.patch.object(owner, name, side_effect=RuntimeError("no memory"))
+        error: type[Exception] = ddp.errors.PeerFailedError
+        said = r"failed on rank 1, .* RuntimeError: no memory"
+        if rank == 1:
+            error, said = RuntimeError, r"^no memory$"
+        with raises if rank == 1 else contextlib.nullcontext(), pytest.raises(error, match=said) as reported:
+            loss.backward()
+        assert rank == 1 or ("the next step can go on" in str(reported.value)) == goes_on
+        assert time.monotonic() - began < reducer.report.timeout_s / 2
+        assert all(parameter.grad is None for parameter in model.parameters())
+        if not goes_on:
+            with pytest.raises(
+                ddp.errors.CollectiveError, match="not in step with the other ranks any more: start all"
+            ):
+                model(torch.ones(2, 48))
+            return
+        seen = train(model)
+    assert_agreed(limits_of(model), [float(each.sum()) for each in seen])
+    assert (limits_of(model) == SMALL) == (place != "chooses")
+
+
+@world(2)
+def test_auto_that_can_decide_nothing_warns() -> None:
+    model = wrapped(bucket_cap_mb="auto", compression="bf16")
+    before = limits_of(model)
+    with rank_0_wants(SMALL):
+        train(model, 4)
+        with pytest.warns(UserWarning, match='bucket_cap_mb="auto" has no effect.*compression or a'):
+            train(model, 1)
+        train(model, 2)
+    assert limits_of(model) == before
+    for model, warned in ((wrapped(bucket_cap_mb="auto"), 1), (wrapped(), 0)):
+        train(model, 3)
+        model._reducer.planner._is_missing = True
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            train(model, 3)
+        assert not model.measurement
+        said = [str(each.message) for each in seen if "has no effect" in str(each.message)]
+        assert len(said) == warned
+
+
+def _fail(*_: object) -> None:
+    raise AssertionError("not to be called")
+
+
+@world(2)
+def test_nothing_is_measured_where_that_is_not_wanted() -> None:
+    with mock.patch.object(bucket_planner, "measure_link", _fail):
+        unmeasured: list[dict[str, Any]] = [
+            {"bucket_cap_mb": 1},
+            {"bucket_cap_mb_list": [1, 2]},
+            {"init_sync": False},
+            {"measure": False},
+        ]
+        for options in unmeasured:
+            model = wrapped(**options)
+            train(model)
+            assert not model.measurement
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"bucket_cap_mb": "big"}, 'it is a number of MiB, or "auto"'),
+        ({"bucket_cap_mb": "auto", "bucket_cap_mb_list": [1]}, "leave one of them out"),
+        ({"bucket_cap_mb": "auto", "measure": False}, "decides by measurement"),
+        ({"compression": "auto"}, "'fp16', 'bf16', 'int8', 'powersgd'"),
+    ]
+    for options, text in refused:
+        with pytest.raises(ddp.errors.ArgumentError, match=text):
+            wrapped(**options)
+    with pytest.raises(ddp.errors.LayoutMismatchError, match="measure"):
+        wrapped(measure=dist.get_rank() == 0)
+
+
+SLOW, QUICK = LinkCost(2, 1e-4, 1e-4), LinkCost(2, 1e-6, 1e-13)
+
+
+@world(2)
+def test_a_checkpoint_keeps_what_was_decided() -> None:
+    with rank_0_wants(SMALL):
+        model = wrapped(bucket_cap_mb="auto")
+        train(model, 6)
+        assert limits_of(model) == SMALL
+        state = model._reducer.sums.plan_state()
+    resumed = wrapped(bucket_cap_mb="auto")
+    resumed._reducer.load_plan_state(state)
+    assert limits_of(resumed) == limits_of(model)
+    train(resumed)
+    assert limits_of(resumed) == limits_of(model)
+
 
 MB = 1 << 20
+
+
 TEN = StepRecord(tuple(GradReady(i, 100, (i + 1) / 10) for i in range(10)), 0.5, 1.0, 0.25)
+
+
 HALVES = [Bucket((0, 1, 2, 3, 4), 500), Bucket((5, 6, 7, 8, 9), 500)]
 
 
@@ -56,7 +425,7 @@ def test_what_backward_does_not_cover_is_exposed() -> None:
     assert (step.compute_s, step.delayed_s, step.total_s) == pytest.approx((1.75, 0.0, 2.45))
 
 
-def test_computing_goes_on_more_slowly_beside_a_collective_that_needs_its_cores() -> None:
+def test_computing_is_slower_beside_a_collective() -> None:
     step = simulate(TEN, HALVES, LinkCost(2, 0.0, 2e-4, contention=1.0))  # 0.1 s a bucket
     assert step.delayed_s == pytest.approx(0.05)  # 0.1 s beside the first bucket, at half its pace
     assert step.total_s == pytest.approx(1.75 + 0.05 + 0.1)
@@ -78,7 +447,7 @@ def test_compressing_takes_its_time_and_saves_that_of_the_wire() -> None:
     latency=st.floats(0, 0.1),
     contention=st.floats(0, 2),
 )
-def test_a_step_takes_no_less_than_its_parts_and_no_more_than_all_of_them(
+def test_a_step_takes_between_its_parts_and_all_of_them(
     ready: list[float], sizes: list[int], per_byte: float, latency: float, contention: float
 ) -> None:
     gradients = tuple(GradReady(i, sizes[i], when) for i, when in enumerate(sorted(ready)))
@@ -110,47 +479,3 @@ def test_buckets_are_chosen_for_the_link() -> None:
     # Where it makes no difference, nothing changes; where each collective costs much, there are few.
     assert choose(record, LinkCost(2, 0.0, 0.0), current, plan)[0].limits == current
     assert len(choose(record, LinkCost(2, 0.5, 1e-10), current, plan)[0].step.buckets) <= 2
-
-
-@pytest.mark.parametrize("as_views", [False, True])
-def test_a_plan_by_measurement_changes_no_bit_of_two_ranks(nursery: Nursery, as_views: bool) -> None:
-    nursery.run(2, "ddp_worlds.planning_cases:plans_change_no_bit", as_views=as_views)
-
-
-@pytest.mark.parametrize(
-    ("place", "goes_on"),
-    [
-        ("delivers first", True),
-        ("plans first", False),
-        ("delivers", True),
-        ("chooses", True),
-        ("plans", False),
-    ],
-)
-def test_a_rank_that_raises_where_ranks_agree_is_an_error_on_all_at_once(
-    nursery: Nursery, place: str, goes_on: bool
-) -> None:
-    case = "ddp_worlds.planning_cases:a_rank_that_raises_where_ranks_agree_is_an_error_on_all_at_once"
-    nursery.run(3, case, place=place, goes_on=goes_on)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "case"),
-    [
-        (2, "pieces_for_a_slow_link_change_no_bit"),
-        (2, "no_backend_for_the_cpu_is_asked_for_pieces_on_a_device"),
-        (2, "times_that_one_rank_cannot_read_decide_nothing_on_any"),
-        (2, "the_first_steps_are_recorded_on_all_ranks_alike"),
-        (3, "with_more_ranks_buckets_change_on_request_only"),
-        (3, "a_rank_that_has_joined_takes_part"),
-        (2, "failed_steps_are_not_measured"),
-        (2, "a_parameter_unfrozen_while_steps_are_measured_begins_that_again"),
-        (2, "a_rank_that_raises_alone_after_the_averages_agrees_in_the_same_step"),
-        (2, "auto_that_can_decide_nothing_warns"),
-        (2, "nothing_is_measured_where_that_is_not_wanted"),
-        (2, "a_checkpoint_keeps_what_was_decided"),
-        (2, "a_wrapper_that_measures_is_let_go"),
-    ],
-)
-def test_measured_wrappers(nursery: Nursery, world_size: int, case: str) -> None:
-    nursery.run(world_size, f"ddp_worlds.planning_cases:{case}")

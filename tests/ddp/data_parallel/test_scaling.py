@@ -38,7 +38,7 @@ def report(cost: LinkCost, computed_s: tuple[float, ...] = (0.1,)) -> StepReport
     )
 
 
-def test_rings_and_hierarchies_send_each_byte_nearly_twice_over_the_slowest_link() -> None:
+def test_rings_and_hierarchies_send_each_byte_nearly_twice() -> None:
     for algorithm in (SCALING.ring_s, SCALING.hierarchy_s):
         assert algorithm(SCALING.Layout(1, 4, LOCAL, NETWORK), 1e9) == pytest.approx(6 * 1e-6 + 1.5 * 0.1)
         assert algorithm(SCALING.Layout(4, 1, LOCAL, NETWORK), 1e9) == pytest.approx(6 * 1e-5 + 1.5 * 1.0)
@@ -62,7 +62,7 @@ def test_a_world_of_the_measured_size_is_the_simulated_step(ranks: int) -> None:
     assert (made.ranks, made.hosts, made.straggling_s) == (ranks, 1, 0)
 
 
-def test_one_rank_sends_nothing_and_a_slow_network_takes_its_bytes() -> None:
+def test_one_rank_sends_nothing_and_a_slow_network_its_bytes() -> None:
     measured = report(LinkCost(2, 0.0, 1e-9))
     alone = SCALING.scaled(measured, SCALING.Layout(1, 1, LOCAL, NETWORK), "ring")
     assert (alone.step_s, alone.wire_s, alone.efficiency) == pytest.approx((0.1, 0, 1))
@@ -93,14 +93,14 @@ def test_a_host_is_filled_before_the_next(hosts: int, gpus: int, expected: list[
 
 
 @given(sample=st.lists(st.floats(0, 100), min_size=1, max_size=6), draws=st.integers(1, 4))
-def test_the_expected_maximum_is_the_mean_over_all_draws_from_the_sample(sample: list[float], draws: int) -> None:
+def test_the_expected_maximum_is_the_mean_over_all_draws(sample: list[float], draws: int) -> None:
     if draws > len(sample):
         return
     every = [max(drawn) for drawn in itertools.product(sample, repeat=draws)]
     assert SCALING.expected_maximum(sample, draws) == pytest.approx(sum(every) / len(every), abs=1e-9)
 
 
-def test_the_expected_maximum_of_more_draws_than_samples_grows_as_that_of_an_exponential_tail_does() -> None:
+def test_the_expected_maximum_of_many_draws_has_a_tail() -> None:
     random_ = random.Random(0)
     sample = [10 + random_.expovariate(1.0) for _ in range(2000)]
     for draws in (2, 100, 2000, 100_000):

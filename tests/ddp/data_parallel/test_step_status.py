@@ -1,4 +1,4 @@
-"""A rank that fails, skips, drifts or changes its module: every rank learns it in the same step, and can go on."""
+"""What ranks say to each other in a step, as numbers that are added up."""
 
 from __future__ import annotations
 
@@ -6,94 +6,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from testbed.nursery import Nursery
 
 from ddp.data_parallel.buckets.step_status import HEADER_NUMEL, RankStatus, read, used_among, write
 
 
 @pytest.mark.parametrize(
-    ("fails_in", "said"),
-    [("forward", "ValueError: a bad batch"), ("backward", "its backward pass raised"), ("hook", "its backward pass")],
-)
-@pytest.mark.parametrize(("views", "cap_mb"), [(False, None), (True, 1e-3), (False, 1e-6)])
-def test_a_failure_on_one_rank_is_everybodys_in_the_same_step(
-    nursery: Nursery, fails_in: str, said: str, views: bool, cap_mb: float | None
-) -> None:
-    *others, (own, _) = nursery.run(
-        3, "ddp_worlds.step_status_cases:failure_is_shared", fails_in=fails_in, views=views, cap_mb=cap_mb
-    )
-    assert own.startswith("a bad")
-    for text, took_s in others:
-        assert "step 2 failed on rank 2" in text
-        assert said in text
-        assert took_s < 20, "what the group's own timeout of 30 s ends takes 27"
-
-
-@pytest.mark.parametrize("fails_in", ["forward", "backward", "hook"])
-def test_failures_change_no_bit_of_later_steps(nursery: Nursery, fails_in: str) -> None:
-    nursery.run(3, "ddp_worlds.step_status_cases:failures_change_no_bit", group="gloo", fails_in=fails_in)
-
-
-@pytest.mark.parametrize("who", [0, 2])
-@pytest.mark.parametrize("fails_in", ["inputs", "inputs, join", "module", "output", "forward, hook", "hook"])
-def test_a_failure_beside_a_collective_of_forward_leaves_all_ranks_in_step(
-    nursery: Nursery, fails_in: str, who: int
-) -> None:
-    nursery.run(3, "ddp_worlds.step_status_cases:failure_around_forward", fails_in=fails_in, who=who)
-
-
-@pytest.mark.parametrize(("count", "which"), [(1, "1 other rank,"), (3, "3 other ranks,")])
-def test_a_failure_without_a_reason_says_how_many_failed(nursery: Nursery, count: int, which: str) -> None:
-    (text,) = nursery.run(1, "ddp_worlds.step_status_cases:failed_without_a_word", count=count)
-    assert f"step 1 failed on {which} so nothing was averaged. Why is not known here: " in text
-
-
-def test_a_failure_on_every_rank_leaves_them_in_step(nursery: Nursery) -> None:
-    nursery.run(2, "ddp_worlds.step_status_cases:all_fail_and_go_on")
-
-
-def test_a_skipped_backward_is_reported_in_the_next_reduction(nursery: Nursery) -> None:
-    for text in nursery.run(2, "ddp_worlds.step_status_cases:skipped_backward_is_told"):
-        assert "rank 1 made 1" in text
-        assert "the others 0" in text
-    for text in nursery.run(3, "ddp_worlds.step_status_cases:skipped_backward_is_told"):
-        assert "rank 1 made 1" in text
-
-
-@pytest.mark.parametrize(("kind", "parameter"), [("bit", "layers.2.weight"), ("step", "layers.0.weight")])
-def test_drift_names_parameter_step_and_rank(nursery: Nursery, kind: str, parameter: str) -> None:
-    for text, named, step, ranks in nursery.run(3, "ddp_worlds.step_status_cases:drift_is_named", kind=kind):
-        assert (named, step, ranks) == (parameter, 5, (1,))
-        assert "before step 5" in text
-        assert "on rank 1 of 3" in text
-
-
-def test_equal_replicas_have_equal_checksums(nursery: Nursery) -> None:
-    nursery.run(2, "ddp_worlds.step_status_cases:no_drift_with_checksum")
-
-
-@pytest.mark.parametrize(("how", "name"), [("replaced", "layers.2.weight"), ("added", "extra")])
-def test_a_parameter_that_came_after_wrapping_is_refused_everywhere(nursery: Nursery, how: str, name: str) -> None:
-    for text in nursery.run(2, "ddp_worlds.step_status_cases:replaced_parameter_is_refused", how=how):
-        assert f"parameter '{name}' was added or replaced" in text
-
-
-def test_a_pass_that_is_dropped_late_cannot_fail_the_next_one(nursery: Nursery) -> None:
-    nursery.run(2, "ddp_worlds.step_status_cases:a_failed_pass_is_dropped_late")
-
-
-def test_a_pass_that_is_dropped_in_another_thread_is_over_before_the_next_begins(nursery: Nursery) -> None:
-    nursery.run(2, "ddp_worlds.step_status_cases:a_failed_pass_is_dropped_while_the_next_begins")
-
-
-def test_a_pass_of_an_optimizer_that_is_dropped_late_cannot_fail_the_next_one(nursery: Nursery) -> None:
-    nursery.run(2, "ddp_worlds.step_status_cases:a_failed_pass_of_an_optimizer_is_dropped_late")
-
-
-@pytest.mark.parametrize(
     "status", [RankStatus(failed=True), RankStatus(joined=True), RankStatus(failed=True, joined=True)]
 )
-def test_a_rank_that_failed_or_joined_counts_as_a_user_of_no_parameter(status: RankStatus) -> None:
+def test_a_rank_that_failed_or_joined_uses_no_parameter(status: RankStatus) -> None:
     written = torch.full((HEADER_NUMEL + 3,), 99.0)
     write(status, written, ())
     assert written[HEADER_NUMEL:].tolist() == [0, 0, 0]

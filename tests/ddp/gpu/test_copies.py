@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_worlds.compression_cases import Bucket, assert_same_bits, error
 from testbed.central_training import MAKERS, batch
 from testbed.central_training import build as build_for_all
+from testbed.compressed import Bucket, error
 from testbed.one_training import Setting, data
 from testbed.one_training import build as build_for_servers
 from testbed.same import assert_same
 from testbed.servers import in_roles, start
 from testbed.sync_debug import waiting_is_an_error
+from testbed.training import assert_same_bits
 from testbed.worlds import world
 from torch.nn import functional as F
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_worlds import exact_cases
 from testbed.nursery import Nursery
+from testbed.programs import follow
 from testbed.sync_debug import waiting_is_an_error
 from testbed.worlds import world
 from torch import nn
@@ -29,7 +29,7 @@ DEVICE = "cuda:0"
 def on_one_device(names: list[str]) -> None:
     """The programs of the exact tests, with all tensors on the device."""
     with torch.device(DEVICE):
-        exact_cases.follow(names)
+        follow(names)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from testbed.nursery import Nursery
+import torch
+from testbed.training import assert_close, batch, build, loss_of, shard
+from testbed.worlds import world
 
 import ddp.horovod as hvd
 from ddp.errors import MissingNameError, UnsupportedError
@@ -44,5 +46,20 @@ def test_any_other_name_is_an_ordinary_attribute_error() -> None:
     assert not isinstance(caught.value, MissingNameError)
 
 
-def test_a_script_for_horovod_trains_with_the_module_alone(nursery: Nursery) -> None:
-    nursery.run(2, "ddp_worlds.horovod_cases:the_module_is_all_a_script_needs")
+@world(2)
+def test_a_script_for_horovod_trains_with_the_module_alone() -> None:
+    assert hvd.init().world_size == hvd.size() == 2
+    model, alone = build("mlp"), build("mlp")
+    if hvd.rank():
+        torch.nn.init.zeros_(model.layers[0].weight)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), compression=hvd.Compression.none
+    )
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    x, y = batch(0, 8)
+    loss_of(model, shard(x), shard(y)).backward()
+    loss_of(alone, x, y).backward()
+    assert_close(model, alone)
+    assert hvd.allreduce(torch.tensor(1.0), op=hvd.Sum).item() == 2
+    assert hvd.broadcast_object({"rank": hvd.rank()}) == {"rank": 0}

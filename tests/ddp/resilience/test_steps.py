@@ -13,7 +13,7 @@ from testbed.processes import run_dtrain
 from testbed.sshd import SshHosts
 from testbed.training_seen import TrainingSeen, training
 
-SCRIPT = Path(__file__).parents[2] / "ddp_worlds" / "step_loader_script.py"
+SCRIPT = Path(__file__).parents[2] / "programs" / "step_loader_script.py"
 EPOCHS = "20"
 
 

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_worlds.data_parallel_cases import Mlp, assert_replicas_equal
 from testbed.central_training import F64, MAKERS, batch, build
 from testbed.nursery import Nursery
 from testbed.same import assert_same
 from testbed.seeds import Seeds
 from testbed.simulated_device import DEVICE, register
 from testbed.simulated_device.training import world_with_device
+from testbed.training import Mlp, assert_replicas_equal
 from testbed.worlds import world
 from torch import nn
 

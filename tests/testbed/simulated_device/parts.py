@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_worlds.compression_cases import Bucket
 from torch import nn
 
 from ddp.checkpoint.copies import HostCopy
@@ -24,6 +23,7 @@ from ddp.monitoring.stall_report import report_of
 from ddp.strategies.parameter_server.server_link import DeviceCopies
 from ddp.strategies.sharding.chunk_gradient import ChunkGradient
 from ddp.strategies.sharding.partition import partition
+from testbed.compressed import Bucket
 from testbed.simulated_device import DEVICE, Stream
 
 if TYPE_CHECKING:

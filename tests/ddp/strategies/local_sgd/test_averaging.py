@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_worlds.data_parallel_cases import Mlp, assert_replicas_equal, build, loss_of
 from testbed.local_steps import OPTIMIZERS, Outer, Simulated, adamw, assert_is, data, differs, sgd, start
 from testbed.nursery import Nursery
+from testbed.training import Mlp, assert_replicas_equal, build, loss_of
 from testbed.worlds import world
 from torch import nn
 

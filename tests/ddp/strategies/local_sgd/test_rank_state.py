@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_worlds.data_parallel_cases import build
 from testbed.local_steps import Outer, Simulated, adamw, assert_is, data, sgd, start
 from testbed.nursery import Nursery
+from testbed.training import build
 from testbed.worlds import world
 from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -1,9 +1,10 @@
-"""What the backend `shm` does when ranks end, stall, fork or are interrupted: each asserts on every rank."""
+"""Ranks of the backend `shm` that end, stall, fork or are interrupted."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 import signal
 import threading
@@ -16,40 +17,48 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore
+from testbed.worlds import world
 
 from ddp.comm.shm.group import ShmGroup
 from ddp.comm.shm.hosts_group import HostsGroup
 from ddp.comm.shm.memory import STATE
 from ddp.comm.shm.process_end import close_all
 from ddp.comm.shm.rounds import Lost
+from ddp.comm.shm.waiting import Fence
 from ddp.errors import CollectiveError
 
 LIMIT_S = 60.0
 _LARGE = 3_000_000  # elements: several chunks
 
 
-def _group_of(folder: str, rank: int, timeout_s: float = LIMIT_S) -> ShmGroup:
-    store = FileStore(str(Path(folder) / "shm"), dist.get_world_size())
-    return ShmGroup(store, rank, dist.get_world_size(), timedelta(seconds=timeout_s))
+def _store(name: str) -> Any:
+    return dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
 
 
-def _in_child(run: Callable[[], None]) -> int:
-    """Run in a forked process, which shall kill itself; return its pid."""
+def _group(timeout_s: float = LIMIT_S) -> ShmGroup:
+    return ShmGroup(_store("shm"), dist.get_rank(), dist.get_world_size(), timedelta(seconds=timeout_s))
+
+
+def _exit_code_of(run: Callable[[], object]) -> int:
+    """Run in a forked process; return its exit code."""
     pid = os.fork()
     if pid == 0:
         try:
             run()
+            os._exit(0)
         finally:
             os._exit(1)
-    return pid
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def _calls(group: ShmGroup) -> dict[str, Callable[[], Any]]:
+KINDS = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all", "recv", "barrier")
+
+
+def _call(name: str, group: ShmGroup) -> Any:
     """One of each kind, large enough for several rounds."""
     rank, size = group.rank(), group.size()
     mine = torch.ones(_LARGE)
-    return {
+    calls: dict[str, Callable[[], Any]] = {
         "all_reduce": lambda: group.allreduce([mine]),
         "broadcast": lambda: group.broadcast([mine]),
         "reduce": lambda: group.reduce([mine]),
@@ -59,48 +68,49 @@ def _calls(group: ShmGroup) -> dict[str, Callable[[], Any]]:
         "recv": lambda: group.recv([mine], size - 1) if rank == 0 else group.allreduce([mine]),
         "barrier": group.barrier,
     }
+    return calls[name]()
 
 
-def a_dead_rank_is_named_on_all_others(folder: str, name: str, chunks: int) -> None:
+@pytest.mark.parametrize(("name", "chunks"), [*itertools.product(KINDS, [0]), *itertools.product(KINDS[:6], [2])])
+@world(3)
+def test_a_dead_rank_is_named_on_all_others(name: str, chunks: int) -> None:
     """The last rank is killed: after so many chunks of the call, or before it."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
-    folder = f"{folder}/{name}{chunks}"
-    if rank == 0:
-        Path(folder).mkdir()
-    dist.barrier()
 
     def dies() -> None:
-        group = _group_of(folder, last)
+        group = _group()
         group.allreduce([torch.ones(3)]).wait()
         if chunks:
-            began = group._rounds.begin
+            rounds: Any = group._engine.rounds
+            began = rounds.begin
 
-            def begin(words: tuple[int, int]) -> int:
-                if group._rounds.round == chunks + 1:
+            def begin(words: tuple[int, int]) -> Any:
+                if rounds.round == chunks + 1:
                     os.kill(os.getpid(), signal.SIGKILL)
                 return began(words)
 
-            group._rounds.begin = begin
-            _calls(group)[name]().wait()
+            rounds.begin = begin
+            _call(name, group).wait()
         os.kill(os.getpid(), signal.SIGKILL)
 
     if rank == last:
-        os.waitpid(_in_child(dies), 0)
+        assert _exit_code_of(dies) == -signal.SIGKILL
         return
-    group = _group_of(folder, rank)
+    group = _group()
     group.allreduce([torch.ones(3)]).wait()
     began = time.monotonic()
     with pytest.raises(CollectiveError, match=rf"rank {last} \(pid \d+\) has ended"):
-        _calls(group)[name]().wait()
+        _call(name, group).wait()
     assert time.monotonic() - began < LIMIT_S / 2
     with pytest.raises(CollectiveError, match=rf"refused on rank {rank}, since the group has failed: .*rank {last} "):
         group.barrier()
     group.shutdown()
 
 
-def a_rank_that_stalls_is_named(folder: str) -> None:
+@world(3)
+def test_a_rank_that_stalls_is_named() -> None:
     rank, last = dist.get_rank(), dist.get_world_size() - 1
-    group = _group_of(folder, rank, timeout_s=LIMIT_S if rank == last else 3.0)
+    group = _group(timeout_s=LIMIT_S if rank == last else 3.0)
     if rank == last:
         dist.barrier()  # until the others have given up
         with pytest.raises(CollectiveError, match=rf"rank {last} did not come within 3 s"):
@@ -113,9 +123,10 @@ def a_rank_that_stalls_is_named(folder: str) -> None:
         dist.barrier()
 
 
-def a_monitored_barrier_names_all_that_are_missing(folder: str) -> None:
+@world(3)
+def test_a_monitored_barrier_names_all_that_are_missing() -> None:
     rank = dist.get_rank()
-    group = _group_of(folder, rank)
+    group = _group()
     group.monitored_barrier()
     if rank == 0:
         with pytest.raises(CollectiveError, match=r"monitored_barrier failed on rank 0: ranks 1-2 did not come"):
@@ -123,32 +134,14 @@ def a_monitored_barrier_names_all_that_are_missing(folder: str) -> None:
     dist.barrier()
 
 
-def a_wait_has_a_limit_of_its_own(folder: str) -> None:
-    """After it, the operation goes on."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    group = _group_of(folder, rank)
-    tensor = torch.ones(4)
-    if rank == 0:
-        work = group.allreduce([tensor])
-        with pytest.raises(CollectiveError, match=r"was not done within 0.1 s; it goes on"):
-            work.wait(timedelta(seconds=0.1))
-        dist.barrier()
-        work.wait()
-    else:
-        dist.barrier()
-        group.allreduce([tensor]).wait()
-    assert (tensor == size).all()
-
-
-def ctrl_c_ends_a_wait(folder: str) -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    group = _group_of(folder, rank)
+@world(3)
+def test_ctrl_c_ends_a_wait() -> None:
+    """And the operation goes on."""
+    group, tensor = _group(), torch.ones(4)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    tensor = torch.ones(4)
-    if rank == 0:
+    if dist.get_rank() == 0:
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-        options = dist.AllreduceOptions() if hasattr(dist, "AllreduceOptions") else None
-        work = group.allreduce([tensor], options)
+        work = group.allreduce([tensor])
         with pytest.raises(KeyboardInterrupt):
             work.wait()
         dist.barrier()
@@ -156,12 +149,13 @@ def ctrl_c_ends_a_wait(folder: str) -> None:
     else:
         dist.barrier()
         group.allreduce([tensor]).wait()
-    assert (tensor == size).all()
+    assert (tensor == dist.get_world_size()).all()
 
 
-def a_wait_costs_no_core(folder: str) -> None:
+@world(3)
+def test_a_wait_costs_no_core() -> None:
     rank = dist.get_rank()
-    group = _group_of(folder, rank)
+    group = _group()
     group.barrier().wait()
     if rank == 0:
         began, used = time.monotonic(), time.process_time()
@@ -172,30 +166,27 @@ def a_wait_costs_no_core(folder: str) -> None:
         group.barrier().wait()
 
 
-def a_forked_child_leaves_the_group_alone(folder: str) -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    group = _group_of(folder, rank)
+@world(3)
+def test_a_forked_child_leaves_the_group_alone() -> None:
+    group: Any = _group()
     group.barrier().wait()
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            with pytest.raises(CollectiveError, match="this process was forked from the rank that made the group"):
-                group.barrier()
-            del group
-            gc.collect()
-            status = 0
-        finally:
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    tensor = torch.ones(1000)
-    group.allreduce([tensor]).wait()
-    assert (tensor == size).all()
+
+    def child() -> None:
+        nonlocal group
+        with pytest.raises(CollectiveError, match="this process was forked from the rank that made the group"):
+            group.barrier()
+        del group
+        gc.collect()
+
+    assert _exit_code_of(child) == 0
+    group.allreduce([tensor := torch.ones(1000)]).wait()
+    assert (tensor == dist.get_world_size()).all()
 
 
-def a_rank_that_leaves_is_named(folder: str) -> None:
+@world(3)
+def test_a_rank_that_leaves_is_named() -> None:
     rank, last = dist.get_rank(), dist.get_world_size() - 1
-    group = _group_of(folder, rank)
+    group = _group()
     group.barrier().wait()
     if rank == last:
         group.shutdown()
@@ -207,10 +198,11 @@ def a_rank_that_leaves_is_named(folder: str) -> None:
     dist.barrier()
 
 
-def a_rank_that_fails_after_a_collective_fails_the_next_one(folder: str) -> None:
+@world(3)
+def test_a_rank_that_fails_after_a_collective_fails_the_next() -> None:
     """The others look at the collective only after that failure: they return from it, as that rank did."""
     rank = dist.get_rank()
-    group = _group_of(folder, rank)
+    group = _group()
     group.barrier().wait()
     if rank:
         rounds = group._engine.rounds
@@ -232,10 +224,11 @@ def a_rank_that_fails_after_a_collective_fails_the_next_one(folder: str) -> None
     dist.barrier()
 
 
-def a_message_of_a_rank_that_has_left_arrives(folder: str) -> None:
+@world(3)
+def test_a_message_of_a_rank_that_has_left_arrives() -> None:
     """It comes between the receiver's look into the channel and its look at who has left."""
     rank = dist.get_rank()
-    group = _group_of(folder, rank)
+    group = _group()
     group.barrier().wait()
     if rank == 0:
         for receiver in (1, 2):
@@ -259,19 +252,20 @@ def a_message_of_a_rank_that_has_left_arrives(folder: str) -> None:
     dist.barrier()
 
 
-def all_threads_that_wait_learn_of_a_dead_rank(folder: str) -> None:
+@world(3)
+def test_all_threads_that_wait_learn_of_a_dead_rank() -> None:
     rank, last = dist.get_rank(), dist.get_world_size() - 1
 
     def dies() -> None:
-        group = _group_of(folder, last)
+        group = _group()
         group.barrier().wait()
         time.sleep(0.5)  # the others wait by now, or later: both must end
         os.kill(os.getpid(), signal.SIGKILL)
 
     if rank == last:
-        os.waitpid(_in_child(dies), 0)
+        assert _exit_code_of(dies) == -signal.SIGKILL
         return
-    group = _group_of(folder, rank)
+    group = _group()
     group.barrier().wait()
     rounds = group._engine.rounds
     sleep = rounds.sleep
@@ -299,9 +293,10 @@ def all_threads_that_wait_learn_of_a_dead_rank(folder: str) -> None:
     assert all(f"rank {last} (pid" in each for each in reported)
 
 
-def a_callback_that_waits_ends_with_the_group(folder: str) -> None:
+@world(3)
+def test_a_callback_that_waits_ends_with_the_group() -> None:
     rank = dist.get_rank()
-    group = _group_of(folder, rank)
+    group = _group()
     if rank == 0:
         is_called = threading.Event()
 
@@ -321,9 +316,10 @@ def a_callback_that_waits_ends_with_the_group(folder: str) -> None:
     dist.barrier()
 
 
-def a_rank_that_leaves_ends_its_collectives_first(folder: str) -> None:
+@world(3)
+def test_a_rank_that_leaves_ends_its_collectives_first() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
-    group = _group_of(folder, rank)
+    group = _group()
     tensors = [torch.ones(_LARGE), torch.ones(3)]
     if rank:
         dist.barrier()
@@ -339,27 +335,29 @@ def a_rank_that_leaves_ends_its_collectives_first(folder: str) -> None:
     dist.barrier()
 
 
-def a_message_is_late_by_the_clock_of_its_own_rank(folder: str) -> None:
+@world(3)
+def test_a_message_is_late_by_the_clock_of_its_rank() -> None:
     """Rank 1 sends to rank 0 all the time; the last one, of which rank 0 waits for a message, never does."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
-    group = _group_of(folder, rank, timeout_s=3.0 if rank == 0 else LIMIT_S)
+    group = _group(timeout_s=3.0 if rank == 0 else LIMIT_S)
     group.barrier().wait()
-    is_over, until = Path(folder) / "over", time.monotonic() + LIMIT_S / 4
+    store, until = _store("over"), time.monotonic() + LIMIT_S / 4
     if rank == 0:
         works = [group.recv([torch.zeros(3)], source) for source in (last, *[1] * 1000)]
         with pytest.raises(CollectiveError, match=f"rank {last} did not come within 3 s"):
             works[0].wait(timedelta(seconds=LIMIT_S / 4))
-        is_over.touch()
-    while rank == 1 and not is_over.exists() and time.monotonic() < until:
+        store.set("over", "")
+    while rank == 1 and not store.check(["over"]) and time.monotonic() < until:
         with contextlib.suppress(CollectiveError):  # once rank 0 has given up
             group.send([torch.ones(3)], 0)
         time.sleep(0.1)
     dist.barrier()
 
 
-def a_message_that_no_one_waits_for_has_no_limit(folder: str) -> None:
+@world(3)
+def test_a_message_that_no_one_waits_for_has_no_limit() -> None:
     rank, last = dist.get_rank(), dist.get_world_size() - 1
-    group = _group_of(folder, rank, timeout_s=0.5 if rank == 0 else LIMIT_S)
+    group = _group(timeout_s=0.5 if rank == 0 else LIMIT_S)
     if rank == 0:
         got = torch.zeros(3)
         work = group.recv([got], last)
@@ -380,9 +378,10 @@ def a_message_that_no_one_waits_for_has_no_limit(folder: str) -> None:
     dist.barrier()
 
 
-def a_work_keeps_its_group(folder: str) -> None:
+@world(3)
+def test_a_work_keeps_its_group() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
-    group: Any = _group_of(folder, rank)
+    group: Any = _group()
     tensor = torch.ones(_LARGE)
     if rank:
         dist.barrier()
@@ -396,23 +395,20 @@ def a_work_keeps_its_group(folder: str) -> None:
     dist.barrier()
 
 
-def across_hosts_limits_count_and_a_forked_child_closes_nothing(folder: str) -> None:
+@world(3)
+def test_across_hosts_a_forked_child_closes_nothing() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
-    store = FileStore(str(Path(folder) / "hosts"), size)
+    store = _store("hosts")
     group = HostsGroup(store, rank, size, timedelta(seconds=LIMIT_S), [(0, 1), (2,)])
     tensor = torch.ones(4)
     group.allreduce([tensor]).wait()
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            close_all()  # as at the end of the interpreter
-            with pytest.raises(CollectiveError, match="this process was forked"):
-                group.barrier()
-            status = 0
-        finally:
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+    def child() -> None:
+        close_all()  # as at the end of the interpreter
+        with pytest.raises(CollectiveError, match="this process was forked"):
+            group.barrier()
+
+    assert _exit_code_of(child) == 0
     group.allreduce([tensor]).wait()
     assert (tensor == size**2).all()
     if rank == 2:
@@ -426,7 +422,8 @@ def across_hosts_limits_count_and_a_forked_child_closes_nothing(folder: str) -> 
     group.abort()
 
 
-def nothing_is_left_of_a_group(folder: str) -> None:
+@world(3)
+def test_nothing_is_left_of_a_group() -> None:
     rank = dist.get_rank()
     group: Any = dist.new_group(backend="shm")
     assert _left()
@@ -451,9 +448,10 @@ def _is_open(descriptor: str) -> bool:
     return Path(f"/proc/self/fd/{descriptor}").is_symlink()
 
 
-def all_hosts_that_are_late_are_named(folder: str) -> None:
+@world(3)
+def test_all_hosts_that_are_late_are_named() -> None:
     """Each rank is a host of its own; rank 1 comes late, the last one never, and rank 0 cannot know who is to blame."""
-    store, rank = FileStore(str(Path(folder) / "hosts"), 3), dist.get_rank()
+    store, rank = _store("hosts"), dist.get_rank()
     group = HostsGroup(store, rank, 3, timedelta(seconds=3), [(0,), (1,), (2,)])
     group.allreduce([torch.ones(3)]).wait()
     if rank == 0:
@@ -467,9 +465,10 @@ def all_hosts_that_are_late_are_named(folder: str) -> None:
     group.abort()
 
 
-def a_rank_that_stalls_on_another_host_is_an_error_on_all_others(folder: str) -> None:
+@world(4)
+def test_a_rank_that_stalls_on_another_host_fails_all_others() -> None:
     """In the middle of an all-reduce. Each of two hosts has two of four ranks, of which the last one stalls."""
-    store, rank = FileStore(str(Path(folder) / "hosts"), 4), dist.get_rank()
+    store, rank = _store("hosts"), dist.get_rank()
     group = HostsGroup(store, rank, 4, timedelta(seconds=3), [(0, 1), (2, 3)])
     group.allreduce([torch.ones(_LARGE)]).wait()
     if rank < 3:
@@ -479,3 +478,10 @@ def a_rank_that_stalls_on_another_host_is_an_error_on_all_others(folder: str) ->
         assert time.monotonic() - start < LIMIT_S
     dist.barrier()
     group.shutdown()
+
+
+def test_a_fence_works_after_an_interrupt_in_the_middle_of_one() -> None:
+    fence = Fence()
+    fence._release()
+    fence()
+    fence()

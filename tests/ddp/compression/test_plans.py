@@ -1,6 +1,6 @@
 """What compressors owe stays with the parameters while the plan of buckets and the number of ranks change.
 
-Each function runs on every rank and asserts there. Every rank can compute every other's gradients, so that each has the
+Every rank can compute every other's gradients, so that each has the
 whole reference.
 """
 
@@ -10,9 +10,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from ddp_worlds.compression_cases import Bucket, assert_same_bits, error
+from testbed.compressed import Bucket, error
+from testbed.nursery import Nursery
+from testbed.training import assert_same_bits
+from testbed.worlds import world
 from torch import nn
 
 import ddp
@@ -30,8 +34,8 @@ PLANS: Sequence[Plan] = (
 )
 STEPS = 3  # with each plan
 BLOCK = 64
-RANK = 2
-METHODS: Mapping[str, Int8 | PowerSGD] = {"int8": Int8(block=BLOCK), "powersgd": PowerSGD(rank=RANK, start_step=2)}
+RANK, START = 2, 2
+METHODS: Mapping[str, Int8 | PowerSGD] = {"int8": Int8(block=BLOCK), "powersgd": PowerSGD(rank=RANK, start_step=START)}
 State = dict[str, torch.Tensor]
 
 
@@ -108,7 +112,7 @@ class Int8Reference:
 
     @staticmethod
     def _round(blocks: torch.Tensor) -> torch.Tensor:
-        scale = (blocks.abs().amax(1, keepdim=True) / 127).clamp_min(1e-37)
+        scale: torch.Tensor = (blocks.abs().amax(1, keepdim=True) / 127).clamp_min(1e-37)
         return (blocks / scale).round() * scale
 
 
@@ -124,7 +128,7 @@ class PowerSGDReference:
 
     def reduce(self, plan: Plan, every: Sequence[State]) -> State:
         self.step += 1
-        if self.step <= METHODS["powersgd"].start_step:
+        if self.step <= START:
             return {name: torch.stack([mine[name] for mine in every]).double().mean(0) for name in SHAPES}
         return {name: self._reduce(name, every) for names in plan for name in names}
 
@@ -141,7 +145,7 @@ class PowerSGDReference:
         matrix = mean.view(first, others)
         left = torch.linalg.qr(matrix @ torch.linalg.qr(self.spans[name]).Q).Q
         self.spans[name] = matrix.t() @ left
-        delivered = (left @ self.spans[name].t()).view(mean.shape)
+        delivered: torch.Tensor = (left @ self.spans[name].t()).view(mean.shape)
         for owed, mine in zip(self.errors, wanted, strict=True):
             owed[name] = mine - delivered
         return delivered
@@ -158,7 +162,9 @@ def owed_of(state: Any) -> State:
     return {key: held.get("owed", held.get("error")) for key, held in state["parameters"].items()}
 
 
-def plans_change(method: str) -> None:
+@pytest.mark.parametrize("method", METHODS)
+@world(2, 3)
+def test_what_is_owed_stays_with_its_parameters(method: str) -> None:
     """Averages are those of a reference through four plans, and what was lost on the way is owed at the end."""
     made = make_compression(METHODS[method], parameters=OWNERS)
     reference: Any = REFERENCES[method]()
@@ -186,7 +192,9 @@ def assert_owed(state: Any, missing: State) -> None:
         torch.testing.assert_close(owed.get(name, torch.zeros(lacks.shape)).double(), lacks, rtol=0, atol=2e-4)
 
 
-def zero_gradients_may_come_back(rank: int) -> None:
+@pytest.mark.parametrize("rank", [1, 2, 3])
+@world(2)
+def test_low_rank_recovers_from_a_gradient_of_zeros(rank: int) -> None:
     """A gradient that is zero at first is approximated in the next steps as any other."""
     made = make_compression(PowerSGD(rank=rank, start_step=2))
     exact = torch.outer(torch.linspace(-1, 1, 40), torch.linspace(0, 2, 30))
@@ -240,7 +248,7 @@ def train(net: Sums, model: ddp.DistributedDataParallel, steps: Iterable[int], m
                 missing.setdefault(name, torch.zeros_like(mean)).add_(mean - parameter.grad)
 
 
-def wrapper_plans_again(method: str, folder: str) -> None:
+def _plan_again(method: str, folder: Path) -> None:
     """After the first pass, when a parameter is unfrozen, by a loaded plan: nothing that is owed is lost."""
     net, model = wrapped(method, cap_mb=0.002, has_late=False)
     missing: State = {}
@@ -258,16 +266,16 @@ def wrapper_plans_again(method: str, folder: str) -> None:
     assert state is not None
     assert_owed(state["compression"], missing)
     if dist.get_rank() == 0:
-        torch.save(state, Path(folder) / "state")
-        torch.save(missing, Path(folder) / "missing")
+        torch.save(state, folder / "state")
+        torch.save(missing, folder / "missing")
 
 
-def wrapper_goes_on_otherwise(method: str, folder: str) -> None:
+def _go_on_otherwise(method: str, folder: Path) -> None:
     """The same model with other buckets, on any number of ranks, owes what the run before did."""
     net, model = wrapped(method, cap_mb=0.005, has_late=True)
-    missing: State = torch.load(Path(folder) / "missing", weights_only=True)
+    missing: State = torch.load(folder / "missing", weights_only=True)
     train(net, model, range(20, 22), {})  # what it owes by now is forgotten
-    model.load_reduction_state(torch.load(Path(folder) / "state", weights_only=True))
+    model.load_reduction_state(torch.load(folder / "state", weights_only=True))
     train(net, model, range(10, 12), missing)
     state = model.reduction_state()
     assert state is not None
@@ -277,3 +285,11 @@ def wrapper_goes_on_otherwise(method: str, folder: str) -> None:
     assert owed_of(state["compression"]) == {}
     for lacks in missing.values():  # all is paid at once
         assert float(lacks.abs().max()) < 2e-4
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_wrapper_may_plan_again(nursery: Nursery, tmp_path: Path, method: str) -> None:
+    """And go on with other buckets and ranks."""
+    nursery.run(3, _plan_again, method=method, folder=tmp_path)
+    for world_size in (1, 2, 4):
+        nursery.run(world_size, _go_on_otherwise, method=method, folder=tmp_path)
