@@ -76,6 +76,8 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # until all is imported, which is then left out of collections: a second of CPU time, and more later
     if config.option.seed is None:
         config.option.seed = random.randrange(2**32)  # pytest-xdist hands it to its processes
+    if config.option.quick:
+        config.option.warn_unused_snapshots = True  # of tests that are left out
     hypothesis.settings.register_profile(
         "quick",
         max_examples=30,

@@ -165,6 +165,11 @@ def test_a_file_that_imports_torch_is_heavy(tmp_path: Path, text: str, heavy: bo
     assert is_heavy(tmp_path / "test_it.py") is heavy
 
 
+def test_quick_tests_are_found_without_torch() -> None:
+    result = run_program(sys.executable, "-m", "pytest", "--quick", "--collect-only", "-q", cwd=REPOSITORY)
+    assert result.returncode == 0, result
+
+
 def test_each_slow_test_is_in_one_share_and_all_others_in_each() -> None:
     ordinary, first, second, both = (
         _collected(*option) for option in ([], *(["--slow", x] for x in ("1/2", "2/2", "1/1")))

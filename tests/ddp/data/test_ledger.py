@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from testbed.nursery import Nursery
+from testbed.processes import wait_until
 from testbed.step_training import Training, lines_of
 from testbed.worlds import world
 from torch import nn
@@ -177,6 +178,8 @@ def test_a_rank_that_differs_is_named(what: str, tmp_path: Path) -> None:
 
     with pytest.raises(DriftError) as raised:
         train()
+    before = raised.value.step - 1
+    wait_until(lambda: path.exists() and any(line.get("step") == before for line in lines_of(path)), "it is written")
     every = max(line["every"] for line in lines_of(path) if "hashes" in line)
     assert raised.value.ranks == (1,)
     if what == "gradient":  # its optimizer's state differs as well, so its weights do later

@@ -6,20 +6,18 @@ import contextlib
 import itertools
 import math
 import random
-import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from testbed.interrupts import Died, Interrupt
 from testbed.nursery import Nursery
 from testbed.worlds import world
 from torch import nn
@@ -27,21 +25,8 @@ from torch import nn
 import ddp
 from ddp.monitoring.interrupts import is_interrupt
 
-_OURS = str(Path(ddp.__file__).parent)
-
-
 _AT_ONCE_S = 40.0  # the stall timeout is more; who asks where a rank is waits for some seconds
-
-
 _OTHERS_S = 4.0  # for rank 0 to notice that it need not wait
-
-
-class Died(RuntimeError):
-    """What the handler raises."""
-
-
-def _raise(signum: int, frame: FrameType | None) -> None:
-    raise Died("a worker of the DataLoader has died")
 
 
 def _interrupted_from(first: int, stride: int) -> tuple[int, list[str]]:
@@ -50,7 +35,6 @@ def _interrupted_from(first: int, stride: int) -> tuple[int, list[str]]:
     Where the others can go on, as PeerFailedError promises, all make one step more; else rank 1 ends, as scripts do.
     Return the last line, 0 where a step had none as late, and what was wrong.
     """
-    signal.signal(signal.SIGUSR2, _raise)
     torch.manual_seed(3)
     rank = dist.get_rank()
     store = dist.PrefixStore("outcomes", dist.distributed_c10d._get_default_store())
@@ -61,7 +45,7 @@ def _interrupted_from(first: int, stride: int) -> tuple[int, list[str]]:
     dist.barrier()
     for at in itertools.count(first, stride):
         wrong, began = [], time.monotonic()
-        interrupt = _Interrupt(at if rank == 1 else 0)
+        interrupt = Interrupt(at if rank == 1 else 0)
         error = _caught(model, interrupt)
         if rank == 0:
             kinds = (ddp.errors.PeerFailedError, ddp.errors.CollectiveError, type(None))
@@ -123,7 +107,7 @@ _CALLS: dict[str, Callable[[], Callable[[], object]]] = {
 }
 
 
-def _caught(model: nn.Module, interrupt: _Interrupt | None) -> Exception | None:
+def _caught(model: nn.Module, interrupt: Interrupt | None) -> Exception | None:
     try:
         with interrupt or contextlib.nullcontext():
             model.zero_grad()
@@ -135,38 +119,6 @@ def _caught(model: nn.Module, interrupt: _Interrupt | None) -> Exception | None:
 
 def _text(error: BaseException | None) -> str:
     return "".join(traceback.format_exception(error)) if error is not None else "no exception"
-
-
-class _Interrupt:
-    """Sends the signal at a line of ddp's, counted from 1; at none if `at` is 0. `seen` is the number of lines.
-
-    With `module`, it counts only the lines of that module's functions, and not those of methods.
-    """
-
-    def __init__(self, at: float, module: str = "") -> None:
-        self._at, self._module, self.seen = at, module, 0
-
-    @property
-    def has_come(self) -> bool:
-        return self.seen >= self._at
-
-    def __enter__(self) -> None:
-        if self._at:
-            sys.settrace(self._trace)
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
-
-    def _trace(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
-        if not frame.f_code.co_filename.startswith(_OURS):
-            return None
-        is_counted = frame.f_code.co_filename.endswith(self._module) and not (self._module and "self" in frame.f_locals)
-        if event == "line" and is_counted:
-            self.seen += 1
-            if self.seen == self._at:
-                sys.settrace(None)
-                signal.raise_signal(signal.SIGUSR2)
-        return self._trace
 
 
 def interrupt_from(nursery: Nursery, backend: str, first: int, stride: int, worlds: int = 1000) -> list[str]:
@@ -198,15 +150,18 @@ def test_a_signal_all_through_a_step(nursery: Nursery, backend: str) -> None:
     assert interrupt_from(nursery, backend, first, 37) == []
 
 
+def _is_in_a_function_of_the_reducer(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.endswith("data_parallel/reducer.py") and "self" not in frame.f_locals
+
+
 class _Alone(ddp.DistributedDataParallel):
     _least_ranks = 1
 
 
 @world(1)
 def test_a_signal_at_each_line_where_passes_end_together() -> None:
-    signal.signal(signal.SIGUSR2, _raise)
     for at in itertools.count(1):
-        model, interrupt = _Alone(nn.Linear(4, 2), measure=False), _Interrupt(at, "data_parallel/reducer.py")
+        model, interrupt = _Alone(nn.Linear(4, 2), measure=False), Interrupt(at, _is_in_a_function_of_the_reducer)
         error = _caught(model, interrupt)
         if not interrupt.has_come:
             break
@@ -238,13 +193,12 @@ def _interrupt_call(call: str, part: float) -> None:
 
     Rank 1 raises what its handler has raised, or an error with that as its cause; rank 0 an error of ddp, or none.
     """
-    signal.signal(signal.SIGUSR2, _raise)
     torch.manual_seed(3)
-    rank, make, whole = dist.get_rank(), _CALLS[call](), _Interrupt(math.inf)
+    rank, make, whole = dist.get_rank(), _CALLS[call](), Interrupt(math.inf)
     with whole:
         make()
     dist.barrier()
-    interrupt, began = _Interrupt(1 + int(part * whole.seen) if rank == 1 else 0), time.monotonic()
+    interrupt, began = Interrupt(1 + int(part * whole.seen) if rank == 1 else 0), time.monotonic()
     error: Exception | None = None
     try:
         with interrupt:

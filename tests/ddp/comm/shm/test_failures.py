@@ -6,19 +6,24 @@ import contextlib
 import gc
 import itertools
 import os
+import random
 import signal
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from testbed.interrupts import Died, Interrupt
+from testbed.slow import slow
 from testbed.worlds import world
 
+from ddp.comm.objects import gather_values
 from ddp.comm.shm.group import ShmGroup
 from ddp.comm.shm.hosts_group import HostsGroup
 from ddp.comm.shm.memory import STATE
@@ -485,3 +490,26 @@ def test_a_fence_works_after_an_interrupt_in_the_middle_of_one() -> None:
     fence._release()
     fence()
     fence()
+
+
+def _is_in_the_engine(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.endswith("shm/engine.py")
+
+
+@pytest.mark.parametrize("stride", [slow(1), 5])
+@world(2, backend="gloo")
+def test_a_signal_at_any_line_of_the_engine_does_not_keep_its_rank(stride: int) -> None:
+    """Rank 1 leaves its group, wherever the handler of the signal has raised."""
+    line, has_come = -random.Random(os.getppid()).randrange(stride), True  # the same on both ranks
+    while has_come:
+        line += stride
+        group = dist.new_group(backend="shm")
+        interrupt, began = Interrupt(line if dist.get_rank() == 1 else 0, _is_in_the_engine), time.monotonic()
+        with contextlib.suppress(Died, CollectiveError), interrupt:
+            for work in [dist.all_reduce(torch.ones(3), group=group, async_op=True) for _ in range(2)]:
+                work.wait()
+            dist.all_reduce(torch.ones(3), group=group)
+        dist.destroy_process_group(group)
+        assert time.monotonic() - began < LIMIT_S, line
+        _, has_come = gather_values(interrupt.has_come)
+    assert line > 50
