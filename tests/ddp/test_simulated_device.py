@@ -11,13 +11,19 @@ from testbed.nursery import Nursery
 from testbed.seeds import Seeds
 from testbed.simulated_device import DEVICE, group_of_all, simulated_device
 from testbed.simulated_device.training import WAYS, Net, Place, equals_the_cpu
+from testbed.slow import slow
 from testbed.worlds import world
 
 import ddp
 from ddp.compression import row_exchange
 
+LIKE_ANOTHER = {
+    "only_device", "views", "buffer_hook", "status_int8", "half", "copied", "explained", "packed", "chunks",
+    "compressed_again",
+}  # fmt: skip
 
-@pytest.mark.parametrize("name", WAYS)
+
+@pytest.mark.parametrize("name", [slow(name) if name in LIKE_ANOTHER else name for name in WAYS])
 def test_equals_the_cpu(nursery: Nursery, seeds: Seeds, name: str) -> None:
     nursery.run(2, equals_the_cpu, names=[name], seeds=seeds(1))
 
