@@ -140,6 +140,6 @@ def test_marked_commands_run(page: str, line: str, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
 
 
-def test_the_command_s_reference_and_its_man_page_are_as_its_help_is() -> None:
+def test_the_reference_and_the_man_page_are_as_the_help_is() -> None:
     result = run_program(sys.executable, ROOT / "scripts/reference.py", "--check")
     assert (result.returncode, result.stderr) == (0, "")

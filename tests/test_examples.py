@@ -197,7 +197,7 @@ def test_other_styles_train_the_digits(example: str, tmp_path: Path) -> None:
         assert re.search(r"epoch +1 .*accuracy", found), found
 
 
-def test_steps_have_the_same_losses_to_the_bit_on_other_ranks_and_from_a_file(tmp_path: Path) -> None:
+def test_steps_have_equal_losses_on_other_ranks_and_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "alone").mkdir()
     alone = _step_losses(_run([sys.executable, str(STEPS), "--steps", "14", "--log-every", "2"], tmp_path / "alone"))
     assert len(alone) == 7

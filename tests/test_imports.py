@@ -111,7 +111,7 @@ def _imported_alone(names: Sequence[str], ahead: set[str], without: set[str], *f
 
 
 @pytest.mark.parametrize("package", ALONE)
-def test_each_module_can_be_imported_first_and_loads_nothing_that_it_must_not(package: str) -> None:
+def test_each_module_can_be_imported_first(package: str) -> None:
     names = [name for name in modules(package) if not name.endswith("__main__")]  # which would run
     assert len(names) > 150
     assert _imported_alone(names, *ALONE[package]) == f"{len(names)} modules\n"
@@ -152,7 +152,7 @@ def test_the_command_line_and_the_controller_are_quick_to_load() -> None:
     assert not loaded & {"asyncio", "paramiko", "psutil", "pynvml", "rich.table", "cryptography"}
 
 
-def test_the_top_of_the_launcher_imports_launch_when_it_is_first_used() -> None:
+def test_the_launcher_imports_launch_when_it_is_first_used() -> None:
     assert [name for name in _loaded("import launcher") if name.startswith("launcher")] == ["launcher"]
     assert LAUNCH in _loaded("import launcher; launcher.launch")
     assert LAUNCH not in _loaded("import launcher; launcher.step()")
@@ -162,7 +162,7 @@ def test_importing_ddp_loads_nothing_of_the_launcher() -> None:
     assert not {name for name in _loaded(ONE_STRATEGY) if name.partition(".")[0] == "launcher"}
 
 
-def test_torch_xla_is_the_tpu_strategy_s_alone_and_loaded_only_for_it() -> None:
+def test_torch_xla_is_loaded_only_for_the_tpu_strategy() -> None:
     assert [name for name, file in DDP.items() if "torch_xla" in _packages(file)] == ["ddp.strategies.tpu.mesh"]
     loaded = _loaded(ONE_STRATEGY)
     assert "ddp.strategies.all_reduce" in loaded

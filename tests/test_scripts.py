@@ -54,7 +54,7 @@ def test_scripts_are_valid_bash(script: str) -> None:
     assert os.access(ROOT / script, os.X_OK) or script.endswith(".sh")
 
 
-def test_the_interpreter_found_is_no_virtual_environment_and_no_shim() -> None:
+def test_the_interpreter_found_is_no_environment_and_no_shim() -> None:
     found = _venv_sh("find_python venv", PYTHON=sys.executable)
     assert found.returncode == 0, found
     check = "import sys; print(sys.prefix == sys.base_prefix, sys.executable)"
@@ -68,7 +68,7 @@ def test_an_unsuitable_interpreter_is_named() -> None:
     assert "PYTHON=/nowhere/python3 is not a Python from 3.10 on" in refused.stderr
 
 
-def test_a_pair_of_versions_has_an_environment_and_constraints_of_its_own(tmp_path: Path) -> None:
+def test_a_pair_of_versions_has_an_environment_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
     shutil.copy(ROOT / "scripts/constraints.txt", tmp_path / "scripts")
     version = "{}.{}".format(*sys.version_info)
@@ -134,7 +134,7 @@ def test_an_environment_without_pip_gets_it_and_keeps_the_rest(tmp_path: Path) -
     assert (tmp_path / ".venv/mine").exists()
 
 
-def test_an_ordinary_user_has_no_rights_of_root_and_is_gone_afterwards() -> None:
+def test_an_ordinary_user_has_no_rights_and_is_gone_afterwards() -> None:
     if os.geteuid() != 0:
         pytest.skip("only root can make a user")
     says = "import getpass, os, launcher; print(*os.getresuid(), getpass.getuser(), os.access('/etc/shadow', os.R_OK))"
@@ -183,7 +183,7 @@ def apt_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("lock", ["lists/lock", "archives/lock", "dpkg/lock-frontend", "dpkg/lock"])
-def test_packages_are_installed_once_another_process_gives_up_apt_s_lock(apt_folder: Path, lock: str) -> None:
+def test_packages_wait_for_apt_s_lock(apt_folder: Path, lock: str) -> None:
     argv = ["bash", "-c", f"set -euo pipefail; . {ROOT}/scripts/venv.sh; apt_install bash"]
     with (apt_folder / lock).open("w") as held:
         fcntl.lockf(held, fcntl.LOCK_EX)

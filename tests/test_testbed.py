@@ -110,7 +110,7 @@ def test_what_goes_wrong_with_a_forked_dtrain_is_said(tmp_path: Path, forks: Non
         ("", "rich"),
     ],
 )
-def test_a_dtrain_that_python_would_start_in_another_way_is_not_forked(
+def test_a_dtrain_that_starts_in_another_way_is_not_forked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forks: None, variable: str, module: str
 ) -> None:
     if module:
@@ -186,7 +186,7 @@ def test_what_is_no_share_is_refused(share: str) -> None:
         Share.of_option(share)
 
 
-def test_seeds_are_new_in_each_run_and_each_test_and_can_be_repeated() -> None:
+def test_seeds_are_new_in_each_run_and_can_be_repeated() -> None:
     drawn = Seeds(1, "a")(3, kept=[17])
     assert drawn[0] == 17
     assert drawn == Seeds(1, "a")(3, kept=[17])

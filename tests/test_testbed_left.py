@@ -81,7 +81,7 @@ def test_a_process_in_a_session_of_its_own_is_named(watch: Watch) -> None:
     assert f"pid {process.pid} (state " in found
 
 
-def test_a_process_without_our_environment_is_known_by_the_run_tag(watch: Watch) -> None:
+def test_a_process_without_our_variables_is_known_by_its_tag(watch: Watch) -> None:
     tag = RunTag(TAG.ljust(32, "1"), None)
     code = f"""
 import os, subprocess
@@ -114,7 +114,7 @@ def test_a_temporary_folder_and_shared_memory_are_named(watch: Watch, tmp_path: 
     assert found.splitlines()[1:] == [f"  {tmp_path / what}"]
 
 
-def test_shared_memory_that_another_process_uses_is_not_taken_for_left(watch: Watch, tmp_path: Path) -> None:
+def test_shared_memory_of_another_process_is_not_left(watch: Watch, tmp_path: Path) -> None:
     with (tmp_path / "shm/theirs").open("w"):
         os.rename(tmp_path / "shm/theirs", tmp_path / "theirs")
         shell(f"mv {tmp_path / 'theirs'} {tmp_path / 'shm/theirs'}")
@@ -134,7 +134,7 @@ def test_a_control_group_is_named(watch: Watch) -> None:
         os.rmdir(group)
 
 
-def test_what_is_left_on_purpose_or_killed_is_not_looked_for_at_once(watch: Watch) -> None:
+def test_what_is_left_on_purpose_is_not_looked_for_at_once(watch: Watch) -> None:
     assert run_program("sh", "-c", "setsid sleep 600 >/dev/null 2>&1 &", outlived=True).returncode == 0
     assert watch.found == []
     watch.is_sure = True
@@ -145,7 +145,7 @@ def test_what_is_left_on_purpose_or_killed_is_not_looked_for_at_once(watch: Watc
     assert (watch.found, watch.is_sure) == ([], False)
 
 
-def test_what_another_program_of_the_test_has_is_not_taken_for_left(watch: Watch, tmp_path: Path) -> None:
+def test_what_another_program_of_the_test_has_is_not_left(watch: Watch, tmp_path: Path) -> None:
     with started("sh", "-c", "mkdir $TMPDIR/its; echo; read end; rmdir $TMPDIR/its", stdin=-1) as other:
         shell("setsid sleep 600 >/dev/null 2>&1 & true")
         assert other.stdout.readline()

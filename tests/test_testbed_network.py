@@ -76,7 +76,7 @@ def test_each_is_a_host_of_its_own_and_reaches_the_others_by_name(network_hosts:
     assert ssh(network_hosts, "far1", f'{sys.executable} -IS -c "{greet}"').stdout == "b'SSH-'\n"
 
 
-def test_cut_dropped_and_frozen_hosts_are_silent_and_go_on_afterwards(network_hosts: NetworkHosts) -> None:
+def test_cut_dropped_and_frozen_hosts_are_silent_and_go_on(network_hosts: NetworkHosts) -> None:
     with contextlib.ExitStack() as stack:
         sessions = {name: stack.enter_context(session(network_hosts, name)) for name in network_hosts.names}
         network_hosts.cut("far1")
@@ -132,7 +132,7 @@ def test_packets_can_be_lost_in_one_direction(network_hosts: NetworkHosts, tmp_p
             assert heard(ticks, MENDED_S) == b""
 
 
-def test_power_loss_is_silent_and_the_next_boot_has_the_same_address_and_key(network_hosts: NetworkHosts) -> None:
+def test_power_loss_is_silent_and_the_address_and_key_stay(network_hosts: NetworkHosts) -> None:
     with session(network_hosts, "far1") as process:
         running = network_hosts.processes("far1")
         assert running
@@ -148,7 +148,7 @@ def test_power_loss_is_silent_and_the_next_boot_has_the_same_address_and_key(net
         assert heard(process, 0) == b""
 
 
-def test_killed_sshd_closes_its_connections_but_not_what_it_started(network_hosts: NetworkHosts) -> None:
+def test_a_killed_sshd_closes_its_connections_alone(network_hosts: NetworkHosts) -> None:
     with session(network_hosts, "far1", "exec sleep 600") as process:
         (sleep,) = network_hosts.processes("far1")
         wait_until(lambda: sleep.name() == "sleep", "the shell has become it")

@@ -11,16 +11,11 @@ import os
 import subprocess
 from collections.abc import Sequence
 
-from testbed.namespaces import PARTS, await_word, bare_environment, find_part, path_of, run_part
+from testbed.namespaces import await_word, bare_environment, path_of, run_part
 
 INTERFACE = "eth0"
 _CLONE_NEWNET = 0x40000000
 _SUBNET = "10.213.78"
-
-
-def missing_part() -> str | None:
-    """The first program that is not on this machine, or None."""
-    return next((part for part in PARTS if find_part(part) is None), None)
 
 
 class SlowNetwork:
@@ -36,11 +31,6 @@ class SlowNetwork:
         """Processes in the networks, one for each."""
         return [holder.pid for holder in self._holders[1:]]
 
-    def set_rate(self, rate: str) -> None:
-        """Let through `rate` from now on."""
-        for pid in self.pids:
-            self._limit(pid, "replace", rate)
-
     def __enter__(self) -> "SlowNetwork":
         try:
             switch = self._hold()
@@ -55,7 +45,7 @@ class SlowNetwork:
                 run_part("ip", "link", "set", "lo", "up", inside=pid)
                 run_part("ip", "addr", "add", f"{_SUBNET}.{number}/24", "dev", INTERFACE, inside=pid)
                 run_part("ip", "link", "set", INTERFACE, "up", inside=pid)
-                self._limit(pid, "add", self._rate)
+                self._limit(pid)
         except BaseException:
             self.__exit__()
             raise
@@ -76,9 +66,9 @@ class SlowNetwork:
         await_word(holder, "a network namespace")
         return holder.pid
 
-    def _limit(self, pid: int, verb: str, rate: str) -> None:
-        bucket = ("tbf", "rate", rate, "burst", "8kb", "latency", "200ms")
-        run_part("tc", "qdisc", verb, "dev", INTERFACE, "root", *bucket, inside=pid)
+    def _limit(self, pid: int) -> None:
+        bucket = ("tbf", "rate", self._rate, "burst", "8kb", "latency", "200ms")
+        run_part("tc", "qdisc", "add", "dev", INTERFACE, "root", *bucket, inside=pid)
 
 
 def enter(networks: Sequence[int], rank: int) -> None:

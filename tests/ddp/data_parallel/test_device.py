@@ -67,9 +67,7 @@ MOVING.add("c10d.allreduce_")
 
 
 @pytest.mark.parametrize("averages", [False, True])
-def test_a_bucket_on_a_device_is_one_copy_and_one_reduction_and_a_gradient_alone_is_not_copied(
-    nursery: Nursery, seeds: Seeds, averages: bool
-) -> None:
+def test_a_bucket_on_a_device_is_one_copy_and_one_reduction(nursery: Nursery, seeds: Seeds, averages: bool) -> None:
     expected = {None: (1, 1), 1e-4: (2, 6)}  # by size of buckets: copies, reductions
     ways = [{"bucket_cap_mb": cap, "gradient_as_bucket_view": views} for cap in expected for views in (False, True)]
     for every in nursery.run(2, calls_of_a_step, ways=ways, averages=averages, seed=seeds(1)[0]):

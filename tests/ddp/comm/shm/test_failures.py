@@ -498,7 +498,7 @@ def _is_in_the_engine(frame: FrameType) -> bool:
 
 @pytest.mark.parametrize("stride", [slow(1), 5])
 @world(2, backend="gloo")
-def test_a_signal_at_any_line_of_the_engine_does_not_keep_its_rank(stride: int) -> None:
+def test_a_signal_in_the_engine_does_not_keep_its_rank(stride: int) -> None:
     """Rank 1 leaves its group, wherever the handler of the signal has raised."""
     line, has_come = -random.Random(os.getppid()).randrange(stride), True  # the same on both ranks
     while has_come:
