@@ -332,6 +332,7 @@ def test_buffers_are_those_of_rank_zero(forwards: int) -> None:
     for name in ("running_mean", "running_var", "num_batches_tracked"):
         torch.testing.assert_close(getattr(replica.norm, name), getattr(first.norm, name), rtol=1e-12, atol=0)
     assert replica.hidden.item() == 2.5
+    dist.barrier()  # rank 0, which only sends, stays until the others have its buffers
 
 
 @world(3)
