@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from testbed.interrupts import Died, Interrupt
 from testbed.nursery import Nursery
+from testbed.slow import slow
 from testbed.worlds import world
 from torch import nn
 
@@ -134,7 +135,7 @@ def interrupt_from(nursery: Nursery, backend: str, first: int, stride: int, worl
     return wrong
 
 
-@pytest.mark.parametrize("backend", ["gloo", "shm"])
+@pytest.mark.parametrize("backend", [slow("gloo"), "shm"])
 def test_a_signal_at_any_line_of_a_step_raises_on_its_rank_alone(nursery: Nursery, backend: str) -> None:
     """And no rank waits. In two worlds at some lines; in many more in test_a_signal_all_through_a_step."""
     first = random.randrange(1, 500)

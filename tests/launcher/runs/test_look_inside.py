@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 from testbed.nvml import build_nvml
 from testbed.processes import run_dtrain, started_dtrain, wait_until
+from testbed.slow import slow
 from testbed.terminal import dtrain_on_terminal
 from testbed.typed import dtrain
 from testbed.warm import HEADER
@@ -358,7 +359,7 @@ def _many(hosts: int, per_host: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("hosts", "per_host"), [(1, 4), (2, 4), (8, 8), (100, 8)])
+@pytest.mark.parametrize(("hosts", "per_host"), [(1, 4), slow(2, 4), slow(8, 8), (100, 8)])
 def test_what_does_not_fit_the_screen_is_summed_up_by_host(folder: Path, hosts: int, per_host: int) -> None:
     place().parent.mkdir(parents=True)
     run = registered("many", folder, "", detached=False)
