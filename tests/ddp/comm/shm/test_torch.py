@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from testbed.training import batch, build, loss_of
 from testbed.worlds import world
 from torch import nn
 from torch.distributed import TCPStore
@@ -44,6 +45,42 @@ def test_functional_collectives_and_meshes_use_it() -> None:
     assert torch.equal(whole + 0, torch.arange(size).repeat_interleave(2).float())
     part = functional.reduce_scatter_tensor(torch.arange(float(size)), "sum", 0, group)
     assert (part + 0 == rank * size).all()
+
+
+@world(3, backend="shm")
+def test_a_device_mesh_moves_dtensors() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    whole = torch.arange(36.0).view(12, 3)
+    sharded: Any = distribute_tensor(whole, init_device_mesh("cpu", (3,)), [Shard(0)])
+    assert sharded.to_local().shape == (4, 3)
+    assert torch.equal(sharded.redistribute(placements=[Replicate()]).to_local(), whole)
+    assert torch.equal((sharded + sharded).full_tensor(), 2 * whole)
+    assert sharded.sum().full_tensor() == whole.sum()
+
+
+@world(3, backend="shm")
+def test_torchs_zero_optimizer_trains_to_one_process() -> None:
+    with warnings.catch_warnings():  # torch.jit.script is deprecated
+        warnings.simplefilter("ignore")
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    alone, net = build("mlp"), build("mlp")
+    model = nn.parallel.DistributedDataParallel(net)
+    whole, part = slice(2 * size), slice(2 * rank, 2 * rank + 2)
+    for module, optimizer, rows in (
+        (alone, torch.optim.Adam(alone.parameters(), lr=0.1), whole),
+        (model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1), part),
+    ):
+        for step in range(3):
+            x, y = batch(step, 2 * size)
+            optimizer.zero_grad()
+            loss_of(module, x[rows], y[rows]).backward()
+            optimizer.step()
+    for mine, other in zip(net.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-6)
 
 
 @world(3, backend="shm")
