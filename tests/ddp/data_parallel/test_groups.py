@@ -198,6 +198,7 @@ def test_control_groups_are_shared_and_end_with_their_group() -> None:
         assert all(present(model._reducer).channel.control is made for model in models)
         for step in range(3):
             compare_passes(models[step % 2], copy.deepcopy(models[step % 2].module), step)
+    gc.collect()  # tracebacks of what failed may hold it in a cycle
     wait_until(lambda: _sockets() <= once, "gloo closes the sockets of attempts that failed")
     ended = weakref.ref(made)
     dist.destroy_process_group(group)
