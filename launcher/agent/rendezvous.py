@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
-import random
 import selectors
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from launcher.agent.stream_writer import StreamWriter
@@ -81,10 +81,11 @@ class Rendezvous:
     def reserve_ports(self, message: ReservePorts, address: str) -> None:
         """Bind the requested number of free ports, and hold them until `release_ports`."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        candidates = _unchosen_ports()
         try:
             for _ in range(message.count):
                 self._reserved.append(socket.socket(family, socket.SOCK_STREAM))
-                _bind_free(self._reserved[-1], address)
+                _bind_first(self._reserved[-1], address, candidates)
         except OSError as error:
             self._failed(f"cannot find free ports on {address}: {error.strerror}")
             return
@@ -100,13 +101,21 @@ class Rendezvous:
         self._writer.send(StoreFailed(attempt=self._attempt, reason=reason, time=time.monotonic()))
 
 
-def _bind_free(sock: socket.socket, address: str) -> None:
-    """Bind a port below those that the kernel chooses: no connection can take it before the worker. Raises OSError."""
+def _unchosen_ports() -> Iterator[int]:
+    """Yield ports below those that the kernel chooses: no connection can take one before the worker does."""
+    import random  # for TF_CONFIG alone
+
     try:
         lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except OSError:  # another kernel than Linux
         lowest = 0
-    for port in random.sample(range(lowest - _RESERVED, lowest), _TRIES) if lowest - _RESERVED >= 1024 else ():
+    first = max(1024, lowest - _RESERVED)
+    yield from random.sample(range(first, lowest), max(0, lowest - first))
+
+
+def _bind_first(sock: socket.socket, address: str, candidates: Iterator[int]) -> None:
+    """Bind the first of these ports that is free, or one that the kernel chooses. Raises OSError."""
+    for port in itertools.islice(candidates, _TRIES):
         with contextlib.suppress(OSError):  # it is in use
             sock.bind((address, port))
             return

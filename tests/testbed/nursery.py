@@ -128,21 +128,11 @@ class Nursery:
             folders = [Path(parent) / str(number) for number in range(len(codes))]
             return [Result(code, *_said(folder), wall_s) for code, folder in zip(codes, folders, strict=True)]
 
-    def in_turn(self, world_size: int, module: str, cases: Sequence[str], *, group: str = BACKEND) -> None:
-        """Run several functions of a module in one world."""
-        self.run(world_size, "testbed.nursery:call_in_turn", module=module, cases=cases, group=group)
-
 
 def _said(folder: Path) -> tuple[str, str]:
     """What a program has written to stdout and stderr."""
     out, err = ((folder / name).read_text(errors="backslashreplace") for name in ("stdout", "stderr"))
     return out, err
-
-
-def call_in_turn(module: str, cases: Sequence[str]) -> None:
-    for case in cases:
-        with warnings.catch_warnings():
-            getattr(importlib.import_module(module), case)()
 
 
 @contextlib.contextmanager
@@ -214,8 +204,6 @@ def _serve_client(connection: Connection) -> None:
             continue
         world_size, case, group, arguments, deadline_s, folder = request
         _import_ahead(case.partition(":")[0])
-        if case == "testbed.nursery:call_in_turn":
-            _import_ahead(arguments["module"])
         pids = {_fork(rank, world_size, case, group, arguments, Path(folder)): rank for rank in range(world_size)}
         connection.send(_watch(pids, deadline_s, Path(folder)))
 

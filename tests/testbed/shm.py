@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ddp.comm.shm import backend
 from testbed.nursery import Nursery
+from testbed.worlds import run_by
 
 LIMIT_S = 20.0  # of a group that nothing is wrong with
 # Pairs, of which each test tries one by default: ranks, and who shares memory where not all do.
@@ -49,19 +50,16 @@ def over_shm(function: Callable[..., None]) -> Callable[..., None]:
 
     def on_rank(_hosts: str, **arguments: Any) -> None:
         pretend_hosts(_hosts)
-        warnings.filterwarnings(
-            "ignore", ".* is deprecated. Please use"
-        )  # names that older torchs do not have otherwise
+        warnings.filterwarnings("ignore", ".* is deprecated. Please use")  # older torchs have no other names
         group = dist.new_group(backend="shm", timeout=timedelta(seconds=LIMIT_S))
         function(group, **arguments)
         dist.barrier()
         dist.destroy_process_group(group)
 
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     names = ["nursery", "_ranks", "_hosts", *[*inspect.signature(function).parameters][1:]]
-    vars(test)["on_rank"] = on_rank
-    vars(test)["__signature__"] = inspect.Signature([inspect.Parameter(name, kind) for name in names])
-    parametrized: Callable[..., None] = pytest.mark.parametrize(("_ranks", "_hosts"), worlds)(test)
+    parametrized: Callable[..., None] = pytest.mark.parametrize(("_ranks", "_hosts"), worlds)(
+        run_by(test, on_rank, names)
+    )
     return parametrized
 
 

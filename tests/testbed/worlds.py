@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import pytest
@@ -39,16 +39,20 @@ def world(
 
         chosen = {"_ranks": ranks, "_backend": backends}
         several = {name: values for name, values in chosen.items() if len(values) > 1}
-        names = ["nursery", *several, *inspect.signature(function).parameters]
-        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        vars(on_ranks)["on_rank"] = function
-        vars(on_ranks)["__signature__"] = inspect.Signature([inspect.Parameter(name, kind) for name in names])
-        test: Callable[..., None] = on_ranks
+        test = run_by(on_ranks, function, ["nursery", *several, *inspect.signature(function).parameters])
         for name, values in several.items():
             test = pytest.mark.parametrize(name, values)(test)
         return test
 
     return decorate
+
+
+def run_by(test: Callable[..., None], on_rank: Callable[..., None], names: Sequence[str]) -> Callable[..., None]:
+    """Have the nursery call `on_rank` for a test, whose arguments are those that pytest has for these names."""
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    vars(test)["on_rank"] = on_rank
+    vars(test)["__signature__"] = inspect.Signature([inspect.Parameter(name, kind) for name in names])
+    return test
 
 
 def agreed(value: T) -> T:

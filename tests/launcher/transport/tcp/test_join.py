@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from testbed import REPOSITORY
+from testbed.cable import Cable
 from testbed.ports import free_port
 from testbed.processes import Program, Result, started, wait_until
 
@@ -206,87 +207,45 @@ def process_port(pid: int) -> int:
 # ---- breaks --------------------------------------------------------------------------------------------------
 
 
-class CuttableRelay:
-    """A TCP connection to the listener that can be cut."""
+def cable_to(run: Run) -> Cable:
+    return Cable(f"127.0.0.1:{run.listener.port}")
 
-    def __init__(self, port: int) -> None:
-        self._port = port
-        self._listening = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listening.getsockname()[1]
-        self._socks: list[socket.socket] = []
-        self._thread = threading.Thread(target=self._serve, daemon=True)
-        self._thread.start()
 
-    def _serve(self) -> None:
-        while True:
-            try:
-                near, _ = self._listening.accept()
-                far = socket.create_connection(("127.0.0.1", self._port))
-            except OSError:
-                return
-            self._socks += [near, far]
-            for one, other in ((near, far), (far, near)):
-                threading.Thread(target=self._carry, args=(one, other), daemon=True).start()
-
-    @staticmethod
-    def _carry(one: socket.socket, other: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := one.recv(1 << 16):
-                other.sendall(data)
-            other.shutdown(socket.SHUT_WR)
-
-    def cut(self) -> None:
-        """Cut what is connected now; the node may connect again before this returns."""
-        socks, self._socks = self._socks, []
-        for sock in socks:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-            sock.close()
-
-    def close(self) -> None:
-        self._listening.shutdown(socket.SHUT_RDWR)
-        self._listening.close()
-        self._thread.join(60.0)
-        self.cut()
+def joiner_by(cable: Cable, **how: Any) -> contextlib.AbstractContextManager[Program]:
+    return joiner(cable.address.removeprefix("tcp://"), [sys.executable, "-c", ECHO], **how)
 
 
 def test_after_a_break_the_node_returns_with_another_agent(run: Run) -> None:
-    relay = CuttableRelay(run.listener.port)
-    try:
-        with joiner(f"127.0.0.1:{relay.port}", [sys.executable, "-c", ECHO]) as process:
-            stream = run.wait()
-            first = int(read_until(stream, b"\n").split()[1])
-            relay.cut()
-            with pytest.raises(StreamError):
-                read_until(stream, b"nothing more")
-            stream = run.wait()
-            assert not psutil.pid_exists(first)
-            assert int(read_until(stream, b"\n").split()[1]) != first
-            stream.end()
-            assert read_until(stream, b"ended\n")
-            assert stream.finish(60.0) == (5, "its words")
-            run.listener.close(0, "")
-            result = finished(process)
-    finally:
-        relay.close()
+    with cable_to(run) as cable, joiner_by(cable) as process:
+        stream = run.wait()
+        first = int(read_until(stream, b"\n").split()[1])
+        cable.cut()
+        with pytest.raises(StreamError):
+            read_until(stream, b"nothing more")
+        cable.mend()
+        stream = run.wait()
+        assert not psutil.pid_exists(first)
+        assert int(read_until(stream, b"\n").split()[1]) != first
+        stream.end()
+        assert read_until(stream, b"ended\n")
+        assert stream.finish(60.0) == (5, "its words")
+        run.listener.close(0, "")
+        result = finished(process)
     assert result.returncode == 0
     assert "dialling again for 60 s" in result.stdout
     assert "as node rank 1 again" in result.stdout
 
 
 def test_a_node_whose_run_never_comes_back_ends_with_an_error(run: Run) -> None:
-    relay = CuttableRelay(run.listener.port)
-    with run_of(relay, rejoin_s=2.0) as process:
-        read_until(run.wait(), b"\n")
-        relay.close()
-        result = finished(process)
+    with contextlib.ExitStack() as stack:
+        cable = stack.enter_context(cable_to(run))
+        with joiner_by(cable, rejoin_s=2.0) as process:
+            read_until(run.wait(), b"\n")
+            stack.close()
+            result = finished(process)
     assert result.returncode == 1
     assert "the connection to node 0 broke (" in result.stderr
-    assert f"no process listens at 127.0.0.1:{relay.port}" in result.stderr
-
-
-def run_of(relay: CuttableRelay, **how: Any) -> contextlib.AbstractContextManager[Program]:
-    return joiner(f"127.0.0.1:{relay.port}", [sys.executable, "-c", ECHO], **how)
+    assert f"no process listens at {cable.address.removeprefix('tcp://')}" in result.stderr
 
 
 # ---- finding node 0 ------------------------------------------------------------------------------------------
