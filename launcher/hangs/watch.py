@@ -13,12 +13,12 @@ inspections of all ranks. A rank is blamed only if
   `quiet_s`: storage clients wait up to a minute (botocore, NFS) before they retry, and the default is twice that, and
 - none of the ranks that do not wait has a debugger attached.
 
-A stopped process (SIGSTOP) is blamed without these conditions if two heartbeats have found it stopped and others still
-run: a user who stops the whole run, by hand or with Ctrl-Z, intends to.
+A stopped process (SIGSTOP) is blamed without these conditions, from its start on, if two heartbeats have found it
+stopped and others still run: a user who stops the whole run, by hand or with Ctrl-Z, intends to.
 
-Only ranks that have made STEPS steps are inspected; if no rank has, all of them, once some have shown OUTPUTS signs.
-The time before that is not limited. But the others wait for a rank that replaces another one: it is inspected from its
-start on, which may take FACTOR times as long as the longest start.
+A silence counts only for ranks that have made STEPS steps; if no rank has, for all, once some have shown OUTPUTS signs.
+The time before that is not limited. But the others wait for a rank that replaces another one: its silence
+counts from its start on, which may take FACTOR times as long as the longest start.
 
 Ranks that wait for each other before the first step are `MeetingWatch`'s.
 """
@@ -116,14 +116,14 @@ class HangWatch:
         """Add an inspection of all ranks; return the hanging ones, once certain."""
         before, self._before = self._before, (now, {each.rank: each for each in evidence})
         self.missed(now)
-        is_early = all(each.steps < STEPS for each in evidence)
-        known = [each for each in evidence if is_early or each.steps >= STEPS or each.phase == START]
-        stopped = tuple(each for each in known if _is_stopped(each) and each.rank in self._stopped_ranks)
-        if stopped and any(not _is_stopped(each) and not each.traced for each in known):
+        stopped = tuple(each for each in evidence if _is_stopped(each) and each.rank in self._stopped_ranks)
+        if stopped and any(not _is_stopped(each) and not each.traced for each in evidence):
             silent_s = min(each.silent_s for each in stopped)
-            return Blame(stopped, tuple(evidence), silent_s, waiting=len(known) - len(stopped))
+            return Blame(stopped, tuple(evidence), silent_s, waiting=len(evidence) - len(stopped))
         if before is None:
             return None
+        is_early = all(each.steps < STEPS for each in evidence)
+        known = [each for each in evidence if is_early or each.steps >= STEPS or each.phase == START]
         odd = odd_ranks(known)
         suspects = [each for each in known if each.rank in odd] or known
         for each in suspects:

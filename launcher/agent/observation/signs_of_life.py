@@ -4,9 +4,10 @@ A sign of life is a step, a checkpoint, the begin or end of a phase (ddp/monitor
 output, if ddp has not counted steps of the worker: then it is not known when it evaluates or saves. A line that is
 redrawn does not count: progress bars do that while training stands still. A worker is watched once it has made a step
 or has written new lines at OUTPUTS looks: before that, silence is normal start-up. But one that replaces another is
-watched from its start, since others wait for it. A worker that waits for its standard input, for a user to type, is
-not silent. The controller decides what a silence means (launcher/hangs). While a worker meets others again and waits
-for one that starts, a silence does not tell how long a step takes: nothing is learned until its next step.
+watched from its start, since others wait for it. A worker that waits for its standard input, for a user to type, is not
+silent. Whether a worker is stopped is looked up from its start on. The controller decides what a silence means
+(launcher/hangs). While a worker meets others again and waits for one that starts, a silence does not tell how long a
+step takes: nothing is learned until its next step.
 """
 
 from __future__ import annotations
@@ -65,10 +66,7 @@ class SignsOfLife:
             signs = self._signs[worker.number] = before.get(worker.number) or _Signs(now)
             signs.since = now if worker.rank == reader else signs.since + rested_s
             self._read(worker, signs, now)
-            was_stopped, signs.is_stopped = (
-                signs.is_stopped,
-                counts and signs.is_watched and _is_stopped(worker.own_pid),
-            )
+            was_stopped, signs.is_stopped = signs.is_stopped, counts and _is_stopped(worker.own_pid)
             if was_stopped and signs.is_stopped:
                 self.stopped.append(worker.rank)
         watched = [signs for signs in self._signs.values() if signs.is_watched]

@@ -12,7 +12,7 @@ from testbed.seeds import Seeds
 from launcher.agent.observation.signs_of_life import PHASES
 from launcher.hangs.watch import BUSY, FACTOR, QUIET_S, Blame, HangPolicy, HangWatch
 from launcher.protocol.reports import Evidence
-from launcher.protocol.two_way import START, Heartbeat
+from launcher.protocol.two_way import START, STEPS, Heartbeat
 
 RUNS, CHUNKS = 1000, 10
 KEPT = (2079230491,)  # seeds that have once shown an error
@@ -90,13 +90,12 @@ class World:
 
     def beat(self) -> None:
         watched = [rank for rank in self.ranks if rank.steps or rank.phase == START]
-        if not watched:
-            return
-        oldest = min(watched, key=lambda rank: rank.since)
+        oldest = min(watched, key=lambda rank: rank.since, default=None)
         beat = Heartbeat(
-            time=self.now, silent_s=self.now - oldest.since, silent_in=oldest.phase,
+            time=self.now, silent_s=0 if oldest is None else self.now - oldest.since,
+            silent_in=0 if oldest is None else oldest.phase,
             longest_s=[max(rank.longest_s[phase] for rank in self.ranks) for phase in range(START + 1)],
-            stopped=[rank.rank for rank in watched if rank.state == "T" and not rank.traced],
+            stopped=[rank.rank for rank in self.ranks if rank.state == "T" and not rank.traced],
         )  # fmt: skip
         self._watch.heard("a", beat)
         if self._watch.wants_look(self.now):
@@ -244,11 +243,22 @@ def test_a_stopped_rank_is_blamed_at_once(world: World) -> None:
     assert (world.hung(), blame.is_stopped, blame.waiting) == ([2], True, 3)
 
 
-def test_a_rank_stopped_before_its_first_steps_is_left_alone() -> None:
+@pytest.mark.parametrize("steps", [[0, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, STEPS], [STEPS, STEPS, 0, STEPS]])
+def test_a_rank_stopped_in_its_first_steps_is_blamed_at_once(steps: list[int]) -> None:
     world = World(4)
+    for rank, made in zip(world.ranks, steps, strict=True):
+        rank.signs(0, made)
     world.ranks[2].state = "T"
+    world.pause(2)
+    assert (world.hung(), present(world.blame).waiting) == ([2], 3)
+
+
+def test_ranks_all_stopped_before_their_first_steps_are_left_alone() -> None:
+    world = World(4)
+    for rank in world.ranks:
+        rank.state = "T"
     world.pause(100)
-    assert (world.blame, world.looks) == (None, 0)
+    assert world.blame is None
 
 
 def test_a_replaced_rank_is_blamed_where_it_stops_or_idles_long(world: World) -> None:

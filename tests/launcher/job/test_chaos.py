@@ -1,7 +1,6 @@
 """Faults on purpose: when they come, whom they hit, what they cost, and that no restart is counted for them."""
 
 import signal
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -145,17 +144,17 @@ def test_a_stopped_worker_goes_on_once_another_has_finished() -> None:
     assert drive.outcome.exit_code == 0
 
 
-def test_only_workers_that_have_made_a_step_are_stopped() -> None:
+def test_a_worker_is_stopped_before_its_first_step() -> None:
     drive = running("a", "b", chaos=parse_chaos("stop worker every 5s, seed 1"), hang=HangPolicy(acts=True))
-    commands = drive.wait(11, heard="ab")
+    assert fault(drive, 5).signum == signal.SIGSTOP
+
+
+def test_a_worker_that_is_alone_is_not_stopped() -> None:
+    chaos, hosts = parse_chaos("stop worker every 5s, seed 1"), (Host("a", HostKind.SSH, slots=1),)
+    drive = running("a", hosts=hosts, chaos=chaos, hang=HangPolicy(acts=True))
+    commands = drive.wait(11, heard="a")
     assert messages(commands, KillWorker) == []
     assert len([text for text in notices(commands) if "no worker is stopped this time" in text]) == 2
-    drive.say("a", Stepped(0, 1))
-    order = fault(drive, 5)
-    assert (order.rank, order.signum) == (1, signal.SIGSTOP)
-    ends(drive, replace(order, signum=signal.SIGKILL), restart_policy=3, steps=1)
-    drive.say("a", Started(0, 1, 999, drive.time("a")))
-    assert messages(drive.wait(20, heard="ab"), KillWorker) == [], "its successor has made none"
 
 
 def test_a_job_that_starts_slowly_comes_to_a_step_between_faults() -> None:

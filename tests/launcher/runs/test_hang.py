@@ -258,7 +258,8 @@ if sys.argv[1] == "start" and world.rank == 1 and os.path.exists("hung") and not
     os.kill(os.getpid(), signal.SIGSTOP)
 
 def load():
-    if state.step == 40 and world.rank == 1 and not os.path.exists("hung") and sys.argv[1] != "well":
+    step = 0 if sys.argv[1] == "stop" else 40
+    if state.step == step and world.rank == 1 and not os.path.exists("hung") and sys.argv[1] != "well":
         open("hung", "w").write(str(time.monotonic()))
         if sys.argv[1] == "start":
             os.kill(os.getpid(), signal.SIGKILL)

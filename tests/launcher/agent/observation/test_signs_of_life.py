@@ -189,10 +189,9 @@ def test_a_stopped_worker_is_named_at_the_second_look(sleeper: "subprocess.Popen
     looks = Looks(worker)
     sleeper.send_signal(signal.SIGSTOP)
     wait_until(lambda: psutil.Process(sleeper.pid).status() == psutil.STATUS_STOPPED, "it is stopped")
-    looks.look()
-    assert looks.look().stopped == [], "before its first step"
-    worker.progress = (1, 0)
     assert looks.look().stopped == []
+    assert looks.look().stopped == [7], "before its first step"
+    worker.progress = (1, 0)
     assert looks.look().stopped == [7]
     assert looks.look(counts=False).stopped == [], "all are to rest"
     looks.look()
