@@ -283,7 +283,7 @@ def own_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))  # which the test may have changed
     for entry in entries():
-        if not entry.state and entry.lives:
+        if not entry.state and entry.lives and entry.pid != os.getpid():
             run_dtrain("stop", "--kill", entry.run_id)
 
 

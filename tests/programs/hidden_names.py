@@ -29,6 +29,7 @@ from types import CodeType, ModuleType
 from typing import Any, cast
 
 from testbed import nursery
+from testbed.fork_memory import share_memory
 
 FILE = nursery.ROOT / "ddp/torch_internals.py"
 GONE = "_gone"
@@ -364,7 +365,7 @@ def main(parent: Path, names: Sequence[str]) -> None:
     import torch._dynamo  # noqa: F401  # which the first step of an optimizer imports, in seconds
 
     _import_what_ddp_does(parent)
-    nursery.share_memory()
+    share_memory()
     began = time.monotonic()
     ranks = _run(parent, 2, "noted")
     if not isinstance(ranks[0], tuple):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import json
 import os
 import resource
@@ -27,6 +26,8 @@ import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
+
+from testbed.fork_memory import share_memory
 
 MARK = "DTRAIN_TEST_MARK"
 NO_MARK = "0" * 32  # as long as all others
@@ -263,7 +264,7 @@ if __name__ == "__main__":
     import launcher.runs.session
     import launcher.timeline.recording
 
-    gc.freeze()
+    share_memory()
     requests = socket.socket(fileno=int(sys.argv[1]))
     requests.send(json.dumps(_imported_from()).encode())
     _serve(requests)

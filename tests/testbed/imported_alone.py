@@ -13,6 +13,8 @@ import os
 import sys
 import traceback
 
+from testbed.fork_memory import share_memory
+
 AHEAD, WITHOUT = (set(filter(None, word.split(","))) for word in sys.argv[1:])
 NAMES = sys.stdin.read().split()
 
@@ -51,4 +53,5 @@ def import_one(name: str) -> int:
 for module in AHEAD:
     importlib.import_module(module)
 gc.disable()
+share_memory()
 print(import_all([name for name in NAMES if "." not in name]), "modules")

@@ -35,6 +35,7 @@ from typing import Any, TypeVar, overload
 from _pytest.assertion import install_importhook
 from _pytest.config import get_config
 
+from testbed.fork_memory import share_memory
 from testbed.processes import TIMED_OUT, Result
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -217,12 +218,6 @@ def _import_ahead(module: str) -> None:
         share_memory()
     threads = os.listdir("/proc/self/task") if sys.platform == "linux" else [1]
     assert len(threads) == 1, f"{module} starts a thread when it is imported, after which nothing may be forked"
-
-
-def share_memory() -> None:
-    """Have no collection of a rank go through what is imported: that writes to the pages, which are then copied."""
-    gc.collect()
-    gc.freeze()
 
 
 def _make_warnings_errors() -> None:
