@@ -1,8 +1,9 @@
-"""What an exception of a signal's handler leaves: threads that were not started."""
+"""What an exception of a signal's handler leaves: threads that were not started, and questions without an answer."""
 
 from __future__ import annotations
 
 import itertools
+import signal
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
@@ -17,17 +18,19 @@ import torch.distributed as dist
 from testbed.interrupts import Died, Interrupt
 from testbed.present import present
 from testbed.worlds import world
+from torch import nn
 
 import ddp
 from ddp.checkpoint import file as checkpoint_file
 from ddp.checkpoint import writer
+from ddp.comm.shm.agreement import agree
 from ddp.comm.sums import small_sum
 from ddp.compression.row_exchange import BucketRows, RowMemory, _Messages, _Pipeline, open_exchange
 from ddp.errors import CollectiveError
 from ddp.monitoring.stall_channel import StoreThread
 from ddp.monitoring.stall_text import Position
 from ddp.strategies.parameter_server.snapshot import Snapshots
-from ddp.torch_internals import default_store
+from ddp.torch_internals import backend_of, default_store, is_gloo_on_host, timeout_of
 
 _LIMIT = timedelta(seconds=20)
 
@@ -149,3 +152,29 @@ def test_a_servers_next_snapshot_is_written(tmp_path: Path) -> None:
         snapshots.write(2 * step + 1, {})
         snapshots.wait()
         assert 2 * step + 1 in snapshots.whole_steps()
+
+
+@world(1, backend="gloo")
+def test_a_question_to_a_group_has_no_other_answer() -> None:
+    """Else this rank alone would choose another way to add up."""
+    group = present(dist.group.WORLD)
+    for ask in (is_gloo_on_host, partial(timeout_of, device=torch.device("cpu"))):
+        for interrupt in _at_each_line(backend_of):
+            _raises_what_interrupts(partial(ask, group), interrupt)
+
+
+@world(1)
+def test_an_agreement_raises_what_interrupts_it() -> None:
+    for interrupt in _at_each_line(agree):
+        _raises_what_interrupts(partial(agree, dist.HashStore(), 0, 1, 7, list, 1.0), interrupt)
+
+
+def _raise_in_a_handler(*_: object) -> Any:
+    with Interrupt(0):
+        signal.raise_signal(signal.SIGUSR2)
+
+
+@world(2)
+def test_verify_raises_what_interrupts_the_loss() -> None:
+    with pytest.raises(Died):
+        ddp.verify(nn.Linear(2, 1), _raise_in_a_handler, [torch.ones(4, 2)])
