@@ -174,6 +174,23 @@ def _raise_in_a_handler(*_: object) -> Any:
         signal.raise_signal(signal.SIGUSR2)
 
 
+def _raise_as_a_collective(*_: object) -> Any:
+    raise CollectiveError("rank 1 is missing", rank=0, what="save")
+
+
+@pytest.mark.parametrize(("hook", "error"), [(_raise_in_a_handler, Died), (_raise_as_a_collective, CollectiveError)])
+@world(1)
+def test_a_callback_out_of_step_raises_its_own_error(hook: Callable[..., Any], error: type[Exception]) -> None:
+    """The ranks cannot agree on its failure: it may be in the middle of a collective of the callback."""
+    callback = ddp.callbacks.Callback()
+    callback.on_fit_begin = hook  # type: ignore[method-assign]
+    data = torch.utils.data.TensorDataset(torch.ones(4, 2), torch.ones(4, 1))
+    net = nn.Linear(2, 1)
+    trainer = ddp.Trainer(net, torch.optim.SGD(net.parameters(), 0.1), nn.MSELoss(), callbacks=[callback])
+    with pytest.raises(error):
+        trainer.fit(data, epochs=1, global_batch_size=2)
+
+
 @world(2)
 def test_verify_raises_what_interrupts_the_loss() -> None:
     with pytest.raises(Died):
