@@ -24,6 +24,7 @@ from testbed.worlds import world
 from torch import nn
 
 import ddp
+from ddp.compression.row_exchange import RowExchange
 from ddp.monitoring.interrupts import is_interrupt
 
 _AT_ONCE_S = 40.0  # the stall timeout is more; who asks where a rank is waits for some seconds
@@ -168,6 +169,26 @@ def test_a_signal_at_each_line_where_passes_end_together() -> None:
             break
         assert isinstance(error, Died), f"line {at}: the exception became {_text(error)}"
     assert at > 5, "there are no such lines"
+
+
+@world(2, backend="gloo")
+def test_a_compressed_bucket_is_not_sent_twice() -> None:
+    """An exception that comes when it is sent, and before that is counted, is not one of the hook."""
+    model = ddp.DistributedDataParallel(nn.Linear(4, 2), compression="int8", stall_timeout_s=2 * _AT_ONCE_S)
+    assert (error := _caught(model, None)) is None, error
+    start, sent = RowExchange.start, 0
+    interrupt = Interrupt(3, lambda frame: frame.f_code is start.__code__)
+
+    def counted(*given: Any) -> Any:
+        nonlocal sent
+        sent += 1
+        return start(*given)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(RowExchange, "start", counted)
+        error = _caught(model, interrupt if dist.get_rank() else None)
+    assert sent == 1
+    assert isinstance(error, Died if dist.get_rank() else ddp.errors.DdpError), _text(error)
 
 
 def _random_part(call: str, backend: str) -> Any:
