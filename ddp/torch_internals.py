@@ -28,6 +28,7 @@ from torch.autograd.graph import Node
 from torch.distributed.algorithms.join import Join
 
 from ddp.errors import UnsupportedError
+from ddp.monitoring.interrupts import is_interrupt
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -387,10 +388,7 @@ def abort_on_devices() -> None:
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
     """Return the timeout of a group's collectives on a device, None if unknown; then defaults apply. 2.0."""
-    try:
-        timeout: timedelta = backend_of(group, device).options._timeout
-    except (AttributeError, RuntimeError):
-        return None
+    timeout: timedelta | None = _known(lambda: backend_of(group, device).options._timeout, None)
     return timeout
 
 
@@ -441,18 +439,22 @@ def is_by_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
 
     Without it, small sums use gloo's ring, and waits for gloo's collectives on a device have no timeout.
     """
-    try:
-        return str(backend_of(group, device).name()) == "gloo"
-    except (AttributeError, RuntimeError):
-        return False
+    return str(_known(lambda: backend_of(group, device).name(), "")) == "gloo"
 
 
 def adds_in_fixed_order(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Return whether a backend declares that its sums do not depend on the sizes of tensors. 2.0."""
+    return bool(_known(lambda: backend_of(group, device).adds_in_fixed_order, False))
+
+
+def _known(ask: Callable[[], Any], otherwise: Any) -> Any:
+    """Return what a backend answers, or `otherwise` if there is none for a device, or without this attribute."""
     try:
-        return bool(getattr(backend_of(group, device), "adds_in_fixed_order", False))
-    except (AttributeError, RuntimeError):
-        return False
+        return ask()
+    except (AttributeError, RuntimeError) as error:
+        if is_interrupt(error):
+            raise
+        return otherwise
 
 
 def is_gloo_on_host(group: dist.ProcessGroup) -> bool:

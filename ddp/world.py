@@ -218,6 +218,8 @@ def _join(placement: Placement, backend: str | None, timeout_s: float | None, de
     except (RendezvousError, LaunchEnvironmentError):
         raise
     except (RuntimeError, ValueError) as error:  # DistError is a RuntimeError
+        if is_interrupt(error):
+            raise
         meeting_point = f" at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}" if is_by_address else ""
         how = "" if backend is None else f" with backend {backend!r}"
         raise RendezvousError(
@@ -274,8 +276,11 @@ def break_connections() -> None:
     group = dist.group.WORLD
     if group is not None:
         on_devices = any(device.type != "cpu" and not is_by_gloo(group, device) for device in device_types_of(group))
-        with contextlib.suppress(RuntimeError, AttributeError):  # a backend without `abort`
+        try:
             backend_of(group, torch.device("cpu")).abort()
+        except (RuntimeError, AttributeError) as error:  # a backend without `abort`
+            if is_interrupt(error):
+                raise
     _membership.connections.break_all()
     if on_devices:
         _membership.on_devices.end(number)

@@ -50,8 +50,8 @@ ORDERS = {
         "data_parallel.planning", "data_parallel.buckets", "compression", "data", "comm", "monitoring", "world",
         "group_store", "device_choice", "comm.shm", "comm.shared_memory", "comm.combine", "generation",
         "monitoring.device_watch", "monitoring.user_code", "monitoring.stall_text", "monitoring.progress",
-        "monitoring.debuggers", "monitoring.interrupts", "monitoring.timeline", "environment", "rng", "torch_internals",
-        "errors",
+        "monitoring.debuggers", "monitoring.timeline", "environment", "rng", "torch_internals",
+        "monitoring.interrupts", "errors",
     ],
 }  # fmt: skip
 LAUNCH = "launcher.functions.launch"  # the top of the launcher imports it when it is first used

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from ddp.data.replica_loader import ReplicaLoader
 from ddp.data.step_loader import StepLoader
-from ddp.errors import ArgumentError, DdpError, PeerFailedError
+from ddp.errors import ArgumentError, CollectiveError, DdpError, PeerFailedError
+from ddp.monitoring.interrupts import is_interrupt
 from ddp.strategies.strategy import Strategy
 
 
@@ -136,7 +137,8 @@ class CallbackList:
     def call(self, hook: str, *arguments: Any) -> None:
         """Call a hook of each. Errors are kept for `raise_failure`, so that no other replica waits for this one.
 
-        The other callbacks are still called, because their hooks may communicate. A process alone raises at once.
+        The other callbacks are still called, because their hooks may communicate. A process alone raises at once. So
+        does any after a failed collective, or an exception from a signal handler: it cannot exchange its failure.
         """
         for index, callback in enumerate(self._callbacks):
             if self._failure is not None and self._failure[0] == index:
@@ -144,6 +146,8 @@ class CallbackList:
             try:
                 getattr(callback, hook)(*arguments)
             except Exception as error:  # any error of the user's code, see above
+                if isinstance(error, CollectiveError) or is_interrupt(error):
+                    raise
                 self._failure = self._failure or (index, hook, callback.trainer.step, error)
         if self.has_failed and (self._strategy.world.world_size == 1 or not self._strategy.collective):
             self.raise_failure(together=False)

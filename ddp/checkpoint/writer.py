@@ -25,7 +25,7 @@ from ddp.checkpoint.copies import CopyMemory, HostCopy, HostMemory, is_on_host
 from ddp.checkpoint.folder_owner import FolderOwner
 from ddp.checkpoint.kept_copy import Note
 from ddp.errors import ArgumentError, CheckpointError
-from ddp.monitoring.interrupts import is_interrupt
+from ddp.monitoring.interrupts import has_started, is_interrupt
 from ddp.monitoring.process_end import end_process
 from ddp.monitoring.progress import count_checkpoint
 
@@ -239,9 +239,10 @@ def finish(timeout_s: float | None = None) -> Exception | None:
     """Wait for the last save; return its error, once. Raises TimeoutError if it takes longer."""
     global _thread, _failure
     if _thread is not None:
-        _thread.join(timeout_s)
-        if _thread.is_alive():
-            raise TimeoutError
+        if has_started(_thread):
+            _thread.join(timeout_s)
+            if _thread.is_alive():
+                raise TimeoutError
         _thread = None
     failure, _failure = _failure, None
     return failure
@@ -256,7 +257,9 @@ def _start(write: Callable[[], None]) -> None:
     _thread = threading.Thread(target=run, name="checkpoint", daemon=True)
     try:
         _thread.start()
-    except RuntimeError:  # the interpreter ends, or there are too many threads
+    except RuntimeError as error:  # the interpreter ends, or there are too many threads
+        if is_interrupt(error):
+            raise
         _thread = None
         run()
 

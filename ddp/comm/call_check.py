@@ -59,17 +59,21 @@ class CallCheck:
         return self._group is None or self._group.size() == 1 or self._work.is_completed()
 
     def settle(self) -> list[int]:
-        """Wait for the others; return their numbers. Raises ArgumentError on every rank if the calls differ."""
+        """Wait for the others; return their numbers. Raises ArgumentError on every rank if the calls differ.
+
+        May be called again, also after an interrupt.
+        """
         if self._group is None:
             return self._numbers
-        group, self._group = self._group, None
-        if group.size() > 1:
+        if self._group.size() > 1:
             self.report.wait(self._work, self.what)
-            self.report.step += 1
             every = self._every.tolist()
             self._numbers = every[1::2]
             if len(set(every[::2])) > 1:
+                self._group = None
                 raise _calls_differ(gather_values(self.what, group=self._control))
+            self.report.step += 1
+        self._group = None
         if self._problem:
             raise ArgumentError(self.what)
         return self._numbers

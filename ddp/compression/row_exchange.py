@@ -41,6 +41,7 @@ from ddp.comm.shm.backend import NAME as SHM
 from ddp.comm.shm.backend import connect
 from ddp.compression.compressor import completed
 from ddp.errors import CollectiveError, UnsupportedError
+from ddp.monitoring.interrupts import has_started, is_interrupt
 from ddp.monitoring.stall_report import StallReport, report_of, waiting_for_peers
 from ddp.torch_internals import allgather_flat, backend_of, default_store, is_in_stream_order, timeout_of
 
@@ -186,16 +187,20 @@ class _Pipeline:
         with self._lock:
             if self._failure is not None:
                 raise self._failed(rows, RuntimeError("it was not started"))
-            if not self._threads or self._is_ending:
-                self._start_threads()
-            self._report.at(f"compressed average of {rows.label}")
+            what = f"compressed average of {rows.label}"
             try:
+                self._start_threads()
+                self._report.at(what)
                 tag = _FIRST_TAG + next(self._started) % _TAGS
                 work = _Messages(group, rows.memory.received, list(rows.memory.send), tag)
-            except RuntimeError as error:
-                raise self._failed(rows, error) from error
-            pending = _Pending(rows, tag, work, torch.futures.Future())
-            self._sent.put(pending)
+                pending = _Pending(rows, tag, work, torch.futures.Future())
+                self._sent.put(pending)
+            except BaseException as error:
+                if isinstance(error, RuntimeError) and not is_interrupt(error):
+                    raise self._failed(rows, error) from error
+                rank = self._report.rank
+                self._failure = CollectiveError(f"rank {rank} was interrupted in the {what}", rank=rank, what=what)
+                raise
             return pending.future
 
     def end(self) -> None:
@@ -204,20 +209,22 @@ class _Pipeline:
         self._sent.put(None)
 
     def _start_threads(self) -> None:
+        if not self._threads or self._is_ending:
+            for thread in filter(has_started, self._threads):
+                thread.join()  # buckets started before must come first
+            averaged: _Queue = queue.SimpleQueue()
+            self._sent = queue.SimpleQueue()
+            self._threads = [
+                threading.Thread(
+                    target=self._average, args=(self._sent, averaged), name="ddp-compression-average", daemon=True
+                ),
+                threading.Thread(target=self._deliver, args=(averaged,), name="ddp-compression-deliver", daemon=True),
+            ]
+            self._is_ending = False
         for thread in self._threads:
-            thread.join()  # buckets started before must come first
-        averaged: _Queue = queue.SimpleQueue()
-        self._sent = queue.SimpleQueue()
-        self._is_ending = False
-        self._threads = [
-            threading.Thread(
-                target=self._average, args=(self._sent, averaged), name="ddp-compression-average", daemon=True
-            ),
-            threading.Thread(target=self._deliver, args=(averaged,), name="ddp-compression-deliver", daemon=True),
-        ]
-        for thread in self._threads:
-            _threads.add(thread)
-            thread.start()
+            if not has_started(thread):
+                _threads.add(thread)
+                thread.start()
 
     @torch.no_grad()
     def _average(self, sent: _Queue, averaged: _Queue) -> None:
@@ -310,7 +317,7 @@ def _settle() -> None:
         if exchange._pipeline is not None:
             exchange._pipeline.end()
     end = time.monotonic() + _SETTLE_S
-    for thread in list(_threads):
+    for thread in filter(has_started, list(_threads)):
         thread.join(max(0.0, end - time.monotonic()))
 
 

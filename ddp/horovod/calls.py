@@ -147,12 +147,11 @@ def start_allreduce(
             works.append((link.allreduce([sent], reduce_options(_REDUCTIONS[op])), flat.device))
     count = link.size()
 
-    def finish() -> list[Tensor]:
+    def finish() -> list[Tensor]:  # again after an interrupt, so it changes no `flat`
         results: list[Tensor] = list(tensors)
         for flat, indices in flats:
-            if op == Average and flat.dtype.itemsize > 2:
-                flat.div_(count)
-            parts = torch.split(flat, [tensors[index].numel() for index in indices])
+            reduced = flat / count if op == Average and flat.dtype.itemsize > 2 else flat
+            parts = torch.split(reduced, [tensors[index].numel() for index in indices])
             for index, part in zip(indices, parts, strict=True):
                 results[index] = part.to(tensors[index].dtype).reshape(tensors[index].shape)
         return results

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import signal
+import threading
 import traceback
 from collections.abc import Callable
 from types import CodeType
@@ -27,6 +28,11 @@ def is_interrupt(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
+
+
+def has_started(thread: threading.Thread) -> bool:
+    """Return False if an exception of a signal handler kept a thread from its start: then it can be started again."""
+    return thread.ident is not None
 
 
 def _code_of(handler: Callable[..., object]) -> CodeType | None:

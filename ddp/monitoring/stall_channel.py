@@ -30,6 +30,7 @@ from torch.distributed import PrefixStore, Store
 
 from ddp.errors import UnsupportedError
 from ddp.generation.connections import clone
+from ddp.monitoring.interrupts import has_started, is_interrupt
 from ddp.monitoring.process_end import how_it_ends
 from ddp.monitoring.stall_text import MOST_POSITIONS, Answer, Heard, Position, printable
 from ddp.torch_internals import default_store
@@ -111,7 +112,7 @@ class StoreThread:
             ordinal = self._ordinals[group_name] = self._ordinals.get(group_name, -1) + 1
             key = f"{group_name}/{ordinal}"
             self._reporters[key] = weakref.ref(reporter)
-            if self._thread is None and not self.trouble:
+            if (self._thread is None or not has_started(self._thread)) and not self.trouble:
                 # The thread may end, and set self._thread to None, before start() returns.
                 thread = self._thread = threading.Thread(target=self._run, name="ddp-stall-report", daemon=True)
                 _running.add(self)
@@ -297,7 +298,9 @@ def store_thread_of_world() -> StoreThread | None:
     if store_thread is None:
         try:
             store_thread = _store_threads[store] = StoreThread(store, dist.get_rank())
-        except (NotImplementedError, RuntimeError):  # a store of the user's own
+        except (NotImplementedError, RuntimeError) as error:  # a store of the user's own
+            if is_interrupt(error):
+                raise
             return None
     # Registered again for each, to run before the group is closed at exit: handlers run in reverse order.
     atexit.unregister(_end_store_threads)
@@ -314,7 +317,7 @@ def _end_store_threads() -> None:
         store_thread.end()
     until = time.monotonic() + _STORE_TIMEOUT_S + 0.5
     for thread in list(_threads):
-        if thread.ident is not None:  # it was started
+        if has_started(thread):
             thread.join(max(0.0, until - time.monotonic()))
 
 

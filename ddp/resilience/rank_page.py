@@ -228,9 +228,9 @@ class _RandomStates:
             self._look_at_numpy(module.random)
         if self._written[record] is not self._numpy:
             place += _GAUSS.size
-            self._written[record] = self._numpy
             data = self._numpy or bytes(_NUMPY.size)
             self._memory[place : place + _RANDOM_BYTES - _WORDS.size - _GAUSS.size] = bytes([bool(self._numpy)]) + data
+            self._written[record] = self._numpy
 
     def _look_at_numpy(self, module: Any) -> None:
         raw = b""

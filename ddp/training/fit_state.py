@@ -15,6 +15,7 @@ from ddp.data import replay
 from ddp.data.replica_loader import ReplicaLoader
 from ddp.data.step_loader import StepLoader
 from ddp.errors import ArgumentError, ReplacementError
+from ddp.monitoring.interrupts import is_interrupt
 from ddp.monitoring.progress import set_restart_policy
 from ddp.resilience.loop import can_go_on, is_replacement
 from ddp.resilience.state import State
@@ -73,6 +74,8 @@ def state_of(trainer: Any, loader: ReplicaLoader | StepLoader) -> State | None:
     except ArgumentError as error:
         problem = str(error)
     except Exception as error:  # a callback's state_dict() may raise anything before its on_fit_begin()
+        if is_interrupt(error):
+            raise
         problem = f"{type(error).__name__}: {error}"
     if is_replacement():
         if problem:

@@ -21,6 +21,7 @@ from ddp.comm.fingerprint import fingerprints
 from ddp.comm.objects import member_group
 from ddp.data_parallel.wrapper import DistributedDataParallel
 from ddp.errors import ArgumentError
+from ddp.monitoring.interrupts import is_interrupt
 from ddp.torch_internals import apply_to_tensors, tree_flatten, tree_map_only, unwrapped
 from ddp.verification.experiment import Comparison, Difference, Experiment, LossFunction, gather
 
@@ -230,6 +231,8 @@ def _equal_copy(model: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
     try:
         copied = copy.deepcopy(model)
     except Exception as error:  # a __deepcopy__ may raise anything; the other ranks must not wait
+        if is_interrupt(error):
+            raise
         problem = f"the model cannot be copied (copy.deepcopy): {type(error).__name__}: {error}"
     _raise_together(problem, group)
     assert copied is not None
@@ -279,6 +282,8 @@ def _problem(experiment: Experiment) -> str:
         result = experiment.alone()
         experiment.on_shard()
     except Exception as error:  # the user's code may raise anything; the other ranks must not wait
+        if is_interrupt(error):
+            raise
         return f"loss_fn(model, batch) failed: {type(error).__name__}: {error}"
     if all(gradient is None for gradient in result.gradients.values()):
         return "no parameter got a gradient: loss_fn must use the model that it is called with, a copy of yours"

@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 from ddp.errors import RendezvousError
+from ddp.monitoring.interrupts import is_interrupt
 
 
 def agree(
@@ -37,6 +38,8 @@ def agree(
                 late = f" (missing: {', '.join(map(str, missing[:16]))})"
             else:
                 store.delete_key(f"value/{rank}")
+        if is_interrupt(error):
+            raise
         raise RendezvousError(
             f"rank {rank} of {size} waited {timeout_s:.0f} s for the other ranks to choose how to move tensors{late}: "
             f"{error}"

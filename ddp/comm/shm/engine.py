@@ -20,10 +20,10 @@ import torch
 from ddp.comm.shm.collectives import Steps
 from ddp.comm.shm.driver_lock import DriverLock
 from ddp.comm.shm.messages import Messages, Receive, Send
-from ddp.comm.shm.process_end import LEAVE_S, end_with_process, has_started, join_at_end
+from ddp.comm.shm.process_end import LEAVE_S, end_with_process, join_at_end
 from ddp.comm.shm.rounds import Lost, Rounds, not_done, refused
 from ddp.monitoring.debuggers import debugged_until
-from ddp.monitoring.interrupts import is_interrupt
+from ddp.monitoring.interrupts import has_started, is_interrupt
 
 _PAUSE_S = 0.0002  # the thread pauses so long for a caller that waits at once: this saves a switch of threads
 _LOOK_S = 0.05

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore
 
+from ddp.monitoring.interrupts import is_interrupt
 from ddp.torch_internals import destroy_device_group, device_group, host_group
 
 
@@ -70,6 +71,8 @@ def _backends_of(group: dist.ProcessGroup) -> dict[str, str] | None:
     """Return the backends with which a group was made, by type of device; None while torch still makes it."""
     try:
         config = dist.get_backend_config(group)
-    except (AssertionError, RuntimeError, TypeError, ValueError):  # by version of torch
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:  # by version of torch
+        if is_interrupt(error):
+            raise
         return None
     return dict(pair.split(":") for pair in config.split(","))

@@ -10,6 +10,8 @@ import time
 import weakref
 from typing import Protocol
 
+from ddp.monitoring.interrupts import has_started
+
 LEAVE_S = 5.0  # how long a group's `close` waits for another thread: a callback may hang
 
 
@@ -33,11 +35,6 @@ def end_with_process(engine: Closing) -> None:
 def join_at_end(thread: threading.Thread) -> None:
     """Wait for a thread, once it was started, before the interpreter ends and when all engines are closed."""
     _threads.add(thread)
-
-
-def has_started(thread: threading.Thread) -> bool:
-    """Return False also for a thread that an exception of a signal's handler kept from its start."""
-    return thread.ident is not None
 
 
 def close_all() -> None:

@@ -138,8 +138,9 @@ class ShmWork(dist.Work):
         if self._future is None:
             done: torch.futures.Future[Any] = torch.futures.Future()
             # What set_exception() sets is a value to torch's reducer, which takes it for tensors: SIGSEGV (torch 2.13).
-            self._future = done.then(self._outcome)
+            future = done.then(self._outcome)
             self._engine.when_done(self._operation, lambda: done.set_result(None))
+            self._future = future
         return self._future
 
     def _outcome(self, _: object) -> list[torch.Tensor]:

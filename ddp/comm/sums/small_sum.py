@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddp.monitoring.interrupts import has_started
 from ddp.monitoring.stall_report import HostWork, finish
 from ddp.torch_internals import is_gloo_on_host
 
@@ -136,17 +137,19 @@ class Exchange:
 
 
 _Queue = SimpleQueue[Exchange | None]  # None: the group has gone
-_queues: weakref.WeakKeyDictionary[dist.ProcessGroup, _Queue] = weakref.WeakKeyDictionary()
+_served: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[_Queue, threading.Thread]] = weakref.WeakKeyDictionary()
 
 
 def _queue_of(group: dist.ProcessGroup) -> _Queue:
     """Return the queue of the thread that makes the exchanges of a group; it ends with the group."""
-    queue = _queues.get(group)
-    if queue is None:
-        queue = _queues[group] = SimpleQueue()
+    if group not in _served:
+        new: _Queue = SimpleQueue()
+        weakref.finalize(group, new.put, None).atexit = False
         # A daemon: at the end of the process it may still wait for a missing rank.
-        threading.Thread(target=_make_exchanges, args=(queue,), name="ddp-exchanges", daemon=True).start()
-        weakref.finalize(group, queue.put, None).atexit = False
+        _served[group] = new, threading.Thread(target=_make_exchanges, args=(new,), name="ddp-exchanges", daemon=True)
+    queue, thread = _served[group]
+    if not has_started(thread):
+        thread.start()
     return queue
 
 

@@ -46,6 +46,7 @@ from ddp.data_parallel.buckets.transfers import (
 from ddp.data_parallel.buckets.unbucketed import average_sparse
 from ddp.errors import BackwardError, CheckpointError
 from ddp.monitoring import timeline
+from ddp.monitoring.interrupts import is_interrupt
 from ddp.torch_internals import version_of
 
 _PROBED_NUMEL = 1 << 16
@@ -377,12 +378,13 @@ class GradientSums:
             self.spoilt_by = None if micro_batch is None else micro_batch.index
 
     def _send(self, transfer: Transfer) -> None:
-        if self._hook is not None and transfer is not self._carrier:  # its exceptions are not those of a collective
-            transfer.send()
-            self._next += 1
-            return
         self._channel.report.begin("all-reduce of gradients")
-        transfer.send()
+        try:
+            transfer.send()
+        except Exception as error:
+            if self._hook is not None and transfer is not self._carrier and not is_interrupt(error):
+                self._channel.report.counted()  # the hook's own exception, before it has started a collective
+            raise
         self._next += 1
         self._channel.report.counted()
 

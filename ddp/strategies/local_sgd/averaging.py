@@ -178,6 +178,7 @@ class LocalSGD:
         if not torch.is_grad_enabled():
             self._warn_if_evaluated()
             return
+        self._after_forward(model)  # torch has left it out if Ctrl-C ended the last forward pass
         self._close_round()
         if self._own_steps >= self._settings.every:
             self._synchronise(model, is_waiting=False)
@@ -198,8 +199,8 @@ class LocalSGD:
                 self._outer.begin(weights_of(model))
             # Both wrappers decide in forward whether its backward reduces. Restored at once, so that the attribute
             # holds the user's choice and no_sync() can be distinguished from this.
-            model.require_backward_grad_sync = False
             self._is_off = True
+            model.require_backward_grad_sync = False
 
     def _after_forward(self, model: Any, *_: object) -> None:
         if self._is_off and model is self._model():

@@ -24,6 +24,7 @@ from ddp.comm.pinned_buffer import device_with_stream
 from ddp.comm.shared_memory import SharedSegment
 from ddp.errors import DdpError, ParameterServerError
 from ddp.monitoring.debuggers import debugged_until
+from ddp.monitoring.interrupts import has_started
 from ddp.strategies.parameter_server.endpoints import ClientEndpoint, EndpointOptions
 from ddp.strategies.parameter_server.messages import (
     SERVER_MESSAGES,
@@ -138,7 +139,7 @@ class Client:
             for memory in self._memories:
                 if memory is not None:
                     memory.close()
-        if self._heartbeats is not None:
+        if self._heartbeats is not None and has_started(self._heartbeats):
             self._heartbeats.join(timeout=2 * HEARTBEAT_S)
 
     def _open(self, server: int, life: int, address: str) -> ServerLink:

@@ -24,6 +24,7 @@ from torch.distributed import (
 
 from ddp.environment import read_placement, roles_of
 from ddp.errors import LaunchEnvironmentError, ParameterServerError, RendezvousError
+from ddp.monitoring.interrupts import is_interrupt
 
 Role = Literal["worker", "ps", "evaluator"]
 _HOW = "dtrain run --ps 1 --nproc-per-node 2 train.py"
@@ -113,6 +114,8 @@ class ServerDirectory:
         try:
             store = TCPStore(address, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))
         except (dist.DistError, RuntimeError) as error:
+            if is_interrupt(error):
+                raise
             raise RendezvousError(f"the store at {address}:{port} cannot be reached: {error}") from error
         self._store: Store = PrefixStore("dtrain/ps", store)
 

@@ -16,6 +16,7 @@ import torch
 
 from ddp.checkpoint import file as checkpoint_file
 from ddp.errors import CheckpointError, ParameterServerError
+from ddp.monitoring.interrupts import has_started
 from ddp.monitoring.progress import count_checkpoint
 from ddp.torch_internals import tree_map_only
 
@@ -86,5 +87,6 @@ class Snapshots:
     def wait(self) -> None:
         """Wait until the last snapshot is written."""
         if self._writer is not None:
-            self._writer.join()
+            if has_started(self._writer):
+                self._writer.join()
             self._writer = None

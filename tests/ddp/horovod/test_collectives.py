@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from testbed.interrupts import Died, Interrupt
 from testbed.slow import slow
 from testbed.training import F64, batch, build, loss_of
 from testbed.worlds import world
@@ -18,6 +21,7 @@ from testbed.worlds import world
 import ddp
 import ddp.horovod as hvd
 from ddp.comm.broadcast_objects import broadcast_object
+from ddp.comm.call_check import CallCheck
 from ddp.errors import ArgumentError, CollectiveError, NotInitializedError, UnsupportedError
 from ddp.horovod import collectives
 from ddp.horovod.broadcast_state import broadcast_parameters
@@ -248,3 +252,23 @@ def test_without_a_group_calls_say_what_to_do() -> None:
     assert collectives.allgather(torch.ones(2, 2)).shape == (2, 2)
     assert broadcast_object({"a": 1}) == {"a": 1}
     DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1)).step()
+
+
+def _ends_a_call(frame: FrameType) -> bool:
+    code = frame.f_code
+    return code in (hvd.Handle.wait.__code__, CallCheck.settle.__code__) or (
+        code.co_name == "finish" and code.co_filename.endswith("horovod/calls.py")
+    )
+
+
+@world(2)
+def test_a_wait_that_a_signal_interrupts_can_be_repeated() -> None:
+    """At each line of it: the average is divided once."""
+    for line in itertools.count(1):
+        handle, interrupt = hvd.allreduce_async(torch.full((3,), rank() + 1.0)), Interrupt(line, _ends_a_call)
+        with contextlib.suppress(Died), interrupt:
+            handle.wait()
+        assert handle.wait().tolist() == [1.5] * 3, line
+        if not interrupt.has_come:
+            break
+    assert line > 15

@@ -1,11 +1,15 @@
 """What a process has left in the page of its rank is what its successor finds there."""
 
+import contextlib
+import itertools
 import random
 from pathlib import Path
+from types import FrameType
 
 import numpy as np
 import pytest
 import torch
+from testbed.interrupts import Died, Interrupt
 
 from ddp import rng
 from ddp.errors import ReplacementError, UnsupportedError
@@ -16,6 +20,10 @@ def drawn() -> list[float]:
     """What each generator draws next, from both of its kinds of numbers."""
     numbers = [random.random(), random.gauss(0, 1), float(np.random.rand()), float(np.random.randn())]
     return [*numbers, torch.rand(1).item(), torch.randn(1).item()]
+
+
+def _is_in_the_page(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.endswith("rank_page.py")
 
 
 @pytest.fixture
@@ -50,6 +58,25 @@ def test_a_successor_goes_on_with_the_same_numbers_and_buffers(page: list[torch.
     RankPage(lambda: page, None).restore_buffers(3)
     assert page[0].tolist() == [4.0, 5.0, 6.0, 7.0, 8.0]
     assert int(page[1]) == 7
+
+
+def test_a_commit_that_a_signal_interrupts_can_be_repeated(page: list[torch.Tensor]) -> None:
+    """At each line of it."""
+    first = RankPage(lambda: page, None)
+    for line in itertools.count(1):
+        drawn(), drawn()  # NumPy keeps no number of a pair then, and its state need not be read twice
+        interrupt = Interrupt(line, _is_in_the_page)
+        with contextlib.suppress(Died), interrupt:
+            first.commit(0)
+        first.commit(0)
+        found = RankPage(lambda: page, None).at(0)
+        assert found is not None
+        expected = drawn()
+        rng.restore(found[0])
+        assert drawn() == expected, line
+        if not interrupt.has_come:
+            break
+    assert line > 30
 
 
 def test_what_was_there_when_gradients_left_is_kept(page: list[torch.Tensor]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import os
@@ -30,6 +31,7 @@ from ddp.comm.shm.memory import STATE
 from ddp.comm.shm.process_end import close_all
 from ddp.comm.shm.rounds import Lost
 from ddp.comm.shm.waiting import Fence
+from ddp.comm.shm.work import ShmWork
 from ddp.errors import CollectiveError
 
 LIMIT_S = 60.0
@@ -490,6 +492,30 @@ def test_a_fence_works_after_an_interrupt_in_the_middle_of_one() -> None:
     fence._release()
     fence()
     fence()
+
+
+def _set(event: threading.Event, _: object) -> None:
+    event.set()
+
+
+def _makes_a_future(frame: FrameType) -> bool:
+    return frame.f_code is ShmWork.get_future.__code__
+
+
+@world(2)
+def test_a_future_that_a_signal_interrupts_is_made_by_the_next_call() -> None:
+    """torch has no limit for a wait for one."""
+    group = _group()
+    for line in itertools.count(1):
+        work, interrupt, done = group.allreduce([torch.ones(3)]), Interrupt(line, _makes_a_future), threading.Event()
+        with contextlib.suppress(Died), interrupt:
+            work.get_future()
+        work.get_future().add_done_callback(functools.partial(_set, done))
+        work.wait()
+        assert done.wait(LIMIT_S / 4), line
+        if not interrupt.has_come:
+            break
+    assert line > 5
 
 
 def _is_in_the_engine(frame: FrameType) -> bool:

@@ -6,15 +6,17 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import itertools
 import warnings
 import weakref
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from testbed.interrupts import Died, Interrupt
 from testbed.local_steps import OPTIMIZERS, Outer, Simulated, adamw, assert_is, data, differs, sgd, start
 from testbed.nursery import Nursery
 from testbed.training import Mlp, assert_replicas_equal, build, loss_of
@@ -325,6 +327,37 @@ def test_parameters_thawed_later_are_counted() -> None:
     assert local.step == 7  # the one that changed hooks was seen, not counted
     replica.zero_grad()
     assert_replicas_equal(replica)
+
+
+def _is_in_a_forward_pass(frame: FrameType) -> bool:
+    return frame.f_code in (LocalSGD._before_forward.__code__, LocalSGD._after_forward.__code__)
+
+
+@world(1)
+def test_steps_count_after_an_interrupt_in_a_forward_pass() -> None:
+    """At each line where the wrapper's reduction is off or on, and in the module, by Ctrl-C."""
+    model, _, local, train = start(Outer(1000))
+    for line in itertools.count(1):
+        interrupt = Interrupt(line, _is_in_a_forward_pass)
+        with contextlib.suppress(Died), interrupt:
+            model(data(0, 0)[0])
+        train(*data(0, 0))
+        local.sync()
+        assert local.step == line
+        if not interrupt.has_come:
+            break
+    assert line > 15
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(model.module, "forward", raise_ctrl_c)
+        with pytest.raises(KeyboardInterrupt):
+            model(data(0, 0)[0])
+    train(*data(0, 0))
+    local.sync()
+    assert local.step == line + 1
+
+
+def raise_ctrl_c(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 @world(1)
