@@ -361,6 +361,19 @@ def open_groups() -> list[Any]:
     return list(getattr(getattr(dist.distributed_c10d, "_world", None), "pg_map", ()))
 
 
+def release_default_group() -> None:
+    """Have torch's functions no longer keep the default group that was destroyed: its threads end with it. 1.8.
+
+    Those of torch.distributed.nn.functional have as their default the group of the moment at which it was imported,
+    which may be the first step of an optimizer.
+    """
+    for function in vars(sys.modules.get("torch.distributed.nn.functional", object)).values():
+        if isinstance(function, FunctionType) and function.__defaults__:
+            function.__defaults__ = tuple(
+                None if isinstance(each, dist.ProcessGroup) else each for each in function.__defaults__
+            )
+
+
 def abort_on_devices() -> None:
     """Abort the collectives of this process's groups on devices, from any thread; they are unusable then. Blocks. 2.6.
 

@@ -54,6 +54,7 @@ from ddp.torch_internals import (
     device_types_of,
     is_by_gloo,
     open_groups,
+    release_default_group,
     reset_group_numbers,
 )
 
@@ -413,6 +414,7 @@ def _drop_group() -> None:
     groups = open_groups()
     if dist.is_initialized():
         inspect.unwrap(dist.destroy_process_group)()  # under dtrain a wrapper keeps the groups for a while
+    release_default_group()
     gc.collect()
     end_groups(groups)
 

@@ -166,12 +166,8 @@ class RankPage:
         has_buffers = self._look_for_buffers()
         buffers = self._buffers[: self._count_in(record)] if has_buffers else ()
         now = [*(get() for get in self._get_states), *buffers]
-        has_graphs = torch.is_grad_enabled()
-        torch.set_grad_enabled(False)  # as a call, it takes a tenth of the time of no_grad()
-        try:
+        with torch.no_grad():
             foreach_copy(self._kept[record][: len(now)], now)
-        finally:
-            torch.set_grad_enabled(has_graphs)
         own = b"" if self._own is None else self._own()
         if len(own) > _OWN_BYTES:
             raise UnsupportedError(

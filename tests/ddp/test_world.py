@@ -215,16 +215,19 @@ def test_a_rank_that_cannot_meet_the_others_says_where(nursery: Nursery, tmp_pat
 def test_a_script_that_keeps_its_model_ends_well(nursery: Nursery, tmp_path: Path) -> None:
     """The group's threads must end before the interpreter does, though the script's globals hold the group."""
     script = """
-        import atexit, torch, ddp
+        import atexit, importlib, weakref, torch, torch.distributed as dist, torch.distributed.nn.functional, ddp
         from torch import nn
         from ddp import world
-        ddp.init()
+        ddp.init("gloo")
+        importlib.reload(dist.nn.functional)  # an optimizer's first step imports it, with the group as a default
+        group = weakref.ref(dist.group.WORLD)
         model = ddp.DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
         for _ in range(3):
             model(torch.randn(4, 8)).sum().backward()
         atexit.unregister(world.leave)
         world.leave()
         assert not hasattr(model, "process_group")
+        assert group() is None
         print(model(torch.randn(4, 8)).shape)  # the module is still of use
     """
     for result in nursery.programs(textwrap.dedent(script), tmp_path, two_tasks(tmp_path)):

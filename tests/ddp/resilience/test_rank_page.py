@@ -68,6 +68,7 @@ def test_a_commit_that_a_signal_interrupts_can_be_repeated(page: list[torch.Tens
         interrupt = Interrupt(line, _is_in_the_page)
         with contextlib.suppress(Died), interrupt:
             first.commit(0)
+        assert torch.is_grad_enabled(), line
         first.commit(0)
         found = RankPage(lambda: page, None).at(0)
         assert found is not None
