@@ -30,9 +30,11 @@ def why_not_started(python: str, status: int | None, words: str, noise: bytes) -
     said = [
         line.strip() for line in [*noise.decode("utf-8", "replace").splitlines(), *words.splitlines()] if line.strip()
     ]
+    if status is None:
+        return f"the connection closed before the agent had started{': ' + said[-1] if said else ''}"
     reason = f"the agent did not start (status {status}): {(said or ['it said nothing'])[-1]}"
     if status in (126, 127):
         reason += "; is what --agent-prefix names installed there?"
-    elif status is not None and "Traceback" not in words:
+    elif "Traceback" not in words:
         reason += "; does its shell end first, or a start-up file of it such as .bashrc?"
     return reason

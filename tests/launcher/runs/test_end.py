@@ -255,8 +255,18 @@ def test_interrupt_while_connecting_ends_at_once(tmp_path: Path) -> None:
             connection, _ = silent.accept()
             with connection:
                 process.send_signal(signal.SIGINT)
-                process.communicate(timeout=60)
+                _, stderr = process.communicate(timeout=60)
             assert process.returncode == 130
+            assert b"there were only ranks" not in stderr
+
+
+def test_interrupt_during_its_imports_ends_it_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "click.py").write_text("import time\nprint('up', flush=True)\ntime.sleep(600)")
+    with started_dtrain("run", "script.py", cwd=tmp_path) as process:
+        wait_up(process, 1)
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stderr) == (130, b"")
 
 
 def test_the_first_failure_is_the_cause_not_the_first_end(tmp_path: Path) -> None:
