@@ -122,7 +122,7 @@ def control(request: Request, options: Options, limits: Limits, verbosity: Verbo
                 session.control.start(controller.put)
                 if spec.sync:
                     _follow_sending(spec, controller.put, say, show_progress if shows_progress else None)
-                signals.record_all(console)
+                signals.console = console
                 known = len(signals.received)
                 outcome = controller.run(signals.received)
                 if listener is not None:
@@ -167,43 +167,34 @@ def _has_no_input() -> bool:
 
 
 class _Signals:
-    """Records Ctrl-C before the loop, since an exception during an import could be lost, and all stop signals after it.
+    """Records stop signals before the loop and after it; an exception in the middle of an import could be lost.
 
-    After the loop, the first one ends the wait for a blocked terminal, and the next one has its usual effect.
+    After the loop, the first one ends the wait for a blocked terminal, and the next one has its usual effect. `console`
+    is set just before the loop, which has handlers of its own.
     """
 
     def __init__(self, taken: Collection[str]) -> None:
         self.received: list[int] = []
+        self.console: Console | None = None
         self._taken = taken
         self._before: dict[int, Any] = {}
-        self._console: Console | None = None
         self._hurries = False
 
     def __enter__(self) -> _Signals:
-        self._record(signal.SIGINT)
+        if threading.current_thread() is threading.main_thread():
+            for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if signum.name in self._taken and signal.getsignal(signum) != signal.SIG_IGN:
+                    self._before[signum] = signal.signal(signum, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
         for signum, handler in self._before.items():
             signal.signal(signum, handler)
 
-    def record_all(self, console: Console) -> None:
-        """Record the others too; call just before the loop, which has handlers of its own."""
-        self._console = console
-        for signum in (signal.SIGTERM, signal.SIGHUP):
-            self._record(signum)
-
-    def _record(self, signum: signal.Signals) -> None:
-        if signum.name not in self._taken or threading.current_thread() is not threading.main_thread():
-            return
-        if (before := signal.getsignal(signum)) != signal.SIG_IGN:
-            self._before[signum] = before
-            signal.signal(signum, self._note)
-
     def _note(self, signum: int, _: object) -> None:
         if self._hurries:
             signal.signal(signum, self._before[signum])
             signal.raise_signal(signum)
         self.received.append(signum)
-        if self._console is not None:
-            self._hurries = self._console.impatient = True  # no lock: the interrupted code may hold the output's
+        if self.console is not None:
+            self._hurries = self.console.impatient = True  # no lock: the interrupted code may hold the output's
