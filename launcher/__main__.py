@@ -1,7 +1,12 @@
 """The commands `dtrain`, which is also `python -m launcher`, and `dtrain-torchrun`. All they do is in cli/main.py."""
 
+from __future__ import annotations
+
 import os
-from typing import NoReturn
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import NoReturn
 
 
 def main() -> NoReturn:
