@@ -1,5 +1,33 @@
-"""`python -m launcher` is `dtrain`."""
+"""The commands `dtrain`, which is also `python -m launcher`, and `dtrain-torchrun`. All they do is in cli/main.py."""
 
-from launcher.cli.main import main
+from __future__ import annotations
 
-main()
+import os
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import NoReturn
+
+
+def main() -> NoReturn:
+    """Run `dtrain`; entry point of the console script."""
+    try:
+        from launcher.cli.main import main
+
+        main()
+    except KeyboardInterrupt:  # during an import: no traceback then either
+        os._exit(130)
+
+
+def torchrun() -> NoReturn:
+    """Run `dtrain-torchrun`; entry point of the console script."""
+    try:
+        from launcher.cli.main import torchrun
+
+        torchrun()
+    except KeyboardInterrupt:
+        os._exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -10,9 +10,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any
 
 from launcher.cli.caller import Caller, Verbosity
 from launcher.cli.options import Options
@@ -24,6 +23,7 @@ from launcher.transport.connect import start_agents
 
 if TYPE_CHECKING:
     from launcher.job.events import Event
+    from launcher.output.console import Console
     from launcher.placement.job_spec import JobSpec
 
 _SWITCH_S = 0.0005  # threads that connect wait this long at each step while this one imports
@@ -39,7 +39,7 @@ def control(request: Request, options: Options, limits: Limits, verbosity: Verbo
         spec = replace(spec, stdin_rank=None)
     if node_role is not None:
         os.environ.update(node_role.agent_environment)
-    with _early_interrupts("SIGINT" in spec.signals) as early:
+    with _Signals(spec.signals) as signals:
         # Early: starting an agent takes as long as the imports here. But not until we are known to be node 0.
         opened = start_agents(spec) if node_role is None else {}
         switch_s = sys.getswitchinterval()
@@ -122,8 +122,9 @@ def control(request: Request, options: Options, limits: Limits, verbosity: Verbo
                 session.control.start(controller.put)
                 if spec.sync:
                     _follow_sending(spec, controller.put, say, show_progress if shows_progress else None)
-                known = len(early)
-                outcome = controller.run(early)
+                signals.console = console
+                known = len(signals.received)
+                outcome = controller.run(signals.received)
                 if listener is not None:
                     line = report(outcome, folder=None, tail=lambda *_: []).partition("\n")[0]
                     listener.close(outcome.exit_code, line)  # for the other nodes
@@ -136,7 +137,7 @@ def control(request: Request, options: Options, limits: Limits, verbosity: Verbo
         if spec.fetch and kept is not None:
             from launcher.transport.fetching import fetch_files
 
-            fetch_files(spec, kept, say=verbosity.inform, given_up=lambda: len(early) > known)
+            fetch_files(spec, kept, say=verbosity.inform, given_up=lambda: len(signals.received) > known)
         if spec.replayable is not None and (line := keep_snapshots(folder, failed=outcome.exit_code != 0)):
             verbosity.inform(line)
         ending = Ending(request, verbosity, caller, outcome, kept, controller.evidence_file, *session.spent(outcome))
@@ -144,7 +145,7 @@ def control(request: Request, options: Options, limits: Limits, verbosity: Verbo
         state = session.end(outcome, controller.evidence_file, ending.kept_report(output))
         if outcome.preempted:
             outcome = replace(outcome, exit_code=requeue(outcome, verbosity))
-    return Ended(outcome, text, (*controller.caught, *early[known:]), state, kept)
+    return Ended(outcome, text, (*controller.caught, *signals.received[known:]), state, kept)
 
 
 def _follow_sending(
@@ -165,15 +166,35 @@ def _has_no_input() -> bool:
         return True
 
 
-@contextmanager
-def _early_interrupts(taken: bool) -> Iterator[list[int]]:
-    """Record Ctrl-C in the yielded list: an exception in the middle of an import could be lost."""
-    early: list[int] = []
-    if not taken or threading.current_thread() is not threading.main_thread():
-        yield early
-        return
-    before = signal.signal(signal.SIGINT, lambda signum, _: early.append(signum))
-    try:
-        yield early
-    finally:
-        signal.signal(signal.SIGINT, before)
+class _Signals:
+    """Records stop signals before the loop and after it; an exception in the middle of an import could be lost.
+
+    After the loop, the first one ends the wait for a blocked terminal, and the next one has its usual effect. `console`
+    is set just before the loop, which has handlers of its own.
+    """
+
+    def __init__(self, taken: Collection[str]) -> None:
+        self.received: list[int] = []
+        self.console: Console | None = None
+        self._taken = taken
+        self._before: dict[int, Any] = {}
+        self._hurries = False
+
+    def __enter__(self) -> _Signals:
+        if threading.current_thread() is threading.main_thread():
+            for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if signum.name in self._taken and signal.getsignal(signum) != signal.SIG_IGN:
+                    self._before[signum] = signal.signal(signum, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+
+    def _note(self, signum: int, _: object) -> None:
+        if self._hurries:
+            signal.signal(signum, self._before[signum])
+            signal.raise_signal(signum)
+        self.received.append(signum)
+        if self.console is not None:
+            self._hurries = self.console.impatient = True  # no lock: the interrupted code may hold the output's

@@ -42,14 +42,14 @@ _ELSEWHERE = {
 
 
 def main() -> NoReturn:
-    """Run the command line; entry point of the console script."""
+    """Run the command line of `dtrain`."""
     fork_if_process_one()
     _open_standard_streams()
     _end(_main(sys.argv[1:], as_torchrun=False))
 
 
 def torchrun() -> NoReturn:
-    """Run `dtrain run` as torchrun would; entry point of the console script `dtrain-torchrun`. See torchrun.py."""
+    """Run `dtrain run` as torchrun would. See torchrun.py."""
     fork_if_process_one()
     _open_standard_streams()
     _end(_main(["run", *sys.argv[1:]], as_torchrun=True))

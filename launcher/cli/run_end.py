@@ -123,10 +123,11 @@ class Ending:
             if longer or verbosity.verbose or spec.start_method == "fork":
                 verbosity.inform(f"workers were started by exec: {reason}{longer}")
         ranks = self.request.output_filter.ranks
-        if outcome.error is None and ranks and max(ranks) >= outcome.world_size:
+        placed = outcome.error is None and outcome.world_size > 0  # else the run was stopped before
+        if placed and ranks and max(ranks) >= outcome.world_size:
             named = ",".join(map(str, sorted(ranks)))
             verbosity.say(f"--only-rank {named}: there were only ranks 0 to {outcome.world_size - 1}")
-        if outcome.error is None and spec.stdin_rank is not None and spec.stdin_rank >= outcome.world_size:
+        if placed and spec.stdin_rank is not None and spec.stdin_rank >= outcome.world_size:
             verbosity.say(
                 f"--stdin {spec.stdin_rank}: there were only ranks 0 to {outcome.world_size - 1}; none read it"
             )

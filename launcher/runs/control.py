@@ -47,6 +47,7 @@ from launcher.job.events import (
     StacksQuestion,
     StatusQuestion,
 )
+from launcher.machine.processes import find
 from launcher.machine.socket_folder import peer
 from launcher.protocol.message import CHANNEL_BYTES
 from launcher.protocol.two_way import ChannelData, ChannelTaken
@@ -292,6 +293,9 @@ class Question:
 
     def answer(self, entry: Entry, wait_s: float = ANSWER_S) -> Mapping[str, Any] | None:
         """Return the first answer of the run of `entry`; None if it has ended. Blocks for `wait_s`. Raises RunError."""
+        process = find(entry.pid)
+        if process is not None and process.state == "T":  # Ctrl-Z or SIGSTOP
+            wait_s = min(wait_s, ANSWER_S)
         try:
             answer = self.receive(wait_s)
         except (TimeoutError, ValueError) as error:

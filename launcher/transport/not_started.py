@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 
 from launcher.machine.packages import install_command
 from launcher.transport.setup import why_setup_failed
@@ -30,9 +31,13 @@ def why_not_started(python: str, status: int | None, words: str, noise: bytes) -
     said = [
         line.strip() for line in [*noise.decode("utf-8", "replace").splitlines(), *words.splitlines()] if line.strip()
     ]
+    if status is None:
+        return f"the connection closed before the agent had started{': ' + said[-1] if said else ''}"
+    if status in (-signal.SIGKILL, 128 + signal.SIGKILL):
+        return f"the agent was killed before it had started{': ' + said[-1] if said else ''}"
     reason = f"the agent did not start (status {status}): {(said or ['it said nothing'])[-1]}"
     if status in (126, 127):
         reason += "; is what --agent-prefix names installed there?"
-    elif status is not None and "Traceback" not in words:
+    elif "Traceback" not in words:
         reason += "; does its shell end first, or a start-up file of it such as .bashrc?"
     return reason

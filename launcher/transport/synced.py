@@ -348,6 +348,9 @@ class Exchange:
             if self._stalled:
                 how = f"no byte arrived for {self._stall_s:g} s"
             return f"{how} while files were sent{': ' + said[-1] if said else ''}; start the run again: it goes on"
+        if self._stalled:
+            wait = "does a start-up file of its shell, such as .bashrc, wait for something?"
+            return f"let us in, but no byte arrived for {self._stall_s:g} s; {wait}"
         return why_not_started(self._spec.python, status, words, self.rest)
 
 

@@ -79,6 +79,12 @@ def reap() -> dict[int, int]:
         wait_statuses[pid] = wait_status
 
 
+def _state(process: processes.Process | None) -> str:
+    if process is None:
+        return "just ended"
+    return "stopped by a signal" if process.state == "T" else f"state {process.state}"
+
+
 class _Watch:
     """Waits for the agent to end, and kills it if it is overdue. Sleeps unless a lease must be watched."""
 
@@ -104,7 +110,7 @@ class _Watch:
         while (status := reap().get(self._agent)) is None:
             if self._must_go():
                 process = processes.find(self._agent)
-                self.why = f"state {process.state}" if process is not None else "just ended"
+                self.why = _state(process)
                 os.kill(self._agent, signal.SIGKILL)
                 return -signal.SIGKILL
             for descriptor, events in poll.poll(self._pause_ms()):

@@ -503,7 +503,7 @@ def test_a_stopped_agent_is_ended_by_its_guard_after_the_lease(agent: AgentProce
     os.kill(agent.pid, signal.SIGSTOP)
     wait_until(family.is_gone, "the guard has ended everything")
     assert agent.process.wait(60) == 128 + signal.SIGKILL
-    assert agent.errors == "the guard ended this host's agent, which had not acted in time (state T)\n"
+    assert agent.errors == "the guard ended this host's agent, which had not acted in time (stopped by a signal)\n"
     nothing_is_left(agent, family)
 
 

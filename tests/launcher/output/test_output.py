@@ -117,6 +117,18 @@ def test_flood_to_a_stopped_reader_grows_no_process(tmp_path: Path) -> None:
         assert process.wait(timeout=60) == 130  # though its console is still stuck
 
 
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_wait_for_a_stopped_reader_after_the_run(tmp_path: Path, signum: signal.Signals) -> None:
+    path = script(tmp_path, "print(('x' * 99 + '\\n') * 3000)")
+    with started_dtrain("run", "--run-id", "r1", path, cwd=tmp_path) as process:
+        everyone, folder = psutil.Process(process.pid), tmp_path / "runs" / "r1"
+        wait_until(lambda: (folder / "attempt_0" / "0" / "stdout.log").exists(), "the worker writes")
+        wait_until(lambda: not everyone.children(), "the run ends")
+        process.send_signal(signum)
+        assert process.wait(timeout=60) == 0
+    assert "finished successfully" in (folder / "report.txt").read_text()
+
+
 def _settled(count: "object") -> bool:
     assert callable(count)
     before = count()

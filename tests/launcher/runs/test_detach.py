@@ -321,8 +321,10 @@ def test_a_run_that_is_suspended_says_that_it_does_not_answer(folder: Path) -> N
     try:
         (held,) = ps()
         assert held["state"] == "no answer"
-        stopped = dtrain("stop", "held")
-        assert (stopped.returncode, "does not answer" in stopped.stderr) == (1, True), stopped
+        for command in ("stop", "stacks"):
+            stopped = dtrain(command, "held")
+            assert (stopped.returncode, "does not answer" in stopped.stderr) == (1, True), stopped
+            assert stopped.wall_s < 30, "the limit of stacks is 70 s"
     finally:
         os.kill(run["pid"], signal.SIGCONT)
     assert dtrain("wait", "held").returncode == 143, "it stops once it is resumed"

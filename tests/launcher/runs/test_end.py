@@ -255,8 +255,34 @@ def test_interrupt_while_connecting_ends_at_once(tmp_path: Path) -> None:
             connection, _ = silent.accept()
             with connection:
                 process.send_signal(signal.SIGINT)
-                process.communicate(timeout=60)
+                _, stderr = process.communicate(timeout=60)
             assert process.returncode == 130
+            assert b"there were only ranks" not in stderr
+
+
+def test_interrupt_during_its_imports_ends_it_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "click.py").write_text("import time\nprint('up', flush=True)\ntime.sleep(600)")
+    with started_dtrain("run", "script.py", cwd=tmp_path) as process:
+        wait_up(process, 1)
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stderr) == (130, b"")
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_agents_start_ends_the_run_with_a_report(tmp_path: Path, signum: signal.Signals) -> None:
+    (tmp_path / "queue.py").write_text(  # imported after agents were started, before the loop
+        "import os, time\nfrom _queue import Empty, SimpleQueue\nprint('up', flush=True)\n"
+        "while not os.path.exists('go'): time.sleep(0.02)"
+    )
+    (tmp_path / "script.py").write_text("")
+    with started_dtrain("run", "script.py", cwd=tmp_path) as process:
+        wait_up(process, 1)
+        process.send_signal(signum)
+        (tmp_path / "go").touch()
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 128 + signum
+    assert f"dtrain: stopped by {signum.name} after ".encode() in stderr
 
 
 def test_the_first_failure_is_the_cause_not_the_first_end(tmp_path: Path) -> None:

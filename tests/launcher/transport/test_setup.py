@@ -189,6 +189,12 @@ def test_a_prefix_that_is_missing_is_named(where: list[str], script: Path) -> No
     assert "--agent-prefix" in result.stderr
 
 
+def test_an_agent_that_is_killed_before_it_has_started_is_named(script: Path) -> None:
+    result = run_dtrain("run", "--agent-prefix", "sh -c 'kill -KILL $$'", script, cwd=script.parent)
+    assert result.returncode == 1
+    assert result.stderr.endswith(": the agent was killed before it had started\n")
+
+
 def test_an_agent_that_is_killed_in_its_namespace_leaves_nothing(tmp_path: Path) -> None:
     require(shutil.which("bwrap"), "bwrap", "apt-get install bubblewrap")
     if os.geteuid() != 0:

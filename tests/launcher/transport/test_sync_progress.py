@@ -52,13 +52,13 @@ def test_notes_wait_until_they_can_be_said() -> None:
 
 
 class Silent:
-    """A stream to a receiver that has begun, and never says more: its network is cut."""
+    """A stream to a receiver that says this at most, and never more: its network is cut, or a signal stopped it."""
 
     our_address: str | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, says: bytes) -> None:
         self._here, self._there = os.pipe()
-        os.write(self._there, BEGIN)
+        os.write(self._there, says)
         self._is_finished = threading.Event()
 
     def read(self) -> bytes:
@@ -78,10 +78,17 @@ class Silent:
         return None, ""
 
 
-def test_a_cut_network_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("says", "reason"),
+    [
+        (BEGIN, r"no byte arrived for 0\.1 s while files were sent; start the run again"),
+        (b"", r"let us in, but no byte arrived for 0\.1 s; does a start-up file of its shell"),
+    ],
+)
+def test_a_cut_network_is_named(says: bytes, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(synced, "STALL_S", 0.1)
     (tmp_path / "train.py").touch()
     host = Host("alpha", HostKind.SSH)
     spec = JobSpec(WorkerCommand(CommandKind.SCRIPT, "train.py"), (host,), workdir=tmp_path, sync=("code",), run_id="r")
-    with pytest.raises(HostError, match=r"no byte arrived for 0\.1 s while files were sent; start the run again"):
-        synced.Outgoing().begin(host, Silent(), spec)
+    with pytest.raises(HostError, match=reason):
+        synced.Outgoing().begin(host, Silent(says), spec)

@@ -417,10 +417,12 @@ def test_an_account_that_runs_nothing_or_something_else_says_so(ssh_hosts: SshHo
     ssh_hosts.configure(1, "ForceCommand echo This account is currently not available.; exit 1")
     ssh_hosts.configure(2, "MaxSessions 0")
     ssh_hosts.configure(3, "ForceCommand internal-sftp")
+    ssh_hosts.configure(4, "ForceCommand kill -KILL $PPID")
     result = run_dtrain(
-        "run", "--ssh-config", ssh_hosts.ssh_config, "--hosts", "node1,node2,node3", "--start-timeout-s", "60", script,
+        "run", "--ssh-config", ssh_hosts.ssh_config, "--hosts", "node[1-4]", "--start-timeout-s", "60", script,
         cwd=tmp_path,
     )  # fmt: skip
     assert "node1: the agent did not start (status 1): This account is currently not available." in result.stderr
     assert f"node2: 127.0.0.3 accepts {ssh_hosts.user}, but opens no session (MaxSessions" in result.stderr
     assert "node3: the agent did not start (status 1): This service allows sftp connections only." in result.stderr
+    assert "node4: the connection closed before the agent had started\n" in result.stderr
