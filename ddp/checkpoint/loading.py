@@ -26,6 +26,7 @@ from ddp.comm.objects import device_of
 from ddp.data.step_loader import StepLoader
 from ddp.environment import run_of
 from ddp.errors import CheckpointError
+from ddp.monitoring.interrupts import is_interrupt
 from ddp.monitoring.stall_report import at_files, finish, waiting_for_peers
 
 _CHUNK_BYTES = 64 << 20
@@ -80,6 +81,8 @@ def find(
     try:
         candidates = checkpoint_file.newest_first(folder) if path is None else [(None, path)]
     except OSError as error:
+        if is_interrupt(error):
+            raise
         if kept is not None:
             return kept
         return LoadNote((f"{folder.absolute()}: cannot be read: {error.strerror}",)), None
@@ -92,6 +95,8 @@ def find(
             if named_step not in (None, trailer.step):
                 raise CheckpointError(f"was saved as step {trailer.step} and has another name now")
         except (OSError, CheckpointError) as error:
+            if is_interrupt(error):
+                raise
             reason = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
             refused.append(f"{candidate.absolute()}: {reason}")
             if path is None:

@@ -70,7 +70,7 @@ class Writer:
         try:
             self._check_folder(step, rank)
         except OSError as error:
-            if not self.owner.has_claimed:  # most likely the wrong folder
+            if not self.owner.has_claimed or is_interrupt(error):  # most likely the wrong folder
                 raise
             self._add_failure(step, rank, error)
             return False
@@ -134,10 +134,11 @@ class Writer:
             if self._known is not None:
                 self._known.add(name)
             checkpoint_file.prune(self.folder, keep, self.broken)
-        except OSError as error:
-            self._add_failure(step, rank, error)
         except Exception as error:
-            raise CheckpointError(str(reason_of(error, f"write step {step} to {self.folder.absolute()}"))) from error
+            reason = str(reason_of(error, f"write step {step} to {self.folder.absolute()}"))
+            if not isinstance(error, OSError):
+                raise CheckpointError(reason) from error
+            self._add_failure(step, rank, error)
         else:
             self._newest = checkpoint_file.path_of(self.folder.absolute(), step)
             self.failed.end()

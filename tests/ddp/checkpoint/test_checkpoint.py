@@ -467,6 +467,52 @@ def test_what_a_signal_handler_raises_passes_through_a_save(tmp_path: Path) -> N
         signal.signal(signal.SIGUSR2, before)
 
 
+def raise_signal(*_: object) -> None:
+    signal.raise_signal(signal.SIGUSR2)
+
+
+@pytest.mark.parametrize("place", ["newest_first", "verify"])
+def test_a_timer_that_expires_in_a_load_leaves_no_file_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Its TimeoutError is an OSError, like those of files."""
+    with _timer_expires():
+        checkpoint = ddp.Checkpoint(tmp_path, in_background=False)
+        checkpoint.save(1)
+        with monkeypatch.context() as patched:
+            patched.setattr(checkpoint_file, place, raise_signal)
+            with pytest.raises(TimeoutError, match="no time left"):
+                checkpoint.load()
+        assert present(checkpoint.load()).step == 1
+
+
+@pytest.mark.parametrize("place", ["newest_first", "write"])
+def test_a_timer_that_expires_in_a_save_is_no_failed_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    with _timer_expires():
+        checkpoint = ddp.Checkpoint(tmp_path, in_background=False)
+        checkpoint.save(1)
+        with monkeypatch.context() as patched:
+            patched.setattr(checkpoint_file, place, raise_signal)
+            with pytest.raises(TimeoutError, match="no time left"):
+                checkpoint.save(2)
+        checkpoint.save(3)
+        assert present(checkpoint.load()).step == 3
+
+
+@contextlib.contextmanager
+def _timer_expires() -> Iterator[None]:
+    def expired(*_: object) -> None:
+        raise TimeoutError("no time left")
+
+    before = signal.signal(signal.SIGUSR2, expired)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
 RESILIENT = """
 import os, resource
 import torch
