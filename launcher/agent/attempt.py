@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import selectors
@@ -25,7 +24,7 @@ from launcher.agent.workers.memory_file import MemoryFile
 from launcher.agent.workers.output_pipes import OutputPipes
 from launcher.agent.workers.standard_input import StandardInput
 from launcher.agent.workers.warm_start import ForkServer
-from launcher.agent.workers.worker import BOOTSTRAP, Files, Worker, spawn
+from launcher.agent.workers.worker import BOOTSTRAP, Files, Worker, make_fifo, spawn
 from launcher.agent.workers.worker_restarts import WorkerRestarts
 from launcher.errors import DtrainError
 from launcher.frozen import replace
@@ -325,8 +324,7 @@ class Attempt:
                 path = f"{self._folder}/{self.number}-{message.rank}.state"
                 self._states[message.rank] = MemoryFile("state", path, in_memory=not message.prefix)
             if self._records_collectives and message.through:
-                with contextlib.suppress(FileExistsError):  # made by an earlier try to start this worker
-                    os.mkfifo(files.asked, 0o600)
+                make_fifo(files.asked)
             if self._generation:
                 files.write_generation(self._generation, self._when, self._composed(message.rank))
             env["DTRAIN_STATE_FILE"] = self._states[message.rank].path

@@ -20,7 +20,7 @@ from testbed.agent import AgentProcess
 from testbed.present import present
 from testbed.processes import wait_until
 
-from launcher.agent.cleanup.leftovers import IDENTITY
+from launcher.agent.cleanup.run_tag import IDENTITY
 from launcher.machine import processes
 from launcher.protocol.commands import Collect, EndAttempt, RestartWorker, SharePrefixes, SignalWorkers, Stop, Suspend
 from launcher.protocol.reports import (
