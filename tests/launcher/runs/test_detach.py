@@ -361,6 +361,19 @@ def test_a_list_that_cannot_be_written_names_its_folder_and_what_to_do(folder: P
         registered("r", folder, "script.py", detached=True)
 
 
+def test_an_end_that_cannot_be_recorded_is_said(folder: Path) -> None:
+    with started_dtrain("run", "script.py") as process:
+        wait_until(lambda: [each["state"] for each in ps()] == ["running"], "it is listed")
+        (folder / "state/dtrain").rename(folder / "state/moved")
+        (folder / "state/dtrain").write_text("")
+        (folder / "go").touch()
+        _, stderr = process.communicate(timeout=60)
+    (folder / "state/dtrain").unlink()
+    (folder / "state/moved").rename(folder / "state/dtrain")
+    assert process.returncode == 0
+    assert stderr.decode().count("as lost, since its end could not be recorded: ") == 1
+
+
 @pytest.mark.parametrize(("encoding", "shown"), [("ascii", "?????"), ("utf-8:strict", "l\udcff/r")])
 def test_runs_are_shown_in_any_encoding(folder: Path, encoding: str, shown: str) -> None:
     (folder / "go").touch()
