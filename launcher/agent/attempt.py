@@ -339,7 +339,8 @@ class Attempt:
                 by_exec = f"it cannot be forked: {error}"
                 worker = make(stdin=stdin, start=spawn)
         except OSError as error:
-            reason = f"{error.filename or argv[0]}: {error.strerror}{_hint(error.errno)}"
+            named = error.filename or (self._folder if error.errno == errno.ENOSPC else argv[0])
+            reason = f"{named}: {error.strerror}{_hint(error.errno)}"
             self._never_started(message.rank, reason, restart_policy)
             return False
         finally:

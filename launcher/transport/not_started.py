@@ -8,6 +8,7 @@ import re
 from launcher.machine.packages import install_command
 from launcher.transport.setup import why_setup_failed
 
+_SCARCE = ("Resource temporarily unavailable", "Too many open files", "can't start new thread")
 _PYTHONHOME = re.compile(r"PYTHONHOME = '([^']+)'")  # in Python's message
 
 
@@ -31,7 +32,9 @@ def why_not_started(python: str, status: int | None, words: str, noise: bytes) -
         line.strip() for line in [*noise.decode("utf-8", "replace").splitlines(), *words.splitlines()] if line.strip()
     ]
     reason = f"the agent did not start (status {status}): {(said or ['it said nothing'])[-1]}"
-    if status in (126, 127):
+    if any(text in reason for text in _SCARCE):
+        reason += "; this user's limits there are too low, see ulimit -n and ulimit -u"
+    elif status in (126, 127):
         reason += "; is what --agent-prefix names installed there?"
     elif status is not None and "Traceback" not in words:
         reason += "; does its shell end first, or a start-up file of it such as .bashrc?"
