@@ -424,7 +424,7 @@ class Attempt:
             if worker.pid in wait_statuses:
                 worker.ended_with(wait_statuses[worker.pid])
                 if worker.status == -signal.SIGKILL and not worker.provoked and self._memory is not None:
-                    worker.killer = self._memory.killed(worker.own_pid)
+                    worker.killer = worker.killer or self._memory.killed(worker.own_pid)
                 self._kept_copy.worker_ended(worker.own_pid)  # before a replacement starts
         self.report()
 

@@ -362,7 +362,8 @@ class Worker:
         try:
             self.files.write_generation(number, when, variables)
         except OSError as error:  # a full disk: without the file it would meet the wrong workers
-            print(f"{self.files.generation}: {error}", file=sys.stderr)
+            folder = self.files.generation.parent
+            self.killer = f"dtrain, since {folder} cannot be written: {error.strerror}; see TMPDIR"
             self.signal(signal.SIGKILL, stop=False)  # so that it is replaced
             return
         self._generations.announce(number)
