@@ -21,7 +21,7 @@ from launcher.agent.attempt_end import AttemptEnd
 from launcher.agent.cleanup.guard import reap
 from launcher.agent.cleanup.lease import ENDS_WITHIN_S, Lease, Limits
 from launcher.agent.cleanup.leftovers import AgentIdentity, LeftoverSweep, find_killed_runs
-from launcher.agent.cleanup.run_tag import RunTag, folders_for_files, make_folder
+from launcher.agent.cleanup.run_tag import RunTag, folders_for_files, lock_folder, make_folder
 from launcher.agent.debugging.channels import DebuggerChannels, Rest
 from launcher.agent.host_facts import find_facts, likely_workers
 from launcher.agent.kept_copy import KeptCopy
@@ -317,6 +317,7 @@ class Agent:
         problems = []
         try:
             self._folder = make_folder(self._run_tag.value, self._identity)
+            lock_folder(self._folder)
             self._rest.set_folder(self._folder)
             self._kept_copy.open(self._folder)
         except OSError as error:

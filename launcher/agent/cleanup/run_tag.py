@@ -12,6 +12,7 @@ same run or of the next one (leftovers.py).
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import stat
@@ -138,6 +139,15 @@ def make_folder(run_tag: str, identity: str) -> str:
         else:
             return path
     raise problem
+
+
+def lock_folder(folder: str) -> None:
+    """Keep systemd-tmpfiles from removing old files in the folder, until this process ends.
+
+    It skips folders that are locked (tmpfiles.d(5)); else it removes what was not used for ten days in /tmp.
+    """
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
 def mark_unless_nested() -> None:
