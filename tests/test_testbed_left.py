@@ -87,7 +87,7 @@ def test_a_process_without_our_variables_is_known_by_its_tag(watch: Watch) -> No
 import os, subprocess
 from launcher.agent.cleanup.run_tag import RunTag, make_folder, remove_folder
 tag = RunTag({tag.value!r}, None)
-make_folder(tag.value)
+make_folder(tag.value, "")
 tag.put_on()
 subprocess.Popen(["sleep", "600"], env={{}}, start_new_session=True, stdout=-3, stderr=-3)
 remove_folder(tag.value)

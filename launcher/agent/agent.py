@@ -20,8 +20,8 @@ from launcher.agent.attempt import FUNCTION, Attempt
 from launcher.agent.attempt_end import AttemptEnd
 from launcher.agent.cleanup.guard import reap
 from launcher.agent.cleanup.lease import ENDS_WITHIN_S, Lease, Limits
-from launcher.agent.cleanup.leftovers import AgentIdentity, LeftoverSweep, find_killed_runs, leave_identity
-from launcher.agent.cleanup.run_tag import RunTag, make_folder
+from launcher.agent.cleanup.leftovers import AgentIdentity, LeftoverSweep, find_killed_runs
+from launcher.agent.cleanup.run_tag import RunTag, folders_for_files, lock_folder, make_folder
 from launcher.agent.debugging.channels import DebuggerChannels, Rest
 from launcher.agent.host_facts import find_facts, likely_workers
 from launcher.agent.kept_copy import KeptCopy
@@ -316,12 +316,13 @@ class Agent:
         self._leftovers = None
         problems = []
         try:
-            self._folder = make_folder(self._run_tag.value)
-            leave_identity(self._folder, self._identity)
+            self._folder = make_folder(self._run_tag.value, self._identity)
+            lock_folder(self._folder)
             self._rest.set_folder(self._folder)
             self._kept_copy.open(self._folder)
         except OSError as error:
-            problems.append(f"cannot make a temporary folder there ({error.strerror}); see TMPDIR")
+            tried = ", ".join(folders_for_files())
+            problems.append(f"no temporary folder can be made in {tried} ({error.strerror}); see TMPDIR")
         if self._run_tag.cgroup is not None:
             self._run_tag.cgroup.make()
         is_counted = self._prepared.workers.isdigit()

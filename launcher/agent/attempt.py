@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import selectors
@@ -25,7 +24,7 @@ from launcher.agent.workers.memory_file import MemoryFile
 from launcher.agent.workers.output_pipes import OutputPipes
 from launcher.agent.workers.standard_input import StandardInput
 from launcher.agent.workers.warm_start import ForkServer
-from launcher.agent.workers.worker import BOOTSTRAP, Files, Worker, spawn
+from launcher.agent.workers.worker import BOOTSTRAP, Files, Worker, make_fifo, spawn
 from launcher.agent.workers.worker_restarts import WorkerRestarts
 from launcher.errors import DtrainError
 from launcher.frozen import replace
@@ -325,8 +324,7 @@ class Attempt:
                 path = f"{self._folder}/{self.number}-{message.rank}.state"
                 self._states[message.rank] = MemoryFile("state", path, in_memory=not message.prefix)
             if self._records_collectives and message.through:
-                with contextlib.suppress(FileExistsError):  # made by an earlier try to start this worker
-                    os.mkfifo(files.asked, 0o600)
+                make_fifo(files.asked)
             if self._generation:
                 files.write_generation(self._generation, self._when, self._composed(message.rank))
             env["DTRAIN_STATE_FILE"] = self._states[message.rank].path
@@ -341,7 +339,8 @@ class Attempt:
                 by_exec = f"it cannot be forked: {error}"
                 worker = make(stdin=stdin, start=spawn)
         except OSError as error:
-            reason = f"{error.filename or argv[0]}: {error.strerror}{_hint(error.errno)}"
+            named = error.filename or (self._folder if error.errno == errno.ENOSPC else argv[0])
+            reason = f"{named}: {error.strerror}{_hint(error.errno)}"
             self._never_started(message.rank, reason, restart_policy)
             return False
         finally:
@@ -425,7 +424,7 @@ class Attempt:
             if worker.pid in wait_statuses:
                 worker.ended_with(wait_statuses[worker.pid])
                 if worker.status == -signal.SIGKILL and not worker.provoked and self._memory is not None:
-                    worker.killer = self._memory.killed(worker.own_pid)
+                    worker.killer = worker.killer or self._memory.killed(worker.own_pid)
                 self._kept_copy.worker_ended(worker.own_pid)  # before a replacement starts
         self.report()
 

@@ -142,7 +142,8 @@ def control(request: Request, options: Options, limits: Limits, verbosity: Verbo
             verbosity.inform(line)
         ending = Ending(request, verbosity, caller, outcome, kept, controller.evidence_file, *session.spent(outcome))
         text = ending.report(output)
-        state = session.end(outcome, controller.evidence_file, ending.kept_report(output))
+        kept_report = ending.kept_report(output)
+        state = session.end(outcome, controller.evidence_file, kept_report, complain=verbosity.say)
         if outcome.preempted:
             outcome = replace(outcome, exit_code=requeue(outcome, verbosity))
     return Ended(outcome, text, (*controller.caught, *signals.received[known:]), state, kept)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import io
 import os
 import sys
 from dataclasses import replace
@@ -19,6 +21,8 @@ from launcher.cli.request import check_here, read_request
 from launcher.errors import DtrainError, UsageError
 
 _PASS_ON = {"allow_interspersed_args": False}
+_CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+_STDOUT = "standard output cannot be written"
 
 # Names of our options for users of mpirun, Horovod, DeepSpeed and srun.
 _ALL_WORKERS = ("-n", "--np", "--num-proc")  # the total on all hosts
@@ -80,6 +84,12 @@ def _main(args: list[str], *, as_torchrun: bool) -> int:
     except DtrainError as error:
         _complain(str(error))
         return error.exit_code
+    except OSError as error:
+        if error.errno not in _CANNOT_WRITE or error.filename is not None:
+            raise
+        _complain(f"{_STDOUT}: {error.strerror}")  # what writes to other files names them
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # what is buffered would fail again
+        return 1
     except RuntimeError as error:
         if "start new thread" not in str(error):
             raise
@@ -96,13 +106,21 @@ def _open_standard_streams() -> None:
     for number, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115  # lives as long as the process
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names of files need not be UTF-8, nor tables fit into ASCII
+        is_unicode = sys.stdout.encoding.lower().startswith("utf")
+        sys.stdout.reconfigure(errors="surrogateescape" if is_unicode else "replace")
 
 
 def _end(status: int) -> NoReturn:
     """Exit with the run's exit code, even if stdout or stderr cannot be flushed."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):
-            stream.flush()
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        if error.errno in _CANNOT_WRITE:
+            _complain(f"{_STDOUT}: {error.strerror}")
+            status = status or 1
+    with contextlib.suppress(OSError):
+        sys.stderr.flush()
     os._exit(status)
 
 

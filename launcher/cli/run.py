@@ -56,7 +56,13 @@ def _run_here(options: Options, say: Callable[[str], None]) -> int:
         return _run(options, say)
     from launcher.runs.detach import detached
 
-    return detached(lambda detachment: _run(options, say, detachment), print)
+    def announce(run_id: str) -> None:
+        try:
+            print(run_id, flush=True)
+        except OSError as error:  # the run goes on, and so must a script that uses the exit code
+            say(f"run {run_id} has started; its id cannot be written to standard output: {error.strerror}")
+
+    return detached(lambda detachment: _run(options, say, detachment), announce)
 
 
 def _run(options: Options, say: Callable[[str], None], detachment: Detachment | None = None) -> int:

@@ -68,11 +68,14 @@ class SocketFolder:
     @classmethod
     @contextmanager
     def opened(cls, path: str, *, make: bool = False) -> Iterator[SocketFolder | None]:
-        """Open it in a `with`; None if it does not exist. Raises SocketError if other users may have access to it."""
+        """Open it in a `with`; None if it does not exist.
+
+        Raises OSError if it cannot be made, and SocketError if other users may have access to it.
+        """
+        if make:
+            with contextlib.suppress(FileExistsError, FileNotFoundError):
+                os.mkdir(path, 0o700)
         try:
-            if make:
-                with contextlib.suppress(FileExistsError):
-                    os.mkdir(path, 0o700)
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError:
             yield None

@@ -62,9 +62,9 @@ from launcher.hosts.folding import StartError
 from launcher.job.chaos import FaultCost
 from launcher.job.ending import MissingRank, Outcome, did_not_come
 from launcher.job.failures.failure import Failure, FailureKind, group_secondary_failures, signal_name
-from launcher.output.json_file import write_json
 from launcher.output.logfiles import log_folder
 from launcher.output.text import printable
+from launcher.output.whole_file import write_json
 from launcher.timeline.goodput import Parts
 from launcher.timeline.stragglers import Straggler
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from launcher.output.json_file import write_json
+from launcher.output.whole_file import write_json, write_whole
 from launcher.protocol.message import LEDGER
 
 STREAM_NAMES = {1: "stdout", 2: "stderr"}
@@ -93,19 +93,15 @@ class LogFiles:
         self._write_text(self.evidence_path(attempt, number), text)
 
     def write_manifest(self, content: Mapping[str, Any]) -> None:
-        self._try(lambda: write_json(self.folder / "run.json", content, mode=0o600))
+        self._try(lambda: write_json(self.folder / "run.json", content, mode=0o600), again=True)
 
     def write_report(self, text: str) -> None:
         """Write the run's final report, unless no worker was started: such a run has no folder."""
         if self.folder.is_dir():
-            self._write_text(self.folder / "report.txt", f"{text}\n")
+            self._write_text(self.folder / "report.txt", f"{text}\n", again=True)
 
-    def _write_text(self, path: Path, text: str) -> None:
-        def write() -> None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8", errors="backslashreplace")
-
-        self._try(write)
+    def _write_text(self, path: Path, text: str, *, again: bool = False) -> None:
+        self._try(lambda: write_whole(path, text.encode("utf-8", "backslashreplace")), again=again)
 
     def close(self) -> None:
         for file in self._files.values():
@@ -116,8 +112,9 @@ class LogFiles:
         self._files.clear()
         self._noted.clear()
 
-    def _try(self, action: Callable[[], object]) -> None:
-        if not self.usable:
+    def _try(self, action: Callable[[], object], *, again: bool = False) -> None:
+        """Write something; with `again`, also after a failure: the disk may have room again."""
+        if not self.usable and not again:
             return
         try:
             action()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 from launcher.errors import PlacementError
@@ -116,21 +116,22 @@ def place(
     With `isolate`, each worker sees only its own GPUs. Other roles' processes are distributed in turn, and see no GPU.
     """
     counts = [_count(offer, nproc, gpus_per_proc) for offer in offers]
-    problems = [
-        problem
-        for offer, count in zip(offers, counts, strict=True)
-        if (problem := _misfit(offer, count, nproc, gpus_per_proc, oversubscribe)) is not None
-    ]
-    if problems:
-        raise PlacementError("\n".join(problems))
+    _refuse(
+        {
+            offer.name: problem
+            for offer, count in zip(offers, counts, strict=True)
+            if (problem := _misfit(offer, count, nproc, gpus_per_proc, oversubscribe)) is not None
+        }
+    )
     layout = _Layout(offers, counts, [place % len(offers) for place in range(sum(r.count for r in roles.others))])
-    if problems := [
-        f"{offer.name}: {_counted(count, 'worker', 'is', 'are')} too many for {offer.room_limit}; "
-        f"there is room for {offer.room}"
-        for offer, count in zip(offers, layout.totals, strict=True)
-        if offer.room is not None and count > offer.room
-    ]:
-        raise PlacementError("\n".join(problems))
+    _refuse(
+        {
+            offer.name: f"{_counted(count, 'worker', 'is', 'are')} too many for {offer.room_limit}; "
+            f"there is room for {offer.room}"
+            for offer, count in zip(offers, layout.totals, strict=True)
+            if offer.room is not None and count > offer.room
+        }
+    )
     workers = [
         _worker(layout, place, local_rank, nproc, gpus_per_proc, isolate=isolate)
         for place, count in enumerate(counts)
@@ -256,6 +257,14 @@ def _count(offer: HostOffer, nproc: int | str | None, gpus_per_proc: int | None)
     return by_gpu if offer.gpus and offer.gpus_verified else 1
 
 
+def _refuse(problems: Mapping[str, str]) -> None:
+    """Raise PlacementError if there are any problems, by host."""
+    if problems:
+        from launcher.hosts.folding import lines_by_reason  # slow to import, and rarely needed
+
+        raise PlacementError("\n".join(lines_by_reason(problems)))
+
+
 def _misfit(
     offer: HostOffer, count: int, nproc: int | str | None, gpus_per_proc: int | None, oversubscribe: bool
 ) -> str | None:
@@ -265,25 +274,25 @@ def _misfit(
             if gpus_per_proc
             else "one worker for each GPU"
         )
-        return f"{offer.name}: {wanted}, but it has {len(offer.gpus) or 'none'}"
+        return f"{wanted}, but it has {len(offer.gpus) or 'none'}"
     if offer.limit is not None and count > offer.limit:
         slots = _counted(offer.limit, "slot")
-        return f"{offer.name}: {_counted(count, 'worker')}, but its entry in the host list has {slots}"
+        return f"{_counted(count, 'worker')}, but its entry in the host list has {slots}"
     if not _uses_gpus(offer, count, nproc, gpus_per_proc):
         needed = count * (gpus_per_proc or 0)
         if needed > len(offer.gpus) and not oversubscribe:
             gpus = _counted(needed, "GPU")
-            return f"{offer.name}: --gpus-per-proc {gpus_per_proc} needs {gpus}, it has {len(offer.gpus)}"
+            return f"--gpus-per-proc {gpus_per_proc} needs {gpus}, it has {len(offer.gpus)}"
         return None
     if (gpus_per_proc or 1) > 1 and any(map(is_part, offer.gpus)):
         return (
-            f"{offer.name}: --gpus-per-proc {gpus_per_proc}, but a process can use one MIG slice (or tile) only, "
+            f"--gpus-per-proc {gpus_per_proc}, but a process can use one MIG slice (or tile) only, "
             f"and its GPUs are {', '.join(offer.gpus)}; use --gpus-per-proc 1, or whole GPUs"
         )
     needed = count * (gpus_per_proc or 1)
     if needed > len(offer.gpus) and not oversubscribe:
         return (
-            f"{offer.name}: {_counted(count, 'worker', 'needs', 'need')} {_counted(needed, 'GPU')}, "
+            f"{_counted(count, 'worker', 'needs', 'need')} {_counted(needed, 'GPU')}, "
             f"it has {len(offer.gpus)} "
             f"({', '.join(offer.gpus)}); use fewer with --nproc-per-node, or share them with --oversubscribe"
         )

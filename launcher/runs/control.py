@@ -104,15 +104,16 @@ class Control:
         self._loop_has_ended = True
         self._wake_up()
 
-    def note_end(self, state: str, exit_code: int, cause: str = "", report: str = "") -> None:
-        """Record in the list how the run ended."""
+    def note_end(self, state: str, exit_code: int, cause: str = "", report: str = "") -> str:
+        """Record in the list how the run ended; return a message if that fails, else an empty text."""
         self._listed.wait(START_S)
         if self._registration is None:
-            return
+            return ""
         try:
             self._registration.end(state, exit_code, cause, report)
         except (OSError, DtrainError) as error:
-            self._complain(f"dtrain ps shows this run as lost, since its end could not be recorded: {error}")
+            return f"dtrain ps shows this run as lost, since its end could not be recorded: {error}"
+        return ""
 
     def close(self) -> None:
         """Notify the commands that wait for the end; call after `note_end`."""

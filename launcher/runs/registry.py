@@ -79,6 +79,21 @@ def place() -> Path:
         raise SocketError(f"user {os.geteuid()} has no home; set HOME or XDG_STATE_HOME") from error
 
 
+@contextmanager
+def _writable() -> Iterator[SocketFolder]:
+    """Open the folder to write in it, and make it. Raises SocketError, also where the body of the `with` fails."""
+    path = place()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with SocketFolder.opened(str(path), make=True) as folder:
+            if folder is None:
+                raise SocketError(f"the folder {path} cannot be made")
+            yield folder
+    except OSError as error:
+        what = f"{path} cannot be written: {error.strerror}"
+        raise SocketError(f"{what}; set XDG_STATE_HOME to a folder that can be") from error
+
+
 def _pid_namespace() -> int:
     return os.stat("/proc/self/ns/pid").st_ino
 
@@ -94,14 +109,13 @@ class Registration:
         self._entry = entry
 
     def end(self, state: str, exit_code: int, cause: str = "", report: str = "") -> None:
-        """Record how the run ended. Raises OSError or SocketError."""
+        """Record how the run ended. Raises SocketError."""
         self._entry = replace(
             self._entry, state=state, exit_code=exit_code, ended=time.time(), cause=cause, report=report
         )
-        with SocketFolder.opened(str(place()), make=True) as folder:
-            if folder is not None:
-                _write(folder, self._entry)
-                _forget_oldest(folder)
+        with _writable() as folder:
+            _write(folder, self._entry)
+            _forget_oldest(folder)
 
     def close(self) -> None:
         """Remove the socket, which notifies waiting commands that the run has ended."""
@@ -112,7 +126,7 @@ class Registration:
 
 
 def registered(run_id: str, run_folder: Path, command: str, *, detached: bool) -> Registration:
-    """List this process as the controller of a run. Raises OSError or SocketError if the entry cannot be written."""
+    """List this process as the controller of a run. Raises SocketError if the entry cannot be written."""
     us = find(os.getpid())
     assert us is not None
     began = time.time()
@@ -123,10 +137,7 @@ def registered(run_id: str, run_folder: Path, command: str, *, detached: bool) -
         socket=f"{prefix_of_boot()}{word}", began=began,
         name=f"{_PREFIX}{int(began * 1000):014d}-{word}.json", detached=detached,
     )  # fmt: skip
-    place().parent.mkdir(parents=True, exist_ok=True)
-    with SocketFolder.opened(str(place()), make=True) as folder:
-        if folder is None:
-            raise SocketError(f"the folder {place()} cannot be made")
+    with _writable() as folder:
         listening = folder.bind(entry.socket)
         try:
             _write(folder, entry)

@@ -105,10 +105,10 @@ class Session:
         """Return how the run spent its time, and the stragglers; call after its end."""
         return self._overview.end((0.0 if self._job is None else self._job.began) + outcome.duration_s)
 
-    def end(self, outcome: Outcome, evidence_file: Path | None, report: str) -> str:
+    def end(self, outcome: Outcome, evidence_file: Path | None, report: str, *, complain: Callable[[str], None]) -> str:
         """Record how the run ended, and notify waiting commands; return its final state.
 
-        `report` is kept, for `dtrain report` and waiting commands.
+        `report` is kept, for `dtrain report` and waiting commands. `complain` is called if the list cannot be written.
         Blocks for a while; Ctrl-C ends that early.
         """
         parts, stragglers = self.spent(outcome)
@@ -117,7 +117,8 @@ class Session:
             at_end.callback(self.control.close)
             self._record.end(how, how["ended"], report)
             self._output.keep_report(report)
-            self.control.note_end(how["ended"], outcome.exit_code, brief_cause(how), report)
+            if problem := self.control.note_end(how["ended"], outcome.exit_code, brief_cause(how), report):
+                complain(problem)
             self._record.finish()
         state: str = how["ended"]
         return state

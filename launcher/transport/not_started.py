@@ -9,6 +9,7 @@ import signal
 from launcher.machine.packages import install_command
 from launcher.transport.setup import why_setup_failed
 
+_SCARCE = ("Resource temporarily unavailable", "Too many open files", "can't start new thread")
 _PYTHONHOME = re.compile(r"PYTHONHOME = '([^']+)'")  # in Python's message
 
 
@@ -36,7 +37,9 @@ def why_not_started(python: str, status: int | None, words: str, noise: bytes) -
     if status in (-signal.SIGKILL, 128 + signal.SIGKILL):
         return f"the agent was killed before it had started{': ' + said[-1] if said else ''}"
     reason = f"the agent did not start (status {status}): {(said or ['it said nothing'])[-1]}"
-    if status in (126, 127):
+    if any(text in reason for text in _SCARCE):
+        reason += "; this user's limits there are too low, see ulimit -n and ulimit -u"
+    elif status in (126, 127):
         reason += "; is what --agent-prefix names installed there?"
     elif "Traceback" not in words:
         reason += "; does its shell end first, or a start-up file of it such as .bashrc?"

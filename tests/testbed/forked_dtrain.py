@@ -206,6 +206,7 @@ def _become(request: dict[str, Any], streams: Sequence[int], status: int) -> Non
     os.setsid()
     for number, descriptor in enumerate(streams):
         os.dup2(descriptor, number)
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  # the present one takes it for /dev/null, which can seek
     try:
         _set_up(request)
         os.write(status, b"pid %d\n" % os.getpid())

@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
-from launcher.agent.cleanup.run_tag import RunTag, folders_for_files
+from launcher.agent.cleanup.run_tag import IDENTITY, RunTag, folders_for_files
 from launcher.decode import decode_json
 from launcher.errors import ProtocolError
 from launcher.frozen import dataclass
@@ -30,7 +30,6 @@ from launcher.machine.cgroup import Cgroup
 from launcher.machine.processes import Process, Sweep
 
 GUARD_WAIT_S = 5.0  # as long as a guard takes if it cannot end a process
-IDENTITY = "agent.json"
 MAX_BYTES = 1 << 16
 _AGENT, _COMMANDS = b"launcher.agent", (b"dtrain", b"dtrain-torchrun")
 _NAME = re.compile("dtrain-[0-9a-f]{16}")
@@ -163,14 +162,6 @@ def _boot() -> str:
 def _pid_and_start(pid: int) -> tuple[int, int]:
     process = processes.find(pid)
     return (pid, 0 if process is None else process.start)
-
-
-def leave_identity(folder: str, identity: str) -> None:
-    """Write an agent's identity into its folder. Raises OSError."""
-    whole = f"{folder}/{IDENTITY}"
-    with open(f"{whole}.part", "x", encoding="utf-8", errors="surrogateescape") as file:
-        file.write(identity)
-    os.rename(file.name, whole)
 
 
 def find_killed_runs() -> list[str]:

@@ -12,6 +12,7 @@ same run or of the next one (leftovers.py).
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import stat
@@ -23,6 +24,7 @@ from launcher.machine.cgroup import Cgroup
 from launcher.machine.processes import Process
 
 NAME = "DTRAIN_AGENT"
+IDENTITY = "agent.json"  # in the folder for files
 _WORKER_BITS = 20  # bits of the number for the worker; the other 40 are the agent's
 
 
@@ -111,17 +113,41 @@ class RunTag:
         return tag_number != processes.NO_NUMBER and tag_number >> _WORKER_BITS not in (0, self._number)
 
 
-def make_folder(run_tag: str) -> str:
-    """Make the folder for files of the agent with this run tag. Raises OSError if none can be made."""
+def make_folder(run_tag: str, identity: str) -> str:
+    """Make the folder for files of the agent with this run tag, and write its identity there.
+
+    A full disk may have room for a folder, but not for a file: then the next candidate is taken. Raises OSError if
+    there is none.
+    """
     problem: OSError = FileNotFoundError("no folder for temporary files")
     for path in _candidates(run_tag):
         try:
             os.mkdir(path, 0o700)
         except OSError as error:
             problem = error
+            continue
+        part = f"{path}/{IDENTITY}.part"
+        try:
+            with open(part, "x", encoding="utf-8", errors="surrogateescape") as file:
+                file.write(identity)
+            os.rename(part, f"{path}/{IDENTITY}")
+        except OSError as error:
+            problem = error
+            with contextlib.suppress(OSError):
+                os.unlink(part)
+            os.rmdir(path)
         else:
             return path
     raise problem
+
+
+def lock_folder(folder: str) -> None:
+    """Keep systemd-tmpfiles from removing old files in the folder, until this process ends.
+
+    It skips folders that are locked (tmpfiles.d(5)); else it removes what was not used for ten days in /tmp.
+    """
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
 def mark_unless_nested() -> None:

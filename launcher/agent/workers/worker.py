@@ -100,15 +100,16 @@ def spawn(
                 os.sched_setaffinity(0, cores)
             _become(argv, env, cwd, (stdin, stdout, stderr))
         except OSError as error:
-            os.write(failed_write, f"{error.errno}".encode())
+            named = cwd if error.filename == cwd else argv[0]
+            os.write(failed_write, f"{error.errno} ".encode() + os.fsencode(named))
         finally:
             os._exit(127)
     os.close(failed_write)
     with os.fdopen(failed_read, "rb") as failed:
-        errno = failed.read()
+        errno, _, place = failed.read().partition(b" ")
     if errno:
         os.waitpid(pid, 0)
-        raise OSError(int(errno), os.strerror(int(errno)), argv[0])
+        raise OSError(int(errno), os.strerror(int(errno)), os.fsdecode(place))
     return pid
 
 
@@ -186,9 +187,18 @@ class GenerationPipe:
 
 def _fifo(path: Path) -> int:
     """Make a FIFO and open it both ways: data stays until the other end opens it, and neither end of it is missing."""
-    with contextlib.suppress(FileExistsError):  # made by an earlier try to start this worker
-        os.mkfifo(path, 0o600)
+    make_fifo(path)
     return os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+def make_fifo(path: Path) -> None:
+    """Make a FIFO, unless an earlier try to start the worker has made it. Raises OSError that names it."""
+    try:
+        os.mkfifo(path, 0o600)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 class Worker:
@@ -352,7 +362,8 @@ class Worker:
         try:
             self.files.write_generation(number, when, variables)
         except OSError as error:  # a full disk: without the file it would meet the wrong workers
-            print(f"{self.files.generation}: {error}", file=sys.stderr)
+            folder = self.files.generation.parent
+            self.killer = f"dtrain, since {folder} cannot be written: {error.strerror}; see TMPDIR"
             self.signal(signal.SIGKILL, stop=False)  # so that it is replaced
             return
         self._generations.announce(number)

@@ -7,6 +7,7 @@ became of their environment, session or parent, can it be had.
 import contextlib
 import fcntl
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,7 +21,7 @@ from testbed.agent import AgentProcess
 from testbed.present import present
 from testbed.processes import wait_until
 
-from launcher.agent.cleanup.leftovers import IDENTITY
+from launcher.agent.cleanup.run_tag import IDENTITY
 from launcher.machine import processes
 from launcher.protocol.commands import Collect, EndAttempt, RestartWorker, SharePrefixes, SignalWorkers, Stop, Suspend
 from launcher.protocol.reports import (
@@ -789,3 +790,21 @@ raise SystemExit(3)
     assert agent.expect(Started).pid > 0
     assert agent.expect(Exited).status == 3
     agent.stop()
+
+
+def test_systemd_tmpfiles_leaves_the_folder_of_a_long_run(tmp_path: Path) -> None:
+    program = shutil.which("systemd-tmpfiles")
+    if program is None or os.getuid() != 0:
+        pytest.skip("needs systemd-tmpfiles, as root")
+    with AgentProcess(tmp_path) as agent:
+        agent.prepare()
+        (other := agent.temp / "other").mkdir()
+        rules = tmp_path / "rules.conf"
+        rules.write_text(f"d {agent.temp} 0777 root root 10ms\n")
+
+        def cleaned() -> bool:
+            subprocess.run([str(program), "--clean", str(rules)], check=True)
+            return not other.exists()
+
+        wait_until(cleaned, "it removes what is not locked")
+        assert [path.name for path in temp_folder_of(agent).iterdir()] == [IDENTITY]

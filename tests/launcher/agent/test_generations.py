@@ -1,6 +1,7 @@
 """What an agent tells its workers of generations, and what it keeps for the next life of a rank."""
 
 import os
+import signal
 import stat
 import struct
 from collections.abc import Iterator
@@ -211,3 +212,14 @@ def test_a_restarted_worker_counts_by_its_restart_policy(agent: AgentProcess, re
     agent.tell(NextGeneration(attempt=0, number=1))
     assert agent.expect(Exited).restart_policy == restart_policy
     assert [agent.expect(Heartbeat).resilient for _ in range(2)][1] == (restart_policy == 3)
+
+
+def test_a_worker_that_cannot_be_notified_is_killed_and_the_report_says_why(agent: AgentProcess) -> None:
+    agent.start(LISTENS, "0")
+    agent.expect_output(b"first 0 nothing\n")
+    (folder,) = agent.temp.glob("dtrain-*")
+    (folder / "0-0.json.generation.new").mkdir()  # stands in for a full disk
+    agent.tell(NextGeneration(attempt=0, number=1))
+    exited = agent.expect(Exited)
+    assert exited.status == -signal.SIGKILL
+    assert exited.killer == f"dtrain, since {folder} cannot be written: Is a directory; see TMPDIR"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from testbed.left import TEST_CHARS
-from testbed.processes import MARK, run_dtrain, started_dtrain, wait_until
+from testbed.processes import MARK, run_dtrain, run_program, started_dtrain, wait_until
 from testbed.require import require
 from testbed.sshd import SshHosts
 from testbed.typed import dtrain
@@ -216,3 +217,29 @@ def test_the_process_behind_a_prefix_is_found_by_its_arguments(tmp_path: Path) -
         assert found.parent == process.pid
         assert _find_behind(process.pid, ["other", *argv], [*own, "b"]) is None
         assert _find_behind(found.pid, ["env", *own], own) == found
+
+
+def test_a_full_disk_at_the_start_of_a_worker_is_named(tmp_path: Path) -> None:
+    """Of two pages the agent takes one, and the first of two workers the other."""
+    (tmp_path / "script.py").touch()
+    (tmp_path / "full").mkdir()
+    full = 'mount -t tmpfs -o size=8k tmpfs "$TMPDIR" && exec "$@"'
+    container = ["unshare", "--map-root-user", "--mount", "sh", "-c", full, "sh"]
+    env = {"TMPDIR": str(tmp_path / "full")}
+    if run_program(*container, "true", env=env).returncode not in (0, 127):
+        pytest.skip("an ordinary user may not make namespaces everywhere")
+    argv = [
+        sys.executable,
+        "-m",
+        "launcher",
+        "run",
+        "--nproc-per-node",
+        "2",
+        "--launch-prefix",
+        "nice -n 1",
+        "script.py",
+    ]
+    result = run_program(*container, *argv, env=env, cwd=tmp_path)
+    assert result.returncode == 127, result
+    named = rf"could not be started: {tmp_path}/full/dtrain-[0-9a-f]+: No space left on device; see TMPDIR"
+    assert re.search(named, result.stderr), result

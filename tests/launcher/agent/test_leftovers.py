@@ -2,17 +2,18 @@
 
 import os
 import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from testbed.processes import started, wait_until
+from testbed.processes import run_program, started, wait_until
 
 from launcher.agent.cleanup import run_tag
-from launcher.agent.cleanup.leftovers import IDENTITY, AgentIdentity, LeftoverSweep, find_killed_runs, leave_identity
-from launcher.agent.cleanup.run_tag import RunTag
+from launcher.agent.cleanup.leftovers import AgentIdentity, LeftoverSweep, find_killed_runs
+from launcher.agent.cleanup.run_tag import IDENTITY, RunTag
 from launcher.errors import ProtocolError
 from launcher.machine import processes
 from launcher.machine.cgroup import Cgroup
@@ -72,13 +73,27 @@ def test_only_the_very_process_that_an_identity_names_is_ended() -> None:
         assert other.poll() is None
 
 
+def test_where_a_full_disk_has_room_for_a_folder_only_the_next_one_is_taken(tmp_path: Path) -> None:
+    made = "from launcher.agent.cleanup.run_tag import make_folder as m; print(m('4' * 32, 'x'))"
+    full = 'mount -t tmpfs -o size=4k tmpfs "$TMPDIR" && echo > "$TMPDIR/all" && exec "$@"'
+    container = ["unshare", "--map-root-user", "--mount", "sh", "-c", full, "sh"]
+    if run_program(*container, "true", env={"TMPDIR": str(tmp_path)}).returncode not in (0, 127):
+        pytest.skip("an ordinary user may not make namespaces everywhere")
+    result = run_program(*container, sys.executable, "-c", made, env={"TMPDIR": str(tmp_path)})
+    folder = Path("/tmp/dtrain-4444444444444444")
+    assert result.stdout == f"{folder}\n", result
+    assert (folder / IDENTITY).read_text() == "x"
+    run_tag.remove_folder("4" * 32)
+    assert not folder.exists()
+
+
 @pytest.fixture
 def killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AgentIdentity:
     """Return the identity of an agent that was killed with its guard, whose folder is in `tmp_path`."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     ours = AgentIdentity.ours(RunTag("3" * 32, None))
     identity = replace(ours, agent=(os.getpid(), 1), guard=(os.getppid(), 1))
-    leave_identity(run_tag.make_folder(identity.run_tag), str(identity))
+    run_tag.make_folder(identity.run_tag, str(identity))
     assert str(identity) in find_killed_runs()
     return identity
 
@@ -160,7 +175,7 @@ def test_a_folder_that_is_a_link_or_another_s_stays(tmp_path: Path, monkeypatch:
     run_tag.remove_folder("1" * 32)
     assert (kept / "file").exists()
     assert link.is_symlink()
-    folder = Path(run_tag.make_folder("2" * 32))
+    folder = Path(run_tag.make_folder("2" * 32, ""))
     (folder / "1-0.json").touch()
     (folder / "link").symlink_to(kept)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)

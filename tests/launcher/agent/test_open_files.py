@@ -16,7 +16,7 @@ from testbed.processes import wait_until
 from launcher.agent.cleanup.run_tag import RunTag
 from launcher.agent.host_facts import FILES_EACH
 from launcher.agent.workers.warm_start import ForkServer, Warmth
-from launcher.agent.workers.worker import spawn
+from launcher.agent.workers.worker import make_fifo, spawn
 from launcher.protocol.commands import StartWorker
 from launcher.protocol.message import Report
 from launcher.protocol.reports import Exited, Started, StoreFailed
@@ -115,6 +115,18 @@ def test_a_failed_fork_leaves_no_descriptor_open(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(BlockingIOError):
         spawn(["true"], {}, cwd="/", stdout=1, stderr=2)
     assert open_files(os.getpid()) == before
+
+
+def test_what_is_missing_at_a_start_is_named(tmp_path: Path) -> None:
+    """The folder or the program, and the file of a FIFO whose folder is gone."""
+    for argv, cwd, named in ((["/bin/true"], "/gone", "/gone"), (["/gone/true"], "/", "/gone/true")):
+        with pytest.raises(FileNotFoundError) as raised:
+            spawn(argv, {}, cwd=cwd, stdout=1, stderr=2)
+        assert raised.value.filename == named
+    path = tmp_path / "gone/fifo"
+    with pytest.raises(FileNotFoundError) as raised:
+        make_fifo(path)
+    assert raised.value.filename == str(path)
 
 
 @pytest.mark.parametrize("files", range(3))

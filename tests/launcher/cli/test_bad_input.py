@@ -207,6 +207,15 @@ def test_folder_that_is_gone_is_an_error(tmp_path: Path) -> None:
     assert "the current folder no longer exists" in result.stderr
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_standard_output_on_a_full_disk_is_an_error_in_one_line(script: Path, unbuffered: str) -> None:
+    command = 'exec "$0" -m launcher plan script.py >/dev/full'
+    env = {"PYTHONUNBUFFERED": unbuffered}
+    result = run_program("sh", "-c", command, sys.executable, env=env, cwd=script.parent)
+    said = "dtrain: standard output cannot be written: No space left on device\n"
+    assert (result.returncode, result.stderr) == (1, said)
+
+
 @pytest.mark.parametrize(
     ("argv", "named"),
     [

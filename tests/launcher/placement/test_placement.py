@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from syrupy.assertion import SnapshotAssertion
 
 from launcher.errors import PlacementError
+from launcher.hosts.folding import lines_by_reason
 from launcher.placement.placement import HostOffer, Placement, WorkerPlace, place
 
 CPU_HOST = HostOffer("a", None, (), False, "CUDA_VISIBLE_DEVICES", (0, 1, 2, 3), 4)
@@ -56,12 +57,15 @@ def test_a_placement_is_consistent_or_every_misfit_is_named(
         except PlacementError as error:
             return error
 
-    misfits = [host.name for host in hosts if isinstance(attempt([host]), PlacementError)]
+    alone = {host.name: attempt([host]) for host in hosts}
+    misfits = {
+        name: str(result).partition(": ")[2] for name, result in alone.items() if isinstance(result, PlacementError)
+    }
     placement = attempt(hosts)
     if isinstance(placement, PlacementError):
-        assert [line.partition(":")[0] for line in str(placement).splitlines()] == misfits
+        assert str(placement).splitlines() == lines_by_reason(misfits)
         return
-    assert misfits == []
+    assert misfits == {}
     _check_ranks(placement, hosts)
     for worker in placement.workers:
         _check_gpus(worker, hosts[worker.node_rank], gpus_per_proc, oversubscribe)
@@ -152,6 +156,7 @@ def test_hosts_may_be_unequal() -> None:
         ([replace(CPU_HOST, slots=1)], 2, None),
         ([replace(CPU_HOST, room=0, room_limit="limit")], 1, None),
         ([GPU_HOST, replace(GPU_HOST, name="b", gpus=tuple("012345")), replace(GPU_HOST, name="c")], 5, None),
+        ([replace(CPU_HOST, name=f"n{k}", room=0, room_limit="limit") for k in range(4)], 1, None),
     ],
 )
 def test_what_does_not_fit(

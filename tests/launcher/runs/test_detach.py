@@ -357,6 +357,45 @@ def test_a_home_that_cannot_be_written_harms_no_run(folder: Path) -> None:
     assert both.count("dtrain ps does not show this run") == 1
 
 
+def test_a_list_that_cannot_be_written_names_its_folder_and_what_to_do(folder: Path) -> None:
+    (folder / "state").symlink_to("/sys")  # a file system that takes no folder of ours
+    with pytest.raises(SocketError, match=r"^\S*/state/dtrain cannot be written: .*; set XDG_STATE_HOME to a folder"):
+        registered("r", folder, "script.py", detached=True)
+
+
+def test_an_end_that_cannot_be_recorded_is_said(folder: Path) -> None:
+    with started_dtrain("run", "script.py") as process:
+        wait_until(lambda: [each["state"] for each in ps()] == ["running"], "it is listed")
+        (folder / "state/dtrain").rename(folder / "state/moved")
+        (folder / "state/dtrain").write_text("")
+        (folder / "go").touch()
+        _, stderr = process.communicate(timeout=60)
+    (folder / "state/dtrain").unlink()
+    (folder / "state/moved").rename(folder / "state/dtrain")
+    assert process.returncode == 0
+    assert stderr.decode().count("as lost, since its end could not be recorded: ") == 1
+
+
+@pytest.mark.parametrize(("encoding", "shown"), [("ascii", "?????"), ("utf-8:strict", "l\udcff/r")])
+def test_runs_are_shown_in_any_encoding(folder: Path, encoding: str, shown: str) -> None:
+    (folder / "go").touch()
+    run_dtrain("run", "--run-id", "r", "--log-dir", os.fsdecode(b"l\xff"), "script.py")
+    command = '"$0" -m launcher history && exec "$0" -m launcher report r'
+    argv = ["sh", "-c", command, sys.executable]
+    result = subprocess.run(argv, env={**os.environ, "PYTHONIOENCODING": encoding}, capture_output=True, check=False)
+    assert (result.returncode, result.stderr) == (0, b"")
+    assert shown in os.fsdecode(result.stdout)
+
+
+def test_an_id_that_cannot_be_shown_is_no_failure_of_the_run(folder: Path) -> None:
+    (folder / "go").touch()
+    command = 'exec "$0" -m launcher run --detach --run-id r script.py >/dev/full'
+    result = run_program("sh", "-c", command, sys.executable, outlived=True)
+    assert (result.returncode, "run r has started" in result.stderr) == (0, True), result
+    assert "Traceback" not in result.stderr
+    assert dtrain("wait", "r").returncode == 0
+
+
 def git(*words: str) -> None:
     identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
     subprocess.run(["git", *identity, *words], check=True, stdout=subprocess.DEVNULL)

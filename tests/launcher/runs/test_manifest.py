@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -234,6 +235,24 @@ def test_sizes(text: str, size: int) -> None:
 )
 def test_secrets_are_not_kept(words: list[str], kept: list[str]) -> None:
     assert without_secrets(words) == kept
+
+
+def test_a_full_disk_leaves_no_half_of_a_file_and_the_end_is_tried_again(folder: Path) -> None:
+    complaints: list[str] = []
+    logs = LogFiles(folder, complaints.append)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (512, limit[1]))  # stands in for the disk
+    try:
+        logs.write_error(0, 0, "x" * 600)
+        logs.write_report("y" * 600)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert [path.name for path in folder.rglob("*") if path.is_file()] == []
+    assert len(complaints) == 1
+    logs.write_manifest({"state": "finished"})
+    logs.write_report("y" * 600)
+    assert sorted(path.name for path in folder.rglob("*") if path.is_file()) == ["report.txt", "run.json"]
+    assert (folder / "report.txt").read_text() == "y" * 600 + "\n"
 
 
 def test_logs_are_read_in_the_order_of_their_seconds(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from testbed.sshd import SshHosts
 
 from launcher.hosts.host import Host, HostKind
 from launcher.placement.job_spec import CommandKind, JobSpec, WorkerCommand
+from launcher.transport.not_started import why_not_started
 from launcher.transport.setup import first_bytes, host_command
 from launcher.transport.stream import shell_line
 
@@ -42,6 +43,13 @@ def where(request: pytest.FixtureRequest) -> list[str]:
     hosts: SshHosts = request.getfixturevalue("ssh_hosts")
     client = ["--ssh-command", "ssh"] if request.param == "openssh" else []
     return [*client, "--hosts", "node1,node2", "--ssh-config", str(hosts.ssh_config)]
+
+
+def test_an_agent_that_lacks_processes_or_files_names_the_limits() -> None:
+    for words in ("OSError: [Errno 11] Resource temporarily unavailable", "OSError: [Errno 24] Too many open files"):
+        reason = why_not_started("python3", 1, f"Traceback (most recent call last):\n{words}\n", b"")
+        limits = "this user's limits there are too low, see ulimit -n and ulimit -u"
+        assert reason == f"the agent did not start (status 1): {words}; {limits}"
 
 
 def test_workers_get_the_environment_that_the_line_leaves(where: list[str], script: Path) -> None:

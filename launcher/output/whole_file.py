@@ -1,4 +1,4 @@
-"""Writes JSON files atomically: readers never see a part of one."""
+"""Writes files atomically: readers never see a part of one, also where the disk is full."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from typing import Any
 
 
 def write_json(path: Path, content: Mapping[str, Any], *, mode: int = 0o666) -> None:
-    """Replace a file. Raises OSError; readers see the whole new file or the previous one.
+    """Replace a file by this object. Raises OSError; `mode` is the file's, less the umask."""
+    write_whole(path, json.dumps(content, indent=2).encode() + b"\n", mode=mode)
 
-    `mode` is the file's, less the umask.
-    """
-    data = json.dumps(content, indent=2).encode() + b"\n"
+
+def write_whole(path: Path, data: bytes, *, mode: int = 0o666) -> None:
+    """Replace a file. Raises OSError; readers see the whole new file or the previous one."""
     if path.exists() and not path.is_file():  # a pipe or /dev/null: a rename would put a file in its place
         descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # no reader: an error, not a wait
         with open(descriptor, "wb", buffering=0) as stream:
