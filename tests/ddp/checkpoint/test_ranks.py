@@ -178,6 +178,17 @@ def test_a_failed_save_costs_that_save_alone_and_is_said_once(
         assert f"failed saves in a row: {nth}; 3 are an error" in line
 
 
+@world(1)
+def test_a_resumed_run_whose_first_save_fails_names_the_file_before(tmp_path: Path) -> None:
+    folder, weights = tmp_path / "folder", torch.zeros(10_000)
+    ddp.Checkpoint(folder, in_background=False).save(1, weights=weights)
+    resumed = ddp.Checkpoint(folder, in_background=False)
+    resumed.load()
+    with caught_stderr(tmp_path / "stderr") as stderr, unwritable(folder):
+        resumed.save(2, weights=weights)
+    assert f"The newest whole checkpoint is {folder}/step-0000000001.pt" in stderr.read_text()
+
+
 @world(3)
 @BOTH_WAYS
 def test_the_third_failed_save_in_a_row_is_raised_by_all(in_background: bool, tmp_path: Path) -> None:

@@ -213,7 +213,7 @@ def test_workers_that_do_not_fit_end_the_run_as_a_usage_error() -> None:
     drive.goodbye()
     assert isinstance(drive.outcome.error, PlacementError)
     assert drive.outcome.exit_code == 2
-    assert {line.partition(":")[0] for line in str(drive.outcome.error).splitlines()} == {"a", "b"}
+    assert str(drive.outcome.error).partition(":")[0] == "a, b"
 
 
 @pytest.mark.parametrize("address", [None, "10.9.9.9"])
