@@ -367,7 +367,8 @@ def release_default_group() -> None:
     Those of torch.distributed.nn.functional have as their default the group of the moment at which it was imported,
     which may be the first step of an optimizer.
     """
-    for function in vars(sys.modules.get("torch.distributed.nn.functional", object)).values():
+    module = sys.modules.get("torch.distributed.nn.functional")
+    for function in vars(module).values() if module is not None else ():
         if isinstance(function, FunctionType) and function.__defaults__:
             function.__defaults__ = tuple(
                 None if isinstance(each, dist.ProcessGroup) else each for each in function.__defaults__

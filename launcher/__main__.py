@@ -9,24 +9,19 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
 
-def main() -> NoReturn:
+def main(*, as_torchrun: bool = False) -> NoReturn:
     """Run `dtrain`; entry point of the console script."""
     try:
         from launcher.cli.main import main
 
-        main()
+        main(as_torchrun=as_torchrun)
     except KeyboardInterrupt:  # during an import: no traceback then either
         os._exit(130)
 
 
 def torchrun() -> NoReturn:
     """Run `dtrain-torchrun`; entry point of the console script."""
-    try:
-        from launcher.cli.main import torchrun
-
-        torchrun()
-    except KeyboardInterrupt:
-        os._exit(130)
+    main(as_torchrun=True)
 
 
 if __name__ == "__main__":

@@ -45,18 +45,11 @@ _ELSEWHERE = {
 }
 
 
-def main() -> NoReturn:
-    """Run the command line of `dtrain`."""
+def main(*, as_torchrun: bool = False) -> NoReturn:
+    """Run the command line of `dtrain`, or `dtrain run` as torchrun would (torchrun.py)."""
     fork_if_process_one()
     _open_standard_streams()
-    _end(_main(sys.argv[1:], as_torchrun=False))
-
-
-def torchrun() -> NoReturn:
-    """Run `dtrain run` as torchrun would. See torchrun.py."""
-    fork_if_process_one()
-    _open_standard_streams()
-    _end(_main(["run", *sys.argv[1:]], as_torchrun=True))
+    _end(_main([*(["run"] if as_torchrun else []), *sys.argv[1:]], as_torchrun=as_torchrun))
 
 
 def _main(args: list[str], *, as_torchrun: bool) -> int:

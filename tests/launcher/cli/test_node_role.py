@@ -243,7 +243,7 @@ def test_torchrun_s_c10d_endpoint_decides_who_is_node_0(tmp_path: Path, port: in
     (tmp_path / "show.py").write_text(SHOW)
     words = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "show.py"]
     env = {"DTRAIN_TOKEN": TOKEN, "DTRAIN_NPROC_PER_NODE": "1"}
-    program = ["-c", "import sys; from launcher.cli.main import torchrun; torchrun()", *words]
+    program = ["-c", "import sys; from launcher.__main__ import torchrun; torchrun()", *words]
     with contextlib.ExitStack() as stack:
         nodes = [stack.enter_context(started(sys.executable, *program, cwd=tmp_path, env=env)) for _ in range(2)]
         ends = [_ends(node) for node in nodes]

@@ -21,7 +21,7 @@ SHOW = "import json, os, sys\nprint(json.dumps([dict(os.environ), sys.argv[1:]])
 
 
 def _torchrun(*words: str | Path, cwd: Path, env: Mapping[str, str | None] | None = None) -> Result:
-    program = "import sys; from launcher.cli.main import torchrun; sys.argv[0] = 'dtrain-torchrun'; torchrun()"
+    program = "import sys; from launcher.__main__ import torchrun; sys.argv[0] = 'dtrain-torchrun'; torchrun()"
     return run_program(sys.executable, "-c", program, *words, cwd=cwd, env=env)
 
 

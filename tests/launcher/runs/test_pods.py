@@ -85,7 +85,7 @@ def test_the_name_of_the_first_pod_may_come_late(pods: Pods, tmp_path: Path) -> 
 def test_pods_of_a_pytorchjob_whose_first_is_localhost(pods: Pods, tmp_path: Path) -> None:
     """As older operators have it; the other pods get the first one's name. By dtrain-torchrun."""
     (tmp_path / "show.py").write_text("import os\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])")
-    torchrun = (sys.executable, "-c", "from launcher.cli.main import torchrun; torchrun()", "show.py")
+    torchrun = (sys.executable, "-c", "from launcher.__main__ import torchrun; torchrun()", "show.py")
     names, masters = ("job-master-0", "job-worker-0"), ("localhost", "job-master-0")
     with contextlib.ExitStack() as stack:
         running = []

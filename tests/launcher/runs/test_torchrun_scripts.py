@@ -18,7 +18,7 @@ from testbed.processes import Result, run_program
 PROGRAMS = REPOSITORY / "tests/programs"
 WORKER = "torchrun_worker.py"
 TORCHRUN = "from torch.distributed.run import main; main()"
-DTRAIN_TORCHRUN = "from launcher.cli.main import torchrun; torchrun()"
+DTRAIN_TORCHRUN = "from launcher.__main__ import torchrun; torchrun()"
 LIMIT_S = 90.0
 MASTER = "--master-addr localhost --master-port FREE"  # other tests run beside this one
 TWO = "--standalone --nproc-per-node 2"
