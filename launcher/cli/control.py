@@ -125,6 +125,8 @@ def control(request: Request, options: Options, limits: Limits, verbosity: Verbo
                 signals.console = console
                 known = len(signals.received)
                 outcome = controller.run(signals.received)
+                if controller.caught:  # perhaps after the last event
+                    output.hurry()
                 if listener is not None:
                     line = report(outcome, folder=None, tail=lambda *_: []).partition("\n")[0]
                     listener.close(outcome.exit_code, line)  # for the other nodes

@@ -182,8 +182,8 @@ class SshHosts(Lab):
             kill([root])  # first, so that no new session begins
             kill(below)
         listener.wait()
-        # What the sessions started may have left the tree, and may fork while it is looked for.
-        wait_until(lambda: not self._kill_marked(i), f"{self.names[i - 1]} is dead")
+        # What the sessions started may have left the tree, and may fork while it is looked for, even a last time.
+        wait_until(lambda: not self._kill_marked(i) + self._kill_marked(i), f"{self.names[i - 1]} is dead")
         clear_temp(self._temp(i), own_group())
 
     def change_host_key(self, i: int) -> None:

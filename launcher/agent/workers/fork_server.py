@@ -56,7 +56,6 @@ keeper = _load("keeper")
 
 _PR_SET_PDEATHSIG, _PR_SET_MM, _PR_SET_MM_MAP = 1, 35, 14
 _SENT_TO_ALL = (signal.SIGUSR1, signal.SIGUSR2)  # by SLURM, to every process of a step
-_ADOPTED_WITHIN_S = 10.0
 _NO_NAME = "\0"  # stands for variables unknown so far
 
 
@@ -623,13 +622,14 @@ class _Printed:
 
 
 def _fork(control: socket.socket) -> bool:
-    """Fork a process that becomes the agent's child; return True there.
+    """Fork a process that becomes the agent's child; return True there, once it has been adopted.
 
     An intermediate process ends at once: its child is adopted by the agent, which is a subreaper.
     """
     passed_read, passed_write = os.pipe()
     between = os.fork()
     if between == 0:
+        between = os.getpid()
         try:
             pid = os.fork()
         except OSError as error:
@@ -641,6 +641,8 @@ def _fork(control: socket.socket) -> bool:
         os.close(passed_read)
         os.close(passed_write)
         control.close()
+        while os.getppid() == between:
+            time.sleep(0.0002)
         return True
     os.close(passed_write)
     with os.fdopen(passed_read, "rb") as passed:
@@ -656,10 +658,7 @@ def _read_json(descriptor: int) -> dict[str, Any]:
 
 
 def _become_child_of(agent: int) -> None:
-    """Wait until the agent has adopted this process; then end together with it, and start a session."""
-    limit = time.monotonic() + _ADOPTED_WITHIN_S
-    while os.getppid() != agent and time.monotonic() < limit:
-        time.sleep(0.0002)
+    """End together with the agent from now on, at once if it has ended already; start a session."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != agent:
         os._exit(1)

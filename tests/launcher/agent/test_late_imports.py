@@ -18,12 +18,13 @@ from pathlib import Path
 
 import pytest
 from testbed.fork_server import prepare_for
-from testbed.processes import run_dtrain
+from testbed.processes import run_dtrain, wait_until
 
 from launcher.agent.cleanup.run_tag import RunTag
 from launcher.agent.workers import warm_start
 from launcher.agent.workers.warm_start import ForkServer, Warmth
 from launcher.agent.workers.worker import BOOTSTRAP, Files, spawn
+from launcher.machine.processes import find
 from launcher.protocol.commands import StartWorker
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -338,6 +339,13 @@ def test_first_and_late_process_outlive_each_other(host: Host) -> None:
     os.waitid(os.P_PID, late, os.WEXITED | os.WNOWAIT)
     assert "late" in host.work()
     assert host.by_exec[-1] == ""
+
+
+def test_a_worker_that_is_forked_when_its_agent_ends_ends_too(host: Host) -> None:
+    host.prepare(PLACES["after a call"])
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)  # it is not adopted, as if this agent had ended
+    pid = host.server.fork([sys.executable], {}, cwd="/", stdout=1, stderr=2)
+    wait_until(lambda: find(pid) is None, "the worker ends", timeout=8)
 
 
 def test_a_restart_finds_the_late_imports(installed: Path, tmp_path: Path) -> None:

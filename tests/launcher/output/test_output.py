@@ -129,6 +129,29 @@ def test_a_signal_ends_the_wait_for_a_stopped_reader_after_the_run(tmp_path: Pat
     assert "finished successfully" in (folder / "report.txt").read_text()
 
 
+LATE = """
+import signal
+from launcher.controller import controller
+from launcher.__main__ import main
+
+close = controller.close_links
+
+def close_links(links):
+    signal.raise_signal(signal.SIGINT)
+    close(links)
+
+controller.close_links = close_links
+main()
+"""
+
+
+def test_so_does_a_signal_after_the_last_event_of_the_run(tmp_path: Path) -> None:
+    path = script(tmp_path, "print(('x' * 99 + '\\n') * 3000)")
+    with started(sys.executable, "-c", LATE, "run", "--run-id", "r1", path, cwd=tmp_path) as process:
+        assert process.wait(timeout=60) == 0
+    assert "finished successfully" in (tmp_path / "runs" / "r1" / "report.txt").read_text()
+
+
 def _settled(count: "object") -> bool:
     assert callable(count)
     before = count()

@@ -88,7 +88,8 @@ def test_a_rank_that_is_gone_ends_the_sum() -> None:
     if dist.get_rank() == 1:
         return
     with pytest.raises(RuntimeError, match=r"closed|reset"):
-        start_tree_sum(group, torch.ones(100_000)).wait()
+        # In pieces that are sent at once: gloo does not tell who has received part of one that its sender has ended.
+        start_tree_sum(group, torch.ones(12_000)).wait()
 
 
 class Net(nn.Module):
