@@ -32,6 +32,7 @@ from time import perf_counter
 from typing import Any, Literal, get_args
 
 from ddp.errors import ArgumentError
+from ddp.monitoring.interrupts import is_interrupt
 
 Kind = Literal["sampled", "full", "off"]
 KINDS = get_args(Kind)
@@ -140,6 +141,8 @@ class Ledger:
             while data:
                 data = data[os.write(self._file, data) :]
         except OSError as error:
+            if is_interrupt(error):
+                raise
             self._give_up(error)
         self._written = perf_counter()
 
@@ -153,6 +156,8 @@ class Ledger:
             path = self.path or os.environ[_VARIABLE]
             return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
+            if is_interrupt(error):
+                raise
             self._give_up(error)
             return None
 

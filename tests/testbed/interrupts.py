@@ -16,8 +16,8 @@ import ddp
 _OURS = str(Path(ddp.__file__).parent)
 
 
-class Died(RuntimeError):
-    """What the handler raises."""
+class Died(RuntimeError, TimeoutError):
+    """What the handler raises: a kind of what torch's DataLoader raises, and of what a timer does, an OSError."""
 
 
 def _raise(signum: int, frame: FrameType | None) -> None:

@@ -26,6 +26,7 @@ from ddp.checkpoint import writer
 from ddp.comm.shm.agreement import agree
 from ddp.comm.sums import small_sum
 from ddp.compression.row_exchange import BucketRows, RowMemory, _Messages, _Pipeline, open_exchange
+from ddp.data.ledger import Ledger
 from ddp.errors import CollectiveError
 from ddp.monitoring.stall_channel import StoreThread
 from ddp.monitoring.stall_text import Position
@@ -102,6 +103,17 @@ def test_a_compressed_bucket_that_a_signal_interrupts_is_the_last_one() -> None:
         exchange.start(group, _rows(2))
     with pytest.raises(CollectiveError, match=f"rank {dist.get_rank()} was interrupted in the compressed average"):
         exchange.start(group, _rows(2))
+
+
+@world(1)
+def test_no_timer_is_taken_for_a_full_disk_of_the_ledger(tmp_path: Path) -> None:
+    kept = Ledger()
+    kept.path = str(tmp_path / "ledger")
+    for interrupt in _at_each_line(Ledger.flush, vars(Ledger)["_file"].func):
+        vars(kept).pop("_file", None)
+        kept._lines.append("line\n")
+        _raises_what_interrupts(kept.flush, interrupt)
+    assert "line\n" in (tmp_path / "ledger").read_text()
 
 
 class _Reporter:
