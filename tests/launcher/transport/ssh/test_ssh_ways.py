@@ -420,7 +420,7 @@ def test_an_account_that_runs_nothing_or_something_else_says_so(ssh_hosts: SshHo
     ssh_hosts.configure(4, "ForceCommand kill -KILL $PPID")
     result = run_dtrain(
         "run", "--ssh-config", ssh_hosts.ssh_config, "--hosts", "node[1-4]", "--start-timeout-s", "60", script,
-        cwd=tmp_path,
+        cwd=tmp_path, outlived=True,  # node4's command ends after its connection
     )  # fmt: skip
     assert "node1: the agent did not start (status 1): This account is currently not available." in result.stderr
     assert f"node2: 127.0.0.3 accepts {ssh_hosts.user}, but opens no session (MaxSessions" in result.stderr
