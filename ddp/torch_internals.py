@@ -406,6 +406,12 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | No
     return timeout
 
 
+def is_message(work: Any) -> bool:
+    """Return whether `work` is that of a send or a receive, and no collective; True if unknown. 2.0."""
+    kind = _find("torch._C._distributed_c10d.OpType")
+    return bool(_known(lambda: work._get_op_type() in map(int, (kind.SEND, kind.RECV, kind.RECVANYSOURCE)), True))
+
+
 def timeouts_on_devices() -> dict[str, float]:
     """Return the timeouts, in seconds, of this process's groups that communicate on devices directly, by name. 2.1."""
     found: dict[str, float] = {}

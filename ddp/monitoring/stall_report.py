@@ -45,11 +45,11 @@ from ddp.monitoring.stall_text import (
     ranks_at_files,
 )
 from ddp.monitoring.user_code import line_of_frame
-from ddp.torch_internals import device_types_of, is_by_gloo, timeout_of
+from ddp.torch_internals import device_types_of, is_by_gloo, is_message, timeout_of
 
 _TORCHS_TIMEOUT_S = 1800.0
-_BROKEN_S = 1.0  # for a collective with broken connections to fail
-_POLL_S = 1.0  # between two looks for Ctrl-C, which only Python code in the main thread sees
+_BROKEN_S = 0.25  # for a collective with broken connections to fail; that in the middle of a message never does
+_POLL_S = 0.1  # between two looks for that, and for Ctrl-C, which only Python code in the main thread sees
 _NOT_WAITING, _BOUNDED, _UNBOUNDED, _FAILED = range(4)  # the last until the owner records something else
 
 
@@ -395,25 +395,31 @@ def without_questions() -> Iterator[None]:
 
 @contextlib.contextmanager
 def ended_with_connections() -> Iterator[None]:
-    """End waits for the script's own collectives in host memory once their connections are broken, in the block.
+    """End this thread's waits for collectives and messages in host memory once their connections are broken.
 
-    gloo may continue to wait then until the timeout of the group (see `broken_for_s`). So `wait()` of torch's
-    collectives checks every second.
+    For the block. gloo may continue to wait then until the timeout of the group (see `broken_for_s`), so `wait()` of
+    torch's works looks ten times a second.
     """
     wait: Callable[..., bool] = dist.Work.wait
+    owner = threading.get_ident()
 
     def wait_within_bounds(work: dist.Work, *timeout: timedelta, **named: timedelta) -> bool:
-        while not (timeout or named or work.is_completed()):
+        if timeout or named or threading.get_ident() != owner:
+            return wait(work, *timeout, **named)
+        message = _Message(partial(wait, work)) if is_message(work) else None
+        pending: Pending = message or work
+        await_it = partial(wait, work) if message is None else message.wait
+        while not pending.is_completed():
             start = monotonic()
             try:
-                return wait(work, timedelta(seconds=_POLL_S))
+                return await_it(timedelta(seconds=_POLL_S))
             except RuntimeError as error:
-                if is_interrupt(error) or work.is_completed() or monotonic() < start + _POLL_S / 2:
+                if is_interrupt(error) or pending.is_completed() or monotonic() < start + _POLL_S / 2:
                     raise
                 if broken_for_s() > _BROKEN_S:
-                    leave_pending(work)
+                    leave_pending(pending)
                     raise RuntimeError("Connection closed: another rank has failed") from error
-        return wait(work, *timeout, **named)
+        return await_it()
 
     # A C++ class, whose other users keep its own signature.
     dist.Work.wait = wait_within_bounds  # type: ignore[method-assign, assignment]
@@ -421,6 +427,34 @@ def ended_with_connections() -> Iterator[None]:
         yield
     finally:
         dist.Work.wait = wait  # type: ignore[method-assign]
+
+
+class _Message:
+    """A message in transit, awaited by a thread of its own: gloo closes all connections after a wait with a limit."""
+
+    def __init__(self, wait: Callable[[], bool]) -> None:
+        self._wait = wait
+        self._done = threading.Event()
+        self._error: Exception | None = None
+        threading.Thread(target=self._run, name="ddp-message", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._wait()
+        except Exception as error:
+            self._error = error
+        finally:
+            self._done.set()
+
+    def is_completed(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if not self._done.wait(None if timeout is None else timeout.total_seconds()):
+            raise RuntimeError("Operation timed out!")
+        if self._error is not None:
+            raise self._error
+        return True
 
 
 _Noted = tuple[str, Callable[[], str] | None, float, int]  # phase, detail, since when, how it waits

@@ -46,6 +46,7 @@ SILENT = {
     ),
     "_comm_hooks": "replicas of torch's own class are compared before a save, also under a hook",
     **dict.fromkeys(("_group_start", "_group_end"), "communicators of NCCL are aborted one after the other"),
+    **dict.fromkeys(("OpType", "_get_op_type"), "each wait of a resilient function has a thread, as for messages"),
     "Future": "torch.futures.Future is asked for, which torch's own futures are",
 }
 

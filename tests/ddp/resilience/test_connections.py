@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import selectors
 import socket
 import threading
+import time
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
+from testbed.present import present
 from testbed.worlds import world
 
+import ddp
+from ddp.comm.sums import small_sum
+from ddp.comm.sums.tree_sum import start_tree_sum
 from ddp.generation.connections import Connections
+from ddp.monitoring import stall_report
+from ddp.monitoring.stall_report import ended_with_connections
 
 
 @world(2, backend="gloo")
@@ -54,3 +63,55 @@ def test_a_cloned_store_is_broken_and_the_store_is_not() -> None:
     with pytest.raises(RuntimeError):
         broken.get("key")
     assert store.get("key") == other.get("key") == b"value"
+
+
+def _late(wait: Callable[[dist.ProcessGroup, torch.Tensor], object]) -> None:
+    """Have rank 1 come late, by more than the time between two looks at the connections."""
+    group, flat = present(dist.group.WORLD), torch.ones(20_000)
+    stall_report._POLL_S = 0.01
+    with ended_with_connections():
+        for _ in range(2):
+            if group.rank() == 1:
+                time.sleep(0.2)
+            wait(group, flat)
+
+
+@world(3, backend="gloo")
+@pytest.mark.parametrize("what", ["tree", "small", "message", "all_reduce"])
+def test_a_wait_for_a_late_rank_breaks_no_connection(what: str) -> None:
+    """gloo closes all connections of a group after a wait for a message with a limit."""
+
+    def message(group: dist.ProcessGroup, flat: torch.Tensor) -> None:
+        if group.rank() == 1:
+            dist.send(flat, 0)
+        elif group.rank() == 0:
+            dist.recv(flat, 1)
+
+    _late(
+        {
+            "tree": lambda group, flat: start_tree_sum(group, flat).wait(),
+            "small": small_sum.add_up,
+            "message": message,
+            "all_reduce": lambda _, flat: dist.all_reduce(flat),
+        }[what]
+    )
+
+
+@world(2, backend="gloo")
+def test_nor_do_compressed_gradients() -> None:
+    net = torch.nn.Linear(30, 30)
+    model = ddp.DistributedDataParallel(net, compression="int8")
+    _late(lambda *_: model(torch.ones(1, 30)).sum().backward())
+
+
+@world(2, backend="gloo")
+def test_a_wait_for_a_message_ends_with_the_connections() -> None:
+    """Also where gloo forgets it: it tells no one who has received a part of a message."""
+    if dist.get_rank() == 0:
+        broken_at = time.monotonic() + 0.2
+        vars(stall_report)["broken_for_s"] = lambda: math.inf if time.monotonic() > broken_at else -1.0
+        with ended_with_connections(), pytest.raises(RuntimeError, match="another rank has failed"):
+            dist.recv(torch.ones(1), 1)
+        dist.send(torch.ones(1), 1)
+    else:
+        dist.recv(torch.ones(1), 0)
