@@ -15,18 +15,21 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from launcher.job.ending import Outcome, did_not_come
 from launcher.job.failures.failure import signal_name, what_happened
+from launcher.machine.processes import everything
 from launcher.output.text import printable
 from launcher.runs.secrets import without_secrets
 
 IN_ON_END = "DTRAIN_IN_ON_END"  # set for the command, whose own runs ignore on_end in the config file
 
 LIMIT_S = 60.0  # for the command
+_KILLED_WITHIN_S = 1.0  # what the command has started
 _NOT_PASSED_ON = ("DTRAIN_ON_END", "DTRAIN_TOKEN")  # it may start a run, for which it must not run again
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -91,6 +94,9 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):  # not waited for yet, so the group's id cannot be reused
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    limit = time.monotonic() + _KILLED_WITHIN_S
+    while any(each.group == process.pid for each in everything()) and time.monotonic() < limit:
+        time.sleep(0.002)
 
 
 @contextmanager
