@@ -11,7 +11,7 @@ import psutil
 import pytest
 from testbed import left
 from testbed.left import Watch, nothing_left, own_group
-from testbed.processes import MARK, everyone, kill, marked, run_program, started, wait_until
+from testbed.processes import MARK, kill, marked, run_program, started, wait_until
 
 from launcher.agent.cleanup.run_tag import RunTag
 
@@ -89,12 +89,10 @@ from launcher.agent.cleanup.run_tag import RunTag, make_folder, remove_folder
 tag = RunTag({tag.value!r}, None)
 make_folder(tag.value, "")
 tag.put_on()
-subprocess.Popen(["sleep", "600"], env={{}}, start_new_session=True, stdout=-3, stderr=-3)
+print(subprocess.Popen(["sleep", "600"], env={{}}, start_new_session=True, stdout=-3, stderr=-3).pid)
 remove_folder(tag.value)
 """
-    before = everyone()
-    assert run_program(sys.executable, "-c", code).returncode == 0
-    (process,) = [each for each in everyone() - before if each.name() == "sleep" and not each.environ()]
+    process = psutil.Process(int(run_program(sys.executable, "-c", code).stdout))
     assert [f"pid {process.pid} " in each and "sleep 600" in each for each in watch.found] == [True]
     kill([process])
 

@@ -308,7 +308,9 @@ def _connect_again(group: dist.ProcessGroup, name: str) -> Any:
     store = PrefixStore(f"ddp/exchange/{name}", default_store())
     timeout = timeout_of(group, _CPU) or _TORCHS_TIMEOUT
     if backend == "gloo":
-        return dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout)
+        made: Any = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout)
+        made.barrier().wait()  # a rank that ends at once breaks the connection of one that still connects
+        return made
     return connect(store, group.rank(), group.size(), timeout)
 
 
