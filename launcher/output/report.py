@@ -280,14 +280,16 @@ def _secondary_failures(group: SecondaryFailures) -> str:
 def _positions(outcome: Outcome, cause: Failure | None) -> list[str]:
     """Format where each group of ranks was when the cause was noticed, without the failed ones, which were exiting.
 
-    Without a cause: when a user stopped a run that seemed to hang.
+    Without a cause: when a user stopped a run that seemed to hang. In a hung run, ranks fail because they are stopped.
     """
-    failed = {failure.rank for failure in [*outcome.secondary_failures, *([] if cause is None else [cause])]}
-    evidence = [each for each in outcome.evidence if each.rank not in failed]
+    evidence = outcome.evidence
+    is_hung = cause is None or cause.kind is FailureKind.STALLED
+    if cause is not None and not is_hung:
+        failed = {failure.rank for failure in (*outcome.secondary_failures, cause)}
+        evidence = tuple(each for each in evidence if each.rank not in failed)
     found = groups(evidence)
     if not found:
         return [*map(printable, outcome.collectives)]
-    is_hung = cause is None or cause.kind is FailureKind.STALLED
     others = "where each rank was:" if cause is None else "where the other ranks were:"
     others = "where each rank is:" if cause is not None and is_hung else others
     lines = [others, *(f"  {printable(one_line(group))}" for group in found[:GROUPS])]

@@ -104,6 +104,13 @@ REPORTS: dict[str, tuple[Outcome, dict[str, Any]]] = {
         outcome(failure(kind=FailureKind.STALLED, host="", rank=None, message="stalled"), evidence=STOOD, stopped=4),
         {"evidence_file": FOLDER / "attempt_0/evidence-1.txt", "stderr": ["words"]},
     ),
+    "stall with a rank that fails when it is stopped": (
+        outcome(
+            failure(kind=FailureKind.STALLED, host="", rank=None, message="stalled"),
+            evidence=STOOD, stopped=3, secondary_failures=(failure(rank=2, **PEER),),
+        ),
+        {},
+    ),
     "a rank that did not come": (
         outcome(
             failure(rank=0, error_type="RuntimeError", message="Timed out waiting for recv", inside="all_reduce"),
