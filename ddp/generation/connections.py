@@ -39,7 +39,7 @@ _broken_at = math.inf
 def broken_for_s() -> float:
     """Return the time since the connections of this process's groups were broken, less than 0 if they are intact.
 
-    A gloo thread may still stay in a collective, so waits for it must have a timeout.
+    Waits for collectives must have a limit then: gloo does not tell a buffer that has received a part of a message.
     """
     return time.monotonic() - _broken_at
 
