@@ -2,13 +2,13 @@
 
     python scripts/bench/faults.py [--faults 1000] [--epochs 10] [--seed N]
 
-Each run trains on 2 to 4 ranks, over shared memory or gloo, with batch normalization, an average of the weights (EMA),
-a schedule, bfloat16 autocast, accumulated gradients, a worker of a DataLoader, evaluations and checkpoints. Each epoch
-but the last has one to three faults: a rank is killed, is stopped (SIGSTOP), raises, exits, loses the worker of its
-DataLoader, or a signal's handler raises at some line of ddp's. They come at named places of a step; at some line of a
-save, also in the thread that writes it; while the ranks recover; on two ranks at the same moment. All start again where
-no rank is left that has the state, so one rank of each epoch has no fault, and the first step of an epoch has none:
-there the ranks that failed in the epoch before get the state.
+Each run trains on 2 to 4 ranks, over shared memory or gloo, with gradients of 5 kB or 1.4 MB, batch normalization, an
+average of the weights (EMA), a schedule, bfloat16 autocast, accumulated gradients, a worker of a DataLoader,
+evaluations and checkpoints. Each epoch but the last has one to three faults: a rank is killed, is stopped (SIGSTOP),
+raises, exits, loses the worker of its DataLoader, is only 2 s late, or a signal's handler raises at some line of ddp's.
+They come at named places of a step; at some line of a save, also in the thread that writes it; while the ranks recover;
+on two ranks at the same moment. All start again where no rank is left that has the state, so one rank of each epoch has
+no fault, and the first step of an epoch has none: there the ranks that failed in the epoch before get the state.
 
 A run is not as promised if no rank commits for too long, if it ends with another code than 0, restarts other ranks than
 had a fault, or ends with other bits, evaluations or another checkpoint than a run without faults.
@@ -33,7 +33,8 @@ from pathlib import Path
 LIMIT_S = 10.0  # that a fault may cost; more counts as a hang
 CROWDED = 2.0  # load for each core, from which on the limit grows with it
 STALL_S = 120  # without a step, which ends a run
-KINDS = ("kill", "stop", "raise", "exit", "loader", "interrupt")
+KINDS = ("kill", "stop", "raise", "exit", "loader", "interrupt", "late")
+WIDTHS = (32, 20_000)
 PLACES = (
     *("fetched", "forward", "accumulated", "backward", "stepped", "averaged", "committed"),
     *("saving", "saved", "evaluating", "scored", "evaluated"),
@@ -48,7 +49,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 world = ddp.init()
-epochs, faults = int(sys.argv[1]), json.loads(sys.argv[2])
+epochs, width, faults = int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
 print("begins", world.rank, os.getpid(), flush=True)
 
 def died(signum, frame):
@@ -60,6 +61,8 @@ def act(number, kind):
         os.kill(os.getpid(), signal.SIGKILL)
     elif kind == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
+    elif kind == "late":
+        time.sleep(2)
     elif kind == "interrupt":  # in the main thread, whichever comes to this
         signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR2)
 
@@ -115,7 +118,7 @@ def at(place):
 signal.signal(signal.SIGUSR2, died)
 torch.manual_seed(1)
 data = torch.utils.data.TensorDataset(torch.randn(480, 12), torch.randint(3, (480,)))
-net = nn.Sequential(nn.Linear(12, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 3))
+net = nn.Sequential(nn.Linear(12, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 3))
 model = ddp.DistributedDataParallel(net)
 torch.manual_seed(10 + world.rank)
 optimizer = torch.optim.AdamW(model.parameters(), 0.01)
@@ -250,14 +253,14 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=10, help="of each run [%(default)s]")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32), help="of the first run")
     args = parser.parse_args()
-    undisturbed: dict[tuple[int, str], Run] = {}
+    undisturbed: dict[tuple[int, str, int], Run] = {}
     came: Counter[str] = Counter()
     costs: dict[str, list[float]] = {}
     wrong = 0
     most = 0.0, 0.0
     for number in count():
         numbers = random.Random(args.seed + number)
-        world = numbers.randint(2, 4), numbers.choice(["", "gloo"])
+        world = numbers.randint(2, 4), numbers.choice(["", "gloo"]), numbers.choice(WIDTHS)
         if world not in undisturbed:
             undisturbed[world] = train(*world, args.epochs, [])
             assert undisturbed[world].code == 0, undisturbed[world].text
@@ -269,7 +272,8 @@ def main() -> None:
         wrong += bool(problems)
         if problems:
             print(
-                f"seed {args.seed + number}: {world[0]} ranks, {world[1] or 'shm'}: {'; '.join(problems)}\n{run.text}"
+                f"seed {args.seed + number}: {world[0]} ranks, {world[1] or 'shm'}, {world[2]} wide: "
+                f"{'; '.join(problems)}\n{run.text}"
             )
         came.update(fault.kind for fault in run.came)
         came["in a save"] += sum(fault.place == "saving" for fault in run.came)
@@ -310,14 +314,14 @@ def choose(numbers: random.Random, ranks: int, epoch: int, *, first: int) -> lis
 
 def _fault(numbers: random.Random, rank: int, epoch: int, place: str, *, step: int | None = None) -> Fault:
     # A save takes few lines, and ends with the step.
-    kinds = ("kill", "stop", "interrupt") if place == "saving" else KINDS
+    kinds = ("kill", "stop", "interrupt", "late") if place == "saving" else KINDS
     step = 0 if place in PLACES[-3:] else numbers.randrange(epoch > 0, 8) if step is None else step
     return Fault(rank, place, epoch, step, numbers.choice(kinds), int(10 ** numbers.uniform(0, 3)))
 
 
-def train(ranks: int, backend: str, epochs: int, faults: list[Fault]) -> Run:
+def train(ranks: int, backend: str, width: int, epochs: int, faults: list[Fault]) -> Run:
     argv = [sys.executable, "-m", "launcher", "run", "--nproc-per-node", str(ranks), "--max-restarts", str(len(faults))]
-    argv += ["--hang", "auto", "--stall-timeout-s", str(STALL_S), "train.py", str(epochs)]
+    argv += ["--hang", "auto", "--stall-timeout-s", str(STALL_S), "train.py", str(epochs), str(width)]
     with tempfile.TemporaryDirectory(dir="/tmp") as name:
         # A killed process leaves its folder of multiprocessing, where the name of a socket must be short.
         folder, env = Path(name), {**os.environ, "DTRAIN_BACKEND": backend, "TMPDIR": name}
@@ -361,9 +365,9 @@ def check(run: Run, undisturbed: Run) -> list[str]:
     sure = [
         fault.rank
         for fault in run.came
-        if fault.kind != "interrupt" and (fault.kind != "raise" or fault.beside == fault.after == -1)
+        if fault.kind not in ("interrupt", "late") and (fault.kind != "raise" or fault.beside == fault.after == -1)
     ]
-    possible = Counter(fault.rank for fault in run.came)
+    possible = Counter(fault.rank for fault in run.came if fault.kind != "late")
     problems = []
     if run.code != 0:
         problems.append(f"exit code {run.code}")
