@@ -406,9 +406,12 @@ def ended_with_connections() -> Iterator[None]:
     def wait_within_bounds(work: dist.Work, *timeout: timedelta, **named: timedelta) -> bool:
         if timeout or named or threading.get_ident() != owner:
             return wait(work, *timeout, **named)
-        message = _Message(partial(wait, work)) if is_message(work) else None
-        pending: Pending = message or work
-        await_it = partial(wait, work) if message is None else message.wait
+        pending: Pending = work
+        await_it: Callable[..., bool] = partial(wait, work)
+        if is_message(work):  # gloo closes all connections of its group after a wait with a limit
+            pending = message = ThreadedWork(await_it)
+            await_it = message.wait
+            threading.Thread(target=message.run, name="ddp-message", daemon=True).start()
         while not pending.is_completed():
             start = monotonic()
             try:
@@ -429,31 +432,38 @@ def ended_with_connections() -> Iterator[None]:
         dist.Work.wait = wait  # type: ignore[method-assign]
 
 
-class _Message:
-    """A message in transit, awaited by a thread of its own: gloo closes all connections after a wait with a limit."""
+class ThreadedWork:
+    """Blocking messages that a thread makes by `run`, to be awaited like one of torch's works.
 
-    def __init__(self, wait: Callable[[], bool]) -> None:
-        self._wait = wait
+    `call` makes them. It is kept until it ends, with what it keeps alive.
+    """
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._call: Callable[[], object] | None = call
         self._done = threading.Event()
         self._error: Exception | None = None
-        threading.Thread(target=self._run, name="ddp-message", daemon=True).start()
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Make the messages, in the thread; blocks."""
+        assert self._call is not None
         try:
-            self._wait()
+            with torch.no_grad():
+                self._call()
         except Exception as error:
             self._error = error
         finally:
+            self._call = None  # the group may go
             self._done.set()
 
     def is_completed(self) -> bool:
         return self._done.is_set()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the messages are complete. Raises RuntimeError if that takes too long, or a rank is gone."""
         if not self._done.wait(None if timeout is None else timeout.total_seconds()):
             raise RuntimeError("Operation timed out!")
         if self._error is not None:
-            raise self._error
+            raise RuntimeError(str(self._error)) from self._error
         return True
 
 

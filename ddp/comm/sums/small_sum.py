@@ -12,7 +12,6 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -21,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ddp.monitoring.interrupts import has_started
-from ddp.monitoring.stall_report import HostWork, finish
+from ddp.monitoring.stall_report import HostWork, ThreadedWork, finish
 from ddp.torch_internals import is_gloo_on_host
 
 # Measured by scripts/bench/small_sum.py: below, gloo's own all-reduce is as fast, and needs no thread.
@@ -100,40 +99,15 @@ class SmallAdder:
         return HostWork(_start(self._group, flat) if is_small else self._group.allreduce([flat], self._options))
 
 
-class Exchange:
+class Exchange(ThreadedWork):
     """Blocking messages in a thread of a group, after those of the exchanges started before.
 
     `exchange` makes them. It keeps the group alive until it ends, and nothing else may.
     """
 
     def __init__(self, group: dist.ProcessGroup, exchange: Callable[[], None]) -> None:
-        self._exchange: Callable[[], None] | None = exchange
-        self._done = threading.Event()
-        self._error: Exception | None = None
+        super().__init__(exchange)
         _queue_of(group).put(self)
-
-    def run(self) -> None:
-        """Make the exchange, in the thread; blocks."""
-        assert self._exchange is not None
-        try:
-            with torch.no_grad():
-                self._exchange()
-        except Exception as error:
-            self._error = error
-        finally:
-            self._exchange = None  # the group may go
-            self._done.set()
-
-    def is_completed(self) -> bool:
-        return self._done.is_set()
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the exchange is complete. Raises RuntimeError if that takes too long, or a rank is gone."""
-        if not self._done.wait(None if timeout is None else timeout.total_seconds()):
-            raise RuntimeError("Operation timed out!")
-        if self._error is not None:
-            raise RuntimeError(str(self._error)) from self._error
-        return True
 
 
 _Queue = SimpleQueue[Exchange | None]  # None: the group has gone
