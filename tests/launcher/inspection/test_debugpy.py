@@ -26,7 +26,8 @@ SCRIPT = """
 import os, pathlib, subprocess, sys, time
 
 start, children, go = map(pathlib.Path, ("start", "children", "go"))
-pathlib.Path("pid").write_text(str(os.getpid()))
+pathlib.Path("pid.new").write_text(str(os.getpid()))
+pathlib.Path("pid.new").rename("pid")
 while not go.exists():
     time.sleep(0.02)
     if start.exists():
@@ -158,7 +159,7 @@ def test_an_editor_leaves_the_rank_s_descriptors_alone(folder: Path) -> None:
     blocks = "assert os.get_blocking(ones.fileno())\n"
     (folder / "script.py").write_text(has_timeout + SCRIPT + blocks)
     assert run_dtrain("run", "--detach", "--run-id", "r", "script.py", outlived=True).returncode == 0
-    wait_until(lambda: (folder / "pid").exists() and (folder / "pid").read_text(), "the script runs")
+    wait_until((folder / "pid").exists, "the script runs")
     before = _open_files(folder)
     with attached(folder):
         pass
@@ -226,7 +227,7 @@ def test_a_debugpy_that_does_not_open_is_reported(code: str, text: str, folder: 
     result = run_dtrain("debug", "r", "--rank", "0", "--debugpy")
     assert result.returncode == 1, result
     assert text in result.stderr, result
-    wait_until(lambda: (folder / "pid").exists() and (folder / "pid").read_text(), "the script runs")
+    wait_until((folder / "pid").exists, "the script runs")
     pid = int((folder / "pid").read_text())
     wait_until(lambda: not _listens(pid), "no port of the rank is open")
     assert children_of_the_rank(folder) == "7 0 8\n"
