@@ -44,6 +44,7 @@ LONG = (
     "tests/launcher/runs/test_faults_on_purpose.py",
     "tests/launcher/runs/test_hang.py",
     "tests/test_examples.py",
+    "tests/test_testbed_left.py",
 )
 
 # A developer's own settings, or the job that the tests themselves run in, must not reach the runs under test.
