@@ -191,7 +191,6 @@ class SlurmCluster(Lab):
         # SLURM would find out by itself, half a minute later.
         self.say("scontrol", "update", f"NodeName={name}", "State=DOWN", "Reason=crashed")
         self._start_node(name)
-        self.say("scontrol", "update", f"NodeName={name}", "State=RESUME")
         self._await_idle()
 
     def steps(self, name: str) -> list[psutil.Process]:
