@@ -166,38 +166,23 @@ class StallReport:
         began = monotonic()
         deadline = began + self.timeout_s
         has_reported = False
-        while True:
-            start = monotonic()
-            poll_s = max(0.001, min(_POLL_S, deadline - start))
-            try:
-                work.wait(timedelta(seconds=poll_s))
-                return
-            except RuntimeError as error:
-                if is_interrupt(error):
-                    raise
-                if work.is_completed():
-                    break
-                if monotonic() < start + poll_s / 2:  # not a timeout
-                    raise
-                if broken_for_s() > _BROKEN_S:
-                    leave_pending(work)
-                    raise RuntimeError("the connections of the group were broken off") from error
-                if monotonic() >= deadline:
-                    deadline = max(deadline, debugged_until() + self.timeout_s)
-                    if monotonic() < deadline:
-                        continue
-                    scene, heard = self._ask(what, "")
-                    longest = began + self._longest_s
-                    if monotonic() < longest and ranks_at_files(scene, heard):
-                        if not has_reported and (text := describe_files(scene, heard, longest - monotonic())):
-                            print(text, file=sys.stderr, flush=True)
-                        has_reported = True
-                        deadline = min(monotonic() + self.timeout_s, longest)
-                        continue
-                    self._left = f"has waited too long in the {what}"
-                    leave_pending(work)
-                    raise self._error(scene, heard) from error
-        work.wait()  # raises the work's own exception, unless it finished just as time was up
+        while not _ends_within(max(0.001, min(_POLL_S, deadline - monotonic())), work, work.wait):
+            if monotonic() < deadline:
+                continue
+            deadline = max(deadline, debugged_until() + self.timeout_s)
+            if monotonic() < deadline:
+                continue
+            scene, heard = self._ask(what, "")
+            longest = began + self._longest_s
+            if monotonic() < longest and ranks_at_files(scene, heard):
+                if not has_reported and (text := describe_files(scene, heard, longest - monotonic())):
+                    print(text, file=sys.stderr, flush=True)
+                has_reported = True
+                deadline = min(monotonic() + self.timeout_s, longest)
+                continue
+            self._left = f"has waited too long in the {what}"
+            leave_pending(work)
+            raise self._error(scene, heard)
 
     def leave_step(self, how: str) -> None:
         """Make `check_in_step` raise from now on; `how` says how this rank got out of step."""
@@ -412,17 +397,9 @@ def ended_with_connections() -> Iterator[None]:
             pending = message = ThreadedWork(await_it)
             await_it = message.wait
             threading.Thread(target=message.run, name="ddp-message", daemon=True).start()
-        while not pending.is_completed():
-            start = monotonic()
-            try:
-                return await_it(timedelta(seconds=_POLL_S))
-            except RuntimeError as error:
-                if is_interrupt(error) or pending.is_completed() or monotonic() < start + _POLL_S / 2:
-                    raise
-                if broken_for_s() > _BROKEN_S:
-                    leave_pending(pending)
-                    raise RuntimeError("Connection closed: another rank has failed") from error
-        return await_it()
+        while not _ends_within(_POLL_S, pending, await_it):
+            pass
+        return True
 
     # A C++ class, whose other users keep its own signature.
     dist.Work.wait = wait_within_bounds  # type: ignore[method-assign, assignment]
@@ -430,6 +407,27 @@ def ended_with_connections() -> Iterator[None]:
         yield
     finally:
         dist.Work.wait = wait  # type: ignore[method-assign]
+
+
+def _ends_within(limit_s: float, work: Pending, wait: Callable[..., object]) -> bool:
+    """Wait for a collective by `wait`; return whether it has ended. Raises what the collective raises.
+
+    Raises RuntimeError, too, if the connections were broken and it goes on.
+    """
+    start = monotonic()
+    try:
+        wait(timedelta(seconds=limit_s))
+        return True
+    except RuntimeError as error:
+        if is_interrupt(error) or monotonic() < start + limit_s / 2:  # not a timeout
+            raise
+        if not work.is_completed():
+            if broken_for_s() > _BROKEN_S:
+                leave_pending(work)
+                raise RuntimeError("Connection closed: another rank has failed") from error
+            return False
+    wait()  # raises the collective's own exception, unless it ended just as time was up
+    return True
 
 
 class ThreadedWork:

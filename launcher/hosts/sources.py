@@ -6,7 +6,6 @@ import contextlib
 import os
 import selectors
 import shlex
-import signal
 import subprocess
 import threading
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 from launcher.errors import DtrainError, UsageError
 from launcher.frozen import dataclass
 from launcher.hosts.host import Host, HostKind, own_name, parse_hosts
+from launcher.machine.processes import kill_session
 
 _SOURCES = (
     "--hosts a,b (or DTRAIN_HOSTS, or `hosts` in dtrain.toml), --hostfile FILE, --hosts-script CMD, "
@@ -149,8 +149,7 @@ def discover(command: str, over: threading.Event | None = None) -> tuple[Host, .
         try:
             answer = _answer(process, over, command)
         except BaseException:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # a session of its own, without other processes
+            kill_session(process)
             raise
     text, complaint = (data.decode("utf-8", "replace") for data in answer)
     if process.returncode != 0:

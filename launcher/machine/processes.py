@@ -14,11 +14,16 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from launcher.frozen import dataclass, field
 
+if TYPE_CHECKING:
+    import subprocess
+
 QUICK_LOOKS = 20  # of a Suspension in a row, then one every LOOK_S
 LOOK_S = 1.0
+KILLED_WITHIN_S = 1.0  # what a killed child has started
 READ_BYTES = 1 << 14
 FILE_LIMIT_VARIABLE = "DTRAIN_FILE_LIMIT"  # also named in agent/__main__.py
 _PR_SET_PDEATHSIG = 1
@@ -292,6 +297,21 @@ def kill_group(process: Process) -> None:
         os.killpg(process.group, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
         return
+
+
+def kill_session(child: subprocess.Popen[bytes]) -> None:
+    """Kill a child that was started in a session of its own, with its group, and reap it. Blocks a moment.
+
+    It returns once the group is gone, after KILLED_WITHIN_S at most. Does nothing for a child that was reaped before.
+    """
+    if child.returncode is not None:  # the group's id may belong to others by now
+        return
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+    limit = time.monotonic() + KILLED_WITHIN_S
+    while any(each.group == child.pid for each in everything()) and time.monotonic() < limit:
+        time.sleep(0.002)
 
 
 class Suspension:

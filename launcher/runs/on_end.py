@@ -10,26 +10,23 @@ DTRAIN_FOLDER     the run's folder, absolute; empty if its files could not be wr
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from launcher.job.ending import Outcome, did_not_come
 from launcher.job.failures.failure import signal_name, what_happened
-from launcher.machine.processes import everything
+from launcher.machine.processes import kill_session
 from launcher.output.text import printable
 from launcher.runs.secrets import without_secrets
 
 IN_ON_END = "DTRAIN_IN_ON_END"  # set for the command, whose own runs ignore on_end in the config file
 
 LIMIT_S = 60.0  # for the command
-_KILLED_WITHIN_S = 1.0  # what the command has started
 _NOT_PASSED_ON = ("DTRAIN_ON_END", "DTRAIN_TOKEN")  # it may start a run, for which it must not run again
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -65,7 +62,7 @@ def run_on_end(
                 begin_raising()
                 status = process.wait(limit_s)
             except BaseException:
-                _kill(process)
+                kill_session(process)
                 raise
     except OSError as error:
         say(f"--on-end: /bin/sh cannot be started: {error.strerror}")
@@ -88,15 +85,6 @@ def _cause(outcome: Outcome) -> str:
     else:
         text = "" if outcome.signum is None else f"stopped by {signal_name(outcome.signum)}"
     return printable(" ".join(without_secrets(text.split(" "))))
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):  # not waited for yet, so the group's id cannot be reused
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    limit = time.monotonic() + _KILLED_WITHIN_S
-    while any(each.group == process.pid for each in everything()) and time.monotonic() < limit:
-        time.sleep(0.002)
 
 
 @contextmanager

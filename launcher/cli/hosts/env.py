@@ -14,7 +14,6 @@ import os
 import platform
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -41,6 +40,7 @@ from launcher.machine import processors
 from launcher.machine.gpus.vendors import vendor_named
 from launcher.machine.gpus.visible import find_gpus
 from launcher.machine.packages import how_tested, torch_build, version_of
+from launcher.machine.processes import kill_session
 from launcher.machine.system_files import read_text
 from launcher.machine.variables import in_pod, may_be_secret
 from launcher.output.text import count, size
@@ -211,22 +211,20 @@ def _version(program: str | None, option: str) -> str | None:
 
 def _output(argv: Sequence[str], limit_s: float, cwd: str | None = None) -> str:
     """Return a program's output on both streams. Raises OSError, such as TimeoutError."""
-    program = subprocess.Popen(
+    with subprocess.Popen(
         argv,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
         cwd=cwd,
-    )
-    try:
-        output, _ = program.communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        raise TimeoutError(f"no answer within {limit_s:g} s") from None
-    finally:
-        if program.returncode is None:
-            os.killpg(program.pid, signal.SIGKILL)  # its children, too, would keep the pipe open
-            program.communicate()
+    ) as program:
+        try:
+            output, _ = program.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"no answer within {limit_s:g} s") from None
+        finally:
+            kill_session(program)
     return output.decode("utf-8", "replace").strip()
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import threading
 import time
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.errors import UsageError
+from launcher.machine.processes import kill_session
 
 ASK_AT_ONCE = 16  # processes
 _ASK_S = 5.0  # for `ssh -V`
@@ -121,7 +121,7 @@ def ask(argv: list[str], timeout_s: float) -> tuple[int, str, str]:
         try:
             out, err = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            kill_session(process)
             raise TimeoutError(f"{shlex.join(argv)} did not end in {timeout_s:.0f} s (Match exec? DNS?)") from None
     return process.returncode, out.decode("utf-8", "replace"), err.decode("utf-8", "replace")
 

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
@@ -95,6 +96,25 @@ def test_a_wait_for_a_late_rank_breaks_no_connection(what: str) -> None:
             "all_reduce": lambda _, flat: dist.all_reduce(flat),
         }[what]
     )
+
+
+@world(2, backend="gloo")
+def test_a_collective_that_ends_just_as_time_is_up_has_ended() -> None:
+    """Between the end of a wait with a limit and the question whether the collective has ended."""
+    wait, waits = dist.Work.wait, []
+
+    def until_time_is_up(work: dist.Work, *timeout: timedelta) -> bool:
+        waits.append(timeout)
+        ended: bool = wait(work)
+        if timeout:
+            time.sleep(timeout[0].total_seconds())
+            raise RuntimeError("Operation timed out!")
+        return ended
+
+    dist.Work.wait = until_time_is_up  # type: ignore[method-assign, assignment]  # in this process alone
+    with ended_with_connections():
+        dist.all_reduce(torch.ones(1))
+    assert [len(each) for each in waits] == [1, 0]
 
 
 @world(2, backend="gloo")

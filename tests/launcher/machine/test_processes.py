@@ -4,6 +4,7 @@ a subreaper whose children are all that it started."""
 import os
 import resource
 import signal
+import subprocess
 import sys
 import time
 from functools import partial
@@ -16,7 +17,7 @@ from testbed.processes import Result, run_program, started, wait_until
 
 from launcher.agent.cleanup.run_tag import RunTag
 from launcher.machine import processes
-from launcher.machine.processes import Process, Sweep, find, has_variable, related, send
+from launcher.machine.processes import Process, Sweep, find, has_variable, kill_session, related, send
 
 pytestmark = pytest.mark.ordinary_user
 
@@ -140,6 +141,19 @@ def test_what_cannot_be_ended_is_left_and_named_in_bounded_time() -> None:
     assert time.monotonic() - began < 60
     assert (sweep.left, sweep.ended) == ([immortal], 0)
     assert immortal.describe() == f"pid {os.getpid()} (stuck, state D)"
+
+
+def test_of_a_killed_session_nothing_is_left() -> None:
+    """What it has started needs a moment to end, longer with much memory."""
+    holds = "import os\nfor _ in range(8):\n    os.fork()\nx = bytearray(1 << 20)\nos.write(1, b'up\\n')\nos.read(0, 1)"
+    with subprocess.Popen(
+        [sys.executable, "-c", holds], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    ) as child:
+        for _ in range(1 << 8):
+            assert present(child.stdout).readline() == b"up\n"
+        kill_session(child)
+        assert [each for each in processes.everything() if each.group == child.pid] == []
+        kill_session(child)  # its pid may be another's by now
 
 
 def test_a_sweep_in_a_hurry_kills_at_once() -> None:
