@@ -474,8 +474,7 @@ class Attempt:
 
     def hold(self, hold: bool) -> None:
         """Pause or resume reading the workers' output."""
-        for worker in self.workers.values():
-            self._output.hold(worker, hold)
+        self._output.hold(hold)
 
 
 class _CoreChooser:

@@ -19,7 +19,6 @@ from launcher.cli.pod import with_pod_variables, write_termination_message
 from launcher.cli.request import Request, check_here, read_request
 from launcher.cli.run_end import run_at_end
 from launcher.errors import DtrainError, NodeZeroTakenError, UsageError
-from launcher.hosts.sources import in_slurm
 from launcher.runs.housekeeping import Limits, hold
 
 if TYPE_CHECKING:
@@ -95,9 +94,8 @@ def _run(options: Options, say: Callable[[str], None], detachment: Detachment | 
     for notice in [*unknown_variables(), *request.notices]:
         verbosity.inform(notice)
     spec, node_role, taken = request.spec, request.node_role, ""
-    if in_slurm(os.environ):  # SLURM may send them while we start
-        for signum in (signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(signum, lambda *_: None)
+    for signum in (signal.SIGUSR1, signal.SIGUSR2):  # they may come before there are workers, and after the last
+        signal.signal(signum, lambda *_: None)
     if node_role is None or node_role.lead:
         try:
             return _control(request, options, limits, verbosity, detachment)

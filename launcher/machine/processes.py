@@ -139,14 +139,18 @@ def _prctl(option: int, value: int) -> None:
 
 
 def find(pid: int) -> Process | None:
-    """Return the process with this pid; None if it does not exist or is a zombie."""
+    """Return the process with this pid; None if it does not exist or is a zombie.
+
+    One whose main thread alone has ended is shown as a zombie and is none: it has memory and devices until the others
+    end, which may be stuck in a driver.
+    """
     try:
         text = _read(f"/proc/{pid}/stat").decode("utf-8", "replace")
     except OSError:  # ended meanwhile
         return None
     name, _, rest = text.partition("(")[2].rpartition(")")  # a name may contain blanks and parentheses
     fields = rest.split()
-    if fields[0] in "ZX":
+    if fields[0] == "X" or (fields[0] == "Z" and int(fields[17]) <= 1):  # its number of threads
         return None
     return Process(
         pid=pid, start=int(fields[19]), parent=int(fields[1]), group=int(fields[2]), state=fields[0], name=name

@@ -198,7 +198,8 @@ class _Channel:
         return None
 
     def _accept(self) -> None:
-        assert self._listening is not None
+        if self._listening is None:  # closed after the selector reported it
+            return
         try:
             connection, _ = self._listening.accept()
         except OSError:  # it has disconnected already

@@ -21,18 +21,21 @@ class OutputPipes:
         self.read_bytes = 0  # from all workers
         self._selector = selector
         self._writer = writer
+        self._workers: list[Worker] = []  # whose pipes are watched while nothing holds
 
     def begin(self, worker: Worker) -> None:
         """Read a worker's output from now on; if the writer holds, from `hold(False)` on."""
+        self._workers.append(worker)
         if not self._writer.holding:
             self._watch(worker)
 
-    def hold(self, worker: Worker, hold: bool) -> None:
-        """Pause or resume reading a worker's output."""
-        if hold:
-            self._unwatch(worker)
-        else:
-            self._watch(worker)
+    def hold(self, hold: bool) -> None:
+        """Pause or resume reading."""
+        for worker in self._workers:
+            if hold:
+                self._unwatch(worker)
+            else:
+                self._watch(worker)
 
     def drain(self, worker: Worker) -> None:
         """Pass on a worker's output up to now."""
@@ -44,6 +47,7 @@ class OutputPipes:
     def end(self, worker: Worker) -> None:
         """Pass on a worker's output up to now, and read no more."""
         self.drain(worker)
+        self._workers.remove(worker)
         if not self._writer.holding:
             self._unwatch(worker)
 

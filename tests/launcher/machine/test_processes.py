@@ -82,6 +82,12 @@ import os, signal
 print(flush=True)
 os.kill(os.getpid(), signal.SIGSTOP)
 """,
+    "one whose main thread alone has ended": """
+import ctypes, os, threading, time
+threading.Thread(target=time.sleep, args=(60,)).start()
+print(flush=True)
+ctypes.CDLL(None).syscall(93 if os.uname().machine == "aarch64" else 60, 0)
+""",
     "one without the mark": """
 import os
 print(flush=True)

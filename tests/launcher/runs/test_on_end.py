@@ -131,6 +131,17 @@ def test_ctrl_c_ends_the_command_and_leaves_the_exit_code(folder: Path) -> None:
     assert not os.path.exists(f"/proc/{Path('pid').read_text().strip()}")
 
 
+def test_user_signals_end_neither_the_command_nor_dtrain(folder: Path) -> None:
+    (folder / "script.py").write_text("")
+    command = "echo $$ > pid.new; mv pid.new pid; until [ -e go ]; do sleep 0.02; done"
+    with started_dtrain("run", "--on-end", command, "script.py") as run:
+        wait_until(Path("pid").exists, "the command runs")
+        run.send_signal(signal.SIGUSR1)
+        run.send_signal(signal.SIGUSR2)
+        Path("go").touch()
+        assert run.wait() == 0, run.stderr.read()
+
+
 def test_a_signal_while_the_command_starts_kills_it_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Interrupted(subprocess.Popen[bytes]):
         def __init__(self, *args: Any, **options: Any) -> None:
