@@ -426,8 +426,14 @@ def end_groups(groups: list[Any]) -> None:
     though its connections are broken, until the group's timeout (gloo of torch 2.13). So a thread drops the references.
     """
     thread = threading.Thread(target=groups.clear, name="end of groups", daemon=True)
-    thread.start()
-    thread.join(_END_S)
+    try:
+        thread.start()
+    except RuntimeError as error:  # at a process's limit, and in Python 3.12.0 to 3.12.2 at exit
+        if is_interrupt(error):
+            raise
+        groups.clear()
+    else:
+        thread.join(_END_S)
 
 
 T = TypeVar("T")

@@ -529,7 +529,8 @@ class Reducer:
         self._forget()
         self.policy.ended()
         timeline.backward_ended()
-        self.report.at("outside forward and backward")
+        if not self.report.has_failed:  # else the others would take this rank for one that has never come
+            self.report.at("outside forward and backward")
 
     def _forget(self) -> None:
         """Drop what backward passes have left for a later one."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -57,7 +56,9 @@ from ddp.torch_internals import (
 )
 from ddp.world import before_leaving
 
-_made: Counter[str] = Counter()  # wrappers, by the name of their group
+# How many wrappers each group has had. By the group, not by its name: after a failure a group has the old name, and a
+# replaced rank has made none before.
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 class DistributedDataParallel(TorchSurface):
@@ -171,8 +172,7 @@ class DistributedDataParallel(TorchSurface):
         timeline.prepare(self)
         check_torchs_arguments(given)
         self.process_group = checked_group(process_group, device_mesh)
-        self._number = _made[self.process_group.group_name]  # a copy has that of its original
-        _made[self.process_group.group_name] += 1
+        self._number = _next_number(self.process_group)  # a copy has that of its original
         self.module = module
         self.parameters_to_ignore = ignored_names(module)
         parameters = self._named_parameters()
@@ -513,6 +513,7 @@ class DistributedDataParallel(TorchSurface):
 
         The residual errors of compression are dropped.
         """
+        self._number = _next_number(new_process_group)
         super()._update_process_group(new_process_group)
         if self._method is not None:
             self.compression = None
@@ -532,3 +533,10 @@ class DistributedDataParallel(TorchSurface):
         self._replanning = None
         if self.process_group.size() >= self._least_ranks:
             self._attach(self._new_channel())
+
+
+def _next_number(group: dist.ProcessGroup) -> int:
+    """Return the number of the next wrapper over `group`, which is the same on all ranks."""
+    number = _made.get(group, 0)
+    _made[group] = number + 1
+    return number

@@ -124,7 +124,7 @@ class DeviceCollectives:
             if monotonic() < deadline:
                 continue
             deadline = max(deadline, debugged_until() + limit_s)
-            if monotonic() >= deadline:
+            if monotonic() >= deadline and not event.query():  # this process may have been stopped since it last asked
                 rank = dist.get_rank()
                 self.end(self.number)
                 raise CollectiveError(

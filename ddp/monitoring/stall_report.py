@@ -173,6 +173,8 @@ class StallReport:
             if monotonic() < deadline:
                 continue
             scene, heard = self._ask(what, "")
+            if work.is_completed():  # it ended while they were asked
+                continue
             longest = began + self._longest_s
             if monotonic() < longest and ranks_at_files(scene, heard):
                 if not has_reported and (text := describe_files(scene, heard, longest - monotonic())):
@@ -183,6 +185,11 @@ class StallReport:
             self._left = f"has waited too long in the {what}"
             leave_pending(work)
             raise self._error(scene, heard)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a collective has failed here, and this rank has recorded nothing since."""
+        return self._position[3] == _FAILED
 
     def leave_step(self, how: str) -> None:
         """Make `check_in_step` raise from now on; `how` says how this rank got out of step."""
@@ -245,6 +252,8 @@ class StallReport:
             yield
         except RuntimeError as error:
             if (isinstance(error, DdpError) and not isinstance(error, Lost)) or is_interrupt(error):
+                if isinstance(error, CollectiveError) and self._position[3] != _FAILED:
+                    self._position = (what, None, monotonic(), _FAILED)
                 raise
             collective_error = self.error(what, str(error))
             self._position = (what, None, monotonic(), _FAILED)

@@ -238,3 +238,23 @@ def test_a_lost_rank_is_an_error_that_names_the_gradients() -> None:
     store = dist.distributed_c10d._get_default_store()
     store.set(f"caught.{rank}", "")  # one that ends before another has asked is missing, too
     store.wait([f"caught.{other}" for other in range(last)])
+
+
+@world(3)
+def test_a_rank_that_failed_for_another_is_not_missing() -> None:
+    """Rank 1 does not come. Rank 0 has its error, and goes on, before rank 2 waits for both."""
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    model = ddp.DistributedDataParallel(build("mlp"), stall_timeout_s=2.0)
+    x, y = batch(rank, 4)
+    loss_of(model, x, y).backward()
+    if rank == 1:
+        store.wait(["done"])
+        return
+    if rank == 2:
+        store.wait(["failed"])
+    loss = loss_of(model, x, y)
+    with pytest.raises(CollectiveError, match="^rank 1 is missing" if rank == 2 else None) as caught:
+        loss.backward()
+    store.set("failed" if rank == 0 else "done", "")
+    store.wait(["done"])
+    assert rank == 0 or caught.value.failed_ranks == (1,)

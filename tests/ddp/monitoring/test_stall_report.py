@@ -422,3 +422,23 @@ def test_details_may_change_or_fail() -> None:
         texts.append(stall_report.position().detail)
     dist.barrier()
     assert texts == ["(changes all the time)", "(no detail: ZeroDivisionError)", "x" * 397 + "..."]
+
+
+@world(2)
+def test_a_collective_that_ends_while_the_ranks_are_asked_has_ended() -> None:
+    store = dist.distributed_c10d._get_default_store()
+    report = StallReport(present(dist.group.WORLD), timeout_s=0.2)
+    if dist.get_rank() == 1:
+        store.wait(["asked"])
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    if dist.get_rank() == 0:
+        ask = report._ask
+
+        def ask_and_let_it_end(*given: str) -> Any:
+            heard = ask(*given)
+            store.set("asked", "")
+            until(work.is_completed)
+            return heard
+
+        report._ask = ask_and_let_it_end  # type: ignore[method-assign, assignment]
+    report.wait(work, "sum")

@@ -17,6 +17,7 @@ SCRIPT = Path(__file__).parents[2] / "programs" / "resilient_kinds.py"
         # With three ranks, gloo's order of sums depends on the buckets.
         ("horovod", 3, ("1.1.forward1", "2.4.backward", "1.9.step")),
         ("unfreezing", 3, ("1.3.backward", "0.5.forward", "2.9.backward")),
+        ("inside", 2, ("1.2.forward", "0.4.backward")),
     ],
 )
 def test_failures_change_no_bit(tmp_path: Path, kind: str, ranks: int, failures: tuple[str, ...]) -> None:
