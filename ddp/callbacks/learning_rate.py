@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -81,15 +82,14 @@ class LearningRateScheduler(Callback):
         return {} if self._scheduler is None else dict(self._scheduler.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        # Making a scheduler sets its initial rates; those of the checkpoint are in the optimizer.
+        # Making a scheduler sets the rates, and some momenta, of its beginning. The checkpoint's are in the optimizer.
+        groups = self.trainer.optimizer.param_groups
+        restored = [copy.deepcopy({name: group[name] for name in group if name != "params"}) for group in groups]
         self.on_fit_begin()
-        if self._scheduler is None:
-            return
-        self._scheduler.load_state_dict(dict(state))
-        rates = state.get("_last_lr")
-        if rates is not None:
-            for group, rate in zip(self.trainer.optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate
+        for group, values in zip(groups, restored, strict=True):
+            group.update(values)
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(dict(state))
 
 
 class LinearScaling(Callback):

@@ -156,6 +156,8 @@ class ModelCheckpoint(Callback):
         if values is None:
             return
         trainer.load_state_dict(values["trainer"])
+        if values.get("strategy"):
+            trainer.strategy.load_state_dict(values["strategy"])
         trainer.strategy.publish()
         self._saved = (trainer.step, trainer.epoch)
 
@@ -195,7 +197,10 @@ class ModelCheckpoint(Callback):
         trainer = self.trainer
         if trainer.strategy.collective:
             trainer.strategy.sync()
-            self._checkpoint.save(trainer.step, **_parts(trainer), trainer=trainer.state_dict())
+            values = {"trainer": trainer.state_dict()}
+            if state := trainer.strategy.state_dict():
+                values["strategy"] = state
+            self._checkpoint.save(trainer.step, **_parts(trainer), **values)
         elif trainer.strategy.is_main:
             trainer.strategy.sync()
             self._save_alone()

@@ -101,6 +101,7 @@ class CSVLogger(Callback):
     def __init__(self, path: str | PathLike[str]) -> None:
         self.path = Path(path)
         self._rows: list[dict[str, str]] = []
+        self._columns: list[str] = []  # of the file
 
     def on_fit_begin(self) -> None:
         if not self.trainer.strategy.is_main:
@@ -114,21 +115,20 @@ class CSVLogger(Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, float]) -> None:
         if self.trainer.strategy.is_main:
             row = {"epoch": str(epoch), **{name: repr(value) for name, value in logs.items()}}
-            is_new = not self._rows or list(self._rows[-1]) != list(row)
             self._rows.append(row)
-            if is_new:
-                self._rewrite()
-            else:
+            if row.keys() <= {*self._columns}:
                 with open(self.path, "a", newline="") as file:
-                    csv.DictWriter(file, list(row)).writerow(row)
+                    csv.DictWriter(file, self._columns, restval="").writerow(row)
+            else:
+                self._rewrite()
 
     def _rewrite(self) -> None:
         """Replace the file atomically, so that no row is ever lost."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        columns = list(dict.fromkeys(name for row in self._rows for name in row)) or ["epoch"]
+        self._columns = list(dict.fromkeys(name for row in self._rows for name in row)) or ["epoch"]
         with replacing(self.path) as file:
             text = io.TextIOWrapper(file, newline="")
-            writer = csv.DictWriter(text, columns, restval="")
+            writer = csv.DictWriter(text, self._columns, restval="")
             writer.writeheader()
             writer.writerows(self._rows)
             text.detach()

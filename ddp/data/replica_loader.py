@@ -18,6 +18,7 @@ from ddp.errors import ArgumentError, UnsupportedError
 __all__ = ["ReplicaLoader"]
 
 _OURS = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
+_STRIDE = 1_000_003  # between the seeds of two epochs
 
 
 class ReplicaLoader:
@@ -73,8 +74,10 @@ class ReplicaLoader:
         self._skip = 0  # whole batches still to skip, over epochs
         self._on_batch = on_batch
         # A separate generator, so that starting a pass draws nothing from the one that dropout uses: a run that is
-        # resumed within an epoch starts one more pass.
-        loading.setdefault("generator", torch.Generator().manual_seed(seed * replicas + replica))
+        # resumed within an epoch starts one more pass. It is seeded for each, so that a resumed run's workers have the
+        # random numbers of the epoch, not of the first one.
+        self._generator = None if "generator" in loading else torch.Generator()
+        loading.setdefault("generator", self._generator)
         self._collate: Callable[[list[Any]], Any] = loading.get("collate_fn") or _default_collate
         self._shares = _Shares(self)
         self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self._shares, **loading)
@@ -99,6 +102,9 @@ class ReplicaLoader:
             return
         self._position += self._skip * self.global_batch_size
         self._skip = 0
+        if self._generator is not None:
+            seed = (self.seed + epoch * _STRIDE) * self._replicas + self._replica
+            self._generator.manual_seed(seed % (1 << 63))
         loader = iter(self._loader)
         while self.epoch == epoch and (size := self._size(self._position)):
             batch = next(loader) if self._share(size) else self._empty()

@@ -314,6 +314,16 @@ class Strategy(ABC):
     def publish(self) -> None:  # noqa: B027  # as above
         """Give all replicas the main replica's model and optimizer state. Every replica must call it."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs besides model and optimizer, right after `sync()`; the same on every replica.
+
+        Plain values and tensors; empty if there is nothing.
+        """
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027  # as above
+        """Load what `state_dict` returned, after `prepare` and the model. Every replica must call it."""
+
     def evaluations(self) -> Iterator[int]:
         """Yield the number of completed steps, on an evaluator, once for each new state of the parameters."""
         return iter(())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -53,6 +54,14 @@ class LocalSteps(Strategy):
         self._averages.append(LocalSGD(wrapper, optimizer, **self._options))
         self._models.add(wrapper)
         return wrapper, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the count of steps and the outer momenta of each model. Raises DdpError after a local step."""
+        return {"averages": [average.state_dict() for average in self._averages]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for average, its_state in zip(self._averages, state["averages"], strict=True):
+            average.load_state_dict(its_state)
 
     def sync(self) -> None:
         """Average the replicas. Every replica must call it; blocks."""

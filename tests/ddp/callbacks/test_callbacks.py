@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import csv
 import importlib.util
 import io
 import resource
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -233,6 +234,11 @@ def test_a_table_has_one_row_for_each_epoch(tmp_path: Path) -> None:
     rows = write(5, 6, val_loss=0.25)
     assert [row["loss"] for row in rows] == [repr(1 / (1 + epoch)) for epoch in range(6)]
     assert [row["val_loss"] for row in rows] == [""] * 5 + ["0.25"]
+    rows = write(6, 8, accuracy=0.5)  # the second is appended
+    assert [(row["epoch"], row["val_loss"], row["accuracy"]) for row in rows[5:]] == [
+        ("5", "0.25", ""), ("6", "", "0.5"), ("7", "", "0.5")
+    ]  # fmt: skip
+    assert write(8, 9, accuracy=0.5)[:8] == rows
     assert [row["epoch"] for row in write(0, 1)] == ["0"]
     assert [path.name for path in path.parent.iterdir()] == ["log.csv"]
 
@@ -292,6 +298,35 @@ def test_schedules_of_torch() -> None:
     steps = trainer([cb.LearningRateScheduler(lambda step: 1 / (1 + step), by="step")])
     steps.fit(data(), epochs=2, global_batch_size=BATCH)
     assert steps.learning_rate == 1 / 8
+
+
+def test_a_resumed_schedule_leaves_the_optimizer_as_it_was_restored() -> None:
+    """OneCycleLR sets momenta, too."""
+    weight = torch.nn.Parameter(torch.zeros(1))
+
+    def begun(*states: Any) -> tuple[torch.optim.Adam, cb.LearningRateScheduler]:
+        optimizer = torch.optim.Adam([weight], 0.01)
+        schedule = cb.LearningRateScheduler(
+            scheduler=lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9), by="step"
+        )
+        schedule.trainer = cast(Any, SimpleNamespace(optimizer=optimizer))
+        for part, state in zip((optimizer, schedule), states, strict=False):
+            part.load_state_dict(state)
+        schedule.on_fit_begin()
+        return optimizer, schedule
+
+    def advance(optimizer: torch.optim.Adam, schedule: cb.LearningRateScheduler, step: int) -> None:
+        optimizer.step()
+        schedule.on_step_end(step, {})
+
+    optimizer, schedule = begun()
+    for step in range(4):
+        advance(optimizer, schedule, step)
+    again, resumed = begun(copy.deepcopy(optimizer.state_dict()), copy.deepcopy(schedule.state_dict()))
+    for step in range(4, 8):
+        assert again.state_dict() == optimizer.state_dict(), step
+        advance(optimizer, schedule, step)
+        advance(again, resumed, step)
 
 
 def test_wrong_schedules_are_refused() -> None:

@@ -223,6 +223,25 @@ def test_the_arguments_of_a_data_loader_are_passed_on() -> None:
     assert list(loader) == [[3], [12], [6]]
 
 
+class Noise(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.rand(1)
+
+
+def test_workers_of_a_resumed_run_draw_the_numbers_of_its_epoch() -> None:
+    first, resumed, other = (
+        ReplicaLoader(Noise(), global_batch_size=2, replica=replica, replicas=2, num_workers=1) for replica in (0, 0, 1)
+    )
+    (zeroth,) = first
+    resumed.load_state_dict(first.state_dict())
+    drawn = [zeroth, *first, *other]
+    assert torch.equal(next(iter(resumed)), drawn[1])
+    assert len({number.item() for number in drawn}) == 3
+
+
 def test_a_pass_draws_nothing_from_torchs_own_generator() -> None:
     torch.manual_seed(4)
     before = torch.get_rng_state()

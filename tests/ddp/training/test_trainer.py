@@ -285,6 +285,21 @@ def test_every_strategy_trains_saves_and_goes_on(tmp_path: Path) -> None:
     assert found[0] == pytest.approx(found[2], abs=1e-12)  # all_reduce, central_storage
 
 
+@world(2)
+def test_the_outer_momentum_of_local_steps_is_resumed(tmp_path: Path) -> None:
+    found = []
+    for epochs in (2, 2, 3):
+        strategy = ddp.strategy("local_sgd", every=2, after=2, outer_lr=0.7, outer_momentum=0.9)
+        one = trainer([cb.ModelCheckpoint(tmp_path)], strategy=strategy)
+        one.fit(data(), epochs=epochs, global_batch_size=BATCH)
+        found.append(strategy.state_dict()["averages"][0])
+    first, same, later = found
+    assert (first["step"], same["step"], later["step"]) == (2 * 4, 2 * 4, 3 * 4)
+    for name, momentum in first["outer_momentum"].items():
+        assert torch.equal(momentum, same["outer_momentum"][name])
+        assert momentum.any()
+
+
 def test_exported_programs_run_without_this_package(nursery: Nursery, tmp_path: Path) -> None:
     nursery.run(2, writes_programs, folder=str(tmp_path))
     script = """
