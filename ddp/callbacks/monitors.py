@@ -197,7 +197,7 @@ class ModelCheckpoint(Callback):
         trainer = self.trainer
         if trainer.strategy.collective:
             trainer.strategy.sync()
-            values = {"trainer": trainer.state_dict()}
+            values: dict[str, Any] = {"trainer": trainer.state_dict()}
             if state := trainer.strategy.state_dict():
                 values["strategy"] = state
             self._checkpoint.save(trainer.step, **_parts(trainer), **values)

@@ -310,7 +310,8 @@ def test_a_resumed_schedule_leaves_the_optimizer_as_it_was_restored() -> None:
             scheduler=lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9), by="step"
         )
         schedule.trainer = cast(Any, SimpleNamespace(optimizer=optimizer))
-        for part, state in zip((optimizer, schedule), states, strict=False):
+        parts: list[Any] = [optimizer, schedule]
+        for part, state in zip(parts, states, strict=False):
             part.load_state_dict(state)
         schedule.on_fit_begin()
         return optimizer, schedule
