@@ -137,17 +137,25 @@ class ReplicaLoader:
             if self.epoch == epoch:  # the pass was interrupted
                 self._next_epoch()
 
-    def catch_up(self) -> int:
-        """Skip to the others' position, if this replica joined a training in progress; return the epoch."""
+    def catch_up(self, *, accumulate: int = 1) -> int:
+        """Skip to the others' position, if this replica joined a training in progress; return the epoch.
+
+        `accumulate`: the global batches of a step, of which the last one of an epoch may have fewer.
+        """
         behind = 0 if self._behind is None else self._behind()
         self._behind = None
-        whole, rest = divmod(behind, len(self) or 1)
+        whole, rest = divmod(behind, -(-len(self) // accumulate) or 1)
         self.epoch += whole
-        self._position += rest * self.global_batch_size
+        self._position += rest * accumulate * self.global_batch_size
         return self.epoch
 
+    @property
+    def position(self) -> int:
+        """Samples of the epoch that all replicas together have been given."""
+        return self._position
+
     def begin_after(self, batches: Callable[[], int]) -> None:
-        """Skip `batches()` global batches, which others have trained on, from the first pass on.
+        """Skip `batches()` global batches, or steps of `catch_up`, which others have made, from the first pass on.
 
         It is called when that pass starts. Whole epochs become empty passes, unless a loop over `epochs` skips them.
         """

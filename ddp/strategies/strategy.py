@@ -174,9 +174,14 @@ class Strategy(ABC):
         return "by_exchange"
 
     @property
+    def joined_at(self) -> int:
+        """Number of steps that the training had made when this process joined it."""
+        return 0
+
+    @property
     def goes_on(self) -> bool:
         """Whether this process joined a training that others had started; it must not restore a checkpoint then."""
-        return False
+        return self.joined_at > 0
 
     @property
     def is_main(self) -> bool:

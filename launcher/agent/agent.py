@@ -82,7 +82,7 @@ class Agent:
         self._folder = ""  # for the workers' files, once it is made
         self._killed_runs: list[str] = []  # identities of their agents
         self._fork_server = ForkServer(run_tag, self._selector, warmth)
-        self._store_process = StoreProcess(self._fork_server)
+        self._store_process = StoreProcess(self._fork_server, self._selector)
         self._kept_copy = KeptCopy()
         self._attempt: Attempt | None = None
         self._leftovers: LeftoverSweep | None = None  # work under way, from here...

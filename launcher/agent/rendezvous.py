@@ -28,6 +28,7 @@ from launcher.protocol.reports import PortsReserved, StoreFailed, StoreOpened
 RELEASE_S = 0.3  # to close a store; the agent is blocked meanwhile
 
 _RESERVED, _TRIES = 10_000, 100  # ports
+_READ_BYTES = 1 << 16
 _BACKLOG = 4096  # every rank's first connection waits here while the store imports torch
 
 
@@ -128,11 +129,13 @@ class StoreProcess:
     Owned by the agent. `pid` is None while there is none. It is forked from `fork_server` if that has imported torch.
     """
 
-    def __init__(self, fork_server: ForkServer) -> None:
+    def __init__(self, fork_server: ForkServer, selector: selectors.BaseSelector) -> None:
         self._fork_server = fork_server
+        self._selector = selector
         self.pid: int | None = None
         self._control: socket.socket | None = None
-        self._complaints: int | None = None  # the read end of its stderr
+        self._complaints: int | None = None  # the read end of its output, which waits if no one reads: torch may log
+        self._said = b""  # the end of it
 
     def serve(self, listening: socket.socket) -> None:
         """Serve a store on this socket, in place of the previous one; do not wait for it.
@@ -163,11 +166,9 @@ class StoreProcess:
 
     def ended(self, wait_status: int) -> str:
         """Return why it ended by itself, after it was reaped: its last line of output, if there is one."""
-        assert self._complaints is not None
-        try:
-            text = os.read(self._complaints, 1 << 16).decode("utf-8", "replace").strip()
-        except BlockingIOError:
-            text = ""
+        while self._read():
+            pass
+        text = self._said.decode("utf-8", "replace").strip()
         self._forget()
         if text:
             return text.splitlines()[-1]
@@ -205,15 +206,34 @@ class StoreProcess:
                 stdout=complaints_write,
                 stderr=complaints_write,
             )
-            self._control, self._complaints = control, complaints
+            self._control, self._complaints, self._said = control, complaints, b""
             unless_started.pop_all()
+        self._selector.register(complaints, selectors.EVENT_READ, self._read)
+
+    def _read(self) -> bool:
+        """Read some of its output; return whether there was any."""
+        if self._complaints is None:  # it was killed after the selector reported it
+            return False
+        try:
+            data = os.read(self._complaints, _READ_BYTES)
+        except BlockingIOError:
+            return False
+        self._said = (self._said + data)[-_READ_BYTES:]
+        if not data:
+            self._close_output()
+        return bool(data)
+
+    def _close_output(self) -> None:
+        if self._complaints is not None:
+            self._selector.unregister(self._complaints)
+            os.close(self._complaints)
+            self._complaints = None
 
     def _forget(self) -> None:
         assert self._control is not None
-        assert self._complaints is not None
         self._control.close()
-        os.close(self._complaints)
-        self.pid = self._control = self._complaints = None
+        self._close_output()
+        self.pid = self._control = None
 
 
 class RendezvousStore:

@@ -114,8 +114,8 @@ class ParameterServer(Strategy):
         return "refused" if is_together and self.replicas > 1 else "own"
 
     @property
-    def goes_on(self) -> bool:
-        return self._joined_at > 0
+    def joined_at(self) -> int:
+        return self._joined_at
 
     @property
     def step(self) -> int:

@@ -114,3 +114,18 @@ def test_what_is_inherited_is_kept_and_what_is_not_is_named(tmp_path: Path, hand
 def test_torch_knows_that_a_launcher_started_it(tmp_path: Path) -> None:
     script = write(tmp_path, f"{HEADER}print(dist.is_torchelastic_launched())")
     assert run_dtrain("run", script, cwd=tmp_path).stdout.endswith("] True\n")
+
+
+def test_what_torch_logs_in_the_store_holds_up_no_one(tmp_path: Path) -> None:
+    """The process of the store logs each request, more than a pipe holds."""
+    script = write(
+        tmp_path,
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "store = dist.distributed_c10d._get_default_store()\n"
+        "for _ in range(1000):\n    store.set('key', 'value')\n    store.get('key')\n"
+        "print('done')\n",
+    )
+    env = {"TORCH_CPP_LOG_LEVEL": "INFO", "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+    result = run_dtrain("run", "--nproc-per-node", "2", script, cwd=tmp_path, env=env, timeout=60)
+    assert result.stdout.count("done") == 2, result.stderr

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
+from testbed import fits
+from testbed.fits import trainer
 from testbed.one_training import EPOCHS, Setting, batches, build, data, oracle, train
 from testbed.same import assert_same
 from testbed.servers import in_roles, start
@@ -13,6 +16,8 @@ from testbed.worlds import world
 from torch.nn import functional as F
 
 import ddp
+from ddp import callbacks as cb
+from ddp.strategies.parameter_server.strategy import ParameterServer
 
 
 @world(4)
@@ -43,6 +48,36 @@ def test_a_second_run_goes_on_from_the_snapshots(tmp_path: Path) -> None:
             raise SystemExit(0)
 
     in_roles(2, 2, other)
+
+
+@world(3)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_fit_that_goes_on_from_snapshots_counts_and_saves_on(tmp_path: Path, accumulate: int) -> None:
+    """Schedules by step go on, batches are not repeated, and new checkpoints are those that are kept."""
+
+    class Steps(cb.Callback):
+        def __init__(self) -> None:
+            self.begun: list[int] = []
+
+        def on_step_begin(self, step: int) -> None:
+            self.begun.append(step)
+
+    steps = -(-4 // accumulate)  # an epoch
+    for epochs in (2, 3):
+        options = {"snapshots": tmp_path / "snapshots", "snapshot_every": 1, "timeout_s": 20.0}
+
+        def body(options: dict[str, Any] = options, epochs: int = epochs) -> None:
+            strategy = ParameterServer(**options)
+            seen, checkpoints = Steps(), cb.ModelCheckpoint(tmp_path / "saved", keep=2)
+            fit = trainer([seen, checkpoints], strategy=strategy, accumulate=accumulate)
+            fit.fit(fits.data(), epochs=epochs, global_batch_size=fits.BATCH)
+            assert seen.begun == [*range(0 if epochs == 2 else 2 * steps, epochs * steps)]
+            strategy.close()
+
+        in_roles(2, 1, body)
+    if dist.get_rank() == 0:
+        names = sorted(path.name for path in (tmp_path / "saved").glob("step-*.pt"))
+        assert names == [f"step-{step * steps:010}.pt" for step in (2, 3)]
 
 
 @world(3)
