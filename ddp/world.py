@@ -420,7 +420,7 @@ def _drop_group() -> None:
 
 
 def end_groups(groups: list[Any]) -> None:
-    """Empty a list that has the last references to groups. Blocks for a second at most.
+    """Empty a list that has the last references to groups. Blocks for a second at most, if a thread can be started.
 
     The destructor of a gloo group waits for its threads. One of them may wait in a collective for a rank that is gone,
     though its connections are broken, until the group's timeout (gloo of torch 2.13). So a thread drops the references.

@@ -88,8 +88,13 @@ class LearningRateScheduler(Callback):
         self.on_fit_begin()
         for group, values in zip(groups, restored, strict=True):
             group.update(values)
-        if self._scheduler is not None:
-            self._scheduler.load_state_dict(dict(state))
+        if self._scheduler is None:
+            return
+        self._scheduler.load_state_dict(dict(state))
+        rates = state.get("_last_lr")  # of parameter servers' workers, only the main one has the optimizer's state
+        if rates is not None:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
 
 
 class LinearScaling(Callback):

@@ -209,16 +209,13 @@ class ModelCheckpoint(Callback):
     def _save_alone(self) -> None:
         """Write without a process group, in the format of `ddp.Checkpoint`, which reads these files too."""
         trainer = self.trainer
-        rank = trainer.strategy.world.rank
-        if not self._writer.can_write(trainer.step, rank, in_background=False):
-            return
         states = {name: part.state_dict() for name, part in _parts(trainer).items() if part is not None}
         state = trainer.state_dict()
         for name, part in {**states, "trainer": state}.items():
             check_plain(part, name)
         random = [rng.capture()]
         content = {"step": trainer.step, "world_size": 1, **states, "random": random, "values": {"trainer": state}}
-        self._writer.write(trainer.step, rank, content, keep=self._checkpoint.keep)
+        self._writer.write(trainer.step, trainer.strategy.world.rank, content, keep=self._checkpoint.keep)
 
     def _save_best(self, epoch: int) -> None:
         try:

@@ -75,7 +75,7 @@ class ReplicaLoader:
         self._on_batch = on_batch
         # A separate generator, so that starting a pass draws nothing from the one that dropout uses: a run that is
         # resumed within an epoch starts one more pass. It is seeded for each, so that a resumed run's workers have the
-        # random numbers of the epoch, not of the first one.
+        # random numbers of the epoch, not of the first one (persistent workers are seeded when they start).
         self._generator = None if "generator" in loading else torch.Generator()
         loading.setdefault("generator", self._generator)
         self._collate: Callable[[list[Any]], Any] = loading.get("collate_fn") or _default_collate
@@ -137,14 +137,14 @@ class ReplicaLoader:
             if self.epoch == epoch:  # the pass was interrupted
                 self._next_epoch()
 
-    def catch_up(self, *, accumulate: int = 1) -> int:
+    def catch_up(self, *, accumulate: int = 1, steps: int | None = None) -> int:
         """Skip to the others' position, if this replica joined a training in progress; return the epoch.
 
-        `accumulate`: the global batches of a step, of which the last one of an epoch may have fewer.
+        `accumulate`: the global batches of a step; `steps` of an epoch, if these are not all.
         """
         behind = 0 if self._behind is None else self._behind()
         self._behind = None
-        whole, rest = divmod(behind, -(-len(self) // accumulate) or 1)
+        whole, rest = divmod(behind, steps or len(self) or 1)
         self.epoch += whole
         self._position += rest * accumulate * self.global_batch_size
         return self.epoch

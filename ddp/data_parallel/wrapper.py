@@ -56,8 +56,8 @@ from ddp.torch_internals import (
 )
 from ddp.world import before_leaving
 
-# How many wrappers each group has had. By the group, not by its name: after a failure a group has the old name, and a
-# replaced rank has made none before.
+# The number of the next wrapper over each group, which is the same on all ranks. By the group, not by its name: after a
+# failure the new group has the old name, and a replaced rank has made fewer wrappers than the others.
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
@@ -172,7 +172,8 @@ class DistributedDataParallel(TorchSurface):
         timeline.prepare(self)
         check_torchs_arguments(given)
         self.process_group = checked_group(process_group, device_mesh)
-        self._number = _next_number(self.process_group)  # a copy has that of its original
+        self._number = _made.get(self.process_group, 0)  # a copy has that of its original
+        _made[self.process_group] = self._number + 1
         self.module = module
         self.parameters_to_ignore = ignored_names(module)
         parameters = self._named_parameters()
@@ -513,7 +514,6 @@ class DistributedDataParallel(TorchSurface):
 
         The residual errors of compression are dropped.
         """
-        self._number = _next_number(new_process_group)
         super()._update_process_group(new_process_group)
         if self._method is not None:
             self.compression = None
@@ -530,13 +530,7 @@ class DistributedDataParallel(TorchSurface):
 
     def _join_group(self, group: dist.ProcessGroup | None) -> None:
         self.process_group = checked_group(group, None)
+        _made[self.process_group] = max(_made.get(self.process_group, 0), self._number + 1)
         self._replanning = None
         if self.process_group.size() >= self._least_ranks:
             self._attach(self._new_channel())
-
-
-def _next_number(group: dist.ProcessGroup) -> int:
-    """Return the number of the next wrapper over `group`, which is the same on all ranks."""
-    number = _made.get(group, 0)
-    _made[group] = number + 1
-    return number

@@ -102,6 +102,7 @@ class StallReport:
         self._by_host = {"cpu", *(each.type for each in device_types_of(group) if is_by_gloo(group, each))}
         self._device_type = "cpu" if device is None else device.type
         self._position: _Noted = ("the construction of the model", None, monotonic(), _NOT_WAITING)
+        self._failed_step = 0
         self._newest: tuple[Pending, str, float] | None = None  # on a device, and when it was started
         self._reported = 0.0
         self._left = ""  # how a wait ended before its collective, which still runs after a signal or a stall
@@ -252,16 +253,20 @@ class StallReport:
             yield
         except RuntimeError as error:
             if (isinstance(error, DdpError) and not isinstance(error, Lost)) or is_interrupt(error):
-                if isinstance(error, CollectiveError) and self._position[3] != _FAILED:
-                    self._position = (what, None, monotonic(), _FAILED)
+                if isinstance(error, CollectiveError) and not self.has_failed:
+                    self._fail(what)
                 raise
             collective_error = self.error(what, str(error))
-            self._position = (what, None, monotonic(), _FAILED)
+            self._fail(what)
             raise collective_error from None  # it quotes the cause; a second traceback adds nothing
         finally:
             timeline.wait_ended(recorded)
             if self._position[3] != _FAILED:
                 self._position = before
+
+    def _fail(self, what: str) -> None:
+        self._failed_step = self.step
+        self._position = (what, None, monotonic(), _FAILED)
 
     def tell_failure(self, round_: int, text: str) -> None:
         """Report an exception here to the other ranks, under a number that they share. Never raises.
@@ -303,7 +308,8 @@ class StallReport:
         """Describe where this rank is now."""
         phase, detail, since, kind = self._position
         is_waiting, has_failed = kind in (_BOUNDED, _UNBOUNDED), kind == _FAILED
-        return Position(self.step, phase, is_waiting, monotonic() - since, _text_of(detail), has_failed)
+        step = self._failed_step if has_failed else self.step
+        return Position(step, phase, is_waiting, monotonic() - since, _text_of(detail), has_failed)
 
     def line(self) -> str:
         """Name the line of the user's code that runs now in the thread that made this."""

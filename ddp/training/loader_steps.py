@@ -56,8 +56,11 @@ class LoaderSteps(ABC):
     def held_out(self, dataset: Any, global_batch_size: int | None) -> ReplicaLoader | StepLoader:
         """Return a loader of the same kind for an evaluation."""
 
-    def catch_up(self) -> tuple[int, int]:
-        """Skip to the others' position, if this replica joined a training in progress; return epoch and step in it."""
+    def catch_up(self, steps: int) -> tuple[int, int]:
+        """Skip to the others' position, if this replica joined a training in progress; return epoch and step in it.
+
+        `steps`: of an epoch.
+        """
         return self.loader.epoch, 0
 
 
@@ -94,8 +97,8 @@ class ReplicaSteps(LoaderSteps):
         size = _BATCH_SIZE if global_batch_size is None else global_batch_size
         return self._strategy.loader(dataset, global_batch_size=size, seed=self.loader.seed)
 
-    def catch_up(self) -> tuple[int, int]:
-        epoch = self.loader.catch_up(accumulate=self._accumulate)
+    def catch_up(self, steps: int) -> tuple[int, int]:
+        epoch = self.loader.catch_up(accumulate=self._accumulate, steps=steps)
         return epoch, self.loader.position // (self._accumulate * self.loader.global_batch_size)
 
 

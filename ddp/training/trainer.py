@@ -177,7 +177,7 @@ class Trainer(Training):
             if self._state is None or not is_replacement():
                 self.callbacks.call("on_restore")
             if self.strategy.goes_on:
-                epoch, epoch_step = steps.catch_up()
+                epoch, epoch_step = steps.catch_up(self.steps)
                 self.epoch = max(self.epoch, epoch)
                 if not self.step:  # else this is another fit of the same process
                     self.step, self.epoch_step = self.strategy.joined_at, epoch_step

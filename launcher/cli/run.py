@@ -67,6 +67,8 @@ def _run_here(options: Options, say: Callable[[str], None]) -> int:
 def _run(options: Options, say: Callable[[str], None], detachment: Detachment | None = None) -> int:
     as_json = options.log_format == "json"
     verbosity = Verbosity(options.quiet, options.verbose, as_json, say, error_file(options.error_json))
+    for signum in (signal.SIGUSR1, signal.SIGUSR2):  # they may come before there are workers, and after the last
+        signal.signal(signum, lambda *_: None)
     try:
         if options.print_commands:
             from launcher.cli.run_node import commands_of_nodes
@@ -94,8 +96,6 @@ def _run(options: Options, say: Callable[[str], None], detachment: Detachment | 
     for notice in [*unknown_variables(), *request.notices]:
         verbosity.inform(notice)
     spec, node_role, taken = request.spec, request.node_role, ""
-    for signum in (signal.SIGUSR1, signal.SIGUSR2):  # they may come before there are workers, and after the last
-        signal.signal(signum, lambda *_: None)
     if node_role is None or node_role.lead:
         try:
             return _control(request, options, limits, verbosity, detachment)

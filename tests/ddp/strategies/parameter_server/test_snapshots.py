@@ -51,8 +51,10 @@ def test_a_second_run_goes_on_from_the_snapshots(tmp_path: Path) -> None:
 
 
 @world(3)
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_fit_that_goes_on_from_snapshots_counts_and_saves_on(tmp_path: Path, accumulate: int) -> None:
+@pytest.mark.parametrize(("accumulate", "steps"), [(1, None), (2, None), (1, 3)])
+def test_a_fit_that_goes_on_from_snapshots_counts_and_saves_on(
+    tmp_path: Path, accumulate: int, steps: int | None
+) -> None:
     """Schedules by step go on, batches are not repeated, and new checkpoints are those that are kept."""
 
     class Steps(cb.Callback):
@@ -62,7 +64,7 @@ def test_a_fit_that_goes_on_from_snapshots_counts_and_saves_on(tmp_path: Path, a
         def on_step_begin(self, step: int) -> None:
             self.begun.append(step)
 
-    steps = -(-4 // accumulate)  # an epoch
+    of_epoch = steps or -(-4 // accumulate)
     for epochs in (2, 3):
         options = {"snapshots": tmp_path / "snapshots", "snapshot_every": 1, "timeout_s": 20.0}
 
@@ -70,14 +72,14 @@ def test_a_fit_that_goes_on_from_snapshots_counts_and_saves_on(tmp_path: Path, a
             strategy = ParameterServer(**options)
             seen, checkpoints = Steps(), cb.ModelCheckpoint(tmp_path / "saved", keep=2)
             fit = trainer([seen, checkpoints], strategy=strategy, accumulate=accumulate)
-            fit.fit(fits.data(), epochs=epochs, global_batch_size=fits.BATCH)
-            assert seen.begun == [*range(0 if epochs == 2 else 2 * steps, epochs * steps)]
+            fit.fit(fits.data(), epochs=epochs, global_batch_size=fits.BATCH, steps_per_epoch=steps)
+            assert seen.begun == [*range(0 if epochs == 2 else 2 * of_epoch, epochs * of_epoch)]
             strategy.close()
 
         in_roles(2, 1, body)
     if dist.get_rank() == 0:
         names = sorted(path.name for path in (tmp_path / "saved").glob("step-*.pt"))
-        assert names == [f"step-{step * steps:010}.pt" for step in (2, 3)]
+        assert names == [f"step-{step * of_epoch:010}.pt" for step in (2, 3)]
 
 
 @world(3)
