@@ -134,6 +134,7 @@ class Trainer(Training):
         self._state: State | None = None  # in a fit that survives failures
         self._train_steps: LoaderSteps  # of the present fit, or the last one
         self.is_ending_step = False  # the optimizer has stepped, and callbacks have not seen it
+        self._joins = False  # this fit begins amid those of the others, whose next exchange is that of an epoch's end
 
     def fit(
         self,
@@ -181,6 +182,7 @@ class Trainer(Training):
                 self.epoch = max(self.epoch, epoch)
                 if not self.step:  # else this is another fit of the same process
                     self.step, self.epoch_step = self.strategy.joined_at, epoch_step
+                    self._joins = True
             closes.pop_all()  # by what follows
 
         def run(_: State | None) -> None:
@@ -197,7 +199,9 @@ class Trainer(Training):
     def _fit(self, steps: LoaderSteps, validation: Any) -> None:
         with self.callbacks.closing():
             self.callbacks.call("on_fit_begin")
-            self._exchange()
+            if not self._joins:
+                self._exchange()
+            self._joins = False
             while self.epoch < self.epochs and not self.is_stopped:
                 self._fit_epoch(steps, validation)
             self.callbacks.call("on_fit_end")

@@ -135,6 +135,8 @@ def test_a_sweep_counts_what_it_ended_and_does_not_linger() -> None:
     assert _sweep(LEAVES["nothing"], grace_s=30).stdout.endswith(" 0 True\n")
     assert _sweep(LEAVES["grandchildren"], grace_s=30).stdout == "4 0 True\n"
     assert _sweep(LEAVES["a stopped one"], grace_s=30).stdout == "1 0 True\n"
+    without_main_thread = _sweep(LEAVES["one whose main thread alone has ended"], grace_s=30)
+    assert (without_main_thread.stdout, without_main_thread.wall_s < 30) == ("1 0 True\n", True)
     assert _sweep(LEAVES["one that ignores TERM"], grace_s=0.2).stdout == "1 0 False\n"
 
 

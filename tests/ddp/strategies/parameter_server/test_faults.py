@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 from testbed.network import NetworkHosts
-from testbed.processes import Program, started_dtrain
+from testbed.processes import Program, run_dtrain, started_dtrain
 from testbed.sshd import SshHosts
 
 from ddp.errors import ParameterServerError
@@ -224,3 +224,43 @@ def test_the_wait_for_servers_has_no_end_under_a_debugger(
         return
     with pytest.raises(ParameterServerError, match="nothing has come"):
         client._wait(lambda: False)
+
+
+FIT = """\
+import os, pathlib, signal, sys
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import ddp
+from ddp import callbacks as cb
+
+class Dies(cb.Callback):
+    def on_step_end(self, step, logs):
+        if (strategy.replica, step) == (1, 5) and not pathlib.Path("died").exists():
+            pathlib.Path("died").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(80, 6), torch.arange(80) % 3)
+strategy = ddp.strategy("parameter_server", mode=sys.argv[1], timeout_s=30.0)
+net = nn.Linear(6, 3)
+optimizer = torch.optim.SGD(net.parameters(), 0.05)
+trainer = ddp.Trainer(net, optimizer, nn.CrossEntropyLoss(), strategy=strategy, callbacks=[Dies()], seed=1)
+history = trainer.fit(data, epochs=3, validation=data, global_batch_size=10)
+print("ended", strategy.replica, trainer.step, trainer.epoch, history["val_loss"][-1], flush=True)
+"""
+
+
+@pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.slow)])
+def test_a_worker_that_restarts_within_a_fit_goes_on_with_the_others(tmp_path: Path, mode: str) -> None:
+    """It meets them at the end of the epoch, not where `fit` begins."""
+    (tmp_path / "fit.py").write_text(FIT)
+    launching = ["--ps", "1", "--nproc-per-node", "2", "--max-restarts", "1"]
+    result = run_dtrain("run", *launching, "fit.py", mode, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "only this worker restarts (restart 1 of 1)" in result.stderr
+    ended = sorted(re.findall(r"ended (\d) (\d+) (\d) (.*)", result.stdout))
+    assert [line[:3] for line in ended] == [("0", "24", "3"), ("1", "24", "3")]
+    if mode == "sync":
+        assert ended[0][3] == ended[1][3]
