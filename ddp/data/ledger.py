@@ -33,6 +33,7 @@ from typing import Any, Literal, get_args
 
 from ddp.errors import ArgumentError
 from ddp.monitoring.interrupts import is_interrupt
+from ddp.monitoring.progress import set_recorded_step
 
 Kind = Literal["sampled", "full", "off"]
 KINDS = get_args(Kind)
@@ -87,6 +88,7 @@ class Ledger:
         if self._loader is None or self._loader() is not loader:
             return False
         self._owner, self._step, self._shares, self._is_writer = owner, step, shares, rank == 0
+        set_recorded_step(step)
         return True
 
     def add(self, every: int, hashes: Mapping[str, tuple[int, int]]) -> None:

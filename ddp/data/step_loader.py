@@ -28,6 +28,7 @@ from ddp.data.micro_batch import MicroBatch, current
 from ddp.data.permutation import Position, choose
 from ddp.data.sampler import rank_and_size
 from ddp.errors import ArgumentError, UnsupportedError
+from ddp.monitoring.progress import set_recorded_step
 from ddp.world import communicating
 
 __all__ = ["Step", "StepLoader"]
@@ -192,6 +193,8 @@ class StepLoader:
                 finally:  # also if the loop ends with it
                     record.end(step)
                 replay.end_step(step.recorded)
+                if step.recorded is not None:
+                    set_recorded_step(step.recorded + 1)  # what fails from here on does so after the step
                 if self.epoch != epoch:
                     raise ArgumentError("a StepLoader's state was loaded between two steps: call epochs() again")
             self.epoch, self._position = epoch + 1, 0

@@ -1,12 +1,13 @@
-"""Report the progress of this process to the launcher: five numbers in a file that both have mapped.
+"""Report the progress of this process to the launcher: six numbers in a file that both have mapped.
 
 DTRAIN_PROGRESS_FILE names a file that the launcher made. It begins with these little-endian 64-bit integers: the
 number of backward passes whose gradients are in place; the number of durable checkpoints; the consequence of a failure
 of this process for the others (`set_restart_policy`); a number that changes when a phase begins or ends, and whose
 remainder by three is that phase (`phase`), so that a long evaluation or save is not mistaken for a hang; and the first
-number at the time of the newest checkpoint. Only this process writes to it. Without the variable, or with a file that
-cannot be mapped, nothing is reported; that is never an error. Once this module is imported, the launcher does not count
-steps itself.
+number at the time of the newest checkpoint. The ninth number is the step of the ledger (`ddp.data.ledger`) that is
+being made, 0 without a ledger; the three before it are step_counter.py's. Only this process writes to it. Without the
+variable, or with a file that cannot be mapped, nothing is reported; that is never an error. Once this module is
+imported, the launcher does not count steps itself.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from ddp.monitoring import timeline
 from ddp.torch_internals import call_after_backward
 
 _VARIABLE = "DTRAIN_PROGRESS_FILE"
-_SIZE_BYTES = 40
-_STEPS, _CHECKPOINTS, _RESTART_POLICY, _PHASE, _SAVED_STEPS = 0, 1, 2, 3, 4
+_SIZE_BYTES = 72
+_STEPS, _CHECKPOINTS, _RESTART_POLICY, _PHASE, _SAVED_STEPS, _RECORDED_STEP = 0, 1, 2, 3, 4, 8
 _PHASES = 3
 EVALUATION, SAVE = 1, 2  # of `phase`; 0 is everything else
 
@@ -42,6 +43,12 @@ def count_step() -> None:
     if (counters := _counters()) is not None:
         counters[_STEPS] += 1
         timeline.counted()
+
+
+def set_recorded_step(number: int) -> None:
+    """Report the number of the ledger's step that is being made, so that a replay of a failure ends with it."""
+    if (counters := _counters()) is not None:
+        counters[_RECORDED_STEP] = number
 
 
 def count_checkpoint() -> None:

@@ -10,10 +10,11 @@ One object. Every key is always present; it is null, an empty list or an empty s
     error           why no worker was started: {type, message, hosts: {name: reason}}
     cause           the first failure that was not a consequence of another:
                     {kind, host, rank, pid, exit_status, signal, killer, error_type, message, where, inside, attempt,
-                    after_s, log_folder}. kind: "raised", "exited", "killed", "never started", "host lost",
+                    after_s, step, log_folder}. kind: "raised", "exited", "killed", "never started", "host lost",
                     "store lost", "stalled", "hung". If a signal killed the process, exit_status is null and
                     signal its name. where: "file:line in function" of the user's own code; inside: the function below
-                    it that raised; both for "exited" if the worker called sys.exit, else empty
+                    it that raised; both for "exited" if the worker called sys.exit, else empty. step: that of
+                    the ledger in which it ended, null without a ledger
     secondary_failures
                     independent failures after the cause: {count, groups: [{count, kind, how, ranks}]}
     preempted       whether the run ended to make room (--requeue) and will be started again
@@ -211,5 +212,6 @@ def _of_cause(cause: Failure, folder: Path | None) -> dict[str, Any]:
         "inside": cause.inside,
         "attempt": cause.attempt,
         "after_s": round(cause.ran_s, 3),
+        "step": cause.step or None,
         "log_folder": None if folder is None else str(log_folder(folder, cause.attempt, cause.rank)),
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
-PROTOCOL = 15
+PROTOCOL = 16
 PREAMBLE = b"\n\x01dtrain-stream-1\n"
 MAX_HEADER_BYTES = 8 << 20  # the largest part is the environment of a worker
 MAX_PAYLOAD_BYTES = 1 << 20

@@ -145,6 +145,7 @@ class Exited(Report):
     steps: int = 0  # steps that it reported
     saved: int = 0  # checkpoints that it reported
     unsaved: int | None = 0  # steps since the newest one; None: it trained without ddp, so checkpoints are not known
+    recorded_step: int = 0  # of the ledger, in which it ended; 0: it has none
     by_exec: str = ""  # as in Started...
     costs_s: float = 0.0  # if the duration of that package's import is known only now
     stderr: str = field(default="", repr=False)  # its last part, if the process aborted
@@ -192,6 +193,7 @@ class Failing(Report):
     ran_s: float
     error: dict[str, str] | None  # as in Exited
     time: float  # of the exception, or of sys.exit()
+    recorded_step: int = 0  # as in Exited
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ def test_dtrain_counts_the_steps_that_a_library_counts(library: str, tmp_path: P
     (tmp_path / "train.py").write_text(
         f"import os, struct\nimport torch\n{COUNTING[library]}"
         "with open(os.environ['DTRAIN_PROGRESS_FILE'], 'rb') as file:\n"
-        "    print('result', made, struct.unpack('<8Q', file.read())[5])\n"
+        "    print('result', made, struct.unpack('<9Q', file.read())[5])\n"
     )
     result = run_dtrain("run", "--nproc-per-node", "2", "train.py", cwd=tmp_path, env=ENVIRONMENT, timeout=LIMIT_S)
     found = [tuple(map(int, line.split())) for line in _results(result)]

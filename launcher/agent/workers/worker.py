@@ -6,7 +6,7 @@ run tag, is set to die with its agent, and keeps nothing inherited but its three
 Besides those in its order, a worker gets these variables:
 
     TORCHELASTIC_ERROR_FILE  where it may write why it failed
-    DTRAIN_PROGRESS_FILE     64 bytes to map and write; see ddp/monitoring/progress.py and step_counter.py
+    DTRAIN_PROGRESS_FILE     72 bytes to map and write; see ddp/monitoring/progress.py and step_counter.py
     DTRAIN_TIMELINE_FILE     memory to map and record its times in; see ddp/monitoring/timeline.py; empty if it cannot
                              be made
     DTRAIN_GENERATION        the number of the attempt's composition (its generation) that it is started for: 0, or the
@@ -56,7 +56,7 @@ from launcher.protocol.reports import Collectives, Exited, Failing
 DEBUGGER_FILE = "debugger"
 BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
 
-_PROGRESS = struct.Struct("<8Q")  # fields: ddp/monitoring/progress.py, step_counter.py
+_PROGRESS = struct.Struct("<9Q")  # fields: ddp/monitoring/progress.py, step_counter.py
 _ALONE = (1, 2, 3, 4)  # its failure does not end the attempt: the others continue, or wait for its replacement
 _GENERATION = struct.Struct("<Q")
 _PIPE_BYTES = 1 << 16
@@ -254,7 +254,7 @@ class Worker:
         try:
             self._progress = os.open(files.progress, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             self._opened.callback(os.close, self._progress)
-            os.pwrite(self._progress, _PROGRESS.pack(0, 0, restart_policy, 0, 0, 0, 0, 0), 0)
+            os.pwrite(self._progress, _PROGRESS.pack(0, 0, restart_policy, 0, 0, 0, 0, 0, 0), 0)
             self._generations = GenerationPipe(files.generations)
             self._opened.callback(self._generations.close)
             for stream in (1, 2):
@@ -352,10 +352,15 @@ class Worker:
         said = self._said()
         return max(0, said[0] - said[4]) if said[0] or not self.progress[0] else None
 
+    @property
+    def recorded_step(self) -> int:
+        """The step of the ledger that it makes, or was making when it ended; 0 without a ledger."""
+        return self._said()[8]
+
     def _said(self) -> tuple[int, ...]:
         # Read, not mapped: a mapped file truncated by the worker would end the agent with SIGBUS.
         data = os.pread(self._progress, _PROGRESS.size, 0)
-        return _PROGRESS.unpack(data) if len(data) == _PROGRESS.size else (0,) * 8
+        return _PROGRESS.unpack(data) if len(data) == _PROGRESS.size else (0,) * 9
 
     def announce_generation(self, number: int, when: str, variables: Mapping[str, str]) -> None:
         """Announce the attempt's newest composition; the worker need not read it."""
@@ -415,6 +420,7 @@ class Worker:
             ran_s=failed_at - self.began,
             error=_error(facts, None),
             time=failed_at,
+            recorded_step=self.recorded_step,
         )
 
     def exited(self, attempt: int, collectives: Collectives | None) -> Exited:
@@ -441,6 +447,7 @@ class Worker:
             steps=steps,
             saved=saved,
             unsaved=self.unsaved,
+            recorded_step=self.recorded_step,
             by_exec=by_exec,
             costs_s=float(took.get(module, 0.0)),
             stderr=self._stderr.decode(errors="replace") if self.status == -signal.SIGABRT else "",

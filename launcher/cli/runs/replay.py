@@ -90,8 +90,7 @@ def replay_run(
     """
     entry = run_of(word)
     manifest, ledger = read_manifest(entry), read_ledger(Path(entry.folder))
-    has_failed = (manifest.get("outcome") or {}).get("exit_code") != 0
-    step = _last_step(wanted, ledger, entry.run_id, int(has_failed))  # a step that fails has no line
+    step = _last_step(wanted, ledger, entry.run_id, manifest.get("outcome") or {})
     again = prepare_rerun(entry, (), any_commit=any_commit, say=say)
     os.environ.update(again.variables)
     given = parse(again.argv, as_torchrun=again.as_torchrun)
@@ -126,9 +125,16 @@ def replay_run(
     return exit_code
 
 
-def _last_step(wanted: Wanted, ledger: Ledger, run_id: str, more: int) -> int:
-    """Return the last step to make, `more` after the last line. Raises UsageError for one that the run did not have."""
-    most = max(ledger.steps, default=0) + more
+def _last_step(wanted: Wanted, ledger: Ledger, run_id: str, outcome: Mapping[str, Any]) -> int:
+    """Return the last step to make. Raises UsageError for one that the run did not have.
+
+    A run that failed ended in the step of the rank that failed. If that is not known, it is the one after the last
+    line: a step that fails has none.
+    """
+    has_failed = outcome.get("exit_code") != 0
+    failed_in: int | None = (outcome.get("cause") or {}).get("step") if has_failed else None
+    last = failed_in or ledger.last + has_failed
+    most = max(last, max(ledger.steps, default=0) + has_failed)
     if wanted.step is not None and not ledger.first <= wanted.step <= most:
         raise UsageError(f"--step is {wanted.step}; run {run_id} had the steps {ledger.first} to {most}")
     if wanted.micro_batch is not None:
@@ -138,7 +144,7 @@ def _last_step(wanted: Wanted, ledger: Ledger, run_id: str, more: int) -> int:
         each = int(ledger.loader.get("micro_batches", 1)) if then is None else then.micro_batches
         if not 0 <= wanted.micro_batch < each:
             raise UsageError(f"--micro-batch is {wanted.micro_batch}; this step of run {run_id} had 0 to {each - 1}")
-    return ledger.last + more if wanted.step is None else wanted.step
+    return last if wanted.step is None else wanted.step
 
 
 def _newest(ledger: Ledger, folder: Path, step: int) -> tuple[int, str, Path | None]:

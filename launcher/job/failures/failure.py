@@ -79,6 +79,7 @@ class Failure:
     was already being stopped when it ended, although it had failed before. `killer` says who killed it, where that
     is known; `inside` is the function in which it raised or called sys.exit, `where` the line of the user's own code
     above that.
+    `step` is that of the ledger in which it ended, 0 if it has none.
     `failed_ranks` are those that an error of `ddp` names: it is a consequence of their failure, even if it names none.
     """
 
@@ -97,6 +98,7 @@ class Failure:
     killer: str = ""
     provoked: bool = False
     failed_ranks: tuple[int, ...] | None = None
+    step: int = 0
     injected: bool = False  # by --chaos
     abort: AbortCause | None = None  # what it wrote of its cause, if it aborted or a collective raised
 
@@ -180,6 +182,7 @@ def failure_of(
         inside=said.get("inside", ""),
         killer="--chaos" if injected else exited.killer if isinstance(exited, Exited) else "",
         provoked=isinstance(exited, Exited) and exited.provoked,
+        step=exited.recorded_step,
         failed_ranks=None if named is None else tuple(int(rank) for rank in named.split() if rank.isdecimal()),
         injected=injected,
         abort=abort,

@@ -416,7 +416,7 @@ def test_a_file_that_all_ranks_pass_over_is_warned_of_once(tmp_path: Path) -> No
 def test_every_rank_counts_its_reduced_passes_and_checkpoints(tmp_path: Path) -> None:
     """Three reduced passes, one that only accumulates, two checkpoints."""
     counters = tmp_path / str(dist.get_rank())
-    counters.write_bytes(bytes(40))
+    counters.write_bytes(bytes(72))
     os.environ["DTRAIN_PROGRESS_FILE"] = str(counters)
     progress._counters.cache_clear()
     model = ddp.DistributedDataParallel(nn.Linear(3, 2))

@@ -19,7 +19,7 @@ from ddp.monitoring import progress
 @pytest.fixture
 def counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     path = tmp_path / "progress"
-    path.write_bytes(bytes(40))
+    path.write_bytes(bytes(72))
     monkeypatch.setenv("DTRAIN_PROGRESS_FILE", str(path))
     progress._counters.cache_clear()
     yield path
@@ -27,7 +27,7 @@ def counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def _read(path: Path) -> tuple[int, int]:
-    steps, checkpoints, *_ = struct.unpack("<QQQQQ", path.read_bytes())
+    steps, checkpoints, *_ = struct.unpack("<9Q", path.read_bytes())
     return steps, checkpoints
 
 
@@ -51,14 +51,14 @@ def test_a_worker_alone_counts_too(counters: Path, tmp_path: Path) -> None:
 def test_how_a_process_stands_is_the_third_number(counters: Path) -> None:
     for kind in (1, 2, 3, 4, 0):
         progress.set_restart_policy(kind)
-        assert struct.unpack("<QQQQQ", counters.read_bytes()) == (0, 0, kind, 0, 0)
+        assert struct.unpack("<9Q", counters.read_bytes()) == (0, 0, kind, *[0] * 6)
     with pytest.raises(ValueError, match=r"set_restart_policy\(5\)"):
         progress.set_restart_policy(5)
 
 
 def test_the_fourth_number_changes_with_each_phase(counters: Path) -> None:
     def number() -> int:
-        return int(struct.unpack("<QQQQQ", counters.read_bytes())[3])
+        return int(struct.unpack("<9Q", counters.read_bytes())[3])
 
     seen = [number()]
     with progress.phase(progress.EVALUATION):
@@ -93,8 +93,8 @@ def test_a_file_that_cannot_be_used_is_no_error(kind: str, tmp_path: Path, monke
 
 
 def test_another_process_sees_a_step_at_once(counters: Path) -> None:
-    read = "import struct, sys; print(struct.unpack('<QQQQQ', open(sys.argv[1], 'rb').read()))"
+    read = "import struct, sys; print(struct.unpack('<9Q', open(sys.argv[1], 'rb').read()))"
     for step in range(1, 3):
         progress.count_step()
         said = subprocess.run([sys.executable, "-c", read, counters], check=True, capture_output=True, text=True)
-        assert said.stdout == f"({step}, 0, 0, 0, 0)\n"
+        assert said.stdout == f"({step}, 0, 0, 0, 0, 0, 0, 0, 0)\n"

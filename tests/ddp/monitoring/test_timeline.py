@@ -30,7 +30,7 @@ STRETCH_S = 0.02  # a phase that is made longer; nothing below asks for more tha
 def ring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     path = tmp_path / "timeline"
     path.write_bytes(bytes(HEADER + 256 * RECORD))
-    (tmp_path / "progress").write_bytes(bytes(40))
+    (tmp_path / "progress").write_bytes(bytes(72))
     monkeypatch.setenv("DTRAIN_TIMELINE_FILE", str(path))
     monkeypatch.setenv("DTRAIN_PROGRESS_FILE", str(tmp_path / "progress"))
     _forget()

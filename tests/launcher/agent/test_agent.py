@@ -715,11 +715,11 @@ def test_a_worker_s_own_folder_among_its_files_is_removed(agent: AgentProcess) -
 
 
 def test_the_progress_file_has_its_format(agent: AgentProcess, tmp_path: Path) -> None:
-    """64 bytes, so that a program in any language can map them."""
+    """72 bytes, so that a program in any language can map them."""
     agent.prepare()
     agent.start("import os\nprint(os.environ['DTRAIN_PROGRESS_FILE'], flush=True)\nimport time; time.sleep(600)")
     path = Path(agent.expect(Output).data.decode().strip())
-    assert path.read_bytes() == bytes(64)
+    assert path.read_bytes() == bytes(72)
     assert path.parent == temp_folder_of(agent)
     agent.stop()
 

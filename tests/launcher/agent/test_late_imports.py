@@ -74,7 +74,7 @@ class Host:
         """Start a worker and return what it printed, once it has ended well."""
         rank = next(self._ranks)
         self.files = Files(str(self.folder), 0, rank)
-        self.files.progress.write_bytes(bytes(64))
+        self.files.progress.write_bytes(bytes(72))
         env = {**self.server._env, **self.files.variables, "RANK": str(rank), **variables}
         order = StartWorker(rank, 0, self._through, [self._target], env, {})
         self.by_exec.append(self.server.why_not_for(order, env, ()))

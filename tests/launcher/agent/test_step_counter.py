@@ -11,14 +11,14 @@ from testbed import REPOSITORY
 from testbed.processes import run_dtrain, run_program
 
 BOOTSTRAP = REPOSITORY / "launcher/agent/workers/bootstrap.py"
-PROGRESS = struct.Struct("<8Q")
+PROGRESS = struct.Struct("<9Q")
 
 # `counted()`: how many steps the optimizers made, and how many calls there were.
 READER = """\
 import os, struct
 def counted():
     with open(os.environ["DTRAIN_PROGRESS_FILE"], "rb") as file:
-        return struct.unpack("<8Q", file.read())[5:7]
+        return struct.unpack("<9Q", file.read())[5:7]
 """
 
 
@@ -144,9 +144,9 @@ def test_where_ddp_counts_nothing_else_does(tmp_path: Path) -> None:
             optimizer.step()
             launcher.step()
         with open(os.environ["DTRAIN_PROGRESS_FILE"], "rb") as file:
-            print(struct.unpack("<8Q", file.read()))
+            print(struct.unpack("<9Q", file.read()))
         """
     (tmp_path / "script.py").write_text("import os, struct\n" + textwrap.dedent(text))
     result = run_dtrain("run", "--nproc-per-node", "2", "script.py", cwd=tmp_path)
     assert result.returncode == 0, result
-    assert result.stdout.count("(5, 0, 0, 0, 0, 0, 0, 0)") == 2
+    assert result.stdout.count("(5, 0, 0, 0, 0, 0, 0, 0, 0)") == 2

@@ -52,6 +52,7 @@ def test_failure_with_everything(tmp_path: Path) -> None:
         "cause": {
             "kind": "killed", "host": "sim1", "rank": 1, "pid": 812, "exit_status": None, "signal": "SIGSEGV",
             "killer": "", "error_type": "", "message": "", "where": "", "inside": "", "attempt": 2, "after_s": 1.1,
+            "step": None,
             "log_folder": "runs/r1/attempt_2/1",
         },
         "secondary_failures": {

@@ -95,3 +95,44 @@ def test_several_workers_replay_a_resilient_step(tmp_path: Path, monkeypatch: py
     again = run_dtrain("replay", "--step", "3", "--nproc-per-node", "2", cwd=tmp_path)
     assert again.returncode == 0, again
     assert again.stderr.splitlines()[-1].startswith("dtrain: replay: steps 1 to 3 have the same bits")
+
+
+LATE = """\
+import os, time, torch, ddp
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        if index == 20:
+            raise ValueError("a bad sample")
+        return torch.full((4,), float(index))
+
+torch.manual_seed(0)
+ddp.init()
+model = ddp.DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = ddp.StepLoader(Data(), shuffle=False, global_batch_size=8, micro_batch_size=2)
+for step in loader.epochs(1):
+    for x in step:
+        model(x).square().mean().backward()
+    optimizer.step(); optimizer.zero_grad()
+    if loader.steps == 2 and os.environ["RANK"] == "0" and "DTRAIN_REPLAY" not in os.environ:
+        time.sleep(60)
+"""
+
+
+@pytest.mark.usefixtures("warm")
+def test_a_failure_that_the_first_rank_never_reached_comes_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 fails in step 3 while rank 0, which writes the ledger, is stopped before it has written step 2."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    (tmp_path / "train.py").write_text(LATE)
+    failed = run_dtrain("run", "--run-id", "first", "--nproc-per-node", "2", "train.py", cwd=tmp_path)
+    assert "ValueError: a bad sample" in failed.stderr
+    again = run_dtrain("replay", "first", cwd=tmp_path)
+    assert again.returncode == 1, again
+    assert "replay of run first to step 3, from step 1" in again.stderr
+    assert "; the recorded exception came again: ValueError" in again.stderr.splitlines()[-1]

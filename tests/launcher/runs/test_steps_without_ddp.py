@@ -163,7 +163,7 @@ def test_a_program_that_is_started_as_it_is_counts_nothing(folder: Path) -> None
         "import os\nimport torch\n"
         "optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)\n"
         "for _ in range(5):\n    optimizer.step()\n"
-        "print(open(os.environ['DTRAIN_PROGRESS_FILE'], 'rb').read() == bytes(64))\n"
+        "print(open(os.environ['DTRAIN_PROGRESS_FILE'], 'rb').read() == bytes(72))\n"
     )
     result = run_dtrain("run", "--no-python", sys.executable, "plain.py")
     assert result.returncode == 0, result
