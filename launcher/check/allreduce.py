@@ -61,6 +61,8 @@ def allreduce_spec(spec: JobSpec, examined: Sequence[Examined]) -> tuple[JobSpec
         nnodes=None,
         run_id=f"check-{new_run_id()}",
         max_restarts=0,
+        stdin_rank=None,
+        chaos=None,
         grow=False,
         hosts_script=None,
         first_attempt=0,

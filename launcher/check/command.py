@@ -175,7 +175,8 @@ class _Examination:
         """Make every examiner listen on the address that a run would use; the first one on the store's port as well."""
         spec = self._spec
         seen_from = [address for name in there if (address := self._links[name].our_address)]
-        here = "" if spec.interfaces else (seen_from or ["127.0.0.1"])[0]
+        alone = not any(self._links[name].host.remote for name in there)
+        here = "" if spec.interfaces else next(iter(seen_from), "127.0.0.1" if alone else "")
 
         def listen(link: _HostLink) -> Listening:
             first = link.host.name == spec.hosts[0].name

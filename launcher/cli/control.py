@@ -139,7 +139,8 @@ def control(request: Request, options: Options, limits: Limits, verbosity: Verbo
         if spec.fetch and kept is not None:
             from launcher.transport.fetching import fetch_files
 
-            fetch_files(spec, kept, say=verbosity.inform, given_up=lambda: len(signals.received) > known)
+            given_up = lambda: len(signals.received) > known  # noqa: E731
+            fetch_files(spec, controller.hosts, kept, say=verbosity.inform, given_up=given_up)
         if spec.replayable is not None and (line := keep_snapshots(folder, failed=outcome.exit_code != 0)):
             verbosity.inform(line)
         ending = Ending(request, verbosity, caller, outcome, kept, controller.evidence_file, *session.spent(outcome))

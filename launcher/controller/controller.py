@@ -111,6 +111,11 @@ class Controller:
         self._links: dict[str, Link] = {}  # the newest of each host
         self._older: list[Link] = []  # previous ones that are not released yet
 
+    @property
+    def hosts(self) -> list[Host]:
+        """The hosts that had workers, also those that joined later."""
+        return self._job.hosts
+
     def run(self, early_signals: Iterable[int] = ()) -> Outcome:
         """Run the job to its end. Blocks. Signals are handled only if this is called in the main thread.
 

@@ -10,6 +10,7 @@ import signal
 
 from launcher.errors import HostError
 from launcher.hosts.folding import some
+from launcher.hosts.host import Host
 from launcher.job.attempt import AttemptState
 from launcher.job.ending import Outcome, build_outcome, give_up_hosts, hurry, retry_or_give_up, stop
 from launcher.job.events import (
@@ -66,6 +67,11 @@ class Job:
     @property
     def attempt(self) -> AttemptState | None:
         return self.run.attempt
+
+    @property
+    def hosts(self) -> list[Host]:
+        """The hosts that had workers."""
+        return [state.host for state in self.fleet if state.name in self.fleet.used]
 
     @property
     def began(self) -> float:

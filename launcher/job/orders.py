@@ -127,14 +127,17 @@ def reserve_ports(
 
 
 def _address(spec: JobSpec, state: HostState, states: Sequence[HostState]) -> str:
-    """Return a host's address as the others reach it; empty: what its agent finds."""
+    """Return a host's address as the others reach it; empty: what its agent finds.
+
+    For this machine that is the address from which the others are reached, unless all lie behind jump hosts.
+    """
     if spec.interfaces:
         return ""
     if not any(other.host.remote for other in states):
         return "127.0.0.1"
     if state.host.remote:
         return ""
-    return next((other.our_address for other in states if other.our_address), "127.0.0.1")
+    return next((other.our_address for other in states if other.our_address), "")
 
 
 def _another(state: HostState, states: Sequence[HostState]) -> str:

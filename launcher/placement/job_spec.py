@@ -193,6 +193,11 @@ class JobSpec:
                 "--sync sends nothing to nodes that are started by hand: each runs its own dtrain, and so has its "
                 "Python and packages, before it connects; name hosts with --hosts, or copy the code there"
             )
+        if self.fetch and any(host.kind is HostKind.JOINED for host in self.hosts):
+            raise UsageError(
+                "--fetch brings nothing from nodes that are started by hand, to which dtrain opens no connection; name "
+                "hosts with --hosts, or copy the files from there"
+            )
         self._check_chaos()
         if not 1 <= self.min_hosts <= self.max_hosts:
             raise UsageError(f"--nnodes is {self.min_hosts}:{self.max_hosts}; write MIN:MAX with 1 <= MIN <= MAX")

@@ -173,9 +173,11 @@ def _packaged(folder: str) -> Iterator[str]:
         except OSError:  # of a system's package manager, or damaged
             continue
         for each in names:
+            if each.endswith(".pyc"):
+                continue
             if each.startswith(PROGRAMS):
                 yield os.path.normpath(os.path.join(folder, each))
-            elif not (each.startswith(("/", "../", "__editable__")) or each.endswith(".pyc")):
+            elif not each.startswith(("/", "../", "__editable__")):
                 yield os.path.join(folder, each)
 
 

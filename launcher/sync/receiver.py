@@ -262,6 +262,18 @@ def walk(folder: str, *, compiled: bool) -> Iterator[tuple[str, os.stat_result]]
 # --- trees
 
 
+def _newest(folder: str) -> list[str]:
+    """Return the names in a folder, the newest first. Hosts that share it may take some away meanwhile."""
+    found = []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            try:
+                found.append((entry.stat().st_mtime, entry.name))
+            except FileNotFoundError:
+                continue
+    return [name for _, name in sorted(found, reverse=True)]
+
+
 class Code:
     """The code of one run: a tree of its own, which this process owns until it ends, also once it is the agent."""
 
@@ -285,9 +297,7 @@ class Code:
 
     def take_over(self, files: Sequence[Sequence[Any]]) -> None:
         """Begin with the tree of an ended run that is as it was made, or an incomplete one; else with an empty one."""
-        with os.scandir(self._above) as entries:
-            names = [name for _, name in sorted(((e.stat().st_mtime, e.name) for e in entries), reverse=True)]
-        for name in names[:_LOOKED_AT]:
+        for name in _newest(self._above)[:_LOOKED_AT]:
             earlier = os.path.join(self._above, name)
             try:
                 has = None
@@ -677,11 +687,13 @@ def fetch(order: dict[str, Any]) -> None:
         folder = tree + folder
     import glob
 
+    found: set[str] = set()  # several patterns match a file, and ** matches a folder and what is in it
     for pattern in order["fetch"]:
-        matching = [os.path.join(folder, name) for name in glob.glob(pattern, root_dir=folder, recursive=True)]
-        for path in sorted(matching):
-            for name in sorted(each for each, _ in walk(path, compiled=True)) if os.path.isdir(path) else [path]:
-                _send_file(name, os.path.relpath(name, folder) if name.startswith(folder + "/") else name)
+        for name in glob.glob(pattern, root_dir=folder, recursive=True):
+            path = os.path.normpath(os.path.join(folder, name))
+            found.update((each for each, _ in walk(path, compiled=True)) if os.path.isdir(path) else [path])
+    for path in sorted(found):
+        _send_file(path, os.path.relpath(path, folder) if path.startswith(folder + "/") else path)
     send(1, done=True)
 
 
@@ -751,6 +763,8 @@ def _make_programs(packages: str, python: str) -> None:
     folder = os.path.normpath(os.path.join(packages, PROGRAMS))
     for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():
         path = os.path.join(folder, name)
+        if not os.path.isfile(path):
+            continue
         with open(path, "rb") as program:
             begin = program.readline(_LINE) + program.readline(_LINE)  # the second where the interpreter's path is long
         is_python = begin.startswith(b"#!") and b"python" in begin

@@ -88,8 +88,9 @@ def find_code(
     secrets: list[str] = []
     strange: list[str] = []
     for root in roots:
-        ignored = Ignored.read(root)
-        for path in _listed(root, ignored, left_out):
+        ignored, real = Ignored.read(root), os.path.realpath(root)  # either may be named through a link
+        names_left_out = {os.path.relpath(os.path.realpath(each), real) for each in left_out}
+        for path in _listed(root, "", ignored, names_left_out):
             name = path[len(root) + 1 :]
             if _SECRET.fullmatch(os.path.basename(path)) and not ignored.names(name) and path != named:
                 secrets.append(name)
@@ -164,17 +165,23 @@ def _parts(name: str) -> Iterator[str]:
     yield name
 
 
-def _listed(root: str, ignored: Ignored, left_out: Collection[str]) -> Iterator[str]:
-    """Yield the files and links below a folder that are not ignored."""
-    names = _ask_git(root) if os.path.lexists(os.path.join(root, ".git")) or _in_repository(root) else None
+def _listed(root: str, inner: str, ignored: Ignored, left_out: Collection[str]) -> Iterator[str]:
+    """Yield the files and links that are not ignored below `root`, or below a folder in it, `inner`.
+
+    All names are relative to `root`, those of `left_out` and of patterns too.
+    """
+    folder = os.path.join(root, inner) if inner else root
+    names = _ask_git(folder) if os.path.lexists(os.path.join(folder, ".git")) or _in_repository(folder) else None
     if names is None:
-        yield from _walked(root, root, ignored, left_out)
+        yield from _walked(root, folder, ignored, left_out)
         return
     folders: dict[str, bool] = {}  # whether it is sent
-    for name in names:
+    for name in (os.path.join(inner, each) for each in names):
         path = os.path.join(root, name)
         if name.endswith("/") or (os.path.isdir(path) and not os.path.islink(path)):  # another repository in this one
-            yield from _listed(path.rstrip("/"), ignored, left_out)
+            name = name.rstrip("/")
+            if all(_is_sent(root, part, left_out) for part in _parts(name)):
+                yield from _listed(root, name, ignored, left_out)
             continue
         folder = name.rpartition("/")[0]
         if folder not in folders:
@@ -210,7 +217,7 @@ def _modules(folder: str) -> Iterator[tuple[str, os.stat_result]]:
 def _is_sent(root: str, name: str, left_out: Collection[str]) -> bool:
     """Return whether a folder is sent: none of caches, logs of runs, and virtual environments."""
     path = os.path.join(root, name)
-    is_left_out = name.rpartition("/")[2] in _NEVER or path in left_out
+    is_left_out = name.rpartition("/")[2] in _NEVER or name in left_out
     return not is_left_out and not os.path.lexists(os.path.join(path, "pyvenv.cfg"))
 
 

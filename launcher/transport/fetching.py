@@ -8,7 +8,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +37,16 @@ class Fetched:
     problem: str = ""
 
 
-def fetch_files(spec: JobSpec, folder: Path, *, say: Callable[[str], None], given_up: Callable[[], bool]) -> None:
-    """Bring the files that match --fetch from all remote hosts to `folder`, in a folder for each host.
+def fetch_files(
+    spec: JobSpec, hosts: Sequence[Host], folder: Path, *, say: Callable[[str], None], given_up: Callable[[], bool]
+) -> None:
+    """Bring the files that match --fetch from the remote ones of `hosts` to `folder`, in a folder for each.
 
     Blocks, until `given_up` returns True.
     """
     left: queue.SimpleQueue[Host] = queue.SimpleQueue()
     results: queue.SimpleQueue[Fetched] = queue.SimpleQueue()
-    hosts = [host for host in spec.hosts if host.remote]
+    hosts = [host for host in hosts if host.remote]
     for host in hosts:
         left.put(host)
     connector = Connector(spec)

@@ -73,8 +73,8 @@ class Drive:
         self.now += after_s
         return [c for message in messages for c in self.event(AgentMessage(host, self.link(host), message))]
 
-    def connect(self, host: str) -> list[Command]:
-        return self.event(Connected(host, self.link(host), "10.0.0.1"))
+    def connect(self, host: str, our_address: str | None = "10.0.0.1") -> list[Command]:
+        return self.event(Connected(host, self.link(host), our_address))
 
     def lose(self, host: str, reason: str = "the connection broke", *, after_s: float = 0.0) -> list[Command]:
         return self.event(Lost(host, self.link(host), reason), after_s=after_s)

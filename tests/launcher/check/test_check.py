@@ -140,10 +140,10 @@ def test_a_check_that_is_stopped_leaves_nothing(ssh_hosts: SshHosts) -> None:
         assert status == (130 if signum == signal.SIGINT else -signum)
 
 
-def test_the_all_reduce_of_a_check_has_a_short_grace() -> None:
+def test_the_all_reduce_of_a_check_is_short_and_reads_no_input() -> None:
     spec = JobSpec(WorkerCommand(CommandKind.SCRIPT, "t.py"), (Host("a", HostKind.SSH),), run_id="r", grace_s=600.0)
     made, backend = allreduce_spec(spec, [_examined("a")])
-    assert (made.grace_s, backend) == (1.0, "gloo")
+    assert (made.grace_s, backend, made.stdin_rank) == (1.0, "gloo", None)
 
 
 def test_an_elastic_run_starts_without_the_host_that_is_gone(ssh_hosts: SshHosts, tmp_path: Path) -> None:

@@ -69,6 +69,7 @@ WRONG = [
     "--ssh-command ssh --accept-new-host-keys --hosts node1 script.py",
     "--ssh-command 'tsh ssh' --ssh-config conf --hosts node1 script.py",
     "--sync --nnodes 2 --node-rank 0 --master-addr localhost script.py",
+    "--fetch x --nnodes 2 --node-rank 0 --master-addr localhost script.py",
     "--hosts-script true script.py",
     "--requeue script.py",
     "--stdin first script.py",

@@ -218,9 +218,11 @@ def test_workers_that_do_not_fit_end_the_run_as_a_usage_error() -> None:
 
 @pytest.mark.parametrize("address", [None, "10.9.9.9"])
 def test_the_store_is_where_the_other_hosts_reach_it(address: str | None) -> None:
-    def store(*hosts: Host) -> OpenStore:
+    def store(*hosts: Host, our_address: str | None = "10.0.0.1") -> OpenStore:
         drive = Drive(*(host.name for host in hosts), hosts=hosts, master_addr=address, master_port=4000)
-        drive.join()
+        for host in hosts:
+            drive.connect(host.name, our_address)
+            drive.say(host.name, drive.hello(host.name))
         drive.check()
         (found,) = messages(drive.commands, OpenStore)
         assert (found.port, found.exact) == (4000, True)
@@ -231,6 +233,7 @@ def test_the_store_is_where_the_other_hosts_reach_it(address: str | None) -> Non
     assert store(Host("sim0", HostKind.SIMULATED), Host("sim1", HostKind.SIMULATED)).address == (address or "127.0.0.1")
     assert store(there).address == (address or ""), "the address by which that host was reached"
     assert store(here, there).address == (address or "10.0.0.1"), "ours, as the other one sees it"
+    assert store(here, there, our_address=None).address == (address or ""), "that of the route, behind a jump host"
 
 
 # ---- a start that takes too long -----------------------------------------------------------------------------

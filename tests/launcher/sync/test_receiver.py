@@ -10,7 +10,7 @@ import sys
 import time
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -118,6 +118,25 @@ def test_only_what_has_changed_is_asked_for_again() -> None:
     assert content_of(again) == contents
     assert asked == [["package/b.py"]]
     assert not tree.exists()  # the run that had it has ended
+
+
+def test_a_tree_that_another_host_takes_meanwhile_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hosts may share a home folder: what is listed may have another name before it is looked at."""
+    folder = tmp_path / "trees"
+    (folder / "run1").mkdir(parents=True)
+    (folder / "run2").mkdir()
+    scandir = os.scandir
+
+    def listed(path: str) -> Any:
+        with scandir(path) as entries:
+            found = list(entries)
+        (folder / "run1").rmdir()
+        return nullcontext(found)
+
+    monkeypatch.setattr(os, "scandir", listed)
+    assert receiver._newest(str(folder)) == ["run2"]
 
 
 def test_a_tree_written_to_stays_and_its_files_are_copied() -> None:

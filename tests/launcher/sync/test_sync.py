@@ -198,12 +198,14 @@ def small_python(_bare_lab: BareHosts) -> Path:
         packages,
         "mine-1.0.dist-info/RECORD",
         "mine-1.0.dist-info/entry_points.txt,,\n../../../bin/mine-tool,,\n"
-        "../../../bin/mine-script,,\n../../../bin/mine-shell,,\n../../../share/mine.txt,,\n",
+        "../../../bin/mine-script,,\n../../../bin/mine-shell,,\n../../../share/mine.txt,,\n"
+        "../../../bin/__pycache__/mine.cpython-311.pyc,,\n../../../bin/folder/data,,\n",
     )
     write(venv / "bin", "mine-tool", "not this one").chmod(0o755)
     write(venv / "bin", "mine-script", f"#!{venv}/bin/python\nimport sys, click\nprint(sys.argv[1:])").chmod(0o755)
     write(venv / "bin", "mine-shell", '#!/bin/sh\necho "shell $1"').chmod(0o755)
-    write(venv, "share/mine.txt", "")
+    for name in ("share/mine.txt", "bin/__pycache__/mine.cpython-311.pyc", "bin/folder/data"):
+        write(venv, name, "")
     return venv / "bin/python"
 
 
@@ -313,8 +315,8 @@ def test_files_are_fetched_from_each_host_after_a_failure_too(
         "train.py",
         """\
         import os, sys, time
-        os.mkdir("out")
-        for name in ("model.pt", "log.txt"):
+        os.makedirs("out/deep")
+        for name in ("model.pt", "log.txt", "deep/model.pt"):
             with open("out/" + name, "w") as file:
                 file.write(os.environ["RANK"] * 3_000_000)
         open(sys.argv[1] + "/" + os.environ["RANK"], "w").close()
@@ -323,11 +325,14 @@ def test_files_are_fetched_from_each_host_after_a_failure_too(
         sys.exit(3)
         """,
     )
-    result = run(bare_hosts, project, "--fetch", "out/*.pt", "--run-id", "job", "train.py", str(tmp_path))
+    options = ["--fetch", "out/*.pt", "--fetch", "out/deep/**"]
+    result = run(bare_hosts, project, *options, "--run-id", "job", "train.py", str(tmp_path))
     assert result.returncode == 3
-    assert "--fetch: 2 files (6.0 MB) of 2 hosts are in runs/job/fetched" in result.stderr
+    assert "--fetch: 4 files (12.0 MB) of 2 hosts are in runs/job/fetched" in result.stderr
+    assert "is there already" not in result.stderr
     fetched = {str(path.relative_to(project)): path.read_text() for path in project.glob("runs/job/fetched/**/*.*")}
-    assert fetched == {f"runs/job/fetched/node{i + 1}/out/model.pt": str(i) * 3_000_000 for i in range(2)}
+    names = ("out/model.pt", "out/deep/model.pt")
+    assert fetched == {f"runs/job/fetched/node{i + 1}/{name}": str(i) * 3_000_000 for i in range(2) for name in names}
 
 
 def test_what_cannot_be_fetched_is_said(bare_hosts: BareHosts, project: Path) -> None:

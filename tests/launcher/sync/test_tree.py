@@ -51,6 +51,28 @@ def test_a_repository_in_a_repository_is_sent_too(tmp_path: Path) -> None:
     assert names(root, find(root)) == ["a.py", "vendored/.gitignore", "vendored/b.py"]
 
 
+def test_a_repository_in_a_repository_can_be_left_out(tmp_path: Path) -> None:
+    root = tmp_path / "project"
+    make(root, "a.py", "vendored/b.py", "data/big.bin", "data/small.py", "runs/old/c.py")
+    make(root, ".dtrainignore", text="vendored/\ndata/big.bin\n")
+    for inner in ("vendored", "data", "runs/old"):
+        repository(root / inner)
+    repository(root)
+    assert names(root, find(root)) == [".dtrainignore", "a.py", "data/small.py"]
+
+
+@pytest.mark.parametrize("is_repository", [True, False])
+def test_a_folder_is_left_out_by_whatever_name(tmp_path: Path, is_repository: bool) -> None:
+    root = tmp_path / "project"
+    make(root, "a.py", "runs/old/log.txt")
+    if is_repository:
+        repository(root)
+    link = tmp_path / "link"
+    link.symlink_to(root)
+    code = find_code([str(link)], [], cache=tmp_path / "hashes", left_out={str(root / "runs")})
+    assert names(link, code) == ["a.py"]
+
+
 def test_without_git_it_is_the_folder_less_dtrainignore(tmp_path: Path) -> None:
     root = tmp_path / "project"
     make(
