@@ -192,6 +192,7 @@ class StepLoader:
                     yield step
                 finally:  # also if the loop ends with it
                     record.end(step)
+                step._skip_rest()
                 replay.end_step(step.recorded)
                 if step.recorded is not None:
                     set_recorded_step(step.recorded + 1)  # what fails from here on does so after the step
@@ -288,6 +289,7 @@ class Step:
         self._bounds = loader._bounds(size)
         self._rank, ranks = place
         self._shares = Shares.of(len(self._bounds) - 1, ranks)
+        self._left = len(self.micro_batches)  # not loaded yet
         self._seeds = loader.seed, self.epoch, position
 
     @property
@@ -304,7 +306,7 @@ class Step:
     def without_gradients(self) -> Iterator[Any]:
         """Yield this rank's micro-batches, and set the random numbers of each; models add nothing up."""
         for index in self.micro_batches:
-            batch = next(self._batches)
+            batch = self._load()
             _seed(*self._seeds, index)
             yield batch
         _seed(*self._seeds, _AFTER)
@@ -316,7 +318,7 @@ class Step:
             self.recorded = self._total
         try:
             for index in self.micro_batches:
-                batch = next(self._batches)
+                batch = self._load()
                 current.micro_batch = self._micro_batch(index, self.samples / self._samples(index))
                 _seed(*self._seeds, index)
                 replay.reach(self.recorded, index)
@@ -333,6 +335,17 @@ class Step:
         finally:
             if current.step is self:  # else a later step has begun: a failed one ends when its traceback goes
                 current.step = current.micro_batch = None
+
+    def _load(self) -> Any:
+        if not self._left:
+            raise ArgumentError("a step of ddp.StepLoader can be iterated once: its micro-batches were loaded already")
+        self._left -= 1  # also if it fails: the next one is another
+        return next(self._batches)
+
+    def _skip_rest(self) -> None:
+        """Load the micro-batches that were not asked for, or the next step would get them."""
+        while self._left:
+            self._load()
 
     def mean(self, losses: Sequence[float | torch.Tensor]) -> float:
         """Return the mean over the step's samples, from the `losses` of this rank's micro-batches, in their order.

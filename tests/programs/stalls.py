@@ -287,12 +287,16 @@ def sums_with_one_gone(folder: Path, size: int, who: int) -> str | None:
     """Rank `who` is gone when the others add up a small vector over many ranks, in which not all hear of it."""
     small_sum._LEAST_RANKS = 2
     stall_report = make()
+    stall_report._patience_s = lambda: 4.0
     reduce(stall_report)
     if dist.get_rank() == who:
+        others_wait(folder, size)
         os.kill(os.getpid(), signal.SIGKILL)
     work = SmallAdder(present(dist.group.WORLD)).start(torch.ones(30))
+    thread = when_waiting(stall_report, (folder / f"waits.{os.getpid()}").touch)
     with pytest.raises(CollectiveError) as caught:
         stall_report.wait(work, "step status")
+    thread.join()
     all_come(folder, "end", size - 1)
     return str(caught.value)
 

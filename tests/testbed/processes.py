@@ -31,6 +31,8 @@ by_exec = False  # start `dtrain` as users do
 TIMED_OUT = 124  # as timeout(1) has it
 _OTHERS = re.compile(r"^dtrain: removed what .* killed had left on .*\n", re.MULTILINE)
 TIMEOUT_S = 100.0  # more than anything takes, also beside other work, and less than a test may
+LEASE_S = 4.0  # --heartbeat-timeout-s of runs that lose hosts: a busy machine keeps agents from their turn for seconds
+LEASE = ("--heartbeat-timeout-s", f"{LEASE_S:g}")
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import itertools
 import random
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +205,51 @@ def test_a_step_abandoned_after_micro_batches_changes_nothing() -> None:
         training.loader.load_state_dict(start)
         results.append(training.run(2))
     assert len({*results}) == 1, results
+
+
+class Numbers(torch.utils.data.Dataset[torch.Tensor]):
+    """Twenty-four numbers, of which two are damaged."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index in (17, 19):
+            raise ValueError("damaged")
+        return torch.tensor([float(index)])
+
+
+@world(2)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_step_that_ends_early_leaves_the_next_its_samples(workers: int) -> None:
+    """The second is left after a micro-batch, the third is not begun, the fifth has damaged samples; of six steps."""
+    loader = ddp.StepLoader(Numbers(), global_batch_size=4, micro_batch_size=1, shuffle=False, num_workers=workers)
+    model = ddp.DistributedDataParallel(nn.Linear(1, 1))
+    seen: list[list[int]] = []
+    for step in loader.epochs(1):
+        seen.append([])
+        if step.number == 2:
+            continue
+        model.zero_grad()
+        with pytest.raises(ValueError, match="damaged") if step.number == 4 else nullcontext():
+            for x in step:
+                seen[-1].append(int(x))
+                if step.number == 1:
+                    break
+                model(x).sum().backward()
+    both: list[list[list[int]]] = [[], []]
+    dist.all_gather_object(both, seen)
+    assert both[0] == [[0, 1], [4], [], [12, 13], [16], [20, 21]]
+    assert both[1] == [[2, 3], [6], [], [14, 15], [18], [22, 23]]
+
+
+def test_a_step_is_iterated_once() -> None:
+    loader = ddp.StepLoader(Numbers(), global_batch_size=4, micro_batch_size=2, shuffle=False)
+    step = next(loader.epochs(1))
+    next(iter(step))
+    next(iter(step))
+    with pytest.raises(ArgumentError, match="can be iterated once"):
+        next(iter(step))
 
 
 @world(2)

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 from testbed.network import NetworkHosts
+from testbed.processes import LEASE
 from testbed.training_seen import training
 
 SCRIPT = Path(__file__).parents[2] / "programs" / "elastic.py"
 pytestmark = pytest.mark.timeout(600)
-TIMEOUT_S = 4.0  # a busy machine keeps agents from their turn for seconds
 Fault = Callable[[NetworkHosts, str], None]
 FAULTS: dict[str, tuple[Fault, Fault]] = {
     "drop": (NetworkHosts.drop, NetworkHosts.mend),
@@ -27,7 +27,7 @@ def test_a_host_that_falls_silent_is_left_and_joins_again(
     """The store is on far1."""
     take, give_back = FAULTS[fault]
     argv = [
-        "run", "--ssh-config", str(network_hosts.ssh_config), "--heartbeat-timeout-s", f"{TIMEOUT_S:g}",
+        "run", "--ssh-config", str(network_hosts.ssh_config), *LEASE,
         "--grace-s", "1", "--nproc-per-node", "1", "--hosts", "far1,far2,far3", "--nnodes", "1:3",
         str(SCRIPT), "3", "0.2",
     ]  # fmt: skip

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from testbed.processes import run_dtrain, started_dtrain
+from testbed.processes import LEASE, run_dtrain, started_dtrain
 from testbed.sshd import SshHosts
 from testbed.training_seen import TrainingSeen, training
 
@@ -16,7 +16,7 @@ LIMIT_S = 120.0
 
 def options(hosts: SshHosts, *more: str) -> list[str]:
     return [
-        "run", "--ssh-config", str(hosts.ssh_config), "--nproc-per-node", "1", "--heartbeat-timeout-s", "3", *more,
+        "run", "--ssh-config", str(hosts.ssh_config), "--nproc-per-node", "1", *LEASE, *more,
         str(SCRIPT),
     ]  # fmt: skip
 

@@ -177,12 +177,15 @@ from ddp.generation import connections
 def receive():
     # gloo sometimes forgets a collective when its connections end. Here they do not.
     if world.rank == 0 and not Path("forgotten").exists():
+        while not Path("kept").exists():
+            time.sleep(0.01)
         Path("forgotten").touch()
         connections._break = lambda *_: None
         dist.broadcast(torch.ones(1), src=1)
     elif world.rank == 1 and not Path("forgotten").exists():
         kept.append(dist.group.WORLD)
         connections._break = lambda *_: None
+        Path("kept").touch()
     elif world.rank == 2 and not Path("killed").exists():
         Path("killed").touch()
         while not Path("forgotten").exists():

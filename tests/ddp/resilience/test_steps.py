@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from testbed.once import once
-from testbed.processes import run_dtrain
+from testbed.processes import LEASE, run_dtrain
 from testbed.sshd import SshHosts
 from testbed.training_seen import TrainingSeen, training
 
@@ -68,7 +68,7 @@ def test_a_rank_that_dies_before_its_commit_changes_no_bit(tmp_path: Path, alone
 def test_lost_hosts_change_no_bit(ssh_hosts: SshHosts, tmp_path: Path, alone: Alone) -> None:
     """Three ranks become two, one of these is killed, and then all are there again; four micro-batches a step."""
     argv = [
-        "run", "--ssh-config", str(ssh_hosts.ssh_config), "--nproc-per-node", "1", "--heartbeat-timeout-s", "3",
+        "run", "--ssh-config", str(ssh_hosts.ssh_config), "--nproc-per-node", "1", *LEASE,
         "--hosts", "node1,node2,node3", "--nnodes", "1:3", "--max-restarts", "3",
         str(SCRIPT), EPOCHS, "0.25",
     ]  # fmt: skip

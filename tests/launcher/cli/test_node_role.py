@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from testbed.ports import free_port
-from testbed.processes import Program, run_dtrain, started, started_dtrain, wait_until, wait_up
+from testbed.processes import LEASE, Program, run_dtrain, started, started_dtrain, wait_until, wait_up
 
 TOKEN = "correct horse battery staple"
 SHOW = (
@@ -120,8 +120,7 @@ def test_an_elastic_run_goes_on_without_a_node_that_is_killed(tmp_path: Path, po
         "import os, time\nprint('up', flush=True)\n"
         "time.sleep(60 if os.environ['WORLD_SIZE'] == '3' else 0.2)\nprint('done', flush=True)"
     )
-    quick = ["--heartbeat-timeout-s", "3"]  # by then it is certain that nothing lives there any more
-    with _nodes(tmp_path, port, [0, 1, 2], *quick, "work.py", nnodes="2:3", DTRAIN_TOKEN=TOKEN) as nodes:
+    with _nodes(tmp_path, port, [0, 1, 2], *LEASE, "work.py", nnodes="2:3", DTRAIN_TOKEN=TOKEN) as nodes:
         wait_up(nodes[0], 3)
         nodes[2].kill()
         (code0, out, err), (code1, _, _) = _ends(nodes[0]), _ends(nodes[1])

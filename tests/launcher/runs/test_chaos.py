@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from testbed.processes import MARK, Program, kill, marked, started_dtrain, wait_until
+from testbed.processes import LEASE, MARK, Program, kill, marked, started_dtrain, wait_until
 from testbed.seeds import Seeds
 from testbed.sshd import HOST, SshHosts
 
@@ -53,7 +53,7 @@ def test_an_elastic_training_goes_on_under_random_faults(ssh_hosts: SshHosts, tm
     faults = int(os.environ.get("CHAOS_FAULTS", "24"))
     (tmp_path / "train.py").write_text(SCRIPT)
     hosts = ["--hosts", "node1,node2,node3", "--nnodes", "1:3", "--ssh-config", str(ssh_hosts.ssh_config)]
-    options = ["--grow", "--max-restarts", "1000", "--heartbeat-timeout-s", "1.5", "--grace-s", "0.5"]
+    options = ["--grow", "--max-restarts", "1000", *LEASE, "--grace-s", "0.5"]
     argv = ["run", *hosts, *options, "--nproc-per-node", "1", "train.py"]
     with started_dtrain(*argv, cwd=tmp_path) as process:
         run = _Run(process, ssh_hosts, random.Random(seed))

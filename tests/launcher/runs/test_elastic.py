@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 from testbed.attempts_seen import AttemptsSeen
-from testbed.processes import started_dtrain
+from testbed.processes import LEASE, started_dtrain
 from testbed.sshd import SshHosts
 
 # Says where it is; the attempt named on the command line is the last one.
 SCRIPT = """\
-import os, sys, time
+import glob, os, sys, time
 e = os.environ
 names = ("TORCHELASTIC_RESTART_COUNT", "RANK", "WORLD_SIZE", "GROUP_RANK", "DTRAIN_HOST")
 print("here", *(e[name] for name in names), flush=True)
@@ -32,8 +32,8 @@ def script(tmp_path: Path) -> Path:
 @contextlib.contextmanager
 def _running(hosts: SshHosts, script: Path, *options: str, last: int, ends: int = 0) -> Iterator[AttemptsSeen]:
     """Run the script until its last attempt; the run ends with the exit code `ends`."""
-    # A lease of a few seconds: a host whose sshd is gone cannot be asked whether its workers are.
-    common = ["--ssh-config", str(hosts.ssh_config), "--nproc-per-node", "1", "--heartbeat-timeout-s", "3"]
+    # A short lease: a host whose sshd is gone cannot be asked whether its workers are.
+    common = ["--ssh-config", str(hosts.ssh_config), "--nproc-per-node", "1", *LEASE]
     with started_dtrain("run", *common, *options, script, str(last), cwd=script.parent) as process:
         seen = AttemptsSeen(process)
         yield seen
@@ -102,6 +102,9 @@ def test_too_few_hosts_end_the_run_and_say_which_are_missing(ssh_hosts: SshHosts
 def test_a_host_that_ends_two_attempts_in_a_row_is_left_out(ssh_hosts: SshHosts, script: Path) -> None:
     """Its agent is killed in every attempt once all ranks are there, and comes back each time."""
     kill = """\
+shown = f"runs/*/attempt_{e['TORCHELASTIC_RESTART_COUNT']}/{e['RANK']}/stdout.log"
+while e["DTRAIN_HOST"] == "node1" and not any(open(path).read() for path in glob.glob(shown)):
+    time.sleep(0.01)  # else its line may be lost with the agent
 open("-".join(e[name] for name in names[:2]), "w").close()
 ranks = [f"{e['TORCHELASTIC_RESTART_COUNT']}-{rank}" for rank in range(int(e["WORLD_SIZE"]))]
 while e["DTRAIN_HOST"] == "node1":

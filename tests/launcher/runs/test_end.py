@@ -289,10 +289,11 @@ def test_the_first_failure_is_the_cause_not_the_first_end(tmp_path: Path) -> Non
     """Rank 0 raises first but takes a second to end; rank 1 fails after it and is gone at once."""
     script = tmp_path / "script.py"
     script.write_text(
-        "import atexit, os, sys, time\nfrom pathlib import Path\n"
+        "import atexit, os, signal, sys, time\nfrom pathlib import Path\n"
         "if os.environ['RANK'] == '0':\n"
         "    atexit.register(time.sleep, 1)\n    atexit.register(Path('raised').touch)\n"
         "    raise ValueError('the cause')\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "while not Path('raised').exists(): time.sleep(0.01)\n"
         "os._exit(9)"
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from testbed.attempts_seen import AttemptsSeen
 from testbed.network import NetworkHosts
-from testbed.processes import started_dtrain, wait_until
+from testbed.processes import LEASE, LEASE_S, started_dtrain, wait_until
 
 # Waits for the attempt that is named; has a child that hides and ignores what it can.
 SCRIPT = """\
@@ -25,7 +25,6 @@ while time.monotonic() < deadline and e["TORCHELASTIC_RESTART_COUNT"] != sys.arg
     time.sleep(0.05)
 time.sleep(0.5)
 """
-TIMEOUT_S = 4.0  # a busy machine keeps agents from their turn for seconds
 Fault = Callable[[NetworkHosts, str], None]
 
 FAULTS: dict[str, Fault] = {
@@ -51,7 +50,7 @@ def fault(request: pytest.FixtureRequest) -> Fault:
 
 
 def _options(hosts: NetworkHosts, *more: str | Path) -> list[str | Path]:
-    lease = ["--heartbeat-timeout-s", f"{TIMEOUT_S:g}", "--grace-s", "1", "--nproc-per-node", "1"]
+    lease = [*LEASE, "--grace-s", "1", "--nproc-per-node", "1"]
     return ["run", "--ssh-config", hosts.ssh_config, *lease, *more]
 
 
@@ -106,14 +105,14 @@ def test_an_elastic_run_goes_on_without_a_host_that_returns(
 
 
 def test_hosts_that_lose_dtrain_end_their_workers_by_themselves(network_hosts: NetworkHosts, script: Path) -> None:
-    lease = ["--heartbeat-timeout-s", f"{2 * TIMEOUT_S:g}"]  # what was last received may have been sent a while ago
+    lease = ["--heartbeat-timeout-s", f"{2 * LEASE_S:g}"]  # what was last received may have been sent a while ago
     argv = _options(network_hosts, *lease, "--hosts", "far1,far2", script, "never")
     with started_dtrain(*argv, cwd=script.parent, outlived=True) as process:  # it waits for no lost host
         AttemptsSeen(process).attempt(0, 2)
         process.send_signal(signal.SIGSTOP)
         began = time.monotonic()
         wait_until(lambda: not any(map(network_hosts.processes, ("far1", "far2"))), "both are clean")
-        assert time.monotonic() - began > 0.5 * TIMEOUT_S  # not before the lease was over
+        assert time.monotonic() - began > 0.5 * LEASE_S  # not before the lease was over
         process.send_signal(signal.SIGCONT)
         assert process.wait(60) == 1
         assert b"it received nothing from dtrain" in process.stderr.read()

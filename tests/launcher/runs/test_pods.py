@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from testbed.pods import NO_PASSWD, READ_ONLY, Pod, Pods
-from testbed.processes import wait_until
+from testbed.processes import LEASE, wait_until
 from testbed.terminal import dtrain_on_terminal
 from testbed.training_seen import TrainingSeen
 
@@ -106,7 +106,7 @@ def _up(pod: Pod, text: bytes, times: int = 1) -> None:
 
 def test_an_elastic_run_goes_on_with_a_pod_that_replaces_another(pods: Pods, tmp_path: Path) -> None:
     (tmp_path / "work.py").write_text(RESUMES)
-    argv = ["--heartbeat-timeout-s", "3", "--max-restarts", "3", "--grow", "work.py"]
+    argv = [*LEASE, "--max-restarts", "3", "--grow", "work.py"]
     with _indexed(pods, 0, *argv, cwd=tmp_path, nnodes="1:2") as first:
         pods.publish(MASTER, first.address)
         with _indexed(pods, 1, *argv, cwd=tmp_path, nnodes="1:2") as second:
@@ -125,7 +125,7 @@ def test_an_elastic_run_goes_on_with_a_pod_that_replaces_another(pods: Pods, tmp
 def test_a_run_of_all_pods_waits_for_a_replacement(pods: Pods, tmp_path: Path, how: signal.Signals) -> None:
     """As the manifests have it: with --max-restarts, and not elastic."""
     (tmp_path / "work.py").write_text(RESUMES)
-    argv = ["--heartbeat-timeout-s", "3", "--max-restarts", "3", "work.py"]
+    argv = [*LEASE, "--max-restarts", "3", "work.py"]
     with _indexed(pods, 0, *argv, cwd=tmp_path) as first:
         pods.publish(MASTER, first.address)
         with _indexed(pods, 1, *argv, cwd=tmp_path) as second:
@@ -142,7 +142,7 @@ def test_a_run_of_all_pods_waits_for_a_replacement(pods: Pods, tmp_path: Path, h
 
 
 def test_resilient_workers_go_on_with_a_replacement(pods: Pods, tmp_path: Path) -> None:
-    argv = ["--heartbeat-timeout-s", "3", str(ELASTIC), "2", "0.2"]
+    argv = [*LEASE, str(ELASTIC), "2", "0.2"]
     with _indexed(pods, 0, *argv, cwd=tmp_path, nnodes="1:2") as first:
         pods.publish(MASTER, first.address)
         seen = TrainingSeen(first.program)
@@ -161,7 +161,7 @@ def test_resilient_workers_go_on_with_a_replacement(pods: Pods, tmp_path: Path) 
 
 def test_the_others_join_a_first_pod_that_replaces_another(pods: Pods, tmp_path: Path) -> None:
     (tmp_path / "work.py").write_text(RESUMES)
-    argv = ["--heartbeat-timeout-s", "3", "work.py"]
+    argv = [*LEASE, "work.py"]
     with _indexed(pods, 0, *argv, cwd=tmp_path) as first:
         pods.publish(MASTER, first.address)
         with _indexed(pods, 1, *argv, cwd=tmp_path) as second:

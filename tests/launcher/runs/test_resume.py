@@ -13,7 +13,7 @@ import torch
 from testbed import REPOSITORY
 from testbed.once import once
 from testbed.present import present
-from testbed.processes import Program, run_dtrain, started_dtrain
+from testbed.processes import LEASE, Program, run_dtrain, started_dtrain
 from testbed.resumes import assert_resumes
 from testbed.sshd import SshHosts
 
@@ -80,7 +80,7 @@ def test_a_lost_host_and_a_smaller_world_give_the_same_losses(
     undisturbed: Path, ssh_hosts: SshHosts, tmp_path: Path
 ) -> None:
     hosts = ["--hosts", "node1,node2", "--nnodes", "1:2", "--ssh-config", str(ssh_hosts.ssh_config)]
-    lease = ["--heartbeat-timeout-s", "3", "--nproc-per-node", "1"]
+    lease = [*LEASE, "--nproc-per-node", "1"]
     (tmp_path / "held.py").write_text(HELD)
     with started_dtrain("run", *hosts, *lease, "held.py", "17", str(GPT), *SMALL, cwd=tmp_path) as process:
         before = _read_until(process, r"step +17  loss")

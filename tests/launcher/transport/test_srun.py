@@ -12,7 +12,7 @@ import psutil
 import pytest
 from testbed import REPOSITORY
 from testbed.present import present
-from testbed.processes import wait_until
+from testbed.processes import LEASE, wait_until
 from testbed.slurm import SlurmCluster
 
 from launcher.errors import HostError
@@ -189,7 +189,7 @@ def test_a_cancelled_job_leaves_nothing(folder: Folder) -> None:
 
 
 def test_a_node_that_dies_ends_the_run_and_is_named(folder: Folder) -> None:
-    job = folder.submit(WAIT, "-N2", "--no-kill", run="--heartbeat-timeout-s 3")
+    job = folder.submit(WAIT, "-N2", "--no-kill", run=" ".join(LEASE))
     folder.await_up(2)
     folder.slurm.crash("node2")
     folder.await_said("processes left on")

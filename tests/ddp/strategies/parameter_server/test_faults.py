@@ -78,6 +78,8 @@ for epoch in loader.epochs(epochs):
     print("epoch", who, epoch, strategy.step, flush=True)
     if epoch == 5 and len(sys.argv) > 5:
         await_life(sys.argv[5], 1)
+    if epoch == 7 and len(sys.argv) > 5:
+        await_life("ps0", "stopped")
     if epoch == 8 and len(sys.argv) > 5:
         await_life("ps0", "killed")
 strategy.sync()
@@ -153,6 +155,7 @@ def test_lost_workers_and_servers_come_back_to_where_training_is(ssh_hosts: SshH
             run.until("epoch", "worker0", "5")
         reached = int(run.until("epoch", "worker0", "7")[0])
         os.kill(run.pid("ps0"), signal.SIGSTOP)  # the others wait, and no socket breaks
+        (script.parent / "ps0 stopped").touch()
         run.until("is", "ps0")
         again = int(run.until("epoch", "worker0", "8")[0])
         os.kill(run.pid("ps0"), signal.SIGKILL)
