@@ -65,9 +65,12 @@ ALONE = Placement(rank=0, world_size=1, local_rank=0, local_world_size=1, node_r
 
 
 def run_of(environ: Mapping[str, str]) -> tuple[str, int]:
-    """Return the launcher's run id, "" without one, and the number of the attempt, from 0."""
+    """Return the launcher's run id, "" without one, and the number of the attempt, from 0.
+
+    Under dtrain TORCHELASTIC_RESTART_COUNT also counts the restarts of a process within an attempt.
+    """
     run_id = environ.get("TORCHELASTIC_RUN_ID", "")
-    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    attempt = environ.get("DTRAIN_ATTEMPT", environ.get("TORCHELASTIC_RESTART_COUNT", ""))
     if run_id in ("", "none") and environ.get("SLURM_STEP_ID", "").isdecimal():  # torchrun says "none" by default
         run_id = f"slurm {environ.get('SLURM_JOB_ID', '')}.{environ['SLURM_STEP_ID']}"
         attempt = environ.get("SLURM_RESTART_COUNT", "")

@@ -15,6 +15,7 @@ import importlib
 import itertools
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -30,6 +31,7 @@ from torch.distributed.algorithms.join import Join
 from ddp.errors import UnsupportedError
 from ddp.monitoring.interrupts import is_interrupt
 
+_END_S = 1.0  # for a group to end: more than enough if no collective is running
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -359,6 +361,23 @@ def reset_group_numbers() -> None:
 def open_groups() -> list[Any]:
     """Return the groups of this process that torch has registered. 2.0."""
     return list(getattr(getattr(dist.distributed_c10d, "_world", None), "pg_map", ()))
+
+
+def end_groups(groups: list[Any]) -> None:
+    """Empty a list that has the last references to groups. Blocks for a second at most, if a thread can be started.
+
+    The destructor of a gloo group waits for its threads. One of them may wait in a collective for a rank that is gone,
+    though its connections are broken, until the group's timeout (gloo of torch 2.13). So a thread drops the references.
+    """
+    thread = threading.Thread(target=groups.clear, name="end of groups", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as error:  # at a process's limit, and in Python 3.12.0 to 3.12.2 at exit
+        if is_interrupt(error):
+            raise
+        groups.clear()
+    else:
+        thread.join(_END_S)
 
 
 def release_default_group() -> None:

@@ -52,6 +52,7 @@ from ddp.torch_internals import (
     backend_of,
     device_recorder,
     device_types_of,
+    end_groups,
     is_by_gloo,
     open_groups,
     release_default_group,
@@ -85,7 +86,6 @@ class World:
 
 
 _CONNECT_S = 10.0  # enough to connect once all ranks have met
-_END_S = 1.0  # for a group to end: more than enough if no collective is running
 _BACKEND_KEY, _FINISHED_KEY = "ddp/backend", "ddp/finished"  # for ranks that start later
 _world: World | None = None
 
@@ -274,6 +274,7 @@ def break_connections() -> None:
     if _membership is None:
         return
     number, on_devices = _membership.on_devices.number, False
+    _membership.connections.break_all()  # first: a backend may wait for what hangs in them
     group = dist.group.WORLD
     if group is not None:
         on_devices = any(device.type != "cpu" and not is_by_gloo(group, device) for device in device_types_of(group))
@@ -282,7 +283,6 @@ def break_connections() -> None:
         except (RuntimeError, AttributeError) as error:  # a backend without `abort`
             if is_interrupt(error):
                 raise
-    _membership.connections.break_all()
     if on_devices:
         _membership.on_devices.end(number)
     if (joining := _membership.joining) >= 0:
@@ -333,16 +333,15 @@ def rejoin(
         placement = member.placement
         limit_s = (member.timeout or _TIMEOUT).total_seconds()
         prefix = f"generation/{number}"
-        here = PrefixStore(f"{prefix}/here", member.store)
-        member.joining = -1  # a replacement may take any time to start
-        if not meet(here, placement.rank, placement.world_size, is_over, limit_s):
-            return False
         member.connections = Connections()
-        member.joining = number
-        # Broken with the other connections, so that this process does not wait at the store in vain.
+        # Broken with the other connections, so that this process does not wait in vain at a store that is silent.
         own = member.connections.clone(member.store, int(os.environ["MASTER_PORT"]))
         if is_over():  # announced before there was a connection to break
             return False
+        member.joining = -1  # a replacement may take any time to start
+        if not meet(PrefixStore(f"{prefix}/here", own), placement.rank, placement.world_size, is_over, limit_s):
+            return False
+        member.joining = number
         hook = sys.excepthook
         try:
             _connect(member, PrefixStore(f"{prefix}/default_pg", own))
@@ -417,23 +416,6 @@ def _drop_group() -> None:
     release_default_group()
     gc.collect()
     end_groups(groups)
-
-
-def end_groups(groups: list[Any]) -> None:
-    """Empty a list that has the last references to groups. Blocks for a second at most, if a thread can be started.
-
-    The destructor of a gloo group waits for its threads. One of them may wait in a collective for a rank that is gone,
-    though its connections are broken, until the group's timeout (gloo of torch 2.13). So a thread drops the references.
-    """
-    thread = threading.Thread(target=groups.clear, name="end of groups", daemon=True)
-    try:
-        thread.start()
-    except RuntimeError as error:  # at a process's limit, and in Python 3.12.0 to 3.12.2 at exit
-        if is_interrupt(error):
-            raise
-        groups.clear()
-    else:
-        thread.join(_END_S)
 
 
 T = TypeVar("T")

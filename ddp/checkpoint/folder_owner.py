@@ -16,13 +16,14 @@ import secrets
 import socket
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ddp.checkpoint.atomic_file import Lock, make_durably
 from ddp.environment import run_of
 from ddp.errors import CheckpointError
+from ddp.world import current_generation
 
 _NAME = ".owner"
 
@@ -39,6 +40,7 @@ class _Owner:
     rank: int
     since: str
     key: str
+    generation: int = 0  # of the ranks in the attempt
 
     def __str__(self) -> str:
         run = f"run {self.run_id!r}, " if self.run_id else ""
@@ -48,9 +50,15 @@ class _Owner:
 class FolderOwner:
     """Claims `folder` for one Checkpoint, as long as this object lives."""
 
-    def __init__(self, folder: Path, environ: Mapping[str, str] = os.environ) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        environ: Mapping[str, str] = os.environ,
+        generation: Callable[[], int | None] = current_generation,
+    ) -> None:
         self._folder = folder
         self._environ = environ
+        self._generation = generation
         self._me: _Owner | None = None
         self._end: weakref.finalize[..., FolderOwner] | None = None
         self.has_claimed = False  # ever
@@ -58,8 +66,9 @@ class FolderOwner:
     def claim(self, rank: int) -> None:
         """Create the folder and own it from now on, or make sure that it is still owned.
 
-        Raises CheckpointError, which names the owner, if another run owns it. A later attempt of the same run takes it
-        over from a process of an earlier one that has not ended.
+        Raises CheckpointError, which names the owner, if another run owns it. A later attempt of the same run, or a
+        later generation of its ranks, takes it over from a process of an earlier one that has not ended, or whose host
+        is gone and keeps its locks for a while.
         """
         if self._me is not None and self._me.pid == os.getpid():
             owner = _read(self._folder)
@@ -75,12 +84,12 @@ class FolderOwner:
             lock = Lock(self._folder / _NAME)
         except BlockingIOError:
             owner = _read(self._folder)
-            if owner is None or not _is_earlier_attempt(owner, me):
+            if owner is None or not _is_earlier(owner, me):
                 raise self._refused(owner, "saves here") from None
             (self._folder / _NAME).unlink(missing_ok=True)  # the lock stays with the old file
             lock = Lock(self._folder / _NAME)
         owner = None if lock.is_held else _read(self._folder)
-        if owner is not None and owner.host == me.host and _is_alive(owner) and not _is_earlier_attempt(owner, me):
+        if owner is not None and owner.host == me.host and _is_alive(owner) and not _is_earlier(owner, me):
             lock.release()
             raise self._refused(owner, "saves here")
         lock.write(json.dumps(asdict(me)).encode())
@@ -98,7 +107,8 @@ class FolderOwner:
     def _me_now(self, rank: int) -> _Owner:
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         host, pid = socket.gethostname(), os.getpid()
-        return _Owner(*run_of(self._environ), host, pid, _started(pid), rank, since, secrets.token_hex(8))
+        key, generation = secrets.token_hex(8), self._generation() or 0
+        return _Owner(*run_of(self._environ), host, pid, _started(pid), rank, since, key, generation)
 
     def _refused(self, owner: _Owner | None, what: str) -> CheckpointError:
         is_mine = owner is not None and (owner.host, owner.pid) == (socket.gethostname(), os.getpid())
@@ -116,8 +126,14 @@ def _read(folder: Path) -> _Owner | None:
     return None
 
 
-def _is_earlier_attempt(owner: _Owner, me: _Owner) -> bool:
-    return bool(me.run_id) and owner.run_id == me.run_id and owner.attempt < me.attempt
+def _is_earlier(owner: _Owner, me: _Owner) -> bool:
+    """Return whether the owner is of an earlier attempt of this run, or another process of an earlier generation."""
+    if not me.run_id or owner.run_id != me.run_id:
+        return False
+    is_same = (owner.host, owner.pid) == (me.host, me.pid)
+    return owner.attempt < me.attempt or (
+        owner.attempt == me.attempt and owner.generation < me.generation and not is_same
+    )
 
 
 def _is_alive(owner: _Owner) -> bool:

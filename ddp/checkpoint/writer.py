@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ddp.checkpoint import file as checkpoint_file
+from ddp.checkpoint import kept_copy
 from ddp.checkpoint.agreement import reason_of
 from ddp.checkpoint.copies import CopyMemory, HostCopy, HostMemory, is_on_host
 from ddp.checkpoint.folder_owner import FolderOwner
@@ -95,7 +96,14 @@ class Writer:
                 "of this one. load() first to go on from there, use another folder, or move that file away"
             )
         if self._known is None:
-            self._known = {*(path.name for _, path in there), self.loaded}
+            self._known = {*(path.name for _, path in there), self.loaded, *self._coming()}
+
+    def _coming(self) -> set[str]:
+        """Return the name of the file that is still written here for an ended process of this run, if there is one."""
+        note = kept_copy.find()
+        if note is None or Path(note.path).parent.resolve() != self.folder.resolve():
+            return set()
+        return {Path(note.path).name}
 
     def start(self, step: int, rank: int, content: Mapping[str, Any], *, keep: int, in_background: bool) -> None:
         """Copy content and write the copy in the thread, or write it now. Errors are kept for `finish`.

@@ -16,8 +16,8 @@ from ddp.comm.codec import decode, encode
 from ddp.comm.sums.small_sum import add_up, pays
 from ddp.errors import ArgumentError, NotInitializedError
 from ddp.monitoring.stall_report import finish
-from ddp.torch_internals import default_store, device_types_of, host_group, timeout_of
-from ddp.world import before_leaving, end_groups
+from ddp.torch_internals import default_store, device_types_of, end_groups, host_group, timeout_of
+from ddp.world import before_leaving
 
 _BLOCK_BYTES = 512  # a payload that fits, such as a few numbers, takes one collective
 _LENGTH_BYTES = 8

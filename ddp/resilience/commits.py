@@ -265,7 +265,9 @@ class Commits:
         is_root = group.rank() == root
         if was_there:
             self._roll_back()
-        if not was_there or (self.devices and not is_root):  # on devices, a partial transfer changes the old state
+        # A partial transfer changes the old state, on devices, and where that of each rank is another one (LocalSGD).
+        changes_it = bool(self.devices) or any(model.companion is not None for model in self._models.values())
+        if not was_there or (changes_it and not is_root):
             self.number = None
         for part in self.parts.values():
             part.share(root, group)

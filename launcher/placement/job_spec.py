@@ -32,9 +32,9 @@ _TRAVELLING = (
 # Variables that dtrain sets for its own processes, workers and --on-end commands. Users do not set them.
 INTERNAL_VARIABLES = frozenset(f"DTRAIN_{name}" for name in (
     "AGENT", "AGENT_SLOTS", "AGENT_MACHINE", "AGENT_WORKDIR", "AGENT_TREES", "FILE_LIMIT",
-    "DEFAULTS", "HOST", "ELASTIC", "LOST_AFTER_S", "PROGRESS_FILE", "ROLES", "RUN_KEY", "GENERATION", "GENERATION_PIPE",
-    "GENERATION_FILE", "STATE_FILE", "COPY_FILE", "COPY_NOTE", "TIMELINE_FILE", "LEDGER_FILE", "DEBUGGER_FILE",
-    "REPLAY", "REPLAY_PLAN", "REPLAYABLE_FOLDER",
+    "DEFAULTS", "ATTEMPT", "HOST", "ELASTIC", "LOST_AFTER_S", "PROGRESS_FILE", "ROLES", "RUN_KEY", "GENERATION",
+    "GENERATION_PIPE", "GENERATION_FILE", "STATE_FILE", "COPY_FILE", "COPY_NOTE", "TIMELINE_FILE", "LEDGER_FILE",
+    "DEBUGGER_FILE", "REPLAY", "REPLAY_PLAN", "REPLAYABLE_FOLDER",
     "RUN", "STATE", "EXIT_CODE", "CAUSE", "FOLDER", "IN_ON_END",
 ))  # fmt: skip
 # Never sent: variables of this host or of this process.

@@ -392,6 +392,44 @@ def test_a_group_not_made_again_leaves_no_excepthook_of_torch(nursery: Nursery, 
     assert (result.returncode, result.stdout) == (0, "as before\n"), result.stderr
 
 
+def test_a_silent_store_holds_no_rank_that_meets_the_others(nursery: Nursery, tmp_path: Path) -> None:
+    """The host of the store freezes while this rank waits there for the other; the next generation has another."""
+    script = """
+        import os, signal, subprocess, sys, threading, time
+        import ddp
+        from ddp import world
+        server = "import sys, time, torch.distributed as dist\\n"
+        server += "store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\\n"
+        server += "print(store.port, flush=True)\\ntime.sleep(600)"
+        store = subprocess.Popen([sys.executable, "-c", server], stdout=subprocess.PIPE, text=True)
+        os.environ.update(MASTER_PORT=store.stdout.readline().strip(), TORCHELASTIC_USE_AGENT_STORE="True")
+        ddp.init("gloo")
+        over = []
+        meets = world.meet
+
+        def meet(*arguments):
+            threading.Thread(target=freeze, daemon=True).start()
+            return meets(*arguments)
+
+        def freeze():
+            time.sleep(0.2)
+            os.kill(store.pid, signal.SIGSTOP)
+            time.sleep(0.5)
+            over.append(time.monotonic())
+            world.break_connections()
+
+        world.meet = meet
+        assert not world.rejoin(1, {"WORLD_SIZE": "2"}, lambda: bool(over))
+        print("is free", time.monotonic() - over[0] < 30, flush=True)
+        store.kill()
+        os._exit(0)
+    """
+    variables = dict.fromkeys(("RANK", "LOCAL_RANK", "MASTER_PORT"), "0")
+    variables |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1") | {"MASTER_ADDR": "127.0.0.1"}
+    (result,) = nursery.programs(textwrap.dedent(script), tmp_path, [variables])
+    assert (result.returncode, result.stdout) == (0, "is free True\n"), result.stderr
+
+
 def test_a_process_that_leaves_a_group_waits_for_no_rank(nursery: Nursery, tmp_path: Path) -> None:
     """Nor does it at its end. gloo's threads sometimes go on waiting though all connections of the group are broken."""
     script = """

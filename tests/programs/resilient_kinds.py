@@ -23,6 +23,8 @@ from torch.optim.swa_utils import AveragedModel  # noqa: E402
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
 import ddp.horovod as hvd  # noqa: E402
+from ddp.comm.broadcast import broadcast_tensors  # noqa: E402
+from ddp.resilience import parts  # noqa: E402
 
 numbers = torch.Generator().manual_seed(1)
 data = TensorDataset(torch.randn(96, 6, generator=numbers), torch.randint(3, (96,), generator=numbers))
@@ -48,6 +50,19 @@ def fail(state: ddp.State, place: str) -> None:
         except FileExistsError:
             return
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail_in_a_hand_over(group: Any, tensors: list[Tensor], root: int) -> None:
+    """Broadcast, and let the root die once the first tensor has arrived everywhere."""
+    broadcast_tensors(group, tensors[:1], root)
+    if group.rank() == root and not Path("handed over").exists():
+        Path("handed over").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    broadcast_tensors(group, tensors[1:], root)
+
+
+if "hand-over" in sys.argv:
+    parts.broadcast_tensors = fail_in_a_hand_over  # type: ignore[attr-defined]  # replaced in this process
 
 
 def loop(state: ddp.State, step: Callable[[Tensor, Tensor], None]) -> None:

@@ -30,6 +30,7 @@ from ddp.comm.combine import combine
 from ddp.comm.shm.collectives import Steps
 from ddp.comm.shm.rounds import Lost
 from ddp.monitoring.stall_text import ranks_text
+from ddp.torch_internals import end_groups
 
 _SMALL_BYTES = 1 << 15  # smaller tensors are exchanged whole between hosts: one message instead of two
 _CHUNK_BYTES = 4 << 20  # of a whole tensor
@@ -83,9 +84,9 @@ class AcrossHosts:
     def close(self) -> None:
         """Close the connections: ranks on other hosts that wait for this one fail."""
         self.local.shutdown()
-        if self._peers is not None:
-            self._peers.close()
+        groups = [self.flat, *([] if self._peers is None else [self._peers.close()])]
         self.flat = self._peers = None
+        end_groups(groups)
 
     def limit(self, timeout: timedelta) -> None:
         """Set the timeout of later operations."""
@@ -344,11 +345,12 @@ class _Peers:
         self.send(rows, 0)
         self.wait(0)
 
-    def close(self) -> None:
-        """Close the connections: ranks that wait for this one fail."""
+    def close(self) -> Any:
+        """Give up the connections, and return their group: ranks that wait for this one fail once it is dropped."""
         for works in self._works.values():
             works.clear()
-        self.group = None
+        group, self.group = self.group, None
+        return group
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

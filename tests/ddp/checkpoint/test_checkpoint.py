@@ -36,6 +36,7 @@ from torch.utils.data import BatchSampler
 
 import ddp
 from ddp.checkpoint import file as checkpoint_file
+from ddp.checkpoint import kept_copy
 from ddp.checkpoint.atomic_file import remove_unfinished
 from ddp.checkpoint.folder_owner import FolderOwner
 from ddp.errors import ArgumentError, CheckpointError
@@ -205,6 +206,38 @@ def test_a_later_attempt_takes_over_from_one_that_hangs(tmp_path: Path) -> None:
     last.claim(0)
     with pytest.raises(CheckpointError, match=r"has taken it over \(run 'one', rank 0"):
         later.claim(0)
+
+
+def test_a_later_generation_takes_over_from_a_lost_host(tmp_path: Path) -> None:
+    """Whose locks a server of files keeps for a while; a process that goes on within the attempt stays the owner."""
+    run = {"TORCHELASTIC_RUN_ID": "one", "DTRAIN_ATTEMPT": "1", "TORCHELASTIC_RESTART_COUNT": "3"}
+    with _owner_in_a_process(tmp_path, run):
+        with pytest.raises(CheckpointError, match="another run"):
+            FolderOwner(tmp_path, {**run, "TORCHELASTIC_RESTART_COUNT": "4"}, lambda: 0).claim(0)
+        later = FolderOwner(tmp_path, run, lambda: 1)
+        later.claim(0)
+    later.claim(0)
+    with pytest.raises(CheckpointError, match="another Checkpoint"):
+        FolderOwner(tmp_path, run, lambda: 2).claim(0)
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_the_late_file_of_an_ended_process_of_the_run_is_expected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_ours: bool
+) -> None:
+    """It was kept in memory when the process was killed, and this one has saved before it is written."""
+    monkeypatch.setenv("DTRAIN_COPY_NOTE", str(tmp_path / "note"))
+    folder = tmp_path / "saved"
+    late = checkpoint_file.path_of(folder if is_ours else tmp_path / "elsewhere", 3)
+    kept_copy.Note.new(late, 3, 0).put(kept_copy.note_path())
+    checkpoint = ddp.Checkpoint(folder, in_background=False)
+    checkpoint.save(4)
+    checkpoint_file.write(folder, 3, {})
+    if is_ours:
+        checkpoint.save(5)
+        return
+    with pytest.raises(CheckpointError, match=r"step-0000000003\.pt was saved by another run"):
+        checkpoint.save(5)
 
 
 def test_without_locks_between_hosts_one_of_two_owners_is_refused(

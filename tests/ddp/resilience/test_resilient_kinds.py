@@ -44,6 +44,13 @@ def test_replicas_that_step_by_themselves_go_on_equal(tmp_path: Path) -> None:
     assert said(result, "left") == {0: "[]", 1: "[]"}
 
 
+def test_a_hand_over_that_fails_leaves_no_mixture(tmp_path: Path) -> None:
+    """Of the weights of one rank and the momenta of another: no rank has a whole state then."""
+    result = run(SCRIPT, tmp_path, "local", "1.4.backward", "hand-over", ranks=3, restarts=4)
+    assert (tmp_path / "handed over").exists()
+    assert "attempt 1 begins" in result.stderr, result.stderr
+
+
 def test_central_storage_is_refused_with_what_to_do(tmp_path: Path) -> None:
     result = run(SCRIPT, tmp_path, "central", restarts=0, code=1)
     assert "UnsupportedError: central storage in a resilient function" in result.stderr

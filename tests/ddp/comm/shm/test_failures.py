@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from testbed.interrupts import Died, Interrupt
+from testbed.processes import wait_until
 from testbed.slow import slow
 from testbed.worlds import world
 
@@ -485,6 +486,25 @@ def test_a_rank_that_stalls_on_another_host_fails_all_others() -> None:
         assert time.monotonic() - start < LIMIT_S
     dist.barrier()
     group.shutdown()
+
+
+@world(2)
+@pytest.mark.parametrize("what", ["barrier", slow("broadcast")])
+def test_a_group_ends_while_gloo_s_threads_hang_in_it(what: str) -> None:
+    """A destructor of gloo's waits for a rank that does not come, and `abort` must not wait for that."""
+    store, rank = _store("hosts"), dist.get_rank()
+    group = HostsGroup(store, rank, 2, timedelta(seconds=60), [(0,), (1,)])
+    group.allreduce([torch.ones(3)]).wait()
+    if rank == 0:
+        work = group.barrier() if what == "barrier" else group.broadcast([torch.ones(3)], 1)
+        wait_until(lambda: group._engine._running is not None, "it is in gloo, or soon is")
+        time.sleep(0.5)
+        began = time.monotonic()
+        group.abort()
+        assert time.monotonic() - began < LIMIT_S / 2
+        with pytest.raises(CollectiveError, match="the group was destroyed"):
+            work.wait()
+    dist.barrier()
 
 
 def test_a_fence_works_after_an_interrupt_in_the_middle_of_one() -> None:
