@@ -326,6 +326,15 @@ def test_a_second_signal_does_not_wait_for_the_look(first: int, second: int, exp
     assert messages(drive.commands, Stop)[-1].signum == expected
 
 
+def test_the_first_of_two_signals_during_a_look_ends_the_run() -> None:
+    drive = running("a", "b", hang=REPORT)
+    silent(drive, 12.0)
+    for signum in (signal.SIGTERM, signal.SIGINT):  # as of dtrain stop --kill
+        drive.event(Signalled(signum))
+    drive.stop_all()
+    assert (drive.outcome.signum, drive.outcome.exit_code) == (signal.SIGTERM, 143)
+
+
 def test_a_worker_that_fails_during_a_look_is_not_the_cause() -> None:
     drive = running("a", "b", hang=REPORT)
     silent(drive, 12.0)
