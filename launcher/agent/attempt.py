@@ -231,9 +231,13 @@ class Attempt:
             self._start(message, restart_policy=message.restart_policy)
 
     def restart(self, message: RestartWorker) -> None:
-        """Restart a failed worker, once its leftover processes are ended; ignore an order that does not apply."""
+        """Restart a worker that failed or was never started, once its leftover processes are ended.
+
+        Ignore an order that does not apply.
+        """
         worker = self.workers.get(message.rank)
-        if worker is not None and worker.reported and message.attempt == self.number:
+        has_failed = message.rank in self._orders if worker is None else worker.reported
+        if has_failed and message.attempt == self.number:
             self.worker_restarts.add(message)
 
     def announce(self, message: NextGeneration) -> None:
@@ -265,14 +269,14 @@ class Attempt:
         self._cleared += self.worker_restarts.step()
         while self._cleared and not self._must_wait(self._orders[self._cleared[0][0].rank]):
             order, left = self._cleared.pop(0)
-            old = self.workers[order.rank]
+            first, old = self._orders[order.rank], self.workers.get(order.rank)  # None: it was never started
+            restart_policy = first.restart_policy if old is None else old.restart_policy
             if left:
-                self._never_started(order.rank, f"processes that it left cannot be ended: {left}", old.restart_policy)
+                self._never_started(order.rank, f"processes that it left cannot be ended: {left}", restart_policy)
                 continue
-            first = self._orders[order.rank]
             env = {**first.env, "TORCHELASTIC_RESTART_COUNT": str(order.restart)}
             self._lives[order.rank] = self._lives.get(order.rank, 0) + 1
-            if self._start(replace(first, env=env), restart_policy=old.restart_policy):
+            if self._start(replace(first, env=env), restart_policy=restart_policy) and old is not None:
                 self._before = (self._before[0] + old.progress[0], self._before[1] + old.progress[1])
                 self._release(old)
 

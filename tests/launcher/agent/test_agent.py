@@ -23,7 +23,17 @@ from testbed.processes import wait_until
 
 from launcher.agent.cleanup.run_tag import IDENTITY
 from launcher.machine import processes
-from launcher.protocol.commands import Collect, EndAttempt, RestartWorker, SharePrefixes, SignalWorkers, Stop, Suspend
+from launcher.protocol.commands import (
+    Collect,
+    EndAttempt,
+    NextGeneration,
+    RestartWorker,
+    SharePrefixes,
+    SignalWorkers,
+    StartWorker,
+    Stop,
+    Suspend,
+)
 from launcher.protocol.reports import (
     Bye,
     Collected,
@@ -789,6 +799,27 @@ raise SystemExit(3)
     agent.tell(RestartWorker(rank=0, attempt=0, restart=2))
     assert agent.expect(Started).pid > 0
     assert agent.expect(Exited).status == 3
+    agent.stop()
+
+
+def test_a_worker_that_was_never_started_can_be_ordered_again(agent: AgentProcess) -> None:
+    agent.prepare(grace_s=0.2)
+    script = agent.folder / "script.py"
+    script.write_text("import os\nprint('{DTRAIN_GENERATION} {TORCHELASTIC_RESTART_COUNT}'.format(**os.environ))")
+    away = agent.folder.rename(agent.folder.with_name("away"))
+    agent.tell(
+        StartWorker(
+            rank=2, attempt=0, through="script", argv=[str(script)], env={}, defaults={}, generation=2, restart_policy=3
+        )
+    )
+    failed = agent.expect(Exited)
+    assert (failed.pid, failed.status, failed.restart_policy) == (0, 127, 3)
+    away.rename(agent.folder)
+    agent.tell(NextGeneration(attempt=0, number=3), RestartWorker(rank=2, attempt=0, restart=1))
+    assert agent.expect(Started).rank == 2
+    agent.expect_output(b"3 1")
+    ended = agent.expect(Exited)
+    assert (ended.status, ended.restart_policy) == (0, 3)
     agent.stop()
 
 
