@@ -112,7 +112,7 @@ class RunRecord:
         attempt = job.attempt
         if attempt is not self._attempt:
             self._start_attempt(attempt)
-        elif not self._has_started and attempt is not None and attempt.all_started:
+        elif not self._has_started and attempt is not None and job.phase is Phase.RUNNING and attempt.all_started:
             self._has_started = True
             self.state = "running"
             self._look_at_code()

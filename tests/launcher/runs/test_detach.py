@@ -95,11 +95,14 @@ def test_a_detached_run_that_does_not_start_says_why(folder: Path) -> None:
     missing = detached("missing.py")
     assert (missing.returncode, missing.stdout) == (2, ""), missing
     assert "missing.py does not exist" in missing.stderr
-    here = ["run", "--nproc-per-node", "1", "--no-python", "no-such-program"]
-    foreground, detached_one = run_dtrain(*here), run_dtrain("run", "--detach", *here[1:])
-    assert (detached_one.returncode, detached_one.stdout) == (foreground.returncode, ""), detached_one
-    assert foreground.returncode != 0
-    assert "no-such-program" in detached_one.stderr
+    (folder / "no-interpreter").write_text("#!/no/such\n")
+    (folder / "no-interpreter").chmod(0o755)
+    for program in ("no-such-program", "./no-interpreter"):
+        here = ["run", "--nproc-per-node", "1", "--no-python", program]
+        foreground, detached_one = run_dtrain(*here), run_dtrain("run", "--detach", *here[1:])
+        assert (detached_one.returncode, detached_one.stdout) == (foreground.returncode, ""), detached_one
+        assert foreground.returncode != 0
+        assert program in detached_one.stderr
     assert ps() == []
 
 
