@@ -99,7 +99,7 @@ class Controller:
         self._output = output
         self._show_progress = show_progress
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self.evidence_file: Path | None = None  # of the newest failure
+        self._evidence_file: tuple[int, Path | None] = (0, None)  # of the newest failure, and its attempt
         self._notify_user = notify_user
         self._quiet = quiet
         self._recording = recording
@@ -141,6 +141,12 @@ class Controller:
                     discovery.join(1.0)
                 close_links([*self._older, *self._links.values()])
                 self._connector.close()
+
+    @property
+    def evidence_file(self) -> Path | None:
+        """The file with the stacks of all ranks when the newest attempt failed, if any were found."""
+        attempt, path = self._evidence_file
+        return path if self._job.attempt is not None and self._job.attempt.number == attempt else None
 
     def put(self, event: Event) -> None:
         """Queue an event for the loop. Callable from any thread."""
@@ -266,7 +272,7 @@ class Controller:
     def _keep(self, keep: SaveEvidence) -> None:
         self._output.keep_evidence(keep.attempt, keep.number, keep.evidence, say=keep.asked)
         if not keep.asked:
-            self.evidence_file = self._output.evidence_path(keep.attempt, keep.number)
+            self._evidence_file = keep.attempt, self._output.evidence_path(keep.attempt, keep.number)
 
     def _suspend(self) -> None:
         """Stop as Ctrl-Z does, once the order has been sent to the hosts; SIGCONT continues here."""

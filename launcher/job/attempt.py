@@ -46,6 +46,7 @@ class AttemptState:
         self.no_restart_reason = ""
         self.first_root_at: float | None = None  # of the first failure that is no mere consequence
         self.evidence: tuple[Evidence, ...] = ()
+        self.devices: dict[str, list[str]] = {}  # by host, what has gone wrong with its GPUs, by its newest answer
         self.saved = 0  # checkpoints
         self.store: StoreOpened | None = None
         self.store_host = members[0]

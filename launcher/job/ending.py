@@ -219,8 +219,8 @@ def build_outcome(run: Run, now: float) -> Outcome:
         evidence=() if attempt is None else attempt.evidence,
         collectives=() if attempt is None or (cause is None and run.signum is None) else _compare_collectives(attempt),
         devices=()
-        if cause is None
-        else tuple(f"{host}: {line}" for host, found in run.evidence.devices.items() for line in found),
+        if cause is None or attempt is None
+        else tuple(f"{host}: {line}" for host, found in attempt.devices.items() for line in found),
         swept=fleet.swept,
         left=tuple((host, tuple(processes)) for host, processes in fleet.left.items() if processes),
         unchecked=tuple((state.name, _why_unchecked(state, fleet.timeout_s, now)) for state in unchecked),

@@ -44,7 +44,6 @@ class EvidenceRounds:
     def __init__(self, timers: Timers) -> None:
         self._timers = timers
         self.unanswered: set[str] = set()
-        self.devices: dict[str, list[str]] = {}  # by host, what has gone wrong with its GPUs, by its newest answer
         self._number = 0
         self._current: _Round | None = None
         self._waiting: dict[int, StacksQuestion] = {}  # by asker
@@ -100,13 +99,13 @@ class EvidenceRounds:
         order = Collect(number=self._number, limit_s=0.75 * limit_s, ranks=ranks, native=native)
         return [Send(name, order) for name in hosts]
 
-    def take(self, host: str, message: Evidence | Collected) -> None:
-        if self._current is None or message.number != self._current.number:
+    def take(self, host: str, message: Evidence | Collected, attempt: AttemptState | None) -> None:
+        if self._current is None or attempt is None or message.number != self._current.number:
             return
         if isinstance(message, Evidence):
             self._current.found[message.rank] = message
         else:
-            self.devices[host] = message.devices
+            attempt.devices[host] = message.devices
             self.forget(host)
 
     def forget(self, host: str) -> None:

@@ -164,7 +164,7 @@ class Job:
             case Bye():
                 return self._bye(state, message, now)
             case Collected() | Evidence():
-                self.run.evidence.take(state.name, message)
+                self.run.evidence.take(state.name, message, self.attempt)
                 return []
             case DebuggerOpened() | DebuggerClosed() | ChannelData() | ChannelTaken():
                 return self.run.debuggers.said(state.name, message)

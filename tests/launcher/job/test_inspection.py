@@ -22,7 +22,7 @@ from launcher.job.events import (
 from launcher.job.inspection import COLLECT_S, NATIVE_S
 from launcher.job.run import Phase
 from launcher.protocol.commands import CloseDebugger, Collect, KillWorker, OpenDebugger, RestClocks, Stop
-from launcher.protocol.reports import DebuggerClosed, DebuggerOpened
+from launcher.protocol.reports import Collected, DebuggerClosed, DebuggerOpened
 from launcher.protocol.two_way import ChannelData, ChannelTaken, Heartbeat
 
 
@@ -205,3 +205,22 @@ def test_a_new_attempt_has_no_debugger_of_the_last(resting: bool) -> None:
     ended = [c.value for c in drive.commands if isinstance(c, Answer) and "ended" in c.value]
     assert ended == [{"ended": "attempt 0 has ended"}], commands
     assert [each.resting for each in messages(drive.commands, RestClocks)] == ([True, True, False, False] * resting)
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_errors_of_gpus_are_those_of_the_last_attempt(restarts: int) -> None:
+    drive = running("a", "b", nnodes=(1, 2), max_restarts=restarts)
+    drive.say("a", drive.exited("a", 0, 1))
+    drive.say("a", Collected(messages(drive.commands, Collect)[-1].number, devices=["Xid 79 of 0000:3b:00"]))
+    drive.collected("b")
+    if restarts:
+        drive.lose("a")
+        drive.swept("b")
+        drive.wait(35.0, heard="b")
+        drive.begin()
+        assert drive.members == ("b",)
+        drive.fail(0)
+    drive.stop_all()
+    drive.wait(60.0)
+    assert drive.cause.attempt == restarts
+    assert drive.outcome.devices == (() if restarts else ("a: Xid 79 of 0000:3b:00",))

@@ -461,6 +461,6 @@ def test_stacks_are_read_by_the_output_thread_only(tmp_path: Path) -> None:
         output = sink.output
         controller = Controller(spec, output, show_progress=output.show_status, notify_user=output.say, opened={})
         controller._carry_out([SaveEvidence(0, 1, found, asked=False), SaveEvidence(0, 2, found, asked=True)])
-    assert controller.evidence_file == output.evidence_path(0, 1)
-    assert controller.evidence_file.read_text() == write_out(STOOD)
+    assert controller._evidence_file == (0, output.evidence_path(0, 1))
+    assert output.evidence_path(0, 1).read_text() == write_out(STOOD)
     assert Stack.readers == {"output"}
