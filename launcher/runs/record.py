@@ -12,7 +12,8 @@
     versions        {name: version} of packages installed here
     git             {commit, clean, untracked, diff_file, diff_too_large}, null if workdir is not in a repository
     hosts           names of all hosts given to the run
-    attempts        [{number, began, ended, hosts, world_size, workers: [[rank, host, local rank, GPUs]], cause}]
+    attempts        [{number, began, ended, hosts, world_size, workers: [[rank, host, local rank, GPUs]], cause}], with
+                    those of earlier starts of a SLURM job
     began, ended    seconds since the epoch
     outcome         null until the run has ended, then as --error-json (output/error_json.py)
     report          null until the run has ended, then the final report, as in report.txt; its paths are absolute
@@ -58,14 +59,25 @@ Content = Mapping[str, Any]
 
 def read_manifest(entry: Entry) -> Content:
     """Return the manifest of a run; empty if it is missing, or belongs to another run of the same name."""
-    try:
-        content = json.loads((Path(entry.folder) / MANIFEST).read_bytes())
-    except (OSError, ValueError):
-        return {}
-    if not isinstance(content, dict) or content.get("version") != VERSION:
-        return {}
+    content = _read(Path(entry.folder))
     controller = content.get("controller") or {}
     return content if (controller.get("pid"), controller.get("start")) == (entry.pid, entry.start) else {}
+
+
+def _read(folder: Path) -> Content:
+    """Return the manifest in a folder; empty if it cannot be read."""
+    try:
+        content = json.loads((folder / MANIFEST).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) and content.get("version") == VERSION else {}
+
+
+def _earlier_attempts(spec: JobSpec, folder: Path) -> list[Content]:
+    """Return the attempts of earlier starts of the job, which have left their record in the run's folder."""
+    content = _read(folder) if spec.first_attempt else {}
+    attempts = content.get("attempts", []) if content.get("run_id") == spec.run_id else []
+    return [attempt for attempt in attempts if attempt["number"] < spec.first_attempt]
 
 
 class RunRecord:
@@ -84,7 +96,7 @@ class RunRecord:
         self._overview = overview
         self._began = time.time()
         self._attempt: AttemptState | None = None
-        self._attempts: list[Content] = []
+        self._attempts = _earlier_attempts(spec, folder)
         self._has_started = False
         self._samples: deque[tuple[float, int]] = deque()  # time, steps
         self._next_sample = 0.0
@@ -154,7 +166,7 @@ class RunRecord:
 
     def end(self, outcome: Content | None, state: str, report: str) -> None:
         """Record the end; `outcome` is as for --error-json. Slow facts follow in `finish`."""
-        if not self._attempts:
+        if self._attempt is None:
             return
         self._look_at_code()
         self._end_attempt()
@@ -165,7 +177,7 @@ class RunRecord:
 
     def finish(self) -> None:
         """Wait briefly for the state of the code, then remove old runs. Blocks; an exception may end it early."""
-        if not self._attempts:
+        if self._attempt is None:
             return
         try:
             self._slow.join(END_S)
@@ -198,7 +210,7 @@ class RunRecord:
         self._write()
 
     def _end_attempt(self) -> None:
-        if self._attempt is None or not self._attempts:
+        if self._attempt is None:
             return
         how = why_failed(self._attempt) or None
         self._attempts[-1] = {**self._attempts[-1], "ended": time.time(), "cause": how}

@@ -1,5 +1,6 @@
 """USR1 ahead of the end: every worker gets it, all save in the same step, and with --requeue the run makes room."""
 
+import json
 import os
 import re
 import signal
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from testbed.processes import run_dtrain, started_dtrain, wait_up
+from testbed.typed import dtrain
 from testbed.warm import HEADER
 
 from launcher.job.attempt import AttemptState
@@ -149,6 +151,17 @@ def test_attempts_of_earlier_lives_are_counted_on(tmp_path: Path) -> None:
         (run / name).write_text("")
     result = run_dtrain("run", "--requeue", "show.py", cwd=tmp_path, env=JOB)
     assert "attempt 5" in result.stdout, result
+
+
+def test_the_record_of_earlier_lives_stays(own_runs: Path) -> None:
+    (own_runs / "show.py").write_text("import os\nprint('attempt', os.environ['TORCHELASTIC_RESTART_COUNT'])")
+    for count in ("0", "1"):
+        result = run_dtrain("run", "--requeue", "show.py", env=JOB | {"SLURM_RESTART_COUNT": count})
+        assert f"attempt {count}" in result.stdout, result
+    attempts = json.loads(Path("runs/slurm-41/run.json").read_text())["attempts"]
+    assert [attempt["number"] for attempt in attempts] == [0, 1]
+    said = dtrain("logs", "slurm-41").stdout
+    assert said.splitlines() == ["[n1:0] attempt 0", "[n1:0] attempt 1"]
 
 
 def test_only_more_checkpoints_than_before_count_as_saved() -> None:
