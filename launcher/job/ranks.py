@@ -87,10 +87,10 @@ class Rank:
 
 
 class Ranks:
-    """`changes` counts the changes of states."""
+    """`changes` counts the changes of states, `taken_in` the workers."""
 
     def __init__(self, workers: Iterable[WorkerPlace]) -> None:
-        self.changes = 0
+        self.changes = self.taken_in = 0
         self._rows: dict[int, Rank] = {}
         self._by_state: dict[RankState, dict[int, Rank]] = {state: {} for state in RankState}
         self._by_host: dict[str, list[Rank]] = {}
@@ -112,6 +112,11 @@ class Ranks:
     def of(self, *states: RankState) -> list[Rank]:
         """Return the ranks in these states; of each state, in the order in which they came to it."""
         return [row for state in states for row in self._by_state[state].values()]
+
+    @property
+    def places(self) -> list[WorkerPlace]:
+        """Where each rank is, or was last: with those that are lost or gone, and those that are to join."""
+        return [row.worker for _, row in sorted(self._rows.items())]
 
     def count(self, *states: RankState) -> int:
         number = 0
@@ -176,6 +181,7 @@ class Ranks:
             row.restarts, row.exited = before.restarts, before.exited
         row.restarts += not is_first
         self._rows[worker.rank] = row
+        self.taken_in += 1
         self._by_host.setdefault(worker.host, []).append(row)
         self.move(row, state, failure)
         return row

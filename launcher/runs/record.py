@@ -13,13 +13,14 @@
     git             {commit, clean, untracked, diff_file, diff_too_large}, null if workdir is not in a repository
     hosts           names of all hosts given to the run
     attempts        [{number, began, ended, hosts, world_size, workers: [[rank, host, local rank, GPUs]], cause}], with
-                    those of earlier starts of a SLURM job
+                    those of earlier starts of a SLURM job; where hosts were lost or came meanwhile, hosts and
+                    world_size are the newest, and workers has each rank that was, where it was last
     began, ended    seconds since the epoch
     outcome         null until the run has ended, then as --error-json (output/error_json.py)
     report          null until the run has ended, then the final report, as in report.txt; its paths are absolute
 
-It is written when the hosts are ready, at each attempt and at the end, each time replacing the previous one. A run that
-could not start leaves no folder.
+It is written when the hosts are ready, at each attempt, when its hosts change and at the end, each time replacing the
+previous one. A run that could not start leaves no folder.
 """
 
 from __future__ import annotations
@@ -97,6 +98,8 @@ class RunRecord:
         self._began = time.time()
         self._attempt: AttemptState | None = None
         self._attempts = _earlier_attempts(spec, folder)
+        self._members: tuple[str, ...] = ()  # of the attempt, as they are recorded
+        self._taken_in = 0  # its workers that are recorded
         self._has_started = False
         self._samples: deque[tuple[float, int]] = deque()  # time, steps
         self._next_sample = 0.0
@@ -124,6 +127,9 @@ class RunRecord:
         attempt = job.attempt
         if attempt is not self._attempt:
             self._start_attempt(attempt)
+        elif attempt is not None and self._has_changed(attempt):
+            self._attempts[-1] = {**self._attempts[-1], **self._made_up_of(attempt)}
+            self._write()
         elif not self._has_started and attempt is not None and job.phase is Phase.RUNNING and attempt.all_started:
             self._has_started = True
             self.state = "running"
@@ -195,19 +201,29 @@ class RunRecord:
         self._samples.clear()
         if attempt is None:
             return
-        workers = [[w.rank, w.host, w.local_rank, list(w.gpus)] for w in attempt.placement.workers]
         self._attempts.append(
             {
                 "number": attempt.number,
                 "began": time.time(),
                 "ended": None,
-                "hosts": list(attempt.members),
-                "world_size": attempt.world_size,
-                "workers": workers,
+                **self._made_up_of(attempt),
                 "cause": None,
             }
         )
         self._write()
+
+    def _has_changed(self, attempt: AttemptState) -> bool:
+        """Return whether the attempt has other hosts or workers than are recorded."""
+        return attempt.members is not self._members or attempt.ranks.taken_in != self._taken_in
+
+    def _made_up_of(self, attempt: AttemptState) -> Content:
+        """Return the hosts and workers of the attempt, to record them."""
+        self._members, self._taken_in = attempt.members, attempt.ranks.taken_in
+        return {
+            "hosts": list(attempt.members),
+            "world_size": attempt.world_size,
+            "workers": [[w.rank, w.host, w.local_rank, list(w.gpus)] for w in attempt.ranks.places],
+        }
 
     def _end_attempt(self) -> None:
         if self._attempt is None:

@@ -15,6 +15,7 @@ from launcher.cli.runs.steer import end_of, say_end
 from launcher.errors import RunError
 from launcher.output.console import Console
 from launcher.runs.control import ask
+from launcher.runs.housekeeping import MANIFEST
 from launcher.runs.log_reader import LogReader
 from launcher.runs.record import read_manifest
 from launcher.runs.registry import Entry, choose, entries
@@ -33,6 +34,7 @@ class _Shown:
         self._console = Console(lines=lines)
         self._attempt = -1
         self._hosts: dict[int, str] = {}
+        self._manifest = (0, 0)  # from which they were read
 
     def more(self) -> bool:
         """Show new output; return whether stdout is still open."""
@@ -42,15 +44,29 @@ class _Shown:
             if piece.attempt != self._attempt:
                 self._console.finish()
                 self._attempt = piece.attempt
-                self._hosts = _hosts_of(self._entry, piece.attempt)
-                for rank, host in self._hosts.items():
-                    self._console.add_worker(rank, host)
+                self._hosts, self._manifest = {}, (0, 0)
+            self._read_hosts()
             if piece.rank not in self._hosts:
-                self._hosts[piece.rank] = "?"
-                self._console.add_worker(piece.rank, "?")
+                self._add_worker(piece.rank, "?")
             self._console.write(piece.rank, piece.stream, piece.data)
         self._console.refresh(time.monotonic())
         return not _is_stdout_closed()
+
+    def _read_hosts(self) -> None:
+        """Read where the ranks are, if another manifest was written: others come, and a rank moves to another host."""
+        manifest = _newest_manifest(self._entry)
+        if manifest == self._manifest:
+            return
+        self._manifest = manifest
+        for rank, host in _hosts_of(self._entry, self._attempt).items():
+            if self._hosts.get(rank) != host:
+                self._add_worker(rank, host)
+
+    def _add_worker(self, rank: int, host: str) -> None:
+        if rank in self._hosts:
+            self._console.end_line(rank)
+        self._hosts[rank] = host
+        self._console.add_worker(rank, host)
 
     def finish(self) -> None:
         self._console.finish()
@@ -163,6 +179,15 @@ def _has_ended(entry: Entry) -> bool:
     if entry.here:
         return not entry.lives
     return any(each.name == entry.name and each.state for each in entries())
+
+
+def _newest_manifest(entry: Entry) -> tuple[int, int]:
+    """Return what differs between two manifests of a run; zeros if there is none."""
+    try:
+        about = (Path(entry.folder) / MANIFEST).stat()
+    except OSError:
+        return 0, 0
+    return about.st_ino, about.st_mtime_ns
 
 
 def _hosts_of(entry: Entry, attempt: int) -> dict[int, str]:

@@ -1,5 +1,6 @@
 """Hosts that are lost or come while resilient workers run: the attempt goes on with others."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,10 @@ from launcher.placement.placement import HostOffer, Placement, place
 from launcher.protocol.commands import EndAttempt, NextGeneration, OpenStore, StartWorker
 from launcher.protocol.reports import Started, StoreOpened, Swept
 from launcher.protocol.two_way import Heartbeat
+from launcher.runs.housekeeping import Limits
+from launcher.runs.overview import Overview
+from launcher.runs.record import RunRecord
+from launcher.timeline.records import Timeline
 
 FENCED_S = 30.0 + 3.0  # after a host was heard last
 
@@ -83,6 +88,28 @@ def test_a_spare_host_takes_the_ranks_and_only_those_are_started() -> None:
     drive.end_well()
     drive.wait(60.0)
     assert (drive.outcome.exit_code, drive.outcome.attempts) == (0, 1)
+
+
+@pytest.mark.parametrize("spare", [True, False])
+def test_the_record_names_the_hosts_with_which_an_attempt_goes_on(tmp_path: Path, spare: bool) -> None:
+    drive = resilient_run("a", "b", "c", nnodes=(2, 2)) if spare else resilient_run("a", "b", nnodes=(1, 2))
+    kept: list[Any] = []
+    record = RunRecord(
+        drive.job.spec, {}, folder=tmp_path, limits=Limits(None, None), keep=kept.append, on_start=lambda: None,
+        overview=Overview(Timeline(), lambda _: None),
+    )  # fmt: skip
+    record.watch(drive.job)
+    drive.lose("b")
+    record.watch(drive.job)
+    (attempt,) = kept[-1]["attempts"]
+    assert [place[:2] for place in attempt["workers"]] == [[0, "a"], [1, "a"], [2, "b"], [3, "b"]]
+    fence(drive, "ac" if spare else "a")
+    record.watch(drive.job)
+    (attempt,) = kept[-1]["attempts"]
+    last = "c" if spare else "b"  # where these ranks were, then
+    assert [place[:2] for place in attempt["workers"]] == [[0, "a"], [1, "a"], [2, last], [3, last]]
+    assert (attempt["hosts"], attempt["world_size"]) == ((["a", "c"], 4) if spare else (["a"], 2))
+    record.finish()
 
 
 def test_a_run_of_fixed_size_uses_a_restart_for_a_lost_host() -> None:

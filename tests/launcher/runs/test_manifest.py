@@ -14,6 +14,7 @@ from testbed.job_drive import Drive
 from testbed.processes import run_dtrain, run_program, started_dtrain, wait_until
 from testbed.typed import output_of
 
+from launcher.cli.runs.follow import _Shown
 from launcher.errors import UsageError
 from launcher.job.attempt import AttemptState
 from launcher.output.logfiles import LogFiles
@@ -21,6 +22,7 @@ from launcher.runs.housekeeping import Limits, hold, parse_size, remove_oldest
 from launcher.runs.log_reader import LogReader
 from launcher.runs.overview import Overview
 from launcher.runs.record import RunRecord
+from launcher.runs.registry import Entry
 from launcher.runs.secrets import without_secrets
 from launcher.timeline.records import Timeline
 
@@ -279,6 +281,30 @@ def test_logs_are_read_in_the_order_of_their_seconds(folder: Path, monkeypatch: 
     for each in (reader, late):
         assert [(p.attempt, p.rank, p.data) for p in each.read()] == [(0, 1, b"e"), (1, 0, b"f")]
         assert list(each.read()) == []
+
+
+def test_output_is_named_by_the_host_to_which_its_rank_has_moved(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    logs = LogFiles(folder, lambda text: pytest.fail(text))
+    logs.begin_attempt(0)
+    for rank in (0, 1):
+        logs.add_worker(rank)
+    entry = Entry("r", str(folder), "script.py", "here", "m", "b", 0, pid=1, start=2, socket="", began=0.0)
+
+    def written(hosts: str, rank: int, data: bytes) -> str:
+        workers = [[number, host, 0, []] for number, host in enumerate(hosts)]
+        attempts = [{"number": 0, "workers": workers}]
+        logs.write_manifest({"version": 1, "controller": {"pid": 1, "start": 2}, "attempts": attempts})
+        logs.write(rank, 1, data)
+        assert shown.more()
+        return capfd.readouterr().out
+
+    shown = _Shown(entry, LogReader(folder), lines="all")
+    assert written("a", 0, b"one\n") == "[a:0] one\n"
+    assert written("ab", 1, b"two\n") == "[b:1] two\n"
+    assert written("cb", 0, b"three\n") == "[c:0] three\n"
+    logs.close()
 
 
 @pytest.mark.parametrize("steps", [0, 5])
