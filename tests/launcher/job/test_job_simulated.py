@@ -783,7 +783,7 @@ class World:
         elif chance.random() < self.p_alone:  # later it would say so, but before it fails
             restart_policy = chance.choice([1, 1, 2, 3])
         self.restart_policy[attempt, rank] = restart_policy
-        if again and self.fails(0.1):
+        if (again or policy) and self.fails(0.1):
             self.root(FailureKind.NEVER_STARTED, node, rank, attempt)
             self.failed.add((attempt, rank))
             error = {"type": "", "message": "could not be started", "where": "", "inside": ""}
