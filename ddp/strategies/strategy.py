@@ -145,7 +145,7 @@ class Strategy(ABC):
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self._batch_size: int | None = None  # of the last global batch that a loader yielded
+        self._batch_size: int | None = None  # of the present global batch: the last that a loader yielded
 
     @classmethod
     def passes_on(cls) -> set[str]:
@@ -233,14 +233,15 @@ class Strategy(ABC):
             shuffle=shuffle,
             seed=seed,
             drop_last=drop_last,
-            on_batch=self._set_batch_size,
+            on_batch=self.set_batch_size,
             **loading,
         )
 
     def _new_loader(self, dataset: Dataset[Any], **options: Any) -> ReplicaLoader:
         return ReplicaLoader(dataset, replica=self.replica, replicas=self.replicas, **options)
 
-    def _set_batch_size(self, size: int) -> None:
+    def set_batch_size(self, size: int) -> None:
+        """Set the size of the global batch for the next `mean()`. Loaders call it with each batch."""
         self._batch_size = size
 
     def mean(

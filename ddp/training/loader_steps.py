@@ -83,7 +83,14 @@ class ReplicaSteps(LoaderSteps):
     def rest_of_epoch(self, totals: Totals) -> Iterator[Iterator[PartOfStep]]:
         parts = parts_of_steps(self.loader, self._accumulate)
         for first in parts:
-            yield _step(first, parts)
+            yield self._step(first, parts)
+
+    def _step(self, first: PartOfStep, parts: Iterator[PartOfStep]) -> Iterator[PartOfStep]:
+        for part in itertools.chain([first], parts):
+            self._strategy.set_batch_size(part.size)  # a callback may have read another loader since
+            yield part
+            if part.ends_step:
+                return
 
     def evaluation(self, totals: Totals) -> Iterator[Any]:
         return iter(self.loader)
@@ -100,13 +107,6 @@ class ReplicaSteps(LoaderSteps):
     def catch_up(self, steps: int) -> tuple[int, int]:
         epoch = self.loader.catch_up(accumulate=self._accumulate, steps=steps)
         return epoch, self.loader.position // (self._accumulate * self.loader.global_batch_size)
-
-
-def _step(first: PartOfStep, parts: Iterator[PartOfStep]) -> Iterator[PartOfStep]:
-    for part in itertools.chain([first], parts):
-        yield part
-        if part.ends_step:
-            return
 
 
 class MicroBatchSteps(LoaderSteps):

@@ -355,6 +355,24 @@ def test_a_step_of_ones_own() -> None:
     assert agreed(history.history)["seen"] == [23 / 4, 23 / 4]
 
 
+@world(1, 2)
+def test_an_evaluation_before_a_step_leaves_the_step_as_it_was() -> None:
+    """The size of a global batch is that of the step's, not that of the data which a callback has read since."""
+
+    class Evaluates(cb.Callback):
+        def on_step_begin(self, step: int) -> None:
+            self.trainer.evaluate(data(), global_batch_size=SAMPLES)
+            self.trainer.predict(data(), global_batch_size=SAMPLES)
+
+    for accumulate in (1, 2):
+        found = []
+        for callbacks in ([], [Evaluates()]):
+            one = trainer(callbacks, loss=nn.CrossEntropyLoss(reduction="none"), accumulate=accumulate)
+            history = one.fit(data(), epochs=2, global_batch_size=BATCH)
+            found.append((flat(one.module).tolist(), history.history))
+        assert found[0] == found[1], accumulate
+
+
 @world(1)
 def test_wrong_use_is_refused() -> None:
     for options, message in (
