@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any, ClassVar, Protocol
 
@@ -129,6 +130,7 @@ class CallbackList:
         self._callbacks = sorted(callbacks, key=lambda callback: callback.runs_last)
         self._strategy = trainer.strategy
         self._failure: tuple[int, str, int, Exception] | None = None  # callback, hook, step, error
+        self._raised: Callable[[], DdpError | None] = lambda: None  # what `raise_failure` raised, as long as it is used
 
     @property
     def has_failed(self) -> bool:
@@ -137,16 +139,15 @@ class CallbackList:
     def call(self, hook: str, *arguments: Any) -> None:
         """Call a hook of each. Errors are kept for `raise_failure`, so that no other replica waits for this one.
 
-        The other callbacks are still called, because their hooks may communicate. A process alone raises at once. So
-        does any after a failed collective, or an exception from a signal handler: it cannot exchange its failure.
+        All callbacks are still called, the failed one too, because their hooks may communicate. A process alone raises
+        at once. So does any after a failed collective, or an exception from a signal handler: it cannot exchange its
+        failure. So do all with what `raise_failure` has raised within a hook, in an evaluation.
         """
         for index, callback in enumerate(self._callbacks):
-            if self._failure is not None and self._failure[0] == index:
-                continue
             try:
                 getattr(callback, hook)(*arguments)
             except Exception as error:  # any error of the user's code, see above
-                if isinstance(error, CollectiveError) or is_interrupt(error):
+                if isinstance(error, CollectiveError) or is_interrupt(error) or error is self._raised():
                     raise
                 self._failure = self._failure or (index, hook, callback.trainer.step, error)
         if self.has_failed and (self._strategy.world.world_size == 1 or not self._strategy.collective):
@@ -164,12 +165,16 @@ class CallbackList:
         if together:
             code = self._strategy.reduce("max", code)
         if failure is not None:
-            raise DdpError(f"{self._what(index, hook, step)}: {type(error).__name__}: {error}") from error
+            own = DdpError(f"{self._what(index, hook, step)}: {type(error).__name__}: {error}")
+            self._raised = weakref.ref(own)
+            raise own from error
         code, rank = divmod(code, world.world_size)
         code, place = divmod(code, len(_HOOKS))
         step, index = divmod(code, len(self._callbacks))
         what = self._what(index, _HOOKS[place], step)
-        raise PeerFailedError(f"{what}, on rank {rank}: see its output", failures={rank: what}, failed_ranks=(rank,))
+        other = PeerFailedError(f"{what}, on rank {rank}: see its output", failures={rank: what}, failed_ranks=(rank,))
+        self._raised = weakref.ref(other)
+        raise other
 
     def _what(self, index: int, hook: str, step: int) -> str:
         return f"the callback {type(self._callbacks[index]).__name__} failed in {hook}, at step {step}"

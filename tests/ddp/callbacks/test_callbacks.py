@@ -99,6 +99,23 @@ def test_an_error_on_one_replica_is_raised_on_all(hook: str, step: int) -> None:
     assert str(raised.value) == f"the callback Breaks failed in {hook}, at step {step}{own}"
 
 
+@world(2)
+def test_an_error_on_one_replica_is_raised_where_the_callback_communicates_next() -> None:
+    class Scores(cb.Callback):
+        def on_step_end(self, step: int, logs: dict[str, float]) -> None:
+            if step == 2 and self.trainer.strategy.replica == 0:
+                raise OSError("disk")
+            if step % 4 == 0:
+                self.trainer.evaluate(data())
+
+    one = trainer([Scores()], log_every=10)
+    with pytest.raises(DdpError) as raised:
+        one.fit(data(), epochs=3, global_batch_size=BATCH, steps_per_epoch=4)
+    assert one.step == 4
+    own = ": OSError: disk" if dist.get_rank() == 0 else ", on rank 0: see its output"
+    assert str(raised.value) == f"the callback Scores failed in on_step_end, at step 2{own}"
+
+
 @world(3)
 @pytest.mark.parametrize("by", ["step", "epoch"])
 def test_all_replicas_stop_at_the_same_step(by: str) -> None:
