@@ -220,22 +220,54 @@ def wide(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
+def _alike(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both in one shape: a last dimension of 1 that only one of them has is removed.
+
+    Raises ArgumentError for other shapes that differ, which would be broadcast.
+    """
+    one, other = outputs, targets
+    if one.dim() == other.dim() + 1 and one.shape[-1] == 1:
+        one = one.squeeze(-1)
+    elif other.dim() == one.dim() + 1 and other.shape[-1] == 1:
+        other = other.squeeze(-1)
+    if one.shape != other.shape:
+        raise ArgumentError(
+            f"a metric compares values of shape {tuple(outputs.shape)} from the outputs with targets of shape "
+            f"{tuple(targets.shape)}: give a function of (outputs, targets) instead of its name"
+        )
+    return one, other
+
+
 def _accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
     """Compare classes in dimension 1 with class numbers or one-hot rows; without classes, binary logits."""
     if outputs.dim() == 1 or outputs.shape[1] == 1:
-        return (outputs > 0).flatten() == (targets > 0.5).flatten()
-    return outputs.argmax(1) == (targets.argmax(1) if targets.shape == outputs.shape else targets)
+        found, expected = _alike((outputs > 0).flatten(), (targets > 0.5).flatten())
+    else:
+        found, expected = _alike(outputs.argmax(1), _numbers(outputs, targets))
+    return found == expected
 
 
 def _top5(outputs: Tensor, targets: Tensor) -> Tensor:
-    return (outputs.topk(5, dim=1).indices == targets.unsqueeze(1)).any(1)
+    best = outputs.topk(5, dim=1).indices
+    _, expected = _alike(best[:, 0], _numbers(outputs, targets))
+    return (best == expected.unsqueeze(1)).any(1)
+
+
+def _numbers(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the class numbers of one-hot rows; other targets as they are."""
+    return targets.argmax(1) if targets.shape == outputs.shape else targets
+
+
+def _difference(outputs: Tensor, targets: Tensor) -> Tensor:
+    found, expected = _alike(outputs, targets)
+    return found - expected
 
 
 _NAMED: dict[str, Metric] = {
     "accuracy": _accuracy,
     "top5_accuracy": _top5,
-    "mean_absolute_error": lambda outputs, targets: (outputs - targets).abs(),
-    "mean_squared_error": lambda outputs, targets: (outputs - targets).square(),
+    "mean_absolute_error": lambda outputs, targets: _difference(outputs, targets).abs(),
+    "mean_squared_error": lambda outputs, targets: _difference(outputs, targets).square(),
 }
 
 

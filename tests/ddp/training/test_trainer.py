@@ -23,6 +23,7 @@ import ddp
 from ddp import callbacks as cb
 from ddp.errors import ArgumentError, DdpError, UnsupportedError
 from ddp.strategies.all_reduce import AllReduce
+from ddp.training.losses_and_metrics import metrics_of
 from ddp.training.optimizer_step import needs_average
 from ddp.training.trainer import Trainer
 
@@ -371,6 +372,31 @@ def test_an_evaluation_before_a_step_leaves_the_step_as_it_was() -> None:
             history = one.fit(data(), epochs=2, global_batch_size=BATCH)
             found.append((flat(one.module).tolist(), history.history))
         assert found[0] == found[1], accumulate
+
+
+def test_metrics_by_name_take_targets_with_and_without_a_last_dimension_of_1() -> None:
+    """As Keras does; torch would compare each of the N outputs with each of the N targets."""
+    y, labels, scores = torch.arange(4.0), torch.arange(6), torch.eye(6) + torch.rand(6, 6) / 2
+    cases: list[tuple[str, Tensor, Tensor, list[float]]] = [
+        ("mean_absolute_error", y, y + 2, [2.0] * 4),
+        ("mean_squared_error", y, y + 2, [4.0] * 4),
+        ("accuracy", y - 1.5, (y > 1).float(), [1.0] * 4),
+        ("accuracy", scores, labels, [1.0] * 6),
+        ("top5_accuracy", scores, labels, [1.0] * 6),
+        ("top5_accuracy", torch.arange(6.0).expand(6, 6), labels, [0.0] + [1.0] * 5),
+    ]
+    for name, outputs, targets, expected in cases:
+        metric = metrics_of([name])[name]
+        columns = [outputs, outputs[:, None]] if outputs.dim() == 1 else [outputs]
+        for one in columns:
+            for other in (targets, targets[:, None]):
+                assert metric(one, other).double().flatten().tolist() == expected, (name, one.shape, other.shape)
+        if outputs.dim() == 2:
+            assert metric(outputs, torch.eye(6)).double().tolist() == expected, name
+        with pytest.raises(ArgumentError, match=r"values of shape .* from the outputs with targets of shape"):
+            metric(outputs, torch.zeros(len(outputs), 2))
+    with pytest.raises(ArgumentError, match=r"values of shape \(4, 2\) from the outputs with targets of shape \(4,\)"):
+        metrics_of(["mean_absolute_error"])["mean_absolute_error"](torch.zeros(4, 2), y)
 
 
 @world(1)
