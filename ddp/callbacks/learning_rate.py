@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -16,7 +17,9 @@ class LearningRateScheduler(Callback):
     """Set the learning rate before each epoch, or each step: `rate(epoch)` or `rate(step)`, from 0.
 
     Or use one of torch's: `LearningRateScheduler(scheduler=lambda optimizer: StepLR(optimizer, 30))`, stepped after
-    each epoch or step; one that needs a value, such as ReduceLROnPlateau, gets that of `monitor`.
+    each epoch or step; one that needs a value, such as ReduceLROnPlateau, gets that of `monitor`. In a process that
+    joins a training in progress (parameter servers), it is stepped as often as the training was; one with `monitor`
+    begins anew, with a warning.
 
     Raises ArgumentError unless exactly one of the two is given; `fit` raises DdpError if the logs have no `monitor`.
     """
@@ -43,8 +46,30 @@ class LearningRateScheduler(Callback):
         self._scheduler: Any = None
 
     def on_fit_begin(self) -> None:
-        if self._make is not None and self._scheduler is None:
-            self._scheduler = self._make(self.trainer.optimizer)
+        if self._make_scheduler() and self.trainer.strategy.goes_on and self.trainer.step:  # an evaluator makes none
+            self._catch_up()
+
+    def _make_scheduler(self) -> bool:
+        """Make torch's scheduler, if there is to be one and it does not exist; return whether it was made."""
+        if self._make is None or self._scheduler is not None:
+            return False
+        self._scheduler = self._make(self.trainer.optimizer)
+        return True
+
+    def _catch_up(self) -> None:
+        """Step a new scheduler as often as the training was that this process joins."""
+        trainer = self.trainer
+        if self._monitor is not None:
+            warnings.warn(
+                f"LearningRateScheduler: the training goes on from step {trainer.step}, but the scheduler begins anew, "
+                f"since the earlier values of {self._monitor!r} are not known here",
+                stacklevel=2,
+            )
+            return
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)  # the servers' steps
+            for _ in range(trainer.epoch if self._by == "epoch" else trainer.step):
+                self._scheduler.step()
 
     def on_epoch_begin(self, epoch: int) -> None:
         if self._by == "epoch":
@@ -85,7 +110,7 @@ class LearningRateScheduler(Callback):
         # Making a scheduler sets the rates, and some momenta, of its beginning. The checkpoint's are in the optimizer.
         groups = self.trainer.optimizer.param_groups
         restored = [copy.deepcopy({name: group[name] for name in group if name != "params"}) for group in groups]
-        self.on_fit_begin()
+        self._make_scheduler()
         for group, values in zip(groups, restored, strict=True):
             group.update(values)
         if self._scheduler is None:

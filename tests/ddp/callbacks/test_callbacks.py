@@ -326,7 +326,8 @@ def test_a_resumed_schedule_leaves_the_optimizer_as_it_was_restored() -> None:
         schedule = cb.LearningRateScheduler(
             scheduler=lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9), by="step"
         )
-        schedule.trainer = cast(Any, SimpleNamespace(optimizer=optimizer))
+        alone = SimpleNamespace(goes_on=False)
+        schedule.trainer = cast(Any, SimpleNamespace(optimizer=optimizer, strategy=alone))
         parts: list[Any] = [optimizer, schedule]
         for part, state in zip(parts, states, strict=False):
             part.load_state_dict(state)
@@ -345,6 +346,16 @@ def test_a_resumed_schedule_leaves_the_optimizer_as_it_was_restored() -> None:
         assert again.state_dict() == optimizer.state_dict(), step
         advance(optimizer, schedule, step)
         advance(again, resumed, step)
+
+
+def test_a_schedule_by_a_monitored_value_says_that_it_begins_anew() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1)], 0.1)
+    schedule = cb.LearningRateScheduler(scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau, monitor="val_loss")
+    goes_on = SimpleNamespace(goes_on=True)
+    schedule.trainer = cast(Any, SimpleNamespace(optimizer=optimizer, strategy=goes_on, epoch=2, step=8))
+    with pytest.warns(UserWarning, match=r"goes on from step 8, .* begins anew, since the earlier .* 'val_loss'"):
+        schedule.on_fit_begin()
+    schedule.on_fit_begin()  # of another fit of this process
 
 
 def test_wrong_schedules_are_refused() -> None:

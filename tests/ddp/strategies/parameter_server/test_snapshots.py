@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from testbed.same import assert_same
 from testbed.servers import in_roles, start
 from testbed.worlds import world
 from torch.nn import functional as F
+from torch.optim.lr_scheduler import StepLR
 
 import ddp
 from ddp import callbacks as cb
@@ -51,11 +53,11 @@ def test_a_second_run_goes_on_from_the_snapshots(tmp_path: Path) -> None:
 
 
 @world(3)
-@pytest.mark.parametrize(("accumulate", "steps"), [(1, None), (2, None), (1, 3)])
+@pytest.mark.parametrize(("accumulate", "steps", "by"), [(1, None, "epoch"), (2, None, "step"), (1, 3, "epoch")])
 def test_a_fit_that_goes_on_from_snapshots_counts_and_saves_on(
-    tmp_path: Path, accumulate: int, steps: int | None
+    tmp_path: Path, accumulate: int, steps: int | None, by: Literal["epoch", "step"]
 ) -> None:
-    """Schedules by step go on, batches are not repeated, and new checkpoints are those that are kept."""
+    """Schedules go on, also torch's, batches are not repeated, and new checkpoints are those that are kept."""
 
     class Steps(cb.Callback):
         def __init__(self) -> None:
@@ -71,9 +73,14 @@ def test_a_fit_that_goes_on_from_snapshots_counts_and_saves_on(
         def body(options: dict[str, Any] = options, epochs: int = epochs) -> None:
             strategy = ParameterServer(**options)
             seen, checkpoints = Steps(), cb.ModelCheckpoint(tmp_path / "saved", keep=2)
-            fit = trainer([seen, checkpoints], strategy=strategy, accumulate=accumulate)
-            fit.fit(fits.data(), epochs=epochs, global_batch_size=fits.BATCH, steps_per_epoch=steps)
+            schedule = cb.LearningRateScheduler(scheduler=functools.partial(StepLR, step_size=1, gamma=0.1), by=by)
+            fit = trainer([seen, schedule, checkpoints], strategy=strategy, accumulate=accumulate)
+            history = fit.fit(fits.data(), epochs=epochs, global_batch_size=fits.BATCH, steps_per_epoch=steps)
             assert seen.begun == [*range(0 if epochs == 2 else 2 * of_epoch, epochs * of_epoch)]
+            stepped = range(epochs) if by == "epoch" else [of_epoch * epoch - 1 for epoch in range(1, epochs + 1)]
+            assert history["learning_rate"] == pytest.approx(
+                [0.1 * 0.1**number for number in stepped][history.epoch[0] :]
+            )
             strategy.close()
 
         in_roles(2, 1, body)
