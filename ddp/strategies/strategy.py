@@ -26,7 +26,8 @@ import difflib
 import importlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from inspect import signature
 from typing import Any, ClassVar, Literal
 
@@ -146,6 +147,7 @@ class Strategy(ABC):
     def __init__(self, world: World) -> None:
         self.world = world
         self._batch_size: int | None = None  # of the present global batch: the last that a loader yielded
+        self.on_mean: Callable[[torch.Tensor, torch.Tensor], None] | None = None  # gets a mean() and its gradient
 
     @classmethod
     def passes_on(cls) -> set[str]:
@@ -285,7 +287,10 @@ class Strategy(ABC):
             raise ArgumentError(
                 f"mean(): {len(losses)} losses of this replica, but a global batch of {size}: pass global_batch_size"
             )
-        scaled: torch.Tensor = _ScaledGradient.apply(losses.sum() / size, self.replicas)  # type: ignore[no-untyped-call]  # torch's
+        part = losses.sum() / size
+        scaled: torch.Tensor = _ScaledGradient.apply(part, self.replicas)  # type: ignore[no-untyped-call]  # torch's
+        if self.on_mean is not None and scaled.requires_grad:
+            scaled.register_hook(partial(self.on_mean, part.detach()))
         return scaled
 
     def _global_size(self, own: int) -> int:

@@ -335,9 +335,9 @@ class Totals:
     def set(self, numbers: Mapping[str, list[float]]) -> None:
         self._of = {name: list(pair) for name, pair in numbers.items()}
 
-    def counted(self, count: Any, replica: int) -> Any:
-        """Return what a replica adds of a number that all replicas have in common."""
-        return count if replica == 0 else 0
+    def share(self, count: float, replicas: int) -> float:
+        """Return what each replica adds of a count that all replicas have in common."""
+        return count / replicas
 
     def to_add_up(self, replica: int) -> dict[str, list[float]]:
         """Return the numbers whose sum over the replicas is that of all."""
@@ -371,7 +371,7 @@ class StepTotals(Totals):
         super().__init__(names)
         self._parts: list[Totals] = []
 
-    def counted(self, count: Any, replica: int) -> Any:
+    def share(self, count: float, replicas: int) -> float:
         return count
 
     def to_add_up(self, replica: int) -> dict[str, list[float]]:

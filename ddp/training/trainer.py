@@ -287,15 +287,16 @@ class Trainer(Training):
         with no_sync():
             batch = on_device(part.batch, self.device)
             self.weighted.begin_batch(part.batch, batch)
-            with self._autocast():
+            with self._autocast(), self.weighted.followed():
                 loss = self.train_step(batch)
             if self.model is self.module:
                 timeline.follow((loss,))
             weight = self.weighted.of_batch
             if weight is None:
-                count = self.totals.counted(part.size, self.strategy.replica)
-                self.record("loss", loss.detach().double() * part.size, count)
-                self.scaler.scale(loss if part.weight == 1 else loss * part.weight).backward()
+                gradient = self.scaler.scale(torch.full_like(loss, part.weight))
+                loss.backward(gradient)
+                size = self.totals.share(part.size, self.strategy.replicas)
+                self.record("loss", self.weighted.whole(loss, gradient) * size, size)
             else:
                 self.record("loss", loss.detach().double() * weight, weight)
                 self.weighted.backward(self.model, self.scaler.scale(loss), ends_step=part.ends_step)

@@ -6,7 +6,9 @@ that it can be sent with the gradients.
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -42,6 +44,7 @@ class WeightedMeans:
         self._given: Any = None
         self._labels: Tensor | None = None  # of the batch on the device, as long as nothing has changed them
         self._version = 0
+        self._of_means: Any = 0.0  # the means in the loss of this batch, each times its gradient
 
     def begin_step(self, samples: float) -> None:
         """Count in samples of a replica, or micro-batch, before the first step, since labels are not known yet."""
@@ -52,6 +55,28 @@ class WeightedMeans:
         """Begin a batch: `given` from the loader, `moved` on the replica's device."""
         self.of_batch, self._given, self._labels = None, given, _labels(moved)
         self._version = 0 if self._labels is None else version_of(self._labels)
+
+    @contextlib.contextmanager
+    def followed(self) -> Iterator[None]:
+        """Follow the strategy's means of this batch, from the block that computes its loss on to backward."""
+        self._strategy.on_mean = self._add_mean if self._strategy.replicas > 1 else None
+        try:
+            yield
+        finally:
+            self._strategy.on_mean = None
+            self._of_means = 0.0
+
+    def _add_mean(self, part: Tensor, gradient: Tensor) -> None:
+        self._of_means += part.double() * gradient.double()
+
+    def whole(self, loss: Tensor, gradient: Tensor) -> Tensor:
+        """Return a loss as its gradient counts it, after a backward from this `gradient` of the loss.
+
+        Its mean over the replicas is the loss of the global batch: strategy.mean() gives a part of a mean, with a
+        gradient as of the whole mean, and what train_step() adds to it counts as it is.
+        """
+        whole: Tensor = loss.detach().double() + (self._strategy.replicas - 1) * self._of_means / gradient.double()
+        return whole
 
     def mean(self, losses: Tensor, share: Share, batch: Any) -> Tensor:
         """Return the loss of a batch for backward: its part of the mean, or a mean by itself.

@@ -12,7 +12,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from testbed.fits import BATCH, F64, KINDS, SAMPLES, Breaks, ByName, by_hand, data, flat, made, tensors, trainer
+from testbed.fits import (
+    BATCH,
+    F64,
+    KINDS,
+    SAMPLES,
+    Breaks,
+    ByName,
+    batches,
+    by_hand,
+    data,
+    flat,
+    made,
+    tensors,
+    trainer,
+)
 from testbed.nursery import Nursery
 from testbed.once import once
 from testbed.worlds import agreed, world
@@ -354,6 +368,45 @@ def test_a_step_of_ones_own() -> None:
     history = own.fit(data(), epochs=2, global_batch_size=BATCH, steps_per_epoch=4)
     assert (flat(own.module) - flat(by_hand(KINDS["mean"][1]))).abs().max() < 1e-12
     assert agreed(history.history)["seen"] == [23 / 4, 23 / 4]
+
+
+@world(1, 3)
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_the_log_of_a_step_of_ones_own_is_the_loss_that_has_its_gradient(accumulate: int) -> None:
+    """What it adds to the mean counts once, not once for each replica; a factor, and a mean of its own, count too."""
+
+    def penalty(net: nn.Module) -> Any:
+        return 0.1 * sum(parameter.square().sum() for parameter in net.parameters())
+
+    class Own(Trainer):
+        def train_step(self, batch: Any) -> Tensor:
+            seen.clear()
+            loss = 0.5 * super().train_step(batch)
+            aside = self.strategy.mean(seen[0].square()[: len(batch[1])])
+            loss += penalty(self.module)  # in place
+            return loss + 0.25 * aside
+
+    x, y, _ = tensors()
+    targets = nn.functional.one_hot(y).to(F64)
+    seen: list[Tensor] = []
+    net, optimizer = made()
+    net.register_forward_hook(lambda _, __, outputs: seen.append(outputs))
+    one = Own(net, optimizer, nn.MSELoss(), accumulate=accumulate, seed=4)
+    history = one.fit(TensorDataset(x, targets), epochs=2, global_batch_size=BATCH)
+
+    net, optimizer = made()
+    for epoch in range(2):
+        total, parts = 0.0, list(batches(epoch))
+        for start in range(0, len(parts), accumulate):
+            rows = [row for part in parts[start : start + accumulate] for row in part]
+            outputs = net(x[rows])
+            loss = 0.5 * nn.functional.mse_loss(outputs, targets[rows]) + 0.25 * outputs.square().mean() + penalty(net)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            total += loss.item() * len(rows)
+        assert history["loss"][epoch] == pytest.approx(total / SAMPLES, abs=1e-12)
+    assert (flat(one.module) - flat(net)).abs().max() < 1e-12
 
 
 @world(1, 2)

@@ -66,6 +66,9 @@ def test_a_fit_that_goes_on_from_snapshots_counts_and_saves_on(
         def on_step_begin(self, step: int) -> None:
             self.begun.append(step)
 
+        def on_step_end(self, step: int, logs: dict[str, float]) -> None:
+            assert 0.5 < logs["loss"] < 2  # of this replica's share
+
     of_epoch = steps or -(-4 // accumulate)
     for epochs in (2, 3):
         options = {"snapshots": tmp_path / "snapshots", "snapshot_every": 1, "timeout_s": 20.0}
