@@ -44,11 +44,15 @@ def main() -> None:
     if args.what == "record":
         fail()
     if args.what == "once" and (seen["RANK"], seen["TORCHELASTIC_RESTART_COUNT"]) == ("1", "0"):
+        while not Path("seen.0.0.json").exists():  # the other would be ended before it says anything
+            time.sleep(0.01)
         sys.exit(3)
 
 
 def say(seen: dict[str, object]) -> None:
-    Path(f"seen.{seen['RANK']}.{seen['TORCHELASTIC_RESTART_COUNT']}.json").write_text(json.dumps(seen, indent=1))
+    path = Path(f"seen.{seen['RANK']}.{seen['TORCHELASTIC_RESTART_COUNT']}.json")
+    path.with_suffix(".part").write_text(json.dumps(seen, indent=1))
+    path.with_suffix(".part").rename(path)
 
 
 def sum_of_ranks(method: str) -> float:

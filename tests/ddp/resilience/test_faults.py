@@ -11,8 +11,9 @@ from testbed.processes import run_program
 BENCH = Path(__file__).parents[3] / "scripts" / "bench" / "faults.py"
 
 
-@pytest.mark.parametrize(("faults", "epochs"), [(1, 4), (40, 10)])
+@pytest.mark.parametrize(("faults", "epochs"), [(1, 4), (24, 10)])
+@pytest.mark.timeout(600)  # a busy machine takes several times as long
 def test_random_faults_cost_one_restart_each_and_no_bit(faults: int, epochs: int) -> None:
-    result = run_program(sys.executable, BENCH, "--faults", str(faults), "--epochs", str(epochs), timeout=280)
+    result = run_program(sys.executable, BENCH, "--faults", str(faults), "--epochs", str(epochs), timeout=560)
     assert result.returncode == 0, result
     assert result.stdout.endswith(": 0 not as promised\n"), result.stdout
