@@ -67,10 +67,13 @@ ALONE = Placement(rank=0, world_size=1, local_rank=0, local_world_size=1, node_r
 def run_of(environ: Mapping[str, str]) -> tuple[str, int]:
     """Return the launcher's run id, "" without one, and the number of the attempt, from 0.
 
-    Under dtrain TORCHELASTIC_RESTART_COUNT also counts the restarts of a process within an attempt.
+    Under dtrain, whose DTRAIN_ATTEMPT is `run id/number`, TORCHELASTIC_RESTART_COUNT also counts the restarts of a
+    process within an attempt. dtrain may have started another launcher.
     """
     run_id = environ.get("TORCHELASTIC_RUN_ID", "")
-    attempt = environ.get("DTRAIN_ATTEMPT", environ.get("TORCHELASTIC_RESTART_COUNT", ""))
+    run_of_dtrain, _, attempt = environ.get("DTRAIN_ATTEMPT", "").rpartition("/")
+    if run_of_dtrain != run_id:
+        attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "")
     if run_id in ("", "none") and environ.get("SLURM_STEP_ID", "").isdecimal():  # torchrun says "none" by default
         run_id = f"slurm {environ.get('SLURM_JOB_ID', '')}.{environ['SLURM_STEP_ID']}"
         attempt = environ.get("SLURM_RESTART_COUNT", "")

@@ -284,17 +284,12 @@ def _claimed(path: Path) -> CopyMemory | None:
     while not kept_copy.lock(descriptor):
         if time.monotonic() > until:
             _wait_s = 0.0  # no later save waits again
-        if not _wait_s or not _writes_for_dead(kept_copy.find()):
+        if not _wait_s or not kept_copy.writes_for_dead(kept_copy.find()):
             os.close(descriptor)
             return None
         time.sleep(_PAUSE_S)
     leave_to_parent(descriptor)
     return CopyMemory(descriptor)
-
-
-def _writes_for_dead(note: Note | None) -> bool:
-    """Return whether the program that writes the file of an ended process uses the memory."""
-    return note is not None and bool(note.argv) and not Path(f"/proc/{note.pid}").exists()
 
 
 class _Sink:

@@ -137,6 +137,11 @@ def find(path: Path | None = None) -> Note | None:
     return replace(note, argv=tuple(note.argv))
 
 
+def writes_for_dead(note: Note | None) -> bool:
+    """Return whether the program that writes the file of an ended process uses the memory."""
+    return note is not None and bool(note.argv) and not Path(f"/proc/{note.pid}").exists()
+
+
 def lock(descriptor: int) -> bool:
     """Lock the memory as long as the open file lives; return False if another process has locked it."""
     try:

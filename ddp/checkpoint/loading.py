@@ -115,10 +115,12 @@ def find(
 
 
 def _open_kept(open_files: contextlib.ExitStack, folder: Path) -> tuple[LoadNote, BinaryIO] | None:
-    """Open the copy for `folder` that an earlier attempt of the run has left in this host's memory, if any."""
+    """Open the copy for `folder` that an ended process of the run has left in this host's memory, if any."""
     note, memory = kept_copy.find(), kept_copy.copy_path()
-    if note is None or memory is None or note.attempt >= run_of(os.environ)[1]:
-        return None  # the file of a copy of this attempt is complete by now
+    if note is None or memory is None:
+        return None
+    if note.attempt >= run_of(os.environ)[1] and not kept_copy.writes_for_dead(note):
+        return None  # of this attempt: its file is complete by now
     if Path(note.path).parent.resolve() != folder.resolve():
         return None
     try:

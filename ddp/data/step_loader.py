@@ -28,6 +28,7 @@ from ddp.data.micro_batch import MicroBatch, current
 from ddp.data.permutation import Position, choose
 from ddp.data.sampler import rank_and_size
 from ddp.errors import ArgumentError, UnsupportedError
+from ddp.monitoring.interrupts import is_interrupt
 from ddp.monitoring.progress import set_recorded_step
 from ddp.world import communicating
 
@@ -178,7 +179,7 @@ class StepLoader:
     def _steps(self, count: int, place: tuple[int, int]) -> Iterator[Step]:
         while self.epoch < count:
             epoch, generator = self.epoch, torch.Generator().manual_seed(self.seed)
-            batches = iter(
+            batches = _Batches(
                 DataLoader(
                     _Seeded(self.dataset, self.seed, epoch),
                     batch_sampler=_Own(self, self._position, place),
@@ -192,7 +193,6 @@ class StepLoader:
                     yield step
                 finally:  # also if the loop ends with it
                     record.end(step)
-                step._skip_rest()
                 replay.end_step(step.recorded)
                 if step.recorded is not None:
                     set_recorded_step(step.recorded + 1)  # what fails from here on does so after the step
@@ -277,9 +277,7 @@ class StepLoader:
 class Step:
     """One step of the optimizer: iterate over this rank's micro-batches once, with one backward pass for each."""
 
-    def __init__(
-        self, loader: StepLoader, batches: Iterator[Any], position: int, size: int, place: tuple[int, int]
-    ) -> None:
+    def __init__(self, loader: StepLoader, batches: _Batches, position: int, size: int, place: tuple[int, int]) -> None:
         self.epoch, self.samples = loader.epoch, size
         self.number = position // loader.global_batch_size  # in the epoch
         self.recorded: int | None = None  # its number in the ledger, once it is iterated and has a line there
@@ -289,7 +287,7 @@ class Step:
         self._bounds = loader._bounds(size)
         self._rank, ranks = place
         self._shares = Shares.of(len(self._bounds) - 1, ranks)
-        self._left = len(self.micro_batches)  # not loaded yet
+        self._numbers = batches.numbers(len(self.micro_batches))
         self._seeds = loader.seed, self.epoch, position
 
     @property
@@ -305,8 +303,8 @@ class Step:
 
     def without_gradients(self) -> Iterator[Any]:
         """Yield this rank's micro-batches, and set the random numbers of each; models add nothing up."""
-        for index in self.micro_batches:
-            batch = self._load()
+        for index, number in zip(self.micro_batches, self._numbers, strict=True):
+            batch = self._batches.load(number)
             _seed(*self._seeds, index)
             yield batch
         _seed(*self._seeds, _AFTER)
@@ -317,8 +315,8 @@ class Step:
         if record.begin_step(self._loader, self, self._total, self._shares.counts, self._rank):
             self.recorded = self._total
         try:
-            for index in self.micro_batches:
-                batch = self._load()
+            for index, number in zip(self.micro_batches, self._numbers, strict=True):
+                batch = self._batches.load(number)
                 current.micro_batch = self._micro_batch(index, self.samples / self._samples(index))
                 _seed(*self._seeds, index)
                 replay.reach(self.recorded, index)
@@ -335,17 +333,6 @@ class Step:
         finally:
             if current.step is self:  # else a later step has begun: a failed one ends when its traceback goes
                 current.step = current.micro_batch = None
-
-    def _load(self) -> Any:
-        if not self._left:
-            raise ArgumentError("a step of ddp.StepLoader can be iterated once: its micro-batches were loaded already")
-        self._left -= 1  # also if it fails: the next one is another
-        return next(self._batches)
-
-    def _skip_rest(self) -> None:
-        """Load the micro-batches that were not asked for, or the next step would get them."""
-        while self._left:
-            self._load()
 
     def mean(self, losses: Sequence[float | torch.Tensor]) -> float:
         """Return the mean over the step's samples, from the `losses` of this rank's micro-batches, in their order.
@@ -381,6 +368,40 @@ class Step:
         sum_divisor = 1.0 if self.samples % count else float(count)
         averages = self._loader.buffers == "average"
         return MicroBatch(index, divisor, sum_divisor, self._shares, self._rank, averages, self.recorded)
+
+
+class _Batches:
+    """This rank's micro-batches of the rest of an epoch, which are loaded in their order and numbered from 0."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._iterator = iter(loader)
+        self._next = 0
+        self._given = 0
+
+    def numbers(self, count: int) -> range:
+        """Return the numbers of the next `count`, for a step."""
+        self._given += count
+        return range(self._given - count, self._given)
+
+    def load(self, number: int) -> Any:
+        """Load a micro-batch, and before it those of earlier steps that were left early.
+
+        An error in one of these is dropped, since nobody asks for it. Raises ArgumentError for one that is behind.
+        """
+        if number < self._next:
+            raise ArgumentError(
+                "a step of ddp.StepLoader was iterated again, or after a later one: each is iterated once, in their "
+                "order"
+            )
+        while self._next < number:
+            self._next += 1
+            try:
+                next(self._iterator)
+            except Exception as error:
+                if is_interrupt(error):
+                    raise
+        self._next += 1
+        return next(self._iterator)
 
 
 class _Own:

@@ -249,8 +249,8 @@ def _accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def _top5(outputs: Tensor, targets: Tensor) -> Tensor:
     best = outputs.topk(5, dim=1).indices
-    _, expected = _alike(best[:, 0], _numbers(outputs, targets))
-    return (best == expected.unsqueeze(1)).any(1)
+    first, expected = _alike(best[:, 0], _numbers(outputs, targets))
+    return (best.reshape(len(best), 5, *first.shape[1:]) == expected.unsqueeze(1)).any(1)
 
 
 def _numbers(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -289,6 +289,11 @@ class Trainer(Training):
             self.weighted.begin_batch(part.batch, batch)
             with self._autocast(), self.weighted.followed():
                 loss = self.train_step(batch)
+            if loss.numel() != 1:
+                raise ArgumentError(
+                    f"train_step() returned a loss of shape {tuple(loss.shape)}: return strategy.mean() of it, or one "
+                    "number"
+                )
             if self.model is self.module:
                 timeline.follow((loss,))
             weight = self.weighted.of_batch

@@ -369,7 +369,8 @@ class Agent:
     def _address(self, message: OpenStore | ReservePorts) -> str:
         """Return this host's address for the other hosts: the one in the order, or a chosen one."""
         assert self._prepared is not None
-        return message.address or choose_address(self._prepared.interfaces, message.towards, self._reached_at)
+        reached_at = self._reached_at if self._prepared.own_connection else None
+        return message.address or choose_address(self._prepared.interfaces, message.towards, reached_at)
 
     def _suspend(self, suspended: bool) -> None:
         if suspended and self._suspension is None and self._attempt_end is None:

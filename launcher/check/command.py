@@ -187,6 +187,7 @@ class _Examination:
                 address=(spec.master_addr or address) if first else address,
                 interfaces=list(spec.interfaces),
                 towards=next((name for name in there if name != link.host.name), ""),
+                own_connection=link.host.has_own_connection,
                 token=self._token,
                 store_port=(spec.master_port or DEFAULT_PORT) if first else 0,
             )

@@ -108,7 +108,8 @@ def _find(asked: str, about: Mapping[str, Any]) -> Any:
         return asdict(find_host_facts(prepare))
     token = about["token"].encode()
     if asked == "listen":
-        address = about["address"] or choose_address(about["interfaces"], about["towards"], _REACHED_AT)
+        reached_at = _REACHED_AT if about["own_connection"] else None
+        address = about["address"] or choose_address(about["interfaces"], about["towards"], reached_at)
         return asdict(listen(address, token, about["store_port"]))
     if asked == "probe":
         targets = decode_value(tuple[Target, ...], about["targets"])

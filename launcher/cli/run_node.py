@@ -180,6 +180,10 @@ def commands_of_nodes(options: Options) -> str:
     parse_command(options)
     hosts = listed_hosts(options)
     nodes = options.nnodes[1] if options.nnodes else len(hosts)
+    if options.sync or options.fetch:
+        raise UsageError(
+            "--print-commands: --sync and --fetch are not for nodes that are started by hand; leave them out"
+        )
     if nodes < 2:
         raise UsageError("--print-commands needs the number of nodes, 2 or more; write --nnodes N, or --hosts")
     args = _typed_options(options)

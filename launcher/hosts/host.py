@@ -51,6 +51,11 @@ class Host:
         """Return whether it is, or may be, another machine: its connection can break."""
         return self.kind in (HostKind.SSH, HostKind.SRUN, HostKind.JOINED)
 
+    @property
+    def has_own_connection(self) -> bool:
+        """Return whether SSH_CONNECTION there is that of its agent; others inherit it, from the user's login."""
+        return self.kind in (HostKind.SSH, HostKind.JOINED)
+
 
 @dataclass(frozen=True)
 class HostEntry:

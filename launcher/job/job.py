@@ -263,10 +263,10 @@ class Job:
         return [Send(name, SignalWorkers(signum=signum)) for name in self.fleet.workers_of(run.current.members)]
 
     def _stopped_by(self, signum: int, now: float) -> list[Command]:
-        if self.run.stops_with is not None:  # by another signal: a further one only ends the look
-            return stop(self.run, now, self.run.stops_with)
         attempt = self.attempt
         self.run.preempted &= signum == signal.SIGTERM  # which SLURM sends at the end; a user sends the others
+        if self.run.stops_with is not None:  # by another signal: a further one only ends the look
+            return stop(self.run, now, self.run.stops_with)
         if attempt is not None and self.phase is Phase.GATHERING:
             # History; it is the signal that ends the run.
             attempt.failures, attempt.secondary_failures, attempt.evidence = [], [], ()

@@ -61,6 +61,7 @@ def prepare(
         heartbeat_s=heartbeat_s,
         step_times=step_times,
         lost_agents=list(lost_agents),
+        own_connection=host.has_own_connection,
         part=host.part,
         parts=host.parts,
         interfaces=list(spec.interfaces),

@@ -48,7 +48,7 @@ def worker_environment(
         "TORCHELASTIC_MAX_RESTARTS": str(spec.first_attempt + spec.max_restarts),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(spec.signals),
-        "DTRAIN_ATTEMPT": str(store.attempt),  # the same for processes that are restarted within it
+        "DTRAIN_ATTEMPT": f"{spec.run_id}/{store.attempt}",  # the same for processes that are restarted within it
         "DTRAIN_HOST": worker.host,
         "DTRAIN_ROLES": roles,
         "DTRAIN_RUN_KEY": run_key,

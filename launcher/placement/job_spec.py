@@ -195,8 +195,8 @@ class JobSpec:
             )
         if self.fetch and any(host.kind is HostKind.JOINED for host in self.hosts):
             raise UsageError(
-                "--fetch brings nothing from nodes that are started by hand, to which dtrain opens no connection; name "
-                "hosts with --hosts, or copy the files from there"
+                "--fetch brings nothing from nodes that each start dtrain, by hand or by srun: it connects to none; "
+                "name hosts with --hosts, or have the script write where all nodes see it"
             )
         self._check_chaos()
         if not 1 <= self.min_hosts <= self.max_hosts:

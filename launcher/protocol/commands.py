@@ -36,6 +36,7 @@ class Prepare(Command):
     keep_warm_s: float = 0.0  # how long the process that workers are forked from stays after the run; 0: it is ended
     flight_recorder: bool = False  # have torch record collectives, and read what it has recorded
     behind: str = ""  # program of the launch prefix: must be found in PATH; no worker is forked
+    own_connection: bool = False  # SSH_CONNECTION is how this agent was reached, not how the user has logged in
 
 
 @dataclass(frozen=True)

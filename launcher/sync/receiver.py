@@ -687,13 +687,14 @@ def fetch(order: dict[str, Any]) -> None:
         folder = tree + folder
     import glob
 
-    found: set[str] = set()  # several patterns match a file, and ** matches a folder and what is in it
+    found: dict[str, str] = {}  # by name: several patterns match a file, and ** matches a folder and what is in it
     for pattern in order["fetch"]:
         for name in glob.glob(pattern, root_dir=folder, recursive=True):
-            path = os.path.normpath(os.path.join(folder, name))
-            found.update((each for each, _ in walk(path, compiled=True)) if os.path.isdir(path) else [path])
-    for path in sorted(found):
-        _send_file(path, os.path.relpath(path, folder) if path.startswith(folder + "/") else path)
+            path = os.path.join(folder, name.rstrip("/") or "/")
+            for each in (each for each, _ in walk(path, compiled=True)) if os.path.isdir(path) else [path]:
+                found[os.path.relpath(each, folder) if each.startswith(folder + "/") else each] = each
+    for name, path in sorted(found.items()):
+        _send_file(path, name)
     send(1, done=True)
 
 

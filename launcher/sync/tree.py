@@ -176,7 +176,7 @@ def _listed(root: str, inner: str, ignored: Ignored, left_out: Collection[str]) 
         yield from _walked(root, folder, ignored, left_out)
         return
     folders: dict[str, bool] = {}  # whether it is sent
-    for name in (os.path.join(inner, each) for each in names):
+    for name in (os.path.join(inner, each) for each in names if each != "./"):  # of a submodule that is not there
         path = os.path.join(root, name)
         if name.endswith("/") or (os.path.isdir(path) and not os.path.islink(path)):  # another repository in this one
             name = name.rstrip("/")

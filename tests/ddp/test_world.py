@@ -13,6 +13,7 @@ import textwrap
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from torch.distributed import HashStore, TCPStore
 
 import ddp
 from ddp import device_choice, world
-from ddp.environment import read_placement
+from ddp.environment import ALONE, read_placement
 from ddp.errors import ArgumentError, LaunchEnvironmentError
 from ddp.group_store import store_at_address
 
@@ -390,6 +391,18 @@ def test_a_group_not_made_again_leaves_no_excepthook_of_torch(nursery: Nursery, 
     variables |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1") | {"MASTER_ADDR": "127.0.0.1"}
     (result,) = nursery.programs(textwrap.dedent(script), tmp_path, [variables])
     assert (result.returncode, result.stdout) == (0, "as before\n"), result.stderr
+
+
+def test_connections_are_broken_before_a_backend_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend for several hosts waits for what hangs in them."""
+    seen: list[str] = []
+    monkeypatch.setattr(world, "_membership", member := world._Membership(ALONE, HashStore(), "shm", None, None, False))
+    monkeypatch.setattr(member.connections, "break_all", lambda: seen.append("connections"))
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=object()))
+    monkeypatch.setattr(world, "device_types_of", lambda _: [])
+    monkeypatch.setattr(world, "backend_of", lambda *_: SimpleNamespace(abort=lambda: seen.append("backend")))
+    world.break_connections()
+    assert seen == ["connections", "backend"]
 
 
 def test_a_silent_store_holds_no_rank_that_meets_the_others(nursery: Nursery, tmp_path: Path) -> None:

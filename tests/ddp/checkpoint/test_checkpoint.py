@@ -18,6 +18,7 @@ import subprocess
 import sys
 from collections import namedtuple
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from torch.utils.data import BatchSampler
 
 import ddp
 from ddp.checkpoint import file as checkpoint_file
-from ddp.checkpoint import kept_copy
+from ddp.checkpoint import kept_copy, loading
 from ddp.checkpoint.atomic_file import remove_unfinished
 from ddp.checkpoint.folder_owner import FolderOwner
 from ddp.errors import ArgumentError, CheckpointError
@@ -210,7 +211,7 @@ def test_a_later_attempt_takes_over_from_one_that_hangs(tmp_path: Path) -> None:
 
 def test_a_later_generation_takes_over_from_a_lost_host(tmp_path: Path) -> None:
     """Whose locks a server of files keeps for a while; a process that goes on within the attempt stays the owner."""
-    run = {"TORCHELASTIC_RUN_ID": "one", "DTRAIN_ATTEMPT": "1", "TORCHELASTIC_RESTART_COUNT": "3"}
+    run = {"TORCHELASTIC_RUN_ID": "one", "DTRAIN_ATTEMPT": "one/1", "TORCHELASTIC_RESTART_COUNT": "3"}
     with _owner_in_a_process(tmp_path, run):
         with pytest.raises(CheckpointError, match="another run"):
             FolderOwner(tmp_path, {**run, "TORCHELASTIC_RESTART_COUNT": "4"}, lambda: 0).claim(0)
@@ -219,6 +220,24 @@ def test_a_later_generation_takes_over_from_a_lost_host(tmp_path: Path) -> None:
     later.claim(0)
     with pytest.raises(CheckpointError, match="another Checkpoint"):
         FolderOwner(tmp_path, run, lambda: 2).claim(0)
+
+
+@pytest.mark.parametrize(("attempt", "lives", "is_taken"), [(0, True, False), (0, False, True), (1, True, True)])
+def test_a_kept_copy_is_taken_unless_its_process_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attempt: int, lives: bool, is_taken: bool
+) -> None:
+    """Of the same attempt: another process of the rank, whose file is still being written. Private: else it is rare."""
+    for name, value in (("DTRAIN_COPY_NOTE", tmp_path / "note"), ("DTRAIN_COPY_FILE", tmp_path / "memory")):
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
+    monkeypatch.setenv("DTRAIN_ATTEMPT", f"one/{attempt}")
+    (tmp_path / "memory").write_bytes(b"content")
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    note = kept_copy.Note.new(checkpoint_file.path_of(tmp_path / "saved", 3), 3, 0)
+    replace(note, pid=os.getpid() if lives else ended.pid).put(kept_copy.note_path())
+    with contextlib.ExitStack() as opened:
+        assert (loading._open_kept(opened, tmp_path / "saved") is not None) is is_taken
 
 
 @pytest.mark.parametrize("is_ours", [True, False])

@@ -208,13 +208,13 @@ def test_a_step_abandoned_after_micro_batches_changes_nothing() -> None:
 
 
 class Numbers(torch.utils.data.Dataset[torch.Tensor]):
-    """Twenty-four numbers, of which two are damaged."""
+    """Twenty-four numbers, of which four are damaged."""
 
     def __len__(self) -> int:
         return 24
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        if index in (17, 19):
+        if index in range(4, 8):
             raise ValueError("damaged")
         return torch.tensor([float(index)])
 
@@ -222,7 +222,7 @@ class Numbers(torch.utils.data.Dataset[torch.Tensor]):
 @world(2)
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_step_that_ends_early_leaves_the_next_its_samples(workers: int) -> None:
-    """The second is left after a micro-batch, the third is not begun, the fifth has damaged samples; of six steps."""
+    """Of six steps the second has damaged samples alone, the third is not begun, the fifth is left in the middle."""
     loader = ddp.StepLoader(Numbers(), global_batch_size=4, micro_batch_size=1, shuffle=False, num_workers=workers)
     model = ddp.DistributedDataParallel(nn.Linear(1, 1))
     seen: list[list[int]] = []
@@ -231,25 +231,25 @@ def test_a_step_that_ends_early_leaves_the_next_its_samples(workers: int) -> Non
         if step.number == 2:
             continue
         model.zero_grad()
-        with pytest.raises(ValueError, match="damaged") if step.number == 4 else nullcontext():
+        with pytest.raises(ValueError, match="damaged") if step.number == 1 else nullcontext():
             for x in step:
                 seen[-1].append(int(x))
-                if step.number == 1:
+                if step.number == 4:
                     break
                 model(x).sum().backward()
     both: list[list[list[int]]] = [[], []]
     dist.all_gather_object(both, seen)
-    assert both[0] == [[0, 1], [4], [], [12, 13], [16], [20, 21]]
-    assert both[1] == [[2, 3], [6], [], [14, 15], [18], [22, 23]]
+    assert both[0] == [[0, 1], [], [], [12, 13], [16], [20, 21]]
+    assert both[1] == [[2, 3], [], [], [14, 15], [18], [22, 23]]
 
 
-def test_a_step_is_iterated_once() -> None:
+def test_a_step_may_be_taken_ahead_and_is_iterated_once() -> None:
     loader = ddp.StepLoader(Numbers(), global_batch_size=4, micro_batch_size=2, shuffle=False)
-    step = next(loader.epochs(1))
-    next(iter(step))
-    next(iter(step))
-    with pytest.raises(ArgumentError, match="can be iterated once"):
-        next(iter(step))
+    first, _, third, *_ = loader.epochs(1)
+    assert [next(iter(step)).flatten().tolist() for step in (first, third)] == [[0, 1], [8, 9]]
+    for step in (first, third):
+        with pytest.raises(ArgumentError, match="each is iterated once"):
+            next(iter(step))
 
 
 @world(2)

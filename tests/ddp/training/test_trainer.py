@@ -440,7 +440,7 @@ def test_metrics_by_name_take_targets_with_and_without_a_last_dimension_of_1() -
     ]
     for name, outputs, targets, expected in cases:
         metric = metrics_of([name])[name]
-        columns = [outputs, outputs[:, None]] if outputs.dim() == 1 else [outputs]
+        columns = [outputs, outputs[:, None]] if outputs.dim() == 1 else [outputs, outputs[..., None]]
         for one in columns:
             for other in (targets, targets[:, None]):
                 assert metric(one, other).double().flatten().tolist() == expected, (name, one.shape, other.shape)
@@ -450,6 +450,20 @@ def test_metrics_by_name_take_targets_with_and_without_a_last_dimension_of_1() -
             metric(outputs, torch.zeros(len(outputs), 2))
     with pytest.raises(ArgumentError, match=r"values of shape \(4, 2\) from the outputs with targets of shape \(4,\)"):
         metrics_of(["mean_absolute_error"])["mean_absolute_error"](torch.zeros(4, 2), y)
+
+
+@world(1)
+def test_a_step_without_a_mean_is_refused_before_it_changes_weights() -> None:
+    class Own(Trainer):
+        def train_step(self, batch: Any) -> Tensor:
+            x, y = batch
+            return nn.functional.cross_entropy(self.model(x), y, reduction="none")
+
+    net, optimizer = made()
+    before = flat(net)
+    with pytest.raises(ArgumentError, match=r"train_step\(\) returned a loss of shape \(\d+,\)"):
+        Own(net, optimizer, nn.CrossEntropyLoss()).fit(data(), epochs=1, global_batch_size=BATCH)
+    assert torch.equal(flat(net), before)
 
 
 @world(1)

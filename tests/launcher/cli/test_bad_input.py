@@ -134,8 +134,10 @@ def test_after_wrong_input_nothing_was_started(script: Path, options: list[str],
     assert not (script.parent / "runs").exists()
 
 
-@pytest.mark.parametrize("line", ["--nnodes 1 script.py", "--simulate --nnodes 2 script.py"])
-def test_commands_to_print_need_several_nodes(line: str, snapshot: SnapshotAssertion) -> None:
+@pytest.mark.parametrize(
+    "line", ["--nnodes 1 script.py", "--simulate --nnodes 2 script.py", "--fetch x --nnodes 2 a.py"]
+)
+def test_commands_to_print_need_several_nodes_and_no_files(line: str, snapshot: SnapshotAssertion) -> None:
     with pytest.raises(UsageError) as refused:
         commands_of_nodes(typed("--print-commands", *line.split()))
     assert str(refused.value) == snapshot

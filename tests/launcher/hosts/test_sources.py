@@ -176,7 +176,8 @@ def test_a_host_that_the_script_names_later_joins_the_run(tmp_path: Path, ssh_ho
         "time.sleep(60 if os.environ['WORLD_SIZE'] == '1' else 0)\n"
     )
     words = ["--hosts-script", _script(tmp_path, f"cat {names}"), "--nnodes", "1:2", "--run-id", "job"]
-    words += ["--fetch", "names", "--ssh-config", str(ssh_hosts.ssh_config)]
+    words += ["--workdir", f"{tmp_path}/../{tmp_path.name}", "--fetch", "names"]
+    words += ["--ssh-config", str(ssh_hosts.ssh_config)]
     with started_dtrain("run", *words, "work.py", cwd=tmp_path) as process:
         assert process.stdout.readline() == b"[node1:0] world 1\n"
         names.write_text("node1:1\nnode2:1\n")

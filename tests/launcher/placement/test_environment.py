@@ -54,7 +54,7 @@ def test_the_environment_is_the_contract_s() -> None:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT",
         "CUDA_VISIBLE_DEVICES": "3,GPU-5",
-        "DTRAIN_ATTEMPT": "2",
+        "DTRAIN_ATTEMPT": "r1/2",
         "DTRAIN_HOST": "alpha",
         "DTRAIN_ELASTIC": "1",
         "DTRAIN_LOST_AFTER_S": "30",
@@ -109,7 +109,11 @@ def test_a_real_worker_has_all_of_it(tmp_path: Path) -> None:
         expected["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
         expected |= {"GROUP_RANK": str(rank), "GROUP_WORLD_SIZE": "2", "ROLE_RANK": str(rank), "ROLE_WORLD_SIZE": "2"}
         expected |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": env["MASTER_PORT"], "DTRAIN_HOST": f"sim{rank}"}
-        expected |= {"TORCHELASTIC_RESTART_COUNT": "0", "DTRAIN_ATTEMPT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
+        expected |= {
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "DTRAIN_ATTEMPT": f"{env['TORCHELASTIC_RUN_ID']}/0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+        }
         expected |= {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "MINE": "a=b \n'c'", "GIVEN": "there"}
         expected |= {
             "DTRAIN_ROLES": "default:2",

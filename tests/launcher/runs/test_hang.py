@@ -92,13 +92,13 @@ def test_a_stalled_run_ends_and_names_the_odd_rank(where: list[str], script: Pat
 
 def test_stacks_of_an_earlier_attempt_are_not_those_of_the_last(own_runs: Path) -> None:
     (own_runs / "script.py").write_text(
-        "import os, time\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n    time.sleep(600)\nraise ValueError\n"
+        "import os, time\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n    time.sleep(600)\nos._exit(3)\n"
     )
-    options = ["--stall-timeout-s", "1", "--start-timeout-s", "5", "--max-restarts", "1", "--error-json", "e.json"]
+    options = ["--stall-timeout-s", "1", "--start-timeout-s", "10", "--max-restarts", "1", "--error-json", "e.json"]
     result = run_dtrain("run", *options, "--run-id", "r", "script.py")
     assert [path.name for path in Path("runs/r").glob("attempt_*/evidence-*.txt")] == ["evidence-1.txt"], result
     facts = json.loads(Path("e.json").read_text())
-    assert (facts["cause"]["attempt"], facts["cause"]["error_type"]) == (1, "ValueError")
+    assert (facts["cause"]["attempt"], facts["cause"]["exit_status"]) == (1, 3)
     assert facts["evidence_file"] is None
     assert "evidence-1.txt" not in result.stderr
 

@@ -51,6 +51,16 @@ def test_a_repository_in_a_repository_is_sent_too(tmp_path: Path) -> None:
     assert names(root, find(root)) == ["a.py", "vendored/.gitignore", "vendored/b.py"]
 
 
+def test_a_submodule_that_is_not_there_is_passed_over(tmp_path: Path) -> None:
+    root = tmp_path / "project"
+    make(root, "a.py")
+    repository(root)
+    entry = "160000,4b825dc642cb6eb9a060e54bf8d69288fbee4904,vendored"
+    subprocess.run(["git", "-C", str(root), "update-index", "--add", "--cacheinfo", entry], check=True)
+    (root / "vendored").mkdir()
+    assert names(root, find(root)) == ["a.py"]
+
+
 def test_a_repository_in_a_repository_can_be_left_out(tmp_path: Path) -> None:
     root = tmp_path / "project"
     make(root, "a.py", "vendored/b.py", "data/big.bin", "data/small.py", "runs/old/c.py")

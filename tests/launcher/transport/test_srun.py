@@ -23,7 +23,7 @@ from launcher.transport.srun import Srun
 WAIT = "import signal, time\nprint('up', flush=True)\ntime.sleep(60)\n"
 SHOW = """\
 import os
-names = ("RANK", "SLURMD_NODENAME", "LOCAL_RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
+names = "RANK SLURMD_NODENAME LOCAL_RANK WORLD_SIZE CUDA_VISIBLE_DEVICES OMP_NUM_THREADS MASTER_ADDR".split()
 print("I", *(os.environ.get(name, "-") for name in names))
 """
 SIGNALLED = """\
@@ -103,7 +103,8 @@ def folder(slurm: SlurmCluster, tmp_path: Path) -> Folder:
     return Folder(slurm, tmp_path)
 
 
-def test_a_job_over_unequal_nodes_has_what_each_gives(folder: Folder) -> None:
+def test_a_job_over_unequal_nodes_has_what_each_gives(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSH_CONNECTION", "192.0.2.1 5000 192.0.2.2 22")  # of the login from which it is submitted
     # Five tasks, each with its GPU: two, two and one. Of itself a step on one node would get one GPU.
     job = folder.submit(SHOW, "-N3", "-n5", "--gpus-per-task=1")
     assert folder.ended(job) == "0:0"
@@ -115,6 +116,7 @@ def test_a_job_over_unequal_nodes_has_what_each_gives(folder: Folder) -> None:
         ["3", "node2", "1", "5", "0,1"],
         ["4", "node3", "0", "5", "0"],
     ]
+    assert not [place for place in places if place[6] == "192.0.2.2"], "the address of the login"
 
 
 @pytest.mark.parametrize(
