@@ -45,8 +45,9 @@ def choose_device(placement: Placement, backend: str | None, *, may_share: bool 
     if accelerator is None or not (backend is None or {accelerator, _DEVICE_BACKENDS[accelerator]} & words_of(backend)):
         return torch.device("cpu")
     count = torch.accelerator.device_count()
-    # If a launcher shows each worker only its own device, that one has index 0.
-    index = 0 if count == 1 or (may_share and placement.local_rank >= count) else placement.local_rank
+    # If a launcher shows each worker only its own devices, the first one has index 0.
+    is_first = count == 1 or owns_devices() or (may_share and placement.local_rank >= count)
+    index = 0 if is_first else placement.local_rank
     if index >= count:
         given = _chosen_devices(accelerator) or [f"{_CHOOSERS[accelerator][0]}=not set"]
         raise LaunchEnvironmentError(
@@ -58,6 +59,14 @@ def choose_device(placement: Placement, backend: str | None, *, may_share: bool 
     return torch.device(accelerator, index)
 
 
+def owns_devices() -> bool:
+    """Return whether dtrain shows this worker its own devices alone (`--gpus-per-proc`).
+
+    DTRAIN_OWN_GPUS is the run's id, since another launcher that this worker starts passes the variable on.
+    """
+    return os.environ.get("DTRAIN_OWN_GPUS", "") == os.environ.get("TORCHELASTIC_RUN_ID")
+
+
 def words_of(backend: str) -> set[str]:
     return set(backend.replace(",", ":").split(":"))
 
@@ -67,45 +76,54 @@ def _chosen_devices(accelerator: str) -> list[str]:
     return [f"{name}={os.environ[name]}" for name in _CHOOSERS[accelerator] if os.environ.get(name)]
 
 
-def device_to_connect(placement: Placement, backend: str, device: torch.device) -> torch.device | None:
-    """Return the device to connect at once, or None to connect in the first collective on one.
-
-    NCCL refuses ranks that share a device. If several ranks of a host see one device each, they may share it, whatever
-    chose it: such ranks may still use the group for host memory.
-    """
-    if device.type == "cpu" or placement.world_size == 1 or _DEVICE_BACKENDS[device.type] not in words_of(backend):
-        return None
-    may_share = torch.accelerator.device_count() == 1 and placement.local_world_size > 1
-    return None if may_share else device
+def connects_at_once(placement: Placement, backend: str, device: torch.device) -> bool:
+    """Return whether ranks on such devices connect them when the group is made, not in the first collective on one."""
+    return device.type != "cpu" and placement.world_size > 1 and _DEVICE_BACKENDS[device.type] in words_of(backend)
 
 
 def agree_on_backend(
     placement: Placement, backend: str | None, device: torch.device, store: Store, timeout: timedelta
-) -> str:
+) -> tuple[str, bool]:
     """Return `backend`, or choose it for `device`: on the CPU shm, if ranks share memory, else gloo. Blocks.
 
-    Raises LaunchEnvironmentError on all ranks if one without a given backend would choose another than the rest.
+    Also return whether all ranks connect their devices at once. Raises LaunchEnvironmentError on all ranks if one
+    without a given backend would choose another than the rest.
     """
     rank, size = placement.rank, placement.world_size
+    at_once = True
     if size > 1:
-        mine = [backend, device.type, device.type == "cuda" and leaves_errors()]
-        problem = agree(
+        mine = [backend, device.type, device.type == "cuda" and leaves_errors(), _has_one_device(placement, device)]
+        problem, at_once = agree(
             PrefixStore("ddp/devices", store),
             rank,
             size,
             mine,
-            lambda all_: [difference(all_)] * size,
+            lambda all_: [[difference([each[:3] for each in all_]), all(each[3] for each in all_)]] * size,
             timeout.total_seconds(),
         )
         if problem:
             raise LaunchEnvironmentError(problem)
     if backend is not None:
-        return backend
+        return backend, at_once and connects_at_once(placement, backend, device)
     if device.type != "cpu":
-        return f"cpu:gloo,{device.type}:{_DEVICE_BACKENDS[device.type]}"
+        backend = f"cpu:gloo,{device.type}:{_DEVICE_BACKENDS[device.type]}"
+        return backend, at_once and connects_at_once(placement, backend, device)
     hosts = sharing(PrefixStore("ddp/sharing", store), rank, size, timeout) if size > 1 else []
     is_able = sum(map(len, hosts)) == size and len(hosts) < size
-    return SHM if is_able else "gloo"
+    return (SHM if is_able else "gloo"), False
+
+
+def _has_one_device(placement: Placement, device: torch.device) -> bool:
+    """Return whether this rank uses one device, which no other uses; else the group may not be bound to it.
+
+    NCCL refuses ranks that share a device. If several ranks of a host see one device each, they may share it, whatever
+    chose it: such ranks may still use the group for host memory. A rank with several devices of its own may have a
+    model on all of them.
+    """
+    if device.type == "cpu":
+        return True
+    count = torch.accelerator.device_count()
+    return not (count == 1 and placement.local_world_size > 1) and not (count > 1 and owns_devices())
 
 
 def difference(asked: Sequence[tuple[str | None, str, bool]]) -> str | None:

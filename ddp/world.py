@@ -29,7 +29,7 @@ from torch.distributed import (
 
 from ddp.comm.shm.backend import NAME as SHM
 from ddp.comm.shm.backend import register
-from ddp.device_choice import agree_on_backend, choose_device, device_to_connect, find_accelerator, words_of
+from ddp.device_choice import agree_on_backend, choose_device, find_accelerator, words_of
 from ddp.environment import ALONE, Placement, read_placement
 from ddp.errors import ArgumentError, DdpError, LaunchEnvironmentError, RendezvousError
 from ddp.generation.announcements import can_replace, generation_at_start
@@ -86,6 +86,7 @@ class World:
 
 
 _CONNECT_S = 10.0  # enough to connect once all ranks have met
+_DUMP_KEY = "exception_dump"  # by which NCCL's watchdogs have all ranks dump, and end (torch 2.13)
 _BACKEND_KEY, _FINISHED_KEY = "ddp/backend", "ddp/finished"  # for ranks that start later
 _world: World | None = None
 
@@ -107,6 +108,11 @@ class _Membership:
     joining: int = -1  # the generation that it is connecting to
     connections: Connections = field(default_factory=Connections)
     on_devices: DeviceCollectives = field(default_factory=DeviceCollectives)
+
+    @property
+    def choice(self) -> str:
+        """What ranks that start later do as this one: the backend, and whether devices are connected at once."""
+        return self.backend if self.device_id is None else f"{self.backend} at once"
 
 
 _membership: _Membership | None = None
@@ -179,7 +185,10 @@ def _adopt() -> World:
     accelerator = find_accelerator()
     device = torch.device("cpu")
     if accelerator is not None and backend not in ("gloo", SHM):
-        # The code that created it has chosen the current device, perhaps not by LOCAL_RANK.
+        # The code that created it has chosen the device, perhaps not by LOCAL_RANK, or else the current one.
+        bound = getattr(dist.group.WORLD, "bound_device_id", None)
+        if bound is not None and bound.type == accelerator and bound.index is not None:
+            torch.accelerator.set_device_index(bound.index)
         device = torch.device(accelerator, torch.accelerator.current_device_index())
     return world_at(placement, device, backend)
 
@@ -197,21 +206,22 @@ def _join(placement: Placement, backend: str | None, timeout_s: float | None, de
         first = PrefixStore("default_pg", store) if is_by_address else store
         is_replacement = generation_at_start() > 0 and placement.world_size > 1
         if is_replacement:  # the store has the others' choice
-            backend = store.get(_BACKEND_KEY).decode()
+            backend, _, how = store.get(_BACKEND_KEY).decode().partition(" ")
+            at_once = bool(how)
             leave_errors(device, backend)
         else:
             leave_errors(device, backend)  # before the ranks compare what it sets
-            backend = agree_on_backend(placement, backend, device, first, timeout)
+            backend, at_once = agree_on_backend(placement, backend, device, first, timeout)
         if SHM in words_of(backend):
             register()
-        eager = device_to_connect(placement, backend, device)
+        eager = device if at_once else None
         member = _Membership(placement, store, backend, given, eager, can_be_ended(words_of(backend)))
         if is_replacement:
             make_pending_group(store, placement.rank, placement.world_size, partial(set_restart_policy, 0))
             member.generation = -1  # no member of one yet
         else:
             if can_replace() and placement.rank == 0:
-                store.set(_BACKEND_KEY, backend)
+                store.set(_BACKEND_KEY, member.choice)
             _connect(member, first)
         _membership = member if is_by_address else None
         if "nccl" in words_of(backend) and placement.world_size > 1 and leaves_errors() and device_recorder():
@@ -342,6 +352,8 @@ def rejoin(
         if not meet(PrefixStore(f"{prefix}/here", own), placement.rank, placement.world_size, is_over, limit_s):
             return False
         member.joining = number
+        if placement.rank == 0:  # else watchdogs of this group would end on the word of those of the last one
+            own.delete_key(_DUMP_KEY)
         hook = sys.excepthook
         try:
             _connect(member, PrefixStore(f"{prefix}/default_pg", own))
@@ -373,7 +385,7 @@ def _take_place(member: _Membership, variables: Mapping[str, str]) -> None:
     member.placement = placement = read_placement(os.environ)
     # Even at the same address there may be another store now, and a host without power has closed no connection.
     member.store = store_at_address(placement, member.timeout or _TIMEOUT)
-    member.store.set(_BACKEND_KEY, member.backend)
+    member.store.set(_BACKEND_KEY, member.choice)
     if _world is not None:
         now = world_at(placement, _world.device, _world.backend)
         for name, value in vars(now).items():

@@ -62,6 +62,7 @@ def leave_errors(device: torch.device, backend: str | None) -> None:
     is_beside_gloo = backend is None or set(backend.replace(",", ":").split(":")) == NCCL_BESIDE_GLOO
     if device.type == "cuda" and is_beside_gloo and is_default and can_replace() and device_recorder():
         os.environ[HANDLING] = "0"
+        os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "0")  # else its thread sleeps before it ends
 
 
 class DeviceCollectives:

@@ -326,7 +326,13 @@ class StallReport:
         # Only query a work that no other has followed: never in running training, nor in a graph capture.
         if self._newest is not None and now - self._newest[2] > self.timeout_s:
             work, what, since = self._newest
-            if work.is_completed():
+            try:
+                is_over = work.is_completed()
+            except RuntimeError as error:  # its end is an event in a captured graph, or the device is lost
+                if is_interrupt(error):
+                    raise
+                is_over = True
+            if is_over:
                 self._newest = None
             else:
                 self._report_later(what, since)

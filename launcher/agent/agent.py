@@ -33,7 +33,7 @@ from launcher.agent.workers.warm_start import ForkServer, Warmth
 from launcher.errors import ProtocolError
 from launcher.frozen import replace
 from launcher.machine import processes
-from launcher.machine.network import choose_address
+from launcher.machine.network import listening_address
 from launcher.protocol.commands import (
     CloseDebugger,
     Collect,
@@ -370,7 +370,7 @@ class Agent:
         """Return this host's address for the other hosts: the one in the order, or a chosen one."""
         assert self._prepared is not None
         reached_at = self._reached_at if self._prepared.own_connection else None
-        return message.address or choose_address(self._prepared.interfaces, message.towards, reached_at)
+        return listening_address(message.address, self._prepared.interfaces, message.towards, reached_at)
 
     def _suspend(self, suspended: bool) -> None:
         if suspended and self._suspension is None and self._attempt_end is None:

@@ -100,7 +100,7 @@ def _answer(question: Question) -> None:
 def _find(asked: str, about: Mapping[str, Any]) -> Any:
     from launcher.agent.sent_files import moved_orders
     from launcher.check.examiner_host import find_host_facts
-    from launcher.machine.network import choose_address, socket_interfaces
+    from launcher.machine.network import listening_address, socket_interfaces
 
     if asked == "facts":
         tree = os.environ.pop(AGENT_TREES, "").partition(os.pathsep)[0]
@@ -109,7 +109,7 @@ def _find(asked: str, about: Mapping[str, Any]) -> Any:
     token = about["token"].encode()
     if asked == "listen":
         reached_at = _REACHED_AT if about["own_connection"] else None
-        address = about["address"] or choose_address(about["interfaces"], about["towards"], reached_at)
+        address = listening_address(about["address"], about["interfaces"], about["towards"], reached_at)
         return asdict(listen(address, token, about["store_port"]))
     if asked == "probe":
         targets = decode_value(tuple[Target, ...], about["targets"])

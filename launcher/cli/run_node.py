@@ -12,19 +12,18 @@ import os
 import shlex
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from launcher.cli.node_role import NodeRole
 from launcher.cli.options import Options
 from launcher.cli.request import listed_hosts, parse_command
 from launcher.errors import NodeZeroTakenError, UsageError
 from launcher.hosts.host import Host
-from launcher.machine.network import addresses, choose_address, is_loopback, is_own
+from launcher.machine.network import addresses, is_loopback, is_own, own_address
 from launcher.machine.variables import in_pod
 from launcher.output.text import count
 from launcher.placement.job_spec import CommandKind, JobSpec
@@ -143,7 +142,7 @@ def _resolved(address: str) -> str:
     if in_pod(os.environ) and address.partition(".")[0] == own.partition(".")[0]:
         address = own  # the Service's record of us comes late, or still has the address of the pod that we replace
     try:
-        found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+        found = own_address(address)
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UsageError(
@@ -152,7 +151,7 @@ def _resolved(address: str) -> str:
     if not is_own(address):
         have = ", ".join(text for texts in addresses().values() for text in texts)
         raise UsageError(f"--master-addr {address} is not this machine, which is node 0 and has: {have}")
-    return _beyond_loopback(address, found)
+    return found
 
 
 def _dialled(address: str) -> str:
@@ -161,18 +160,7 @@ def _dialled(address: str) -> str:
         found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):  # dialling reports it, unless the name becomes known by then
         return address
-    return _beyond_loopback(address, found) if all(is_loopback(str(where[0])) for *_, where in found) else address
-
-
-def _beyond_loopback(address: str, found: Sequence[tuple[Any, ...]]) -> str:
-    """Return the address at which node 0 listens, from the result of getaddrinfo for its name on its own machine.
-
-    If the name has only loopback addresses (Debian's 127.0.1.1), it is the address of the default route.
-    """
-    resolved = [str(where[0]) for *_, where in found]
-    if is_loopback(address):
-        return resolved[0]
-    return next((each for each in resolved if not is_loopback(each)), None) or choose_address((), "", None)
+    return own_address(address) if all(is_loopback(str(where[0])) for *_, where in found) else address
 
 
 def commands_of_nodes(options: Options) -> str:

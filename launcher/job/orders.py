@@ -103,7 +103,7 @@ def open_store(spec: JobSpec, states: Sequence[HostState], attempt: int) -> Open
     return OpenStore(
         attempt=attempt,
         address=address,
-        towards=_another(states[0], states),
+        towards=_another(states[0], states) if any(state.host.remote for state in states) else "",
         port=spec.master_port or DEFAULT_PORT,
         exact=spec.master_port is not None,
     )

@@ -15,6 +15,7 @@ from launcher.errors import DtrainError, UsageError
 
 _FAR_AWAY = "192.0.2.1"  # in no network (RFC 5737): the route to it is the default route; nothing is sent there
 _VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_ENDS_OF_TUNNELS = ("127.0.0.1", "::1")  # where sshd sees who comes through one that ends on its own host
 _IFF_UP = 1
 _DISCARD = 9  # a port is required; nothing is sent to it
 
@@ -38,8 +39,9 @@ _IfAddrs._fields_ = (
 def choose_address(interfaces: Sequence[str], towards: str, reached_at: str | None) -> str:
     """Return the address at which other hosts reach this one.
 
-    It is that of the first of `interfaces` that is up; else the one at which this host was `reached_at`; else that of
-    the route `towards` another host, or of the default route. Raises DtrainError if none of `interfaces` is up.
+    It is that of the first of `interfaces` that is up; else the one at which this host was `reached_at`, unless that is
+    the end of a tunnel here, by which the host `towards` cannot come; else that of the route `towards` another host, or
+    of the default route. Raises DtrainError if none of `interfaces` is up.
     """
     if interfaces:
         found = address_of_interface(interfaces)
@@ -47,7 +49,7 @@ def choose_address(interfaces: Sequence[str], towards: str, reached_at: str | No
             present = ", ".join(sorted(addresses()))
             raise DtrainError(f"no interface {' or '.join(interfaces)} is up there (--interface); it has: {present}")
         return found[1]
-    if reached_at is not None:
+    if reached_at is not None and not (towards and reached_at in _ENDS_OF_TUNNELS):
         return reached_at
     # The next best is the route to the host of srun.
     for target in (towards, os.environ.get("SLURM_SRUN_COMM_HOST", ""), _FAR_AWAY):
@@ -57,6 +59,33 @@ def choose_address(interfaces: Sequence[str], towards: str, reached_at: str | No
         except DtrainError:  # a name unknown here, or no route
             continue
     return "127.0.0.1"
+
+
+def listening_address(named: str, interfaces: Sequence[str], towards: str, reached_at: str | None) -> str:
+    """Return the address at which this host listens for the others, as `choose_address` does, if none is `named`.
+
+    A name may mean another one here than elsewhere. Without another host, `towards`, it means what it means here.
+    Blocks for name resolution. Raises DtrainError as `choose_address`.
+    """
+    if not named:
+        return choose_address(interfaces, towards, reached_at)
+    try:
+        return own_address(named, towards, reached_at) if towards else named
+    except (OSError, UnicodeError):  # who listens there reports it
+        return named
+
+
+def own_address(name: str, towards: str = "", reached_at: str | None = None) -> str:
+    """Return the address by which other hosts reach this one, of those that a name of it has here; IPv4 first.
+
+    If it has none but loopback addresses (Debian's 127.0.1.1), choose one as `choose_address` does. An address, and the
+    name of the loopback, mean themselves. Blocks for name resolution. Raises OSError or UnicodeError if that fails.
+    """
+    found = [str(where[0]) for *_, where in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+    if is_loopback(name) or name in found:
+        return found[0]
+    usable = [each for each in found if not is_loopback(each) and not _is_link_local(each)]
+    return min(usable, key=lambda each: ":" in each, default="") or choose_address((), towards, reached_at)
 
 
 def socket_interfaces(master_addr: str, named: Sequence[str]) -> dict[str, str]:
@@ -113,10 +142,10 @@ def interface_of(address: str) -> str | None:
 
 
 def addresses() -> dict[str, list[str]]:
-    """Return the addresses of every interface that is up, without link-local ones; IPv4 first."""
+    """Return the addresses of every interface that is up, without IPv6's link-local ones; IPv4 first."""
     named: dict[str, list[str]] = {}
     for name, up, address in sorted(_interfaces(), key=lambda found: ":" in found[2]):
-        if up and not ipaddress.ip_address(address.partition("%")[0]).is_link_local:
+        if up and not _is_link_local(address):
             named.setdefault(name, []).append(address)
     return named
 
@@ -179,6 +208,11 @@ def _canonical(address: str) -> str:
 
 def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
+
+
+def _is_link_local(address: str) -> bool:
+    """Return whether an address means nothing without an interface; IPv4's link-local ones are those of a cable."""
+    return ":" in address and ipaddress.ip_address(address.partition("%")[0]).is_link_local
 
 
 def is_loopback(address: str) -> bool:

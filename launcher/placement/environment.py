@@ -59,6 +59,8 @@ def worker_environment(
     if spec.replayable is not None:
         env["DTRAIN_REPLAYABLE"] = str(spec.replayable)
         env["DTRAIN_REPLAYABLE_FOLDER"] = str((spec.log_dir / spec.run_id / REPLAYABLE).absolute())
+    if len(worker.gpus) > 1 and worker.visible == ",".join(worker.gpus) and spec.gpus_per_proc is not None:
+        env["DTRAIN_OWN_GPUS"] = spec.run_id  # cuda:0 is its first one, whatever its local rank
     if worker.visible is not None:
         env[worker.gpu_variable] = value_for(worker.gpu_variable, worker.visible)
     return env

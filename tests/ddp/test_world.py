@@ -318,6 +318,30 @@ def test_ranks_that_see_one_device_may_share_it(
     assert joined.get("device_id") == (torch.device("cuda", 0) if is_eager else None)
 
 
+def test_all_ranks_connect_at_once_or_none_does(joined: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another host has two ranks that see one device each, and may share it."""
+    monkeypatch.setattr(torch, "accelerator", Devices("cuda", 1))
+    for name, value in (("LOCAL_WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(
+        device_choice, "agree", lambda store, rank, size, value, decide, _: decide([[*value[:3], False], value])[rank]
+    )
+    world.init()
+    assert joined["device_id"] is None
+
+
+@pytest.mark.parametrize(("run", "device"), [("mine", "cuda:0"), ("another", "cuda:1")])
+def test_a_worker_with_devices_of_its_own_takes_the_first(
+    joined: dict[str, Any], monkeypatch: pytest.MonkeyPatch, run: str, device: str
+) -> None:
+    """As with --gpus-per-proc 2, for a model on both of them; another launcher passes the variable on."""
+    monkeypatch.setattr(torch, "accelerator", Devices("cuda", 2))
+    monkeypatch.setenv("DTRAIN_OWN_GPUS", "mine")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", run)
+    assert str(world.init().device) == device
+    assert (joined["device_id"] is None) == (run == "mine")
+
+
 @pytest.mark.parametrize(
     ("kind", "count", "backend", "says"),
     [
@@ -380,11 +404,13 @@ def test_a_group_not_made_again_leaves_no_excepthook_of_torch(nursery: Nursery, 
         ddp.init()
         hook = sys.excepthook
         DeviceCollectives.connect = connect
+        world._membership.store.set("exception_dump", "of a watchdog of NCCL's in the last group")
         try:
             world.rejoin(1, {}, lambda: False)
         except ddp.errors.RendezvousError as error:
             assert str(error).endswith("could not join the others in generation 1: no NCCL"), error
             assert sys.excepthook is hook
+            assert not world._membership.store.check(["exception_dump"])
             print("as before")
     """
     variables = dict.fromkeys(("RANK", "LOCAL_RANK", "MASTER_PORT"), "0")

@@ -147,9 +147,17 @@ def publish(folder: Path, name: str, endpoint: Endpoint) -> Iterator[Path]:
                 path.unlink()
 
 
+def _look_again(folder: Path) -> None:
+    """Open a folder, and the one above, so that NFS asks its server: else a file may stay missing for a minute."""
+    for each in (folder.parent, folder):
+        with contextlib.suppress(OSError):
+            os.close(os.open(each, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+
+
 def read_endpoint(folder: Path, name: str) -> Endpoint | None:
     """Return the endpoint in the file, None if there is none. Raises UsageError if others could have written it."""
     path = _path(folder, name)
+    _look_again(path.parent)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:

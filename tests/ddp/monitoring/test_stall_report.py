@@ -424,6 +424,20 @@ def test_details_may_change_or_fail() -> None:
     assert texts == ["(changes all the time)", "(no detail: ZeroDivisionError)", "x" * 397 + "..."]
 
 
+@world(1)
+def test_a_work_that_cannot_be_queried_does_not_end_the_look() -> None:
+    """Its end is an event in a captured graph, or its device is lost; the thread answers other ranks, too."""
+
+    class Captured:
+        def is_completed(self) -> bool:
+            raise RuntimeError("CUDA error: captured event")
+
+    report = StallReport(present(dist.group.WORLD), timeout_s=0.01)
+    report._newest = Captured(), "the all-reduce of bucket 1 of 1", 0.0  # type: ignore[assignment]  # as of NCCL's work
+    report.look()
+    assert report._newest is None
+
+
 @world(2)
 def test_a_collective_that_ends_while_the_ranks_are_asked_has_ended() -> None:
     store = dist.distributed_c10d._get_default_store()

@@ -246,8 +246,7 @@ torch._C._distributed_c10d._dump_nccl_trace_json = recorded
 if "chosen" in sys.argv:
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"
 world.choose_device = lambda *_: torch.device("cuda", 0)  # as if there were a GPU
-world.agree_on_backend = lambda *_: "cpu:gloo,cuda:nccl"
-world.device_to_connect = lambda *_: None
+world.agree_on_backend = lambda *_: ("cpu:gloo,cuda:nccl", False)
 connect = world._connect
 def connect_by_gloo(member, store):
     member.backend = "gloo"

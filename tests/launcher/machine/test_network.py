@@ -3,8 +3,10 @@
 import ipaddress
 import json
 import os
+import socket
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from testbed.namespaces import find_part
@@ -19,9 +21,57 @@ from launcher.machine import network
 def test_the_address_is_of_the_route_and_never_of_the_name() -> None:
     assert network.choose_address((), "127.0.0.1", "10.1.2.3") == "10.1.2.3", "by which it was reached"
     assert network.choose_address((), "127.0.0.1", None) == "127.0.0.1"
+    assert network.choose_address((), "", "127.0.0.1") == "127.0.0.1"
     assert network.choose_address(("none", "lo"), "", None) == "127.0.0.1"
     with pytest.raises(DtrainError, match=r"no interface none or nil is up there \(--interface\); it has: "):
         network.choose_address(("none", "nil"), "", None)
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """Names and what they mean here; other names mean what they always do."""
+    known: dict[str, list[str]] = {}
+    find = socket.getaddrinfo
+
+    def found(name: str, *more: Any, **options: Any) -> list[tuple[Any, ...]]:
+        return [each for address in known.get(name, [name]) for each in find(address, *more, **options)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", found)
+    return known
+
+
+def test_a_name_of_this_host_means_the_address_that_others_reach(names: dict[str, list[str]]) -> None:
+    names |= {"debian": ["127.0.1.1"], "fedora": ["fe80::1%lo", "2001:db8::7", "10.1.2.3"], "cable": ["169.254.3.4"]}
+    names |= {"only6": ["fe80::1%lo", "2001:db8::7"]}
+    route = network.choose_address((), "127.0.0.1", None)
+    assert network.own_address("debian", "127.0.0.1") == route
+    assert network.own_address("debian", "127.0.0.1", "10.1.2.9") == "10.1.2.9"
+    assert network.own_address("fedora") == "10.1.2.3"
+    assert network.own_address("only6") == "2001:db8::7"
+    assert network.own_address("cable") == "169.254.3.4"
+    for itself in ("127.0.0.2", "10.1.2.3", "localhost"):
+        assert network.own_address(itself, "elsewhere", "10.1.2.9") in (itself, "127.0.0.1", "::1")
+
+
+def test_all_workers_on_one_machine_meet_at_the_name_as_it_is(names: dict[str, list[str]]) -> None:
+    names |= {"debian": ["127.0.1.1"]}
+    assert network.listening_address("debian", (), "", None) == "debian"
+    assert network.listening_address("debian", (), "another", "10.1.2.9") == "10.1.2.9"
+    assert network.listening_address("no-such.invalid", (), "another", None) == "no-such.invalid"
+
+
+def test_the_end_of_a_tunnel_is_no_address_for_another_host() -> None:
+    """As of AWS's Session Manager, cloudflared or ssh -R, which connect to their own host's sshd."""
+    route = network.choose_address((), "198.51.100.7", None)
+    for end in ("127.0.0.1", "::1"):
+        assert network.choose_address((), "198.51.100.7", end) == route
+    assert network.choose_address((), "198.51.100.7", "127.0.0.2") == "127.0.0.2", "another machine in the tests"
+
+
+def test_a_cable_without_addresses_of_its_own_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [("lo", True, "127.0.0.1"), ("eth0", True, "169.254.3.4"), ("eth0", True, "fe80::1")]
+    monkeypatch.setattr(network, "_interfaces", lambda: iter(found))
+    assert network.addresses() == {"lo": ["127.0.0.1"], "eth0": ["169.254.3.4"]}
 
 
 def test_on_one_machine_gloo_and_nccl_choose_for_themselves() -> None:
@@ -77,7 +127,7 @@ def kernel() -> list[tuple[str, bool, str, str]]:
 def test_all_addresses_are_found_but_link_local_ones(kernel: list[tuple[str, bool, str, str]]) -> None:
     expected: dict[str, set[str]] = {}
     for name, up, address, _ in kernel:
-        if up and not ipaddress.ip_address(address).is_link_local:
+        if up and not (":" in address and ipaddress.ip_address(address).is_link_local):
             expected.setdefault(name, set()).add(address)
     assert {name: set(found) for name, found in network.addresses().items()} == expected
     assert "127.0.0.1" in network.addresses()["lo"]

@@ -19,12 +19,14 @@ HOSTS = [
 ]
 
 
-def _environments() -> list[dict[str, str]]:
-    placement = place(HOSTS, nproc=None)
+def _environments(gpus_per_proc: int | None = None) -> list[dict[str, str]]:
+    nproc, hosts = (None, HOSTS) if gpus_per_proc is None else (1, HOSTS[:2])
+    placement = place(hosts, nproc=nproc, gpus_per_proc=gpus_per_proc)
     spec = JobSpec(
         WorkerCommand(CommandKind.SCRIPT, "train.py"),
         tuple(Host(offer.name, HostKind.SSH) for offer in HOSTS),
         nnodes=(2, 3),
+        gpus_per_proc=gpus_per_proc,
         run_id="r1",
         first_attempt=1,
         max_restarts=2,
@@ -78,6 +80,12 @@ def test_the_environment_is_the_contract_s() -> None:
 )
 def test_what_differs_between_workers(name: str, values: list[str | None]) -> None:
     assert [env.get(name) for env in _environments()] == values
+
+
+def test_a_worker_hears_that_several_gpus_are_its_own() -> None:
+    """Else it would take them for those of its host, and the one at its local rank for its own."""
+    assert not any("DTRAIN_OWN_GPUS" in env for env in _environments())
+    assert [env.get("DTRAIN_OWN_GPUS") for env in _environments(gpus_per_proc=2)] == ["r1", "r1"]
 
 
 def test_defaults_give_way_to_what_a_worker_inherits() -> None:

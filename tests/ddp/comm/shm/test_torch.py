@@ -202,7 +202,7 @@ def test_ranks_that_share_no_memory_go_by_gloo() -> None:
 def _backend(store: Any, backend: str | None = None, device: str = "cpu") -> str:
     rank, size = dist.get_rank(), dist.get_world_size()
     here = Placement(rank, size, rank, size, None, "a test")
-    return agree_on_backend(here, backend, torch.device(device), store, timedelta(seconds=30))
+    return agree_on_backend(here, backend, torch.device(device), store, timedelta(seconds=30))[0]
 
 
 @world(2, 3)
