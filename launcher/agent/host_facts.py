@@ -50,7 +50,10 @@ def find_facts(message: Prepare, *, problems: list[str], left: list[str]) -> Fac
         except DtrainError as error:
             problems.append(str(error))
     found = find_resources(message.part, message.parts)
-    if (count := _slots(slots, len(found.gpus), found.cpu_limit)) == 0:
+    count = _slots(slots, len(found.gpus), found.cpu_limit)
+    if problem := not_countable(slots or message.workers, found):
+        problems.append(problem)
+    elif count == 0:
         problems.append(f"--nproc-per-node {slots.partition(':')[0]} was set there, but it has no GPU for a worker")
     return replace(
         found,
@@ -81,6 +84,17 @@ def find_resources(part: int, parts: int) -> Facts:
         time=time.monotonic(),
         room=room,
         room_limit=room_limit,
+        gpu_trouble=gpus.trouble,
+    )
+
+
+def not_countable(said: str, facts: Facts) -> str:
+    """Return why a number of workers, as Prepare gives it, cannot be taken from the GPUs here; else empty."""
+    if not facts.gpu_trouble or said.partition(":")[0] not in ("", "gpu", "auto"):
+        return ""
+    return (
+        f"the driver does not list the GPUs, so the number of workers is unknown; {facts.gpu_trouble}. See nvidia-smi; "
+        "reboot the host after an upgrade of the driver, or give --nproc-per-node N"
     )
 
 

@@ -5,7 +5,6 @@ NVIDIA's by NVML, AMD's by sysfs.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 import re
@@ -16,10 +15,11 @@ from typing import Any, TypeVar
 from launcher.check.facts import Driver, Gpu
 from launcher.errors import UsageError
 from launcher.machine.gpus import amd
-from launcher.machine.gpus.card import Card
+from launcher.machine.gpus.card import Card, DriverError
 from launcher.machine.gpus.kernel_log import logged_errors
-from launcher.machine.gpus.nvidia import slowed_by
+from launcher.machine.gpus.nvidia import slowed_by, started
 from launcher.machine.gpus.vendors import VENDORS, by_torch
+from launcher.machine.packages import torch_build
 from launcher.machine.system_files import SYSFS, read_text
 
 T = TypeVar("T")
@@ -31,7 +31,12 @@ def find_cards() -> Driver:
     Blocks, for seconds if NVIDIA's persistence mode is off.
     """
     for vendor in by_torch([vendor for vendor in VENDORS if vendor.is_present()]):
-        found = {"NVIDIA": _by_nvml, "AMD": _by_amdgpu}[vendor.name]()
+        try:
+            found = {"NVIDIA": _by_nvml, "AMD": _by_amdgpu}[vendor.name]()
+        except DriverError as error:
+            if vendor.built != torch_build():
+                continue
+            return Driver(vendor.name, trouble=str(error))
         if found.gpus:
             return found
     return Driver()
@@ -83,28 +88,19 @@ def _number(file: Path) -> int | None:
 
 
 def _by_nvml() -> Driver:
-    """Return the facts from NVML."""
-    try:
-        ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:  # no driver on this host: skip the import below
-        return Driver()
-    import pynvml
+    """Return the facts from NVML. Raises DriverError if it does not list the cards."""
+    with started() as is_there:
+        if not is_there:
+            return Driver()
+        import pynvml
 
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:  # a library without its driver
-        return Driver()
-    try:
         number = _ask(pynvml.nvmlSystemGetCudaDriverVersion_v2)
-        count = _ask(pynvml.nvmlDeviceGetCount) or 0
         return Driver(
             driver=_ask(pynvml.nvmlSystemGetDriverVersion),
             logged=logged_errors(),
             driver_cuda=None if number is None else f"{number // 1000}.{number % 1000 // 10}",
-            gpus=tuple(_card(index) for index in range(count)),
+            gpus=tuple(_card(index) for index in range(pynvml.nvmlDeviceGetCount())),
         )
-    finally:
-        pynvml.nvmlShutdown()
 
 
 def _card(index: int) -> Gpu:

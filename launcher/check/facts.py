@@ -30,7 +30,7 @@ class Gpu:
 class Driver:
     """The driver's version and the newest CUDA that it supports; None if there is no driver, or not applicable.
 
-    `vendor` is NVIDIA or AMD.
+    `vendor` is NVIDIA or AMD. `trouble` is the reason if torch was built for its GPUs, but it does not list them.
     """
 
     vendor: str = "NVIDIA"
@@ -38,6 +38,7 @@ class Driver:
     driver_cuda: str | None = None
     gpus: tuple[Gpu, ...] = ()
     logged: tuple[tuple[float, str], ...] = ()  # errors of GPUs in the kernel's log, each with its age in seconds
+    trouble: str = ""
 
 
 @dataclass(frozen=True)

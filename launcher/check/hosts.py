@@ -106,6 +106,8 @@ def _can_start(spec: JobSpec, one: Examined) -> Iterator[Finding]:
             fix, kind = one.on_host(f"mkdir -p {shlex.quote(str(spec.workdir))}"), "no-workdir"
         elif "the script" in problem:
             fix, kind = one.copy(_script(spec)), "no-script"
+        elif one.known.offered.gpu_trouble and one.known.offered.gpu_trouble in problem:
+            fix, kind = one.on_host("nvidia-smi"), "gpu-driver"
         yield one.finding(_ERROR, kind, message, fix=fix)
     try:
         place_job(spec, [one.offer])
@@ -151,6 +153,9 @@ def _gpus(spec: JobSpec, one: Examined) -> Iterator[Finding]:
     """Yield findings on the cards that a run would assign, and on lost ones."""
     facts = one.known
     commands = vendor_named(facts.vendor).commands
+    if facts.trouble and not any(facts.trouble in problem for problem in facts.offered.problems):
+        message = f"the driver does not list the GPUs; {facts.trouble}"
+        yield one.finding(_WARNING, "gpu-driver", message, "nvidia-smi")
     for gpu in facts.gpus:
         which = f"GPU {gpu.index}" + (f" ({gpu.name})" if gpu.name else "")
         if gpu.lost:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
-from launcher.agent.host_facts import find_resources
+from launcher.agent.host_facts import find_resources, not_countable
 from launcher.errors import UsageError
 from launcher.hosts.host import Host, HostKind
+from launcher.job.orders import likely_workers
 from launcher.output.text import ranges, table
 from launcher.placement.job_spec import JobSpec
 from launcher.placement.placement import HostOffer, place_job
@@ -49,7 +50,7 @@ def _plan_workers(spec: JobSpec) -> list[_PlannedWorker]:
             f"the number of workers on {', '.join(unknown)} is unknown until a run asks these hosts; "
             f"write {by_slots}--nproc-per-node N"
         )
-    offers = [_assume(host, spec) if host.remote else _look(host) for host in hosts]
+    offers = [_assume(host, spec) if host.remote else _look(host, spec) for host in hosts]
     placement = place_job(spec, offers)
     return [
         _PlannedWorker(
@@ -68,10 +69,10 @@ def _plan_workers(spec: JobSpec) -> list[_PlannedWorker]:
     ]
 
 
-def _look(host: Host) -> HostOffer:
+def _look(host: Host, spec: JobSpec) -> HostOffer:
     found = find_resources(host.part, host.parts)
-    if found.problems:
-        raise UsageError("; ".join(found.problems))
+    if problems := [*found.problems, *filter(None, [not_countable(likely_workers(spec, host), found)])]:
+        raise UsageError("; ".join(problems))
     return HostOffer.of(host, found)
 
 

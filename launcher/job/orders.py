@@ -67,7 +67,7 @@ def prepare(
         interfaces=list(spec.interfaces),
         through=_through(command),
         target=command.target,
-        workers=_likely_workers(spec, host),
+        workers=likely_workers(spec, host),
         start_method=spec.start_method,
         reports_steps=spec.chaos is not None,
         names=_names(spec),
@@ -88,7 +88,8 @@ def _names(spec: JobSpec) -> list[str]:
     return [*env, *next(others)]
 
 
-def _likely_workers(spec: JobSpec, host: Host) -> str:
+def likely_workers(spec: JobSpec, host: Host) -> str:
+    """Return how many workers a host will have, as Prepare says it."""
     by_gpu = f":{spec.gpus_per_proc}" if spec.gpus_per_proc and spec.nproc in ("gpu", "auto") else ""
     return f"{spec.nproc}{by_gpu}" if spec.nproc is not None else str(host.slots or "")
 

@@ -36,6 +36,7 @@ class Facts(Report):
     killed_runs: int = 0  # earlier runs of this user that were killed, agents included; their leftovers are removed
     ended: int = 0  # ended processes of those
     not_ended: list[str] = field(default_factory=list)  # processes of those that cannot be ended
+    gpu_trouble: str = ""  # why the GPUs that torch was built for are not known, though their driver is there
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,14 @@
  *   FAKE_MIG=I:S,...   card I is cut into S slices, in every other place of seven;
  *                      slice S of it is MIG-000000HH-000S-4000-8000-000000000000, GPU instance S + 1
  *   FAKE_T4=I,J        these are NVIDIA T4, the others NVIDIA H200; card I is at the PCI address 0000:HH:00.0, HH: I + 1
- *   FAKE_FAILS=init    there is no driver behind the library; `count`: the driver cannot count its cards
+ *   FAKE_FAILS=init    there is no driver behind the library; `mismatch`: another version of it is loaded;
+ *                      `count`: the driver cannot count its cards
  */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-enum { OK = 0, INVALID = 2, UNSUPPORTED = 3, NOT_FOUND = 6, NO_DRIVER = 9, LOST = 15, UNKNOWN = 999 };
+enum { OK = 0, INVALID = 2, UNSUPPORTED = 3, NOT_FOUND = 6, NO_DRIVER = 9, LOST = 15, MISMATCH = 18, UNKNOWN = 999 };
 enum { CARDS = 64, PLACES = 7 };
 
 struct device {
@@ -52,14 +53,20 @@ int nvmlInitWithFlags(unsigned flags) {
     for (int place = 0; place < PLACES; place++)
       slices[card][place] = (struct device){card, place / 2};
   }
-  return strcmp(setting("FAKE_FAILS"), "init") ? OK : NO_DRIVER;
+  const char *fails = setting("FAKE_FAILS");
+  return !strcmp(fails, "init") ? NO_DRIVER : !strcmp(fails, "mismatch") ? MISMATCH : OK;
 }
 
 int nvmlInit_v2(void) { return nvmlInitWithFlags(0); }
 
 int nvmlShutdown(void) { return OK; }
 
-const char *nvmlErrorString(int error) { return error == LOST ? "GPU is lost" : "an error of the fake"; }
+const char *nvmlErrorString(int error) {
+  return error == LOST       ? "GPU is lost"
+         : error == MISMATCH ? "Driver/library version mismatch"
+         : error == UNKNOWN  ? "Unknown Error"
+                             : "an error of the fake";
+}
 
 int nvmlDeviceGetCount_v2(unsigned *count) {
   *count = (unsigned)atoi(setting("FAKE_GPUS"));

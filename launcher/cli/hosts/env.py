@@ -288,6 +288,8 @@ def _for_workers(driver: Driver) -> str:
         gpus = find_gpus(os.environ)
     except UsageError as error:
         return f"none: {error}"
+    if gpus.trouble:
+        return f"none: the driver does not list them; {gpus.trouble}"
     if gpus.ids:
         return f"{len(gpus.ids)} ({gpus.variable})"
     vendor = vendor_named(driver.vendor)

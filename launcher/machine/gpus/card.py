@@ -16,6 +16,10 @@ DEV = Path("/dev")
 HIDDEN = ((), ("-1",), ("NoDevFiles",))  # the last is set by SLURM for a job without GPUs
 
 
+class DriverError(Exception):
+    """A driver is there, but does not list its GPUs: the reason, in its words."""
+
+
 @dataclass(frozen=True)
 class Card:
     """A GPU, or a part of one. `name` is its name in the vendor's variable; the other fields are of the whole card."""

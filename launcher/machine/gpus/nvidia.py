@@ -4,35 +4,48 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from launcher.frozen import replace
-from launcher.machine.gpus.card import Card
+from launcher.machine.gpus.card import Card, DriverError
 
 T = TypeVar("T")
 # By bits of nvmlClocksThrottleReasons.
+_NO_DRIVER = (9, 12)  # NVML_ERROR_DRIVER_NOT_LOADED, NVML_ERROR_LIBRARY_NOT_FOUND
 _SLOWED = {"slowed down by heat": 0x20 | 0x40, "slowed down by the power supply": 0x80}
 
 
 def list_cards(_: Mapping[str, str]) -> list[Card] | None:
-    """Return every card or MIG slice; None if there is no driver."""
+    """Return every card or MIG slice; None if there is no driver. Raises DriverError if it does not list them."""
+    with started() as is_there:
+        return _list_cards() if is_there else None
+
+
+@contextlib.contextmanager
+def started() -> Iterator[bool]:
+    """Start NVML; yield whether there is a driver. Raises DriverError if it fails to start, or within the block."""
     try:
         ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:  # no driver on this host; saves the import below, which takes 50 ms
-        return None
+        yield False
+        return
     import pynvml
 
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:  # a library without its driver
-        return None
+    except pynvml.NVMLError as error:
+        if error.value not in _NO_DRIVER:
+            raise _driver_error(error) from error
+        yield False
+        return
     try:
-        return _list_cards()
-    except pynvml.NVMLError:  # it cannot count its cards
-        return None
+        yield True
+    except pynvml.NVMLError as error:
+        raise _driver_error(error) from error
     finally:
-        pynvml.nvmlShutdown()
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
 
 
 def as_written(entries: Sequence[str], cards: Sequence[Card]) -> list[Card]:
@@ -129,6 +142,13 @@ def _busy(handle: object) -> int:
         return int(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
     except pynvml.NVMLError:  # a MIG slice
         return 0
+
+
+def _driver_error(error: Any) -> DriverError:
+    """Return it with NVML's text, which nvidia-smi shows too: that of pynvml differs."""
+    import pynvml
+
+    return DriverError(f"NVML says: {_text(pynvml.nvmlErrorString(error.value))}")
 
 
 def _list_cards() -> list[Card]:

@@ -28,9 +28,10 @@ class Vendor:
     """A kind of GPU: how it is found, and how a process is given some of them.
 
     Torch is built for a `platform`, called `built` in its version.py. Its runtime reads the first of `variables` that
-    is set; before that, some exclude GPUs by `filter`. `nothing` hides all GPUs from a process. `pick` returns the
-    cards that a list stands for, with their names; `is_certain`, given these and all cards, whether each number means
-    the same card as here.
+    is set; before that, some exclude GPUs by `filter`. `nothing` hides all GPUs from a process. `list_cards` returns
+    None without a driver, and raises DriverError if that does not list them. `pick` returns the cards that a list
+    stands for, with their names; `is_certain`, given these and all cards, whether each number means the same card as
+    here.
     """
 
     name: str

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from launcher.frozen import dataclass
-from launcher.machine.gpus.card import Card, listed, select
+from launcher.machine.gpus.card import Card, DriverError, listed, select
 from launcher.machine.gpus.vendors import VENDORS, Vendor, by_torch
+from launcher.machine.packages import torch_build
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class Gpus:
 
     `verified` is False if only the environment names them and no driver answered; then there are no `bus_ids`.
     `numbers_are_certain` is False if a number may mean another card than the one at that place in `bus_ids`.
+    `trouble` is the reason if torch was built for GPUs that their driver does not list, and the environment neither.
     """
 
     ids: tuple[str, ...] = ()
@@ -26,6 +28,7 @@ class Gpus:
     verified: bool = False
     bus_ids: tuple[str, ...] = ()  # PCI addresses, of all or of none
     numbers_are_certain: bool = True
+    trouble: str = ""
 
 
 def find_gpus(env: Mapping[str, str]) -> Gpus:
@@ -33,8 +36,14 @@ def find_gpus(env: Mapping[str, str]) -> Gpus:
 
     NVIDIA's count for a torch without GPU support. Raises UsageError if the environment names a missing GPU.
     """
+    trouble = ""
     for vendor in by_torch([vendor for vendor in VENDORS if vendor.is_present()], alone=True):
-        cards = vendor.list_cards(env)
+        try:
+            cards = vendor.list_cards(env)
+        except DriverError as error:
+            if vendor.built == torch_build():
+                trouble = str(error)
+            continue
         if cards is not None:
             return _visible(vendor, cards, env)
     for vendor in by_torch([vendor for vendor in VENDORS if vendor.inherited(env) or vendor.filter in env]):
@@ -43,7 +52,7 @@ def find_gpus(env: Mapping[str, str]) -> Gpus:
         else:
             ids = tuple(str(place) for place in range(len(listed(env[vendor.filter]))))
         return Gpus(ids, vendor.variables[0])
-    return Gpus()
+    return Gpus(trouble=trouble)
 
 
 def _visible(vendor: Vendor, cards: Sequence[Card], env: Mapping[str, str]) -> Gpus:

@@ -266,6 +266,29 @@ def test_gpus_that_are_lost_broken_or_in_use_are_named(tmp_path: Path) -> None:
     assert [finding["severity"] for finding in mine.of("gpu-lost")] == ["note"]
 
 
+@pytest.mark.parametrize(
+    ("fails", "text"), [("mismatch", "Driver/library version mismatch"), ("count", "Unknown Error")]
+)
+def test_a_driver_that_fails_is_a_finding_and_an_error_if_it_gives_the_number_of_workers(
+    tmp_path: Path, fails: str, text: str
+) -> None:
+    cuda, cpu = (str(GpuMachine(tmp_path / str(built)).built_for(built)) for built in ("cuda", None))
+    env = {"LD_LIBRARY_PATH": str(build_nvml(tmp_path / "nvml")), "FAKE_GPUS": "2", "FAKE_FAILS": fails,
+           "CUDA_VISIBLE_DEVICES": None, "PYTHONPATH": cuda}  # fmt: skip
+    uncounted = check(tmp_path, "--no-allreduce", env=env)
+    counted = check(tmp_path, "--no-allreduce", "--nproc-per-node", "2", env=env)
+    listed = check(tmp_path, "--no-allreduce", env={**env, "CUDA_VISIBLE_DEVICES": "0,1"})
+    assert (uncounted.result.returncode, uncounted.errors) == (1, {"gpu-driver"})
+    assert (counted.result.returncode, listed.result.returncode) == (0, 0)
+    for found, severity in ((uncounted, "error"), (counted, "warning"), (listed, "warning")):
+        (finding,) = found.of("gpu-driver")
+        assert (finding["severity"], finding["fixes"]) == (severity, ["nvidia-smi"])
+        assert "the driver does not list the GPUs" in finding["message"]
+        assert f"NVML says: {text}" in finding["message"]
+    for other in ({"FAKE_FAILS": "init"}, {"PYTHONPATH": cpu}):
+        assert check(tmp_path, "--no-allreduce", env={**env, **other}).of("gpu-driver") == []
+
+
 def test_amd_s_gpus_are_examined_by_the_kernel_s_files(tmp_path: Path) -> None:
     machine = GpuMachine(tmp_path / "machine")
     machine.add_cpu_node()

@@ -7,7 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from testbed.gpu_machine import GpuMachine
 from testbed.nvml import build_nvml
+from testbed.ports import free_port
 from testbed.processes import Result, run_dtrain, run_program
 
 from launcher.machine.processors import cores, cpu_limit, share
@@ -28,7 +30,8 @@ for inherited in sys.argv[1:] or [os.environ.get("CUDA_VISIBLE_DEVICES")]:
     try:
         gpus = find_gpus(os.environ)
         certain = [] if gpus.numbers_are_certain else ["in any order"]
-        print(gpus.variable, *gpus.ids, "verified" if gpus.verified else "unverified", *certain)
+        trouble = [gpus.trouble] if gpus.trouble else []
+        print(gpus.variable, *gpus.ids, "verified" if gpus.verified else "unverified", *certain, *trouble)
     except UsageError as error:
         print(error)
 """
@@ -113,10 +116,24 @@ def test_a_card_that_is_cut_into_slices_is_handed_out_by_slice(fake: Fake) -> No
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("fails", ["init", "count"])
-def test_a_library_without_a_working_driver_is_no_gpu(fake: Fake, fails: str) -> None:
-    assert fake.find(FAKE_GPUS=2, FAKE_FAILS=fails) == "CUDA_VISIBLE_DEVICES unverified"
+@pytest.mark.parametrize("fails", ["init", "mismatch", "count"])
+def test_a_library_without_a_working_driver_is_no_gpu(fake: Fake, tmp_path: Path, fails: str) -> None:
+    torch = GpuMachine(tmp_path / "machine").built_for(None)
+    assert fake.find(FAKE_GPUS=2, FAKE_FAILS=fails, PYTHONPATH=torch) == "CUDA_VISIBLE_DEVICES unverified"
     assert fake.find(FAKE_FAILS=fails, CUDA_VISIBLE_DEVICES="3,4") == "CUDA_VISIBLE_DEVICES 3 4 unverified"
+
+
+FAILURES = {"mismatch": "Driver/library version mismatch", "count": "Unknown Error"}
+
+
+@pytest.mark.parametrize("fails", FAILURES)
+def test_a_driver_that_fails_is_said_where_torch_is_built_for_it(fake: Fake, tmp_path: Path, fails: str) -> None:
+    torch = GpuMachine(tmp_path / "machine").built_for("cuda")
+    found = fake.find(FAKE_GPUS=2, FAKE_FAILS=fails, PYTHONPATH=torch)
+    assert found == f"CUDA_VISIBLE_DEVICES unverified NVML says: {FAILURES[fails]}"
+    assert fake.find(FAKE_FAILS="init", PYTHONPATH=torch) == "CUDA_VISIBLE_DEVICES unverified", "there is no driver"
+    listed = fake.find_each(["3,4", ""], FAKE_FAILS=fails, PYTHONPATH=torch)
+    assert listed == {"3,4": "CUDA_VISIBLE_DEVICES 3 4 unverified", "": "CUDA_VISIBLE_DEVICES unverified"}
 
 
 def test_rocm_s_variable_counts_where_no_nvidia_driver_is(fake: Fake) -> None:
@@ -216,6 +233,22 @@ def test_a_wrong_list_is_found_before_any_worker_starts(fake: Fake) -> None:
     assert (run.returncode, run.stdout) == (1, "")
     assert "no worker was started" in run.stderr
     assert "names GPU 5, but this host has: 0, 1" in run.stderr
+
+
+def test_a_driver_that_fails_gives_no_number_of_workers(fake: Fake, tmp_path: Path) -> None:
+    broken = {"FAKE_GPUS": 2, "FAKE_FAILS": "mismatch"}
+    cuda = {**broken, "PYTHONPATH": GpuMachine(tmp_path / "machine").built_for("cuda")}
+    by_hand = ["--nnodes", "1", "--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    for more in ([], ["--nproc-per-node", "gpu"], ["--nproc-per-node", "auto", *by_hand]):
+        result = fake.dtrain("run", *more, **cuda)
+        assert (result.returncode, result.stdout) == (1, ""), result
+        assert "NVML says: Driver/library version mismatch. See nvidia-smi; reboot the host" in result.stderr
+        assert "or give --nproc-per-node N" in result.stderr
+    planned = fake.dtrain("plan", **cuda)
+    assert (planned.returncode, planned.stdout, "Driver/library version mismatch" in planned.stderr) == (2, "", True)
+    assert fake.seen("--nproc-per-node", "2", **cuda) == {rank: (str(rank), "unset") for rank in range(2)}
+    assert fake.seen(CUDA_VISIBLE_DEVICES="", **cuda) == {0: ("0", "")}
+    assert fake.seen(PYTHONPATH=GpuMachine(tmp_path / "other").built_for(None), **broken) == {0: ("0", "unset")}
 
 
 # ---- processors ----------------------------------------------------------------------------------------------
