@@ -88,11 +88,11 @@ def _run(options: Options, say: Callable[[str], None], detachment: Detachment | 
                 write_usage_error_json(verbosity.error_json, error)
         raise
     if detachment is not None and not verbosity.quiet:
-        from launcher.runs.detach import ends_with_login
+        from launcher.machine.system_files import read_text
+        from launcher.runs.detach import logout_notice
 
-        if ends_with_login():
-            say("logind ends this run when you log out (KillUserProcesses). To keep it, type once: loginctl")
-            say("enable-linger; then start runs with: systemd-run --user --scope dtrain run --detach ...")
+        for line in logout_notice(read_text("/proc/self/cgroup")):
+            say(line)
     for notice in [*unknown_variables(), *request.notices]:
         verbosity.inform(notice)
     spec, node_role, taken = request.spec, request.node_role, ""

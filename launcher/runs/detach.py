@@ -11,7 +11,6 @@ import os
 import re
 import signal
 from collections.abc import Callable
-from pathlib import Path
 
 _LOGIND_S = 2.0  # for its answer
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -69,15 +68,29 @@ def detached(run: Callable[[Detachment], int], announce: Callable[[str], None]) 
     return exit_code if exit_code >= 0 else 128 - exit_code
 
 
-def ends_with_login() -> bool:
-    """Return whether systemd-logind ends this process at logout; true if it does not answer."""
-    if not re.search(r"/session-[^/\n]+\.scope", Path("/proc/self/cgroup").read_text(errors="surrogateescape")):
-        return False
+def logout_notice(groups: str) -> list[str]:
+    """Return the lines that say how to keep a process at logout; none if systemd-logind does not end it.
+
+    `groups` are its control groups, as in /proc/PID/cgroup. If logind does not answer, it ends the process.
+    """
+    if manager := re.search(r"/user@(\d+)\.service", groups):  # a terminal of a desktop, or systemd-run --user
+        if _logind_says("Linger=yes", "show-user", manager[1]):
+            return []
+        return ["logind ends this run after your last logout. To keep it, type: loginctl enable-linger"]
+    if not re.search(r"/session-[^/\n]+\.scope", groups) or _logind_says("KillUserProcesses=no", "show-session"):
+        return []
+    return [
+        "logind ends this run when you log out (KillUserProcesses). To keep it, type once: loginctl",
+        "enable-linger; then start runs with: systemd-run --user --scope dtrain run --detach ...",
+    ]
+
+
+def _logind_says(setting: str, *words: str) -> bool:
     import subprocess
 
-    argv = ["loginctl", "show-session", "--property=KillUserProcesses"]
+    argv = ["loginctl", *words, f"--property={setting.partition('=')[0]}"]
     try:
         shown = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=_LOGIND_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return True
-    return shown.stdout.strip() != b"KillUserProcesses=no"
+        return False
+    return shown.stdout.strip() == setting.encode()

@@ -21,6 +21,7 @@ from testbed.typed import dtrain
 from launcher.errors import SocketError
 from launcher.machine.socket_folder import SocketFolder
 from launcher.runs.control import ask
+from launcher.runs.detach import logout_notice
 from launcher.runs.registry import connect, entries, place, registered
 
 # Says that it is up, then waits for a file, and says when it was there.
@@ -299,6 +300,43 @@ def test_a_run_outlives_the_login_that_started_it(folder: Path) -> None:
     assert run["state"] == "running"
     (folder / "go").touch()
     assert dtrain("wait", "stays").returncode == 0
+
+
+# Answers what is asked of logind.
+LOGINCTL = """#!/bin/sh
+case "$*" in
+    "show-user 1000 --property=Linger") echo "Linger=$LINGER" ;;
+    "show-session --property=KillUserProcesses") echo "KillUserProcesses=$KILL" ;;
+    *) exit 1 ;;
+esac
+"""
+DESKTOP = "user@1000.service/app.slice/app-org.gnome.Terminal.slice/vte-spawn-8f1c.scope"
+
+
+@pytest.mark.parametrize(
+    ("group", "linger", "kill", "ends"),
+    [
+        (DESKTOP, "no", "no", True),
+        (DESKTOP, "yes", "yes", False),
+        ("user@1000.service/app.slice/run-r1a2b.scope", "no", "no", True),
+        ("session-3.scope", "no", "no", False),
+        ("session-3.scope", "no", "yes", True),
+    ],
+)
+def test_who_leaves_a_run_is_told_if_a_logout_ends_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, group: str, linger: str, kill: str, ends: bool
+) -> None:
+    groups = f"0::/user.slice/user-1000.slice/{group}\n"
+    (folder / "loginctl").write_text(LOGINCTL)
+    (folder / "loginctl").chmod(0o755)
+    for name, value in {"PATH": f"{folder}:{os.environ['PATH']}", "LINGER": linger, "KILL": kill}.items():
+        monkeypatch.setenv(name, value)
+    notice = " ".join(logout_notice(groups))
+    assert ("loginctl enable-linger" in notice) == ends
+    assert ("systemd-run" in notice) == (ends and "session" in group)
+    monkeypatch.setenv("PATH", str(folder / "empty"))
+    assert logout_notice(groups), "logind does not answer"
+    assert logout_notice("0::/system.slice/ssh.service\n") == []
 
 
 def test_ctrl_c_before_the_start_ends_a_detached_run(folder: Path) -> None:
