@@ -11,8 +11,8 @@ from launcher.frozen import replace
 from launcher.machine.gpus.card import Card, DriverError
 
 T = TypeVar("T")
-# By bits of nvmlClocksThrottleReasons.
 _NO_DRIVER = (9, 12)  # NVML_ERROR_DRIVER_NOT_LOADED, NVML_ERROR_LIBRARY_NOT_FOUND
+# By bits of nvmlClocksThrottleReasons.
 _SLOWED = {"slowed down by heat": 0x20 | 0x40, "slowed down by the power supply": 0x80}
 
 
