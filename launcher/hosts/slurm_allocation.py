@@ -1,7 +1,8 @@
 """SLURM's environment: the allocation, the step that this process is a task of, and the job.
 
-Read from variables only, so that it works in a container without SLURM's commands; pure, except `step_title` and
-`requeue` at the end. sources.py makes hosts of it, transport/srun.py starts agents there.
+Read from variables only, so that it works in a container without SLURM's commands; pure, except `task_has_terminal`,
+and `step_title`, `is_cancelled` and `requeue` at the end. sources.py makes hosts of it, transport/srun.py starts agents
+there.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from launcher.errors import UsageError
@@ -63,8 +64,25 @@ class Allocation:
     step: Step | None = None
 
 
-def find_allocation(env: Mapping[str, str], title: str | None = None) -> Allocation | None:
-    """Return the allocation in which this process runs; `title` is the result of step_title. None outside of SLURM.
+def task_has_terminal() -> bool:
+    """Return whether the task of this process has a terminal; if a container hides it, whether this process has one."""
+    from launcher.machine.processes import terminal_of
+
+    found = _slurmstepd()
+    number = None if found is None else terminal_of(found[1])
+    if number is not None:
+        return number != 0
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC))
+    except OSError:
+        return False
+    return True
+
+
+def find_allocation(
+    env: Mapping[str, str], title: str | None = None, has_terminal: Callable[[], bool] = task_has_terminal
+) -> Allocation | None:
+    """Return the allocation in which this process runs, from arguments as for find_step. None outside of SLURM.
 
     Raises UsageError with variable and value if variables are not in SLURM's format or contradict each other.
     """
@@ -72,7 +90,7 @@ def find_allocation(env: Mapping[str, str], title: str | None = None) -> Allocat
     if job is None:
         return None
     here = env.get("SLURMD_NODENAME") or None
-    step = find_step(env, title)
+    step = find_step(env, title, has_terminal)
     if step is not None and not step.interactive:
         asked = len(step.nodes) < step.tasks
         counts = zip(step.nodes, step.tasks_per_node, strict=True)
@@ -101,11 +119,14 @@ def hosts_of(allocation: Allocation) -> tuple[Host, ...]:
     return tuple(Host(node.name, kind, slots=node.tasks, max_slots=0) for node in allocation.nodes)
 
 
-def find_step(env: Mapping[str, str], title: str | None = None) -> Step | None:
+def find_step(
+    env: Mapping[str, str], title: str | None = None, has_terminal: Callable[[], bool] = task_has_terminal
+) -> Step | None:
     """Return the step of srun (or salloc) that this process is a task of; None in a batch script, or outside of SLURM.
 
     A job that was submitted from within a step inherits that step's variables. The `title` of the slurmstepd above this
-    process distinguishes them; without it, variables that do not match each other are taken as inherited.
+    process, from step_title, distinguishes them; without it, variables that do not match each other are taken as
+    inherited. A step that srun starts in a shell with a terminal inherits SLURM_PTY_PORT, which `has_terminal` decides.
     """
     job = _job(env)
     if job is None or not env.get("SLURM_STEP_NODELIST"):
@@ -125,7 +146,7 @@ def find_step(env: Mapping[str, str], title: str | None = None) -> Step | None:
         local_rank=_number(env, "SLURM_LOCALID"),
         nodes=nodes,
         tasks_per_node=counts,
-        interactive=interactive or bool(env.get("SLURM_PTY_PORT")),
+        interactive=interactive or (bool(env.get("SLURM_PTY_PORT")) and has_terminal()),
     )
     return step if kind or _fits(step, env) else None
 
@@ -241,16 +262,24 @@ def step_title() -> str | None:
 
     None if there is none above it, or a container hides it.
     """
+    found = _slurmstepd()
+    return None if found is None else found[0]
+
+
+def _slurmstepd() -> tuple[str, int] | None:
+    """Return the step in the title of the slurmstepd above this process, and the pid of the task below that."""
     from launcher.machine.processes import ancestors
 
-    for pid in ancestors(os.getpid()):
+    task = os.getpid()
+    for pid in ancestors(task):
         try:
             with open(f"/proc/{pid}/cmdline", "rb") as file:
                 match = re.match(rb"slurmstepd: \[([0-9][^\]\s]*\.[a-z0-9]+)\]", file.read(200))
         except OSError:  # hidden, or ended meanwhile
-            continue
+            match = None
         if match is not None:
-            return match[1].decode()
+            return match[1].decode(), task
+        task = pid
     return None
 
 

@@ -157,6 +157,15 @@ def find(pid: int) -> Process | None:
     )
 
 
+def terminal_of(pid: int) -> int | None:
+    """Return the device number of a process's controlling terminal, 0 without one; None if that cannot be read."""
+    try:
+        text = _read(f"/proc/{pid}/stat")
+    except OSError:  # hidden, or ended meanwhile
+        return None
+    return int(text.rpartition(b")")[2].split()[4])
+
+
 def everything() -> Iterator[Process]:
     for pid in _pids():
         process = find(pid)

@@ -3,6 +3,7 @@
 import os
 import shlex
 import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -67,6 +68,9 @@ HET = {
     "SLURM_NTASKS_HET_GROUP_0": "1",
     "SLURM_NTASKS_HET_GROUP_1": "4",
 }
+
+
+STEP_CODE = "from launcher.hosts import slurm_allocation as s; print(s.step_title(), s.task_has_terminal())"
 
 
 def slots(env: Mapping[str, str]) -> list[tuple[str, int | None]]:
@@ -156,9 +160,31 @@ def test_a_task_of_srun_has_a_place_and_the_nodes_of_its_step() -> None:
 @pytest.mark.parametrize("shell", [{"SLURM_STEP_ID": "4294967290"}, {"SLURM_PTY_PORT": "33559"}])
 def test_an_interactive_shell_stands_for_the_whole_allocation(shell: dict[str, str]) -> None:
     one = {"SLURM_STEP_NODELIST": "node2", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_NODEID": "0"}
-    allocation = present(find_allocation({**STEP, **one, "SLURM_TASKS_PER_NODE": "1", **shell}))
+    env = {**STEP, **one, "SLURM_TASKS_PER_NODE": "1", **shell}
+    allocation = present(find_allocation(env, has_terminal=lambda: True))
     assert allocation.step is None
     assert [node.name for node in allocation.nodes] == ["node1", "node2", "node3"]
+
+
+@pytest.mark.parametrize("title", ["12.0", None])
+def test_a_task_that_srun_starts_in_an_interactive_shell_is_a_task(title: str | None) -> None:
+    env = {**STEP, "SLURM_PTY_PORT": "33559"}
+    assert not present(find_step(env, title, has_terminal=lambda: False)).interactive
+    assert present(find_allocation(env, title, has_terminal=lambda: False)).step is not None
+    assert present(find_step(env, title, has_terminal=lambda: True)).interactive
+
+
+@pytest.mark.parametrize(("before", "seen"), [("", False), ("setsid --wait --ctty ", True)])
+def test_the_task_below_slurmstepd_has_a_terminal_or_none(before: str, seen: bool) -> None:
+    ours, theirs = os.openpty()
+    command = f'{before}sh -c \'"$0" -c "$1"; exit\' {shlex.quote(sys.executable)} {shlex.quote(STEP_CODE)}; exit'
+    done = subprocess.run(
+        ["slurmstepd: [12.0]", "-c", command],
+        executable="/bin/sh", stdin=theirs, capture_output=True, text=True, check=True, start_new_session=True,
+    )  # fmt: skip
+    os.close(ours)
+    os.close(theirs)
+    assert done.stdout == f"12.0 {seen}\n"
 
 
 def test_variables_of_the_step_that_submitted_it_do_not_count() -> None:

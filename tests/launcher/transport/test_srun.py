@@ -174,6 +174,7 @@ def test_tasks_that_srun_starts_take_their_places_in_one_run(
     workers = ["--nproc-per-node", "2"] if tasks == ["-n2"] else []
     command = [sys.executable, "-m", "launcher", "run", *workers, "train.py"]
     monkeypatch.setenv("DTRAIN_TOKEN", "somebody has one, for other runs")
+    monkeypatch.setenv("SLURM_PTY_PORT", "33559")  # of the interactive shell in which srun is typed
     result = folder.slurm.run("srun", "-N2", *tasks, *command, cwd=folder.path)
     assert result.returncode == 0, result.stderr
     shown = sorted(re.findall(r"I (.*)", result.stdout))
