@@ -38,6 +38,8 @@ _SAFE = re.compile(r"[A-Za-z0-9_@%+=:,./\[\]~^-]+")
 _SHORT = {"-A": "account", "-C": "constraint", "-D": "chdir", "-G": "gpus", "-J": "job-name", "-M": "clusters",
           "-e": "error", "-o": "output", "-p": "partition", "-q": "qos", "-t": "time"}  # fmt: skip
 _VARIABLES = {"time": "TIMELIMIT"}  # options whose variable has another name
+# Of the job in which dtrain sbatch was typed: SLURM leaves them as they are if the new job has none of its own.
+_OUTER = tuple(f"SLURM_{name}" for name in ("NTASKS", "NPROCS", "ARRAY_", "RESTART_COUNT", "STEP_", "STEPID", "PTY_"))
 
 
 def run_sbatch(args: Sequence[str], cli: click.Group) -> int:
@@ -211,6 +213,9 @@ def _submit(script: bytes, options: Sequence[str]) -> int:
 
 
 def _without_defaults(env: Mapping[str, str], options: Sequence[str]) -> dict[str, str]:
-    """Return the environment without defaults for typed options: sbatch prefers the environment to its script."""
+    """Return the environment without variables of an outer job, and without defaults for typed options.
+
+    sbatch prefers the environment to its script.
+    """
     typed = {f"SBATCH_{_VARIABLES.get(name, name.replace('-', '_').upper())}" for name in _named(options)}
-    return {name: value for name, value in env.items() if name not in typed}
+    return {name: value for name, value in env.items() if name not in typed and not name.startswith(_OUTER)}

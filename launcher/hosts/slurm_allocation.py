@@ -214,8 +214,11 @@ def _nodes(env: Mapping[str, str], group: int | None, *, strict: bool) -> list[N
     if number in env and _number(env, number) != len(names):
         raise UsageError(f"{number} is {env[number]}, but {variable}={env[variable]} has {len(names)}; {_INSTEAD}")
     counts = _counts(env, f"SLURM_TASKS_PER_NODE{suffix}", names)
-    asked = any(f"SLURM_{name}{suffix}" in env for name in ("NTASKS", "NTASKS_PER_NODE"))
-    # If no tasks were requested, SLURM counts processors.
+    in_all, on_each = f"SLURM_NTASKS{suffix}", f"SLURM_NTASKS_PER_NODE{suffix}"
+    # If no tasks were requested, SLURM counts processors, and the variables are of the job from which it was submitted.
+    asked = (bool(env.get(in_all)) and _number(env, in_all) == sum(counts)) or (
+        bool(env.get(on_each)) and _number(env, on_each) >= max(counts)
+    )
     several = asked and len(names) < sum(counts)
     return [Node(name, count if several else None, group) for name, count in zip(names, counts, strict=True)]
 

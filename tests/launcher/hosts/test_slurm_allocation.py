@@ -113,9 +113,17 @@ def test_counts_of_tasks_are_read_as_slurm_writes_them(runs: list[tuple[int, int
     text = ",".join(f"{tasks}(x{times})" if times > 1 else str(tasks) for tasks, times in runs)
     expected = [tasks for tasks, times in runs for _ in range(times)]
     nodes = {"SLURM_JOB_NODELIST": f"n[1-{len(expected)}]", "SLURM_JOB_NUM_NODES": str(len(expected))}
-    found = slots({**BATCH, **nodes, "SLURM_TASKS_PER_NODE": text, "SLURM_NTASKS": "1"})
+    found = slots({**BATCH, **nodes, "SLURM_TASKS_PER_NODE": text, "SLURM_NTASKS": str(sum(expected))})
     several = any(tasks > 1 for tasks in expected)
     assert [tasks for _, tasks in found] == (expected if several else [None] * len(expected))
+
+
+@pytest.mark.parametrize("outer", [{"SLURM_NTASKS": "1"}, {"SLURM_NTASKS_PER_NODE": "1"}, {"SLURM_NTASKS": ""}])
+def test_a_number_of_tasks_of_the_job_that_submitted_it_does_not_count(outer: dict[str, str]) -> None:
+    processors = {**BATCH, "SLURM_TASKS_PER_NODE": "64(x3)"}
+    assert slots({**processors, **outer}) == [("node1", None), ("node2", None), ("node3", None)]
+    asked = {**processors, **outer, "SLURM_NTASKS_PER_NODE": "64"}
+    assert slots(asked) == [("node1", 64), ("node2", 64), ("node3", 64)]
 
 
 @pytest.mark.parametrize(
@@ -314,6 +322,30 @@ def test_what_is_no_job(argv: list[str], snapshot: SnapshotAssertion) -> None:
     with pytest.raises(UsageError) as refused:
         run_sbatch([*argv[:at], "--print", *argv[at:]] if at or argv[0] == "--" else argv, cli)
     assert str(refused.value) == snapshot
+
+
+def test_a_job_gets_no_numbers_of_the_job_in_which_it_is_submitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sbatch").write_text(f"#!/bin/sh\ncat > /dev/null\nenv > {tmp_path}/env\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    (tmp_path / "train.py").touch()
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.chdir(tmp_path)
+    for name in (
+        "CONF",
+        "NTASKS",
+        "NTASKS_PER_NODE",
+        "NPROCS",
+        "ARRAY_TASK_ID",
+        "RESTART_COUNT",
+        "STEP_ID",
+        "PTY_PORT",
+    ):
+        monkeypatch.setenv(f"SLURM_{name}", "1")
+    assert run_sbatch(["--nodes=2", "--", "train.py"], cli) == 0
+    kept = [line for line in (tmp_path / "env").read_text().splitlines() if line.startswith("SLURM_")]
+    assert kept == ["SLURM_CONF=1"]
 
 
 def test_what_dtrain_run_would_refuse_is_not_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
