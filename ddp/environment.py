@@ -1,11 +1,12 @@
 """Reads this process's placement from the launcher's environment: torchrun's variables, Open MPI's or SLURM's.
 
-Pure functions of a mapping, called by `ddp.world`; nothing here talks to a process group.
+Pure functions of a mapping, called by `ddp.world`, except `typed_in_a_shell`; nothing here talks to a process group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ddp.errors import LaunchEnvironmentError
@@ -80,10 +81,24 @@ def run_of(environ: Mapping[str, str]) -> tuple[str, int]:
     return "" if run_id == "none" else run_id, int(attempt) if attempt.isdecimal() else 0
 
 
-def read_placement(environ: Mapping[str, str]) -> Placement:
+def typed_in_a_shell() -> bool:
+    """Return whether this process was typed in an interactive shell: it has a terminal, and a process group of its own.
+
+    A task that `srun --pty` starts has the terminal too, but leads its session or is in the leader's group.
+    """
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC))
+    except OSError:
+        return False
+    return os.getpgrp() != os.getsid(0)
+
+
+def read_placement(environ: Mapping[str, str], *, is_typed: Callable[[], bool] = typed_in_a_shell) -> Placement:
     """Read this process's placement: from RANK and its family, else Open MPI's variables, else those of an `srun` step.
 
-    With none of them the process is alone. Raises LaunchEnvironmentError for incomplete or malformed variables.
+    With none of them the process is alone; so it is if a step's variables are only inherited. `is_typed` is asked in a
+    shell of `srun --pty`, and in what is started there. Raises LaunchEnvironmentError for incomplete or malformed
+    variables.
     """
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return _from_env(environ)
@@ -91,9 +106,12 @@ def read_placement(environ: Mapping[str, str]) -> Placement:
         return _from_mpirun(environ)
     # A batch script has SLURM_PROCID=0 and SLURM_NTASKS=n too, but it is one process: only a step's tasks
     # are a world.
-    if "SLURM_PROCID" in environ and environ.get("SLURM_STEP_ID", "").isdecimal():
-        return _from_srun(environ)
-    return ALONE
+    if "SLURM_PROCID" not in environ or not environ.get("SLURM_STEP_ID", "").isdecimal():
+        return ALONE
+    # A process that is typed in a shell of `srun --pty` has that step's variables.
+    if _is_of_another_step(environ) or (environ.get("SLURM_PTY_PORT") and is_typed()):
+        return ALONE
+    return _from_srun(environ)
 
 
 def roles_of(environ: Mapping[str, str]) -> dict[str, int]:
@@ -171,6 +189,16 @@ def _from_srun(environ: Mapping[str, str]) -> Placement:
         source="srun",
         job_key="slurm " + ".".join(key) if key[0] else None,
     )
+
+
+def _is_of_another_step(environ: Mapping[str, str]) -> bool:
+    """Return whether the step's variables are inherited: a job submitted from within a step has those of that step.
+
+    But SLURM_GTIDS, the ranks of the tasks on this node, is its own: a batch script is one task.
+    """
+    here = _tasks_on_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""), _optional(environ, "SLURM_NODEID"))
+    ranks = environ.get("SLURM_GTIDS", "")
+    return here is not None and bool(ranks) and here != len(ranks.split(","))
 
 
 def _tasks_on_node(tasks_per_node: str, node: int | None) -> int | None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import pty
+
 import pytest
 
 import ddp
-from ddp.environment import ALONE, read_placement
+from ddp.environment import ALONE, read_placement, typed_in_a_shell
 
 
 def torchrun(**more: str) -> dict[str, str]:
@@ -74,6 +77,48 @@ def test_a_batch_script_outside_srun_is_alone() -> None:
     environ = srun()
     del environ["SLURM_STEP_ID"]
     assert read_placement(environ) == ALONE
+
+
+def test_what_is_typed_in_a_shell_of_srun_is_alone() -> None:
+    shell = srun(SLURM_STEP_NUM_TASKS="4", SLURM_PROCID="0", SLURM_PTY_PORT="33559")
+    assert read_placement(shell, is_typed=lambda: True) == ALONE
+    assert (
+        read_placement(shell, is_typed=lambda: False).world_size == 4
+    )  # a task: of that step, or started in the shell
+    assert read_placement(srun(), is_typed=lambda: True).source == "srun"
+
+
+def test_a_shell_gives_what_is_typed_a_group_of_its_own() -> None:
+    task, terminal = pty.fork()
+    if not task:  # leads its session, as what `srun --pty` starts
+        os._exit(typed_in_a_shell() + 2 * _forked(own_group=False) + 4 * _forked(own_group=True))
+    assert os.waitstatus_to_exitcode(os.waitpid(task, 0)[1]) == 4
+    os.close(terminal)
+
+
+def _forked(*, own_group: bool) -> int:
+    """Fork a process as a script does, or an interactive shell; return whether it takes itself for typed."""
+    child = os.fork()
+    if not child:
+        if own_group:
+            os.setpgid(0, 0)
+        os._exit(typed_in_a_shell())
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_process_without_terminal_was_not_typed() -> None:
+    child = os.fork()
+    if not child:
+        os.setsid()
+        os._exit(_forked(own_group=True))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_batch_script_that_a_step_submitted_is_alone() -> None:
+    inherited = {"SLURM_STEP_TASKS_PER_NODE": "4,2", "SLURM_STEP_NUM_TASKS": "6", "SLURM_PROCID": "0"}
+    assert read_placement(srun(**inherited, SLURM_NODEID="0", SLURM_GTIDS="0")) == ALONE
+    assert read_placement(srun(**inherited, SLURM_NODEID="0", SLURM_GTIDS="0,1,2,3")).world_size == 6
+    assert read_placement(srun(**inherited, SLURM_NODEID="1", SLURM_GTIDS="4,5")).local_world_size == 2
 
 
 @pytest.mark.parametrize(
