@@ -4,7 +4,8 @@
 
 The arguments after `--` are those of `dtrain run`. The options before it become #SBATCH lines; `--print` shows the
 script instead of submitting it. With `--requeue` the job receives USR1 two minutes before its end, `dtrain run` gets
---requeue as well, and the output of all starts goes to one file. Called by main.py with the arguments as typed.
+--requeue as well, and the output of all starts goes to one file. With `--nnodes MIN:MAX` of `dtrain run` the job gets
+--no-kill. Called by main.py with the arguments as typed.
 """
 
 from __future__ import annotations
@@ -15,11 +16,15 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from launcher import __version__
 from launcher.errors import DtrainError, UsageError
+
+if TYPE_CHECKING:
+    from launcher.cli.options import Options
 
 USAGE = """\
 Usage: dtrain sbatch [OPTIONS OF sbatch] [--print] -- [OPTIONS OF dtrain run] SCRIPT [ARGS]...
@@ -36,7 +41,7 @@ Usage: dtrain sbatch [OPTIONS OF sbatch] [--print] -- [OPTIONS OF dtrain run] SC
 AHEAD_S = 120  # from USR1 to the end of the job
 _SAFE = re.compile(r"[A-Za-z0-9_@%+=:,./\[\]~^-]+")
 _SHORT = {"-A": "account", "-C": "constraint", "-D": "chdir", "-G": "gpus", "-J": "job-name", "-M": "clusters",
-          "-e": "error", "-o": "output", "-p": "partition", "-q": "qos", "-t": "time"}  # fmt: skip
+          "-e": "error", "-k": "no-kill", "-o": "output", "-p": "partition", "-q": "qos", "-t": "time"}  # fmt: skip
 _VARIABLES = {"time": "TIMELIMIT"}  # options whose variable has another name
 # Of the job in which dtrain sbatch was typed: SLURM leaves them as they are if the new job has none of its own.
 _OUTER = tuple(f"SLURM_{name}" for name in ("NTASKS", "NPROCS", "ARRAY_", "RESTART_COUNT", "STEP_", "STEPID", "PTY_"))
@@ -54,10 +59,14 @@ def run_sbatch(args: Sequence[str], cli: click.Group) -> int:
         print(USAGE, end="")
         return 0
     options = [arg for arg in ours if arg != "--print"]
-    script = os.fsencode(batch_script(options, theirs, dtrain=_dtrain()))
     is_shown = len(options) < len(ours)  # perhaps for another machine that has the files
-    if not _check(theirs, cli, Path(_named(options).get("chdir") or "."), is_submitted=not is_shown):
+    if not theirs:
+        raise UsageError("nothing to run: name a script after --, as in `dtrain sbatch --nodes=2 -- train.py`")
+    run = _check(theirs, cli, Path(_named(options).get("chdir") or "."), is_submitted=not is_shown)
+    if run is None:
         return 0
+    is_elastic = run.nnodes is not None and run.nnodes[0] < run.nnodes[1]
+    script = os.fsencode(batch_script(options, theirs, dtrain=_dtrain(), is_elastic=is_elastic))
     if is_shown:
         sys.stdout.flush()
         os.write(1, script)
@@ -65,14 +74,20 @@ def run_sbatch(args: Sequence[str], cli: click.Group) -> int:
     return _submit(script, options)
 
 
-def batch_script(options: Sequence[str], args: Sequence[str], *, dtrain: Sequence[str]) -> str:
-    """Return a script with sbatch's `options` that runs `dtrain run ARGS`; `dtrain` is the command for dtrain here."""
+def batch_script(
+    options: Sequence[str], args: Sequence[str], *, dtrain: Sequence[str], is_elastic: bool = False
+) -> str:
+    """Return a script with sbatch's `options` that runs `dtrain run ARGS`; `dtrain` is the command for dtrain here.
+
+    An `is_elastic` run goes on without a node that fails, so the job does too. Raises UsageError for options that
+    cannot be in a script.
+    """
     names = _named(options)
-    if not args:
-        raise UsageError("nothing to run: name a script after --, as in `dtrain sbatch --nodes=2 -- train.py`")
     if "wrap" in names:
         raise UsageError("dtrain sbatch does what --wrap does; leave it out, and name the script after --")
     added = [] if "job-name" in names else [f"--job-name={_job_name(args)}"]
+    if is_elastic and "no-kill" not in names:
+        added.append("--no-kill")
     run = list(args)
     if "requeue" in names:
         if "open-mode" not in names:
@@ -97,10 +112,13 @@ def batch_script(options: Sequence[str], args: Sequence[str], *, dtrain: Sequenc
     return "\n".join(lines) + "\n"
 
 
-def _check(args: Sequence[str], cli: click.Group, folder: Path, *, is_submitted: bool) -> bool:
-    """Raise the errors that `dtrain run ARGS` would raise in the job, started in `folder`; return False for --help."""
+def _check(args: Sequence[str], cli: click.Group, folder: Path, *, is_submitted: bool) -> Options | None:
+    """Raise the errors that `dtrain run ARGS` would raise in the job, started in `folder`.
+
+    Return the options that it would have there; None for --help.
+    """
     from launcher.cli.config_file import Group
-    from launcher.cli.options import Options, takes_options
+    from launcher.cli.options import takes_options
     from launcher.cli.request import check_script, check_values, parse_command, workdir_of
 
     found: list[Options] = []
@@ -125,7 +143,7 @@ def _check(args: Sequence[str], cli: click.Group, folder: Path, *, is_submitted:
             raise UsageError(
                 f"{error}\nnothing was submitted; if only the nodes have it, use --print | sbatch"
             ) from error
-    return bool(found)
+    return found[0] if found else None
 
 
 def _split(args: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -289,6 +289,30 @@ def test_a_job_that_may_be_queued_again_is_notified_of_its_end() -> None:
     assert "append" not in own
 
 
+@pytest.mark.parametrize("typed", [["--no-kill"], ["--no-kill=off"], ["-k"]])
+def test_a_job_outlives_a_node_if_its_run_does(typed: list[str]) -> None:
+    line = "#SBATCH --no-kill\n"
+    assert line in batch_script(["-N4"], ["train.py"], dtrain=["d"], is_elastic=True)
+    assert line not in batch_script(["-N4"], ["train.py"], dtrain=["d"])
+    assert batch_script(typed, ["train.py"], dtrain=["d"], is_elastic=True).count(f"#SBATCH {typed[0]}\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("run", "kept"),
+    [
+        (["--nnodes", "2:4", "train.py"], True),
+        (["--nnodes=2:4", "train.py"], True),
+        (["--nnodes", "4:4", "train.py"], False),
+        (["train.py", "--nnodes", "2:4"], False),
+    ],
+)
+def test_a_run_with_fewer_nodes_keeps_its_job(
+    run: list[str], kept: bool, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    assert run_sbatch(["--nodes=4", "--print", "--", *run], cli) == 0
+    assert (b"#SBATCH --no-kill\n" in capfdbinary.readouterr().out) is kept
+
+
 @given(st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20), min_size=1))
 def test_no_argument_is_taken_for_code(words: list[str]) -> None:
     script = batch_script([], words, dtrain=["dtrain"])
@@ -374,3 +398,4 @@ def test_what_dtrain_run_would_refuse_is_not_submitted(tmp_path: Path, monkeypat
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "sub/dtrain.toml").unlink()
     assert run_sbatch(["-D", "/", "--", "--nnodes=2:4", "--grow", "--workdir", "~/sub", "train.py"], cli) == 0
+    assert "#SBATCH --no-kill\n" in submitted.read_text()
