@@ -4,8 +4,8 @@
 
 The arguments after `--` are those of `dtrain run`. The options before it become #SBATCH lines; `--print` shows the
 script instead of submitting it. With `--requeue` the job receives USR1 two minutes before its end, `dtrain run` gets
---requeue as well, and the output of all starts goes to one file. With `--nnodes MIN:MAX` of `dtrain run` the job gets
---no-kill. Called by main.py with the arguments as typed.
+--requeue as well, and the output of all starts goes to one file; a typed --signal goes to the batch script, too. With
+`--nnodes MIN:MAX` of `dtrain run` the job gets --no-kill. Called by main.py with the arguments as typed.
 """
 
 from __future__ import annotations
@@ -83,6 +83,8 @@ def batch_script(
     cannot be in a script.
     """
     names = _named(options)
+    if "requeue" in names:
+        options = _to_batch_script(options)
     if "wrap" in names:
         raise UsageError("dtrain sbatch does what --wrap does; leave it out, and name the script after --")
     added = [] if "job-name" in names else [f"--job-name={_job_name(args)}"]
@@ -170,6 +172,17 @@ def _named(options: Sequence[str]) -> dict[str, str | None]:
         elif arg[:2] in _SHORT:
             found[_SHORT[arg[:2]]] = arg[2:] or following
     return found
+
+
+def _to_batch_script(options: Sequence[str]) -> list[str]:
+    """Return the options with `B:` in --signal: without it, SLURM signals steps only, not dtrain."""
+    words = list(options)
+    for at, word in enumerate(words):
+        head = "--signal=" if word.startswith("--signal=") else ""
+        flags, _, sent = word.removeprefix(head).rpartition(":")
+        if (head or (at and words[at - 1] == "--signal")) and "B" not in flags.upper():
+            words[at] = f"{head}{flags}B:{sent}"
+    return words
 
 
 def _directive(arg: str) -> str:

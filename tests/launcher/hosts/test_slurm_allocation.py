@@ -285,8 +285,19 @@ def test_a_job_that_may_be_queued_again_is_notified_of_its_end() -> None:
     for limit, ahead in (("2", 60), ("3:30", 105), ("0:0:20", 10), ("10", 120), ("0-1", 120)):
         assert f"--signal=B:USR1@{ahead}\n" in batch_script(["--requeue", "-t", limit], ["a.py"], dtrain=["d"])
     own = batch_script(["--requeue", "--signal=USR2@9", "--open-mode=truncate"], ["a.py"], dtrain=["d"])
-    assert "B:USR1" not in own
+    assert "USR1@" not in own
+    assert "#SBATCH --signal=B:USR2@9\n" in own
     assert "append" not in own
+
+
+@pytest.mark.parametrize(
+    ("typed", "becomes"),
+    [("USR1@600", "B:USR1@600"), ("R:10", "RB:10"), ("B:USR1@600", "B:USR1@600"), ("BR:10@60", "BR:10@60")],
+)
+def test_the_signal_before_the_end_goes_to_dtrain(typed: str, becomes: str) -> None:
+    for words, line in (([f"--signal={typed}"], f"--signal={becomes}"), (["--signal", typed], f"--signal {becomes}")):
+        assert f"#SBATCH {line}\n" in batch_script(["--requeue", *words], ["train.py"], dtrain=["d"])
+        assert f"#SBATCH {' '.join(words)}\n" in batch_script(words, ["train.py"], dtrain=["d"])
 
 
 @pytest.mark.parametrize("typed", [["--no-kill"], ["--no-kill=off"], ["-k"]])
