@@ -165,7 +165,8 @@ class _Layout:
     """Numbers of workers: `counts` are ordinary workers by offer, `others` the offers of all others in their order.
 
     Also by offer: the `node_rank` of its machine; `before`, the number of ordinary workers of earlier offers of that
-    machine; `on_machine`, the number of all of them on it; and `totals`, with the other roles.
+    machine; `on_machine`, the number of all of them on it; `totals`, with the other roles; and `sharing`, the number of
+    workers of all offers of that machine with the same processors.
     """
 
     def __init__(self, offers: Sequence[HostOffer], counts: Sequence[int], others: Sequence[int]) -> None:
@@ -183,9 +184,14 @@ class _Layout:
         self.on_machine = [so_far[node] for node in self.node_rank]
         more = Counter(others)
         self.totals = [count + more[place] for place, count in enumerate(counts)]
+        processors = [(node, offer.cores) for node, offer in zip(self.node_rank, offers, strict=True)]
+        users: Counter[tuple[int, tuple[int, ...]]] = Counter()
+        for own, total in zip(processors, self.totals, strict=True):
+            users[own] += total
+        self.sharing = [users[own] for own in processors]
 
     def threads(self, place: int) -> int:
-        return max(1, self.offers[place].cpu_limit // max(1, self.totals[place]))
+        return max(1, self.offers[place].cpu_limit // max(1, self.sharing[place]))
 
 
 def _with_roles(workers: list[WorkerPlace], roles: Roles) -> list[WorkerPlace]:

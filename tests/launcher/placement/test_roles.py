@@ -162,6 +162,22 @@ def test_tasks_of_one_machine_count_their_local_ranks_on() -> None:
     assert placement.nodes == 2
 
 
+def test_tasks_with_the_same_processors_share_them() -> None:
+    def threads(machines: list[str], cores: list[tuple[int, ...]], *others: str) -> list[int]:
+        offers = [
+            HostOffer(f"t{k}", 1, (), False, "CUDA_VISIBLE_DEVICES", own, len(own), machine=machine)
+            for k, (machine, own) in enumerate(zip(machines, cores, strict=True))
+        ]
+        return [worker.threads for worker in place(offers, nproc=None, roles=roles_of([*others])).workers]
+
+    every = tuple(range(32))
+    assert threads(["node1"] * 4, [every] * 4) == [8, 8, 8, 8]
+    assert threads(["node1", "node1", "node2"], [every] * 3) == [16, 16, 32]
+    assert threads(["node1"] * 2, [every[:16], every[16:]]) == [16, 16], "bound"
+    assert threads(["", ""], [every] * 2) == [32, 32], "hosts"
+    assert threads(["node1"] * 2, [every] * 2, "data:2") == [8, 8, 8, 8]
+
+
 def test_an_isolated_worker_sees_its_own_gpu() -> None:
     placement = place([GPU], nproc=2, isolate=True)
     assert _fields(placement, "gpus", "visible") == [(("0",), "0"), (("1",), "1")]
