@@ -161,8 +161,8 @@ def _fits(step: Step, env: Mapping[str, str]) -> bool:
 
 def slurm_run_id(env: Mapping[str, str]) -> str | None:
     """Return a run id for the job, kept when it is requeued: `slurm-1234`, or in an array `slurm-1200_7`."""
-    job = _job_name(env)
-    return None if job is None else f"slurm-{job}"
+    job = _job(env)
+    return None if job is None else f"slurm-{_array_task(env) or job}"
 
 
 def restart_count(env: Mapping[str, str]) -> int:
@@ -188,12 +188,18 @@ def _job(env: Mapping[str, str]) -> str | None:
 
 
 def _job_name(env: Mapping[str, str]) -> str | None:
-    """Return the job's id for SLURM's commands: the number alone may mean a whole array."""
-    array, task = env.get("SLURM_ARRAY_JOB_ID", ""), env.get("SLURM_ARRAY_TASK_ID", "")
+    """Return the job's id for SLURM's commands: the number alone, if it is also the array's, means the whole array.
+
+    A job that was submitted from within an array's task may inherit that array's variables, but has another number.
+    """
     job = _job(env)
-    if job is not None and re.fullmatch("[0-9]{1,10}", array) and re.fullmatch("[0-9]{1,10}", task):
-        return f"{array}_{task}"
-    return job
+    return _array_task(env) or job if job == env.get("SLURM_ARRAY_JOB_ID") else job
+
+
+def _array_task(env: Mapping[str, str]) -> str | None:
+    array, task = env.get("SLURM_ARRAY_JOB_ID", ""), env.get("SLURM_ARRAY_TASK_ID", "")
+    known = re.fullmatch("[0-9]{1,10}", array) and re.fullmatch("[0-9]{1,10}", task)
+    return f"{array}_{task}" if known else None
 
 
 def _nodes(env: Mapping[str, str], group: int | None, *, strict: bool) -> list[Node]:

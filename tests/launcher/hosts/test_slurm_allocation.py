@@ -213,6 +213,17 @@ def test_a_run_is_named_after_its_job() -> None:
     assert cpu_limit(BATCH) == 4
 
 
+@pytest.mark.parametrize(("array", "told"), [("12", "12_7"), ("9", "12")], ids=["its own", "of another task or job"])
+def test_scontrol_is_told_the_number_of_this_job_alone(
+    array: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/told\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert requeue({**BATCH, "SLURM_ARRAY_JOB_ID": array, "SLURM_ARRAY_TASK_ID": "7"}) is None
+    assert (tmp_path / "told").read_text() == f"requeue {told}\n"
+
+
 # ---- srun ----------------------------------------------------------------------------------------------------
 
 
