@@ -224,6 +224,16 @@ class GradientHooks:
                 if own.id in hooks:  # torch uses the order of insertion, which move_to_end() does not change
                     hooks[own.id] = hooks.pop(own.id)
 
+    def shared(self) -> frozenset[int]:
+        """Return the parameters that another wrapper reduces too: each must find the local gradient, not an average."""
+        if max(map(len, self._registered), default=0) < 2:
+            return frozenset()
+        return frozenset(
+            index
+            for index, hooks in enumerate(self._registered)
+            if sum("GradientSums.hook." in getattr(hook, "__qualname__", "") for hook in hooks.values()) > 1
+        )
+
     def has_others(self, index: int) -> bool:
         """Return whether the user has registered hooks on this parameter too."""
         return len(self._registered[index]) > 1

@@ -236,7 +236,7 @@ class Reducer:
         """Return whether a step of an optimizer of these parameters counts. Refuse one before averages are in place."""
         pass_ = self.current
         if pass_ is None or self.phase is not Phase.REDUCING:
-            self.nonfinite.before_step()
+            self.nonfinite.before_step(optimizer)
             return True
         if not (pass_.has_sent_status or self.has_users_hook or pass_.problem is not None):
             pass_.problem = stepped_inside(optimizer, self.members)
@@ -343,7 +343,12 @@ class Reducer:
         # The streams of several devices are synchronised with each other only at the end of backward.
         holds = self._watches or self._has_several_devices or pass_.graphs is not None or pass_.problem is not None
         holds = holds or (self.planner is not None and self.planner.holds)
-        self.sums.open(holds=holds, is_first_new=self.policy.is_cleared, micro_batch=pass_.micro_batch)
+        self.sums.open(
+            holds=holds,
+            is_first_new=self.policy.is_cleared,
+            micro_batch=pass_.micro_batch,
+            shared=self.hooks.shared(),
+        )
         self._enter(Phase.REDUCING, pass_)
         self.report.at("in backward", self.sums.not_ready)
         self.mark("backward")

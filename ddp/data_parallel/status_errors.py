@@ -12,6 +12,8 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from ddp.comm.channel import Channel
 from ddp.data_parallel.buckets.bucket_plan import Member
 from ddp.errors import BackwardError, DdpError, DriftError, NonFiniteError
@@ -108,6 +110,14 @@ def weights_differ(every: Sequence[Sequence[float]], micro_batches: Sequence[int
 _VARIABLE = "DTRAIN_ON_NONFINITE"
 
 
+def _spares_weights(optimizer: Any) -> bool:
+    """Return whether a step of an optimizer makes no weight infinite or NaN."""
+    if (found := getattr(optimizer, "found_inf", None)) is not None and bool(found):
+        return True  # set by a GradScaler: a fused step does nothing then
+    grads = [each.grad for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
+    return all(bool(grad.isfinite().all()) for grad in grads if grad.layout is torch.strided)
+
+
 class NonFinite:
     """Warns or stops when an optimizer is about to step a model with gradients that are infinite or NaN.
 
@@ -135,11 +145,16 @@ class NonFinite:
             self._ranks = tuple(rank for rank, (is_there, _) in enumerate(every) if is_there)
             self._micro_batches = [index for _, index in every if index is not None]
 
-    def before_step(self) -> None:
-        """Check before an optimizer steps. Raises NonFiniteError on every rank, or warns once, on one of the ranks."""
-        ranks, self._ranks = self._ranks, ()
-        if not ranks:
+    def before_step(self, optimizer: Any = None) -> None:
+        """Check before an optimizer steps. Raises NonFiniteError on every rank, or warns once, on one of the ranks.
+
+        Nothing is wrong if the gradients of `optimizer`, which has averages, are finite: the script has mended or
+        removed them, or they are others; or if its step will do nothing. All ranks find the same.
+        """
+        ranks = self._ranks
+        if not ranks or (optimizer is not None and _spares_weights(optimizer)):
             return
+        self._ranks = ()
         report = self._channel.report
         who = ranks_text(ranks)
         which = f" (micro-batch {', '.join(map(str, self._micro_batches))})" if self._micro_batches else ""

@@ -107,8 +107,8 @@ class TorchSurface(TorchDistributedDataParallel):
 
     @property
     def reducer(self) -> Any:  # type: ignore[override]  # ours
-        """The reducer, for libraries that drive torch's; None in a world of one."""
-        return None if self._reducer is None else TorchReducer(self._reducer, self._policy)
+        """The reducer, for libraries that drive torch's."""
+        return _NoReducer() if self._reducer is None else TorchReducer(self._reducer, self._policy)
 
     @property
     def named_module_buffers(self) -> dict[str, torch.Tensor]:  # type: ignore[override]  # looked up when needed
@@ -282,6 +282,17 @@ def announce(reducer: Reducer, policy: ForwardPolicy, output: Any, *, is_trainin
         forward.is_opaque = False
         if tensor.grad_fn is not None:  # a hook on a leaf would outlive the graph
             tensor.register_hook(on_grad)
+
+
+class _NoReducer:
+    """That of a world of one, in which nothing is reduced."""
+
+    def _rebuild_buckets(self) -> bool:
+        """Do nothing."""
+        return False
+
+    def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Do nothing."""
 
 
 class TorchReducer:

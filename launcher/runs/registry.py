@@ -59,15 +59,20 @@ class Entry:
     @property
     def lives(self) -> bool:
         """True if its controller is running, as far as known on this host."""
-        if self.state or not self.here or self.boot != this_boot():
-            return False
-        process = find(self.pid)
-        return process is not None and process.start == self.start
+        return not self.state and self.here and not self.is_gone
 
     @property
     def is_lost(self) -> bool:
         """True if its controller ended without recording an end."""
-        return not self.state and self.here and not self.lives
+        return not self.state and self.is_gone
+
+    @property
+    def is_gone(self) -> bool:
+        """True if the process of its controller has ended; False if another host has to be asked."""
+        if not self.here or self.boot != this_boot():
+            return self.here
+        process = find(self.pid)
+        return process is None or process.start != self.start
 
 
 def place() -> Path:
@@ -159,7 +164,7 @@ def entries() -> list[Entry]:
             if (entry := _read(folder, name)) is None:
                 continue
             found.append(entry)
-            if entry.is_lost and entry.socket in sockets:
+            if entry.socket in sockets and entry.is_gone:
                 with contextlib.suppress(OSError):  # the home may be read-only
                     folder.remove(entry.socket)  # its controller could not
     return found

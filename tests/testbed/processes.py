@@ -225,7 +225,7 @@ def kill_tree(pid: int) -> None:
         Watch.current.killed_whole = True
     with contextlib.suppress(psutil.NoSuchProcess):
         root = psutil.Process(pid)
-        kill([*root.children(recursive=True), root])
+        kill([root, *root.children(recursive=True)])  # it first, or it still writes how the others ended
 
 
 def kill(processes: Collection[psutil.Process]) -> None:

@@ -311,9 +311,17 @@ class GradientSums:
         for transfer in self._transfers:
             transfer.micro_batch, transfer.has_older = micro_batch, self._has_older
 
-    def open(self, *, holds: bool, is_first_new: bool, micro_batch: MicroBatch | None = None) -> None:
+    def open(
+        self,
+        *,
+        holds: bool,
+        is_first_new: bool,
+        micro_batch: MicroBatch | None = None,
+        shared: frozenset[int] = frozenset(),
+    ) -> None:
         """Prepare for the gradients of a backward pass. With `holds`, all buckets wait for its end.
 
+        `shared` are the parameters that another wrapper reduces too.
         `is_first_new`: this backward pass has made the one gradient in `touched`; others that exist are older.
         `micro_batch` is that of the pass, the last one of this rank.
         """
@@ -321,6 +329,7 @@ class GradientSums:
         self.holds, self.arrived = holds, {}
         new = next(iter(self.touched), None) if is_first_new and len(self.touched) == 1 else None
         for transfer in self._transfers:
+            transfer.shared = shared & transfer.indices
             transfer.begin(new)
 
     def expect_absent(self, unreached: Callable[[], frozenset[int]]) -> None:

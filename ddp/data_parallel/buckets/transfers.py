@@ -130,6 +130,9 @@ class Transfer(ABC):
         self._sender = sender
         self.micro_batch: MicroBatch | None = None  # that of the running pass
         self.has_older = False  # whether its gradients were added to those of the micro-batch before
+        self.shared: frozenset[int] = (
+            frozenset()
+        )  # its parameters that another wrapper reduces too, from these gradients
         self._subtrees = Subtrees()  # of the step's micro-batches so far
 
     @property
@@ -255,7 +258,7 @@ class OwnTransfer(Transfer):
         parameter = self._member.parameter
         grad = parameter.grad
         self._is_absent = grad is None or self._member.index not in touched
-        if grad is not None and not self._is_absent and self._may_reduce_in_place(grad):
+        if grad is not None and not self._is_absent and not self.shared and self._may_reduce_in_place(grad):
             self._buffer = grad
         else:
             self._buffer = _empty(self._spec)
@@ -309,7 +312,7 @@ class _Region:
     def __init__(self, tensor: torch.Tensor, members: Sequence[Member], plan: BucketPlan) -> None:
         self.tensor = tensor
         self.places: list[_Place] = [
-            (member, member.parameter, slot_view(tensor, slot))
+            (member, member.parameter, slot_view(tensor, slot).data)  # no view to autograd: .detach_() is allowed
             for member, slot in zip(members, plan.slots, strict=True)
         ]
         self.small = self.places[: plan.small_count]
@@ -388,6 +391,7 @@ class FlatTransfer(Transfer):
         if not self._as_views and self._region.is_watched():
             self._renew()
         had = [each.index for each in self.members if each.parameter.grad is not None and each.index != new]
+        had += self.shared.difference(had)
         had = [] if self.micro_batch is not None else had  # a step of micro-batches began without any
         self._made_by_backward = self._own.difference(had) if had else self._own
 
@@ -415,7 +419,8 @@ class FlatTransfer(Transfer):
     def _settle(self, place: _Place, grad: torch.Tensor) -> None:
         """Make the place the gradient if that goes unnoticed, else note to copy the average back."""
         member, parameter, view = place
-        if self._as_views or member.index in self._made_by_backward or grad.layout is not torch.strided:
+        is_view = self._as_views and member.index not in self.shared
+        if is_view or member.index in self._made_by_backward or grad.layout is not torch.strided:
             parameter.grad = view
             self._region.is_given_away = True
         else:

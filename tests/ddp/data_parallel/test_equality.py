@@ -6,6 +6,7 @@ import copy
 import itertools
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -248,3 +249,58 @@ def test_the_plan_follows_the_order_of_use() -> None:
     order = [*present(model._reducer).sums.order]
     assert [index // 2 for index in order] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert gather_values(order) == [order, order]
+
+
+class _Nested(nn.Module):
+    def __init__(self, wrap: Callable[[nn.Module], nn.Module], width: int) -> None:
+        super().__init__()
+        self.encoder = wrap(nn.Linear(width, width))
+        self.out = nn.Linear(width, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.out(torch.tanh(self.encoder(x)))
+        return out
+
+
+def _trained_by_two(wrap: Callable[[nn.Module], nn.Module], kind: str, width: int) -> torch.Tensor:
+    """Return the parameters after three steps of two wrappers that share a layer: one beside or within the other."""
+    torch.manual_seed(0)
+    if kind == "nested":
+        models = [wrap(_Nested(wrap, width))]
+    else:
+        encoder = nn.Linear(width, width)
+        models = [wrap(nn.Sequential(encoder, nn.Tanh(), nn.Linear(width, 2))) for _ in range(2)]
+    parameters = list({id(each): each for model in models for each in model.parameters()}.values())
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    torch.manual_seed(1 + dist.get_rank())
+    for _ in range(3):
+        x = torch.randn(3, width)
+        sum((model(x).square().mean() for model in models), torch.zeros(())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat([each.detach().flatten() for each in parameters])
+
+
+@world(2, backend=("gloo", "shm"))
+@pytest.mark.parametrize("kind", ["beside", "nested"])
+def test_wrappers_that_share_a_layer_equal_torch_s(kind: str) -> None:
+    """Both reduce the local gradients; the layer is in a bucket, and has one of its own."""
+    for width, views in itertools.product((4, 1100), (False, True)):
+        ours = _trained_by_two(partial(ddp.DistributedDataParallel, gradient_as_bucket_view=views), kind, width)
+        theirs = _trained_by_two(nn.parallel.DistributedDataParallel, kind, width)  # which refuses views here
+        assert (ours - theirs).abs().max() < 1e-5, (width, views)
+
+
+@world(2)
+def test_a_gradient_may_be_detached_and_changed_in_place() -> None:
+    """As zero_grad did before torch 1.7, and as penalties on weights do outside of no_grad."""
+    model = ddp.DistributedDataParallel(nn.Linear(4, 2))
+    for _ in range(2):
+        model(torch.ones(3, 4)).sum().backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad += 0.1 * parameter.sign()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.detach_()
+            parameter.grad.zero_()

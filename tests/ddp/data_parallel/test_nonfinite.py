@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from testbed.present import present
 from testbed.worlds import world
 
 import ddp
@@ -117,3 +119,38 @@ def test_each_micro_batch_of_a_step_is_looked_at() -> None:
         with pytest.raises(NonFiniteError, match=r"gradients of rank 1 \(micro-batch 2\) were") as caught:
             optimizer.step()
     assert (caught.value.step, caught.value.ranks) == (2, (1,))
+
+
+@pytest.mark.parametrize("way", ["mended", "removed", "skipped inside"])
+@world(2)
+def test_gradients_that_the_script_has_mended_do_no_harm(way: str) -> None:
+    """By nan_to_num_, by zero_grad after a look at the norm, and in a fused step that a GradScaler has told."""
+    model, _ = _model("ddp")
+    optimizer: Any = torch.optim.Adam(model.parameters(), fused=True)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("DTRAIN_ON_NONFINITE", "stop")
+        for step in range(3):
+            _backward(model, NAN if step == 1 and dist.get_rank() == 1 else None)
+            if way == "mended":
+                for parameter in model.parameters():
+                    torch.nan_to_num_(present(parameter.grad))
+            elif way == "removed" and not torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite():
+                optimizer.zero_grad()
+            elif way == "skipped inside":
+                optimizer.grad_scale, optimizer.found_inf = torch.ones(()), torch.full((), float(step == 1))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+
+
+@world(2)
+def test_the_other_of_two_optimizers_is_still_looked_at() -> None:
+    model, _ = _model("ddp")
+    first, *others = model.parameters()
+    _backward(model, NAN)
+    first.grad = None
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("DTRAIN_ON_NONFINITE", "stop")
+        torch.optim.SGD([first], lr=0.1).step()
+        with pytest.raises(NonFiniteError):
+            torch.optim.SGD(others, lr=0.1).step()

@@ -170,7 +170,7 @@ def test_what_others_read_of_a_wrapper() -> None:
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
 
 
-@world(2)
+@world(1, 2)
 def test_lightnings_manual_optimization() -> None:
     """Lightning lets forward run without synchronisation and then prepares the reducer itself."""
 

@@ -187,6 +187,21 @@ def test_lost_runs_are_listed_where_the_home_cannot_be_written(folder: Path, mon
     run.close()
 
 
+@pytest.mark.parametrize("state", ["", "failed"])
+def test_the_socket_of_a_killed_run_is_removed_whatever_it_has_recorded(folder: Path, state: str) -> None:
+    place().parent.mkdir()
+    run = registered("gone", folder, "", detached=False)
+    (entry,) = entries()
+    file, socket_file = place() / entry.name, place() / entry.socket
+    file.write_text(json.dumps({**json.loads(file.read_text()), "state": state}))
+    entries()
+    assert socket_file.exists(), "its process lives"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "start": 1}))
+    entries()
+    assert not socket_file.exists()
+    run.close()
+
+
 def test_a_user_without_a_home_gets_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def expanduser(_path: Path) -> Path:
         raise RuntimeError("Could not determine home directory.")
