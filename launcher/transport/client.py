@@ -55,6 +55,7 @@ class ClientStream(LocalStream):
 
 
 S = TypeVar("S", bound=ClientStream)
+_START_S = 5.0  # for a process to start
 
 
 class Clients:
@@ -63,6 +64,8 @@ class Clients:
     def __init__(self) -> None:
         self._closed = threading.Event()
         self._running: set[ClientStream] = set()
+        self._starting = 0  # clients that are not in `_running` yet
+        self._changed = threading.Condition()  # for `_starting`
 
     def open(
         self,
@@ -78,11 +81,17 @@ class Clients:
         `make` starts it with the function to call once it is finished; `what` is its name. Blocks until `deadline`
         (monotonic) at most. Raises HostError.
         """
-        stream = make(self._running.discard)
-        self._running.add(stream)
-        if self._closed.is_set():  # close() may not have seen it
-            stream.give_up()
-            raise HostError(host, "the run has ended")
+        with self._changed:
+            if self._closed.is_set():
+                raise HostError(host, "the run has ended")
+            self._starting += 1
+        try:
+            stream = make(self._running.discard)
+            self._running.add(stream)
+        finally:
+            with self._changed:
+                self._starting -= 1
+                self._changed.notify_all()
         if first:
             with contextlib.suppress(StreamError):  # it has ended, which is noticed next
                 stream.write(first)
@@ -96,7 +105,9 @@ class Clients:
 
         For the end of the run. A client whose host is gone would stay for minutes, even after this process.
         """
-        self._closed.set()  # later ones end themselves
+        with self._changed:
+            self._closed.set()
+            self._changed.wait_for(lambda: not self._starting, _START_S)
         left = self._running.copy()
         for stream in left:
             stream.kill()  # all of them before waiting

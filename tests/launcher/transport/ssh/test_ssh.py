@@ -3,16 +3,23 @@
 What does not depend on who logs in, dtrain or OpenSSH's own client (--ssh-command), is tried by both.
 """
 
+import contextlib
 import os
 import shlex
 import socket
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from testbed.processes import run_dtrain, run_program, started
 from testbed.sshd import SshHosts
+
+from launcher.errors import HostError
+from launcher.transport.client import Clients, ClientStream
 
 
 @pytest.fixture
@@ -251,6 +258,33 @@ def test_host_that_dies_is_the_cause_and_the_others_are_stopped(
     assert process.returncode == 1
     assert b"host node2 was lost after" in stderr
     assert b"1 worker stopped by dtrain" in stderr
+
+
+def test_a_client_that_starts_as_the_run_ends_is_not_left() -> None:
+    """As to reach a host that was lost, once more."""
+    clients, begins, goes_on = Clients(), threading.Event(), threading.Event()
+    made: list[ClientStream] = []
+
+    def make(finished: Callable[[ClientStream], None]) -> ClientStream:
+        begins.set()
+        assert goes_on.wait(60)
+        made.append(ClientStream(["sleep", "600"], None, finished=finished))
+        return made[0]
+
+    def connect() -> None:
+        with contextlib.suppress(HostError):
+            clients.open("far", make, time.monotonic() + 60, first=b"", what="ssh")
+
+    connecting = threading.Thread(target=connect)
+    connecting.start()
+    assert begins.wait(60)
+    threading.Timer(0.2, goes_on.set).start()
+    clients.close()
+    assert made[0]._client.poll() is not None
+    connecting.join(60)
+    made[0].give_up()
+    with pytest.raises(HostError, match="the run has ended"):
+        clients.open("far", make, time.monotonic() + 60, first=b"", what="ssh")
 
 
 def test_a_missing_jump_host_is_named_not_bypassed(ssh_hosts: SshHosts, script: Path) -> None:
