@@ -64,7 +64,8 @@ def owns_devices() -> bool:
 
     DTRAIN_OWN_GPUS is the run's id, since another launcher that this worker starts passes the variable on.
     """
-    return os.environ.get("DTRAIN_OWN_GPUS", "") == os.environ.get("TORCHELASTIC_RUN_ID")
+    run = os.environ.get("DTRAIN_OWN_GPUS")
+    return run is not None and run == os.environ.get("TORCHELASTIC_RUN_ID")
 
 
 def words_of(backend: str) -> set[str]:
@@ -74,11 +75,6 @@ def words_of(backend: str) -> set[str]:
 def _chosen_devices(accelerator: str) -> list[str]:
     """Return the set variables that restrict a worker to some of the devices, with their values."""
     return [f"{name}={os.environ[name]}" for name in _CHOOSERS[accelerator] if os.environ.get(name)]
-
-
-def connects_at_once(placement: Placement, backend: str, device: torch.device) -> bool:
-    """Return whether ranks on such devices connect them when the group is made, not in the first collective on one."""
-    return device.type != "cpu" and placement.world_size > 1 and _DEVICE_BACKENDS[device.type] in words_of(backend)
 
 
 def agree_on_backend(
@@ -103,14 +99,13 @@ def agree_on_backend(
         )
         if problem:
             raise LaunchEnvironmentError(problem)
-    if backend is not None:
-        return backend, at_once and connects_at_once(placement, backend, device)
-    if device.type != "cpu":
+    if backend is None and device.type != "cpu":
         backend = f"cpu:gloo,{device.type}:{_DEVICE_BACKENDS[device.type]}"
-        return backend, at_once and connects_at_once(placement, backend, device)
-    hosts = sharing(PrefixStore("ddp/sharing", store), rank, size, timeout) if size > 1 else []
-    is_able = sum(map(len, hosts)) == size and len(hosts) < size
-    return (SHM if is_able else "gloo"), False
+    elif backend is None:
+        hosts = sharing(PrefixStore("ddp/sharing", store), rank, size, timeout) if size > 1 else []
+        backend = SHM if sum(map(len, hosts)) == size and len(hosts) < size else "gloo"
+    has_its_own = device.type != "cpu" and _DEVICE_BACKENDS[device.type] in words_of(backend)
+    return backend, at_once and size > 1 and has_its_own
 
 
 def _has_one_device(placement: Placement, device: torch.device) -> bool:

@@ -229,9 +229,7 @@ class GradientHooks:
         if max(map(len, self._registered), default=0) < 2:
             return frozenset()
         return frozenset(
-            index
-            for index, hooks in enumerate(self._registered)
-            if sum("GradientSums.hook." in getattr(hook, "__qualname__", "") for hook in hooks.values()) > 1
+            index for index, hooks in enumerate(self._registered) if sum(map(is_reducers, hooks.values())) > 1
         )
 
     def has_others(self, index: int) -> bool:
@@ -249,3 +247,8 @@ class GradientHooks:
         """Remove the hooks from the parameters. May be repeated."""
         for handle in self._handles:
             handle.remove()
+
+
+def is_reducers(hook: object) -> bool:
+    """Return whether a hook on a parameter is that of a reducer, here or in Horovod's style."""
+    return getattr(hook, "__qualname__", "").startswith("GradientSums.hook.")

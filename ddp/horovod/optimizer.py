@@ -29,6 +29,7 @@ from ddp.comm.objects import device_of, gather_values
 from ddp.compression import Half, Int8, PowerSGD, make_compression
 from ddp.compression.compressor import Compressor
 from ddp.data_parallel.arguments import bucket_limits, checked_device
+from ddp.data_parallel.backward_pass import is_reducers
 from ddp.data_parallel.buckets.comm_hook import checked_hook
 from ddp.data_parallel.module_watch import ModuleWatch
 from ddp.data_parallel.reducer import Reducer
@@ -242,7 +243,7 @@ class _Engine:
             sparse = self.reducer.sparse | (sparse or frozenset())
         named = self._named()
         for name, parameter in named:
-            if any(map(_is_reducers, (gradient_hooks(parameter) or {}).values())):
+            if any(map(is_reducers, (gradient_hooks(parameter) or {}).values())):
                 raise ArgumentError(
                     f"the gradient of {name!r} is averaged already, by DistributedDataParallel or another "
                     "DistributedOptimizer: use one of them for each parameter"
@@ -388,10 +389,6 @@ class _Engine:
             finish(group.allreduce([total]), device=total.device)
         total = total / self._link.size() if self._settings.op == Average else total
         return total if isinstance(loss, Tensor) else total.item()
-
-
-def _is_reducers(hook: object) -> bool:
-    return getattr(hook, "__qualname__", "").startswith("GradientSums.hook.")
 
 
 @dataclasses.dataclass

@@ -62,10 +62,10 @@ class Clients:
     """The clients of one run. Any thread may call it."""
 
     def __init__(self) -> None:
-        self._closed = threading.Event()
+        self._is_closed = False
         self._running: set[ClientStream] = set()
         self._starting = 0  # clients that are not in `_running` yet
-        self._changed = threading.Condition()  # for `_starting`
+        self._changed = threading.Condition()  # for both
 
     def open(
         self,
@@ -82,7 +82,7 @@ class Clients:
         (monotonic) at most. Raises HostError.
         """
         with self._changed:
-            if self._closed.is_set():
+            if self._is_closed:
                 raise HostError(host, "the run has ended")
             self._starting += 1
         try:
@@ -106,7 +106,7 @@ class Clients:
         For the end of the run. A client whose host is gone would stay for minutes, even after this process.
         """
         with self._changed:
-            self._closed.set()
+            self._is_closed = True
             self._changed.wait_for(lambda: not self._starting, _START_S)
         left = self._running.copy()
         for stream in left:

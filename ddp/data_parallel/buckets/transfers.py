@@ -130,9 +130,7 @@ class Transfer(ABC):
         self._sender = sender
         self.micro_batch: MicroBatch | None = None  # that of the running pass
         self.has_older = False  # whether its gradients were added to those of the micro-batch before
-        self.shared: frozenset[int] = (
-            frozenset()
-        )  # its parameters that another wrapper reduces too, from these gradients
+        self.shared: frozenset[int] = frozenset()  # its parameters that another wrapper reduces too
         self._subtrees = Subtrees()  # of the step's micro-batches so far
 
     @property
